@@ -1,0 +1,36 @@
+// What kernels are handed: borrowed arrays, a bucket's scattered gradients, and the place to run.
+#pragma once
+
+#include <cstdint>
+
+namespace gradcomp {
+
+// A borrowed, contiguous, one-dimensional array. Nothing here owns memory.
+template <class T>
+struct Span {
+  T* data = nullptr;
+  int64_t size = 0;
+
+  bool given() const { return data != nullptr || size > 0; }
+};
+
+enum class Dtype : uint8_t { f32, f16, bf16 };
+
+// The gradients of a bucket, each where autograd left it. Piece i is entries [begin[i], begin[i + 1]) of the bucket.
+// Small enough to travel as a kernel argument (4 KB), so that no device memory and no copy is needed for it.
+struct Pieces {
+  static constexpr int kMost = 224;
+
+  int count = 0;
+  int64_t begin[kMost + 1] = {};
+  void* data[kMost] = {};
+  Dtype dtype[kMost] = {};
+};
+
+// Where a kernel runs: on a CUDA stream, or on this many of the caller's cores.
+struct Queue {
+  void* stream = nullptr;
+  int threads = 1;
+};
+
+}  // namespace gradcomp
