@@ -1,0 +1,52 @@
+// The plain takes and adds, on CPUs: the whole of a bucket, and sparse entries in and out of it.
+
+#include "../math.h"
+#include "../ops.h"
+#include "parallel.h"
+
+namespace gradcomp::cpu {
+namespace {
+
+HOT void move_out(float* __restrict from, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = from[i];
+    from[i] = 0.0f;
+  }
+}
+
+// Adds the payload's entries; false where it is malformed. A wrong index is passed over, never written to.
+bool add_entries(Span<float> target, Span<const float> values, Span<const int32_t> indices, int32_t count, float scale) {
+  if (count < 0 || count > values.size) return false;
+  bool well_formed = true;
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t index = indices.data[i];
+    if (index >= 0 && index < target.size) {
+      target.data[index] += scale * values.data[i];
+    } else {
+      well_formed = false;
+    }
+  }
+  return well_formed;
+}
+
+}  // namespace
+
+void take_all(Span<float> value, Span<const int32_t> flag, Span<float> taken, Queue queue) {
+  parallel(value.size, parts(value.size, queue.threads),
+           [&](int, int64_t begin, int64_t end) { move_out(value.data + begin, taken.data + begin, end - begin); });
+  if (flag.given() && flag.data[0] != 0 && taken.size > 0) taken.data[0] = not_a_number();
+}
+
+void add_sparse(Span<float> target, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
+                float scale, Queue) {
+  const bool flagged = header.data[1] != 0;
+  if (flagged || !add_entries(target, values, indices, header.data[0], scale)) target.data[0] = not_a_number();
+}
+
+void restore_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
+                    Span<const float> update, Queue) {
+  if (is_finite(update.data[0])) return;
+  add_entries(value, values, indices, header.data[0], 1.0f);
+}
+
+}  // namespace gradcomp::cpu

@@ -1,0 +1,154 @@
+// Exact top-k on CPUs. A sample guesses a threshold that a few more than k entries pass; one vectorised read of the bucket
+// lists them; the exact choice is then made among the few. A guess that lets too many or too few pass costs a radix selection
+// over all entries, never a wrong result. Bytes: 4 an entry, and what the sample touches.
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <utility>
+
+#include "../math.h"
+#include "../ops.h"
+#include "parallel.h"
+
+namespace gradcomp::cpu {
+namespace {
+
+constexpr int64_t kLine = 16;  // entries of one cache line: sampled together, they cost one miss
+constexpr int64_t kMostSamples = 1 << 16;
+constexpr int64_t kSmall = 1 << 13;  // below this, a sample saves nothing
+
+int64_t candidate_capacity(int64_t n, int64_t k) { return std::min(n, std::max<int64_t>(8 * k, kSmall)); }
+
+int64_t sample_count(int64_t n) { return std::clamp(n / 64, std::min(n, kSmall), kMostSamples) / kLine * kLine; }
+
+// What a radix selection finds: the k-th largest key, and how many keys are larger.
+struct Rank {
+  uint32_t key;
+  int64_t above;
+};
+
+// The k-th largest of n keys: three passes of 11, 11 and 10 bits, each over those that share the digits found so far.
+template <class KeyAt>
+Rank radix_select(int64_t n, int64_t k, KeyAt key_at) {
+  uint32_t prefix = 0;
+  int64_t above = 0;
+  for (const auto& [shift, bits] : {std::pair{21, 11}, std::pair{10, 11}, std::pair{0, 10}}) {
+    int64_t count[1 << 11] = {};
+    const uint32_t mask = (1u << bits) - 1;
+    const int known = shift + bits;
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t key = key_at(i);
+      const bool match = known == 32 || key >> known == prefix >> known;
+      count[(key >> shift) & mask] += match;
+    }
+    uint32_t digit = mask;
+    while (above + count[digit] < k) above += count[digit--];
+    prefix |= digit << shift;
+  }
+  return {prefix, above};
+}
+
+// A key that about 1.25 k entries and five deviations of the sample reach: rarely fewer than k, rarely more than the capacity.
+uint32_t guess_threshold(Span<float> value, int64_t k, uint32_t* keys) {
+  const int64_t samples = sample_count(value.size);
+  const int64_t lines = value.size / kLine;
+  for (int64_t i = 0; i < samples; i += kLine) {
+    const int64_t line = static_cast<int64_t>((uint64_t{mix(static_cast<uint32_t>(i))} * static_cast<uint64_t>(lines)) >> 32);
+    for (int64_t j = 0; j < kLine; ++j) keys[i + j] = magnitude_key(value.data[line * kLine + j]);
+  }
+  const double expected = static_cast<double>(samples) * static_cast<double>(k) / static_cast<double>(value.size);
+  const auto rank = static_cast<int64_t>(1.25 * expected + 5 * std::sqrt(expected)) + 2;
+  if (rank >= samples) return 0;
+  std::nth_element(keys, keys + rank, keys + samples, std::greater<>());
+  return keys[rank];
+}
+
+HOT bool any_reaches(const float* x, int64_t n, uint32_t threshold) {
+  uint32_t any = 0;
+  for (int64_t i = 0; i < n; ++i) any |= static_cast<int32_t>(magnitude_key(x[i])) >= static_cast<int32_t>(threshold) ? 1u : 0u;
+  return any != 0;
+}
+
+// Lists the entries of [begin, end) that reach the threshold, in index order, at most `capacity`; returns how many, or -1.
+int64_t list_candidates(const float* x, int64_t begin, int64_t end, uint32_t threshold, uint32_t* list, int64_t capacity) {
+  constexpr int64_t kStep = 64;
+  int64_t count = 0;
+  for (int64_t at = begin; at < end; at += kStep) {
+    const int64_t stop = std::min(at + kStep, end);
+    if (!any_reaches(x + at, stop - at, threshold)) continue;
+    if (count + (stop - at) > capacity) {
+      const auto here = std::count_if(x + at, x + stop, [&](float v) { return magnitude_key(v) >= threshold; });
+      if (count + here > capacity) return -1;
+      for (int64_t i = at; i < stop; ++i) {
+        if (magnitude_key(x[i]) >= threshold) list[count++] = static_cast<uint32_t>(i);
+      }
+      continue;
+    }
+    for (int64_t i = at; i < stop; ++i) {
+      list[count] = static_cast<uint32_t>(i);
+      count += magnitude_key(x[i]) >= threshold;
+    }
+  }
+  return count;
+}
+
+// All candidates in index order at the front of `list`; -1 where they do not fit.
+int64_t gather_candidates(Span<float> value, uint32_t threshold, uint32_t* list, int64_t capacity, int threads) {
+  const int count = parts(value.size, threads);
+  const int64_t share = capacity / count;
+  std::vector<int64_t> found(static_cast<size_t>(count));
+  parallel(value.size, count, [&](int part, int64_t begin, int64_t end) {
+    found[static_cast<size_t>(part)] = list_candidates(value.data, begin, end, threshold, list + part * share, share);
+  });
+  int64_t total = 0;
+  for (int part = 0; part < count; ++part) {
+    const int64_t here = found[static_cast<size_t>(part)];
+    if (here < 0) return -1;
+    std::copy_n(list + part * share, here, list + total);
+    total += here;
+  }
+  return total;
+}
+
+// Moves out what is above the k-th key, and of its equals the first ones, visiting n entries in index order.
+template <class IndexAt>
+void take(Span<float> value, Span<float> velocity, int64_t n, int64_t k, Rank rank, IndexAt index_at, float* values,
+          int32_t* indices) {
+  int64_t ties = k - rank.above;
+  int64_t taken = 0;
+  for (int64_t j = 0; j < n && taken < k; ++j) {
+    const int64_t i = index_at(j);
+    const uint32_t key = magnitude_key(value.data[i]);
+    if (key < rank.key || (key == rank.key && ties-- <= 0)) continue;
+    values[taken] = value.data[i];
+    indices[taken++] = static_cast<int32_t>(i);
+    value.data[i] = 0.0f;
+    if (velocity.given()) velocity.data[i] = 0.0f;
+  }
+}
+
+}  // namespace
+
+int64_t take_topk_scratch(int64_t n, int64_t k) { return candidate_capacity(n, k) + sample_count(n); }
+
+void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, int64_t k, Span<float> values,
+               Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+  const int64_t n = value.size;
+  header.data[0] = static_cast<int32_t>(k);
+  header.data[1] = flag.given() ? flag.data[0] : 0;
+
+  uint32_t* list = scratch.data;
+  const int64_t capacity = candidate_capacity(n, k);
+  const uint32_t threshold = n > kSmall && k < n ? guess_threshold(value, k, list + capacity) : 0;
+  const int64_t found = threshold > 0 ? gather_candidates(value, threshold, list, capacity, queue.threads) : -1;
+  if (found >= k) {
+    const Rank rank = radix_select(found, k, [&](int64_t j) { return magnitude_key(value.data[list[j]]); });
+    take(value, velocity, found, k, rank, [&](int64_t j) { return static_cast<int64_t>(list[j]); }, values.data, indices.data);
+  } else {
+    const Rank rank = k == n ? Rank{0, 0} : radix_select(n, k, [&](int64_t i) { return magnitude_key(value.data[i]); });
+    take(value, velocity, n, k, rank, [](int64_t i) { return i; }, values.data, indices.data);
+  }
+}
+
+}  // namespace gradcomp::cpu
