@@ -70,7 +70,9 @@ class Array {
   T* as() const {
     constexpr dlpack::Type wanted = type_of<std::remove_const_t<T>>();
     const dlpack::Type type = tensor().dtype;
-    EXPECTS(type.code == wanted.code && type.bits == wanted.bits && type.lanes == 1, where_, " is ", type_name(type), ", but ",
+    // Words without a meaning (scratch) may be of either sign.
+    const bool same_code = type.code == wanted.code || (wanted.code == dlpack::kUint && type.code == dlpack::kInt);
+    EXPECTS(same_code && type.bits == wanted.bits && type.lanes == 1, where_, " is ", type_name(type), ", but ",
             type_name(wanted), " is needed");
     return static_cast<T*>(data());
   }

@@ -149,6 +149,7 @@ Scratch pick(Scratch cpu, Scratch cuda, bool on_cuda) { return cpu == nullptr ||
 PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   using namespace gradcomp;
   m.doc() = "Kernels of gradcomp; called through gradcomp.kernels only.";
+  m.attr("most_pieces") = Pieces::kMost;
   DEFINE(flatten, "grads", "flat");
   DEFINE(accumulate, "grads", "value", "velocity", "flag", "momentum", "nesterov");
   DEFINE(spread, "flat", "grads", "scale");

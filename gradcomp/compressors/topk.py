@@ -1,0 +1,34 @@
+"""Top-k: the entries of largest magnitude travel, with their places; the rest waits in the residual.
+
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017); with momentum and masking, the core of
+Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice is exact, per bucket; the exchange is an allgather.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gradcomp import kernels, paths
+from gradcomp.core import Acc, Compressor, Steps, World
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """Sends k = max(1, ceil(ratio * n)) of a bucket's n entries."""
+
+    ratio: float = 0.001  # lower = fewer bytes, staler gradients
+    wire: str = "exact"  # exact = 32-bit values and 32-bit indices
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"topk: ratio must lie in (0, 1], not {self.ratio}")
+        if self.wire != "exact":
+            raise ValueError(f"topk: wire must be 'exact', not {self.wire!r}")
+
+    def exchange(self, acc: Acc, state: None, world: World) -> Steps:
+        n = acc.value.numel()
+        k = min(n, max(1, math.ceil(self.ratio * n)))
+        taken = paths.sparse_payload(acc, k)
+        kernels.take_topk(acc.value, k, **taken.arrays, velocity=acc.velocity, flag=acc.flag)
+        return (yield from paths.sparse_allgather(acc, taken, world))

@@ -1,0 +1,142 @@
+"""The whole vocabulary: what a compressor is, what it may ask of the network, and what a bucket is made of.
+
+A compressor takes what it sends out of the tensor; what is left in the tensor is the error. It never talks to the network: it
+yields what it wants moved and is resumed with the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class World(NamedTuple):
+    """The ranks that exchange with one another, and this one's place among them."""
+
+    rank: int
+    size: int
+
+
+class Field(NamedTuple):
+    """One array inside a payload."""
+
+    name: str
+    dtype: torch.dtype
+    length: int
+
+
+Form = tuple[Field, ...]
+"""What a payload is made of. All ranks use the same form, so nobody has to say how long a message is."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A message: named arrays that are views of one byte buffer, the one that travels."""
+
+    form: Form
+    bytes: Tensor
+    arrays: Mapping[str, Tensor] = field(repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.arrays[name]
+
+
+class Gather(NamedTuple):
+    """Give every rank every rank's payload. The answer: a list of payloads in rank order."""
+
+    payload: Payload
+
+
+class Reduce(NamedTuple):
+    """Sum a float32 tensor over the ranks. The answer: scale times the sum, possibly in the same memory."""
+
+    tensor: Tensor
+    scale: float = 1.0
+
+
+class Send(NamedTuple):
+    """Give each named rank a payload of its own, all of one form. The answer: {rank: payload} of those who sent here.
+
+    Every rank takes part in the round, also the one that has nothing to say: it yields Send({}, form, device).
+    """
+
+    parts: dict[int, Payload]
+    form: Form
+    device: torch.device
+
+
+Request = Gather | Reduce | Send
+Reply = list[Payload] | Tensor | dict[int, Payload]
+Steps = Generator[Request, Any, Tensor]
+"""An exchange under way. A yielded tensor is given away, a reply is read-only. All ranks yield the same sequence."""
+
+
+class Layout(NamedTuple):
+    """What a bucket is made of: its layers, one after the other in one flat array."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each layer's part of the bucket's flat array."""
+        ends = list(itertools.accumulate(self.sizes))
+        return {name: flat[end - size : end] for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
+
+
+class Acc(NamedTuple):
+    """What a compressor works on: the gradient plus the residual, flat, in float32.
+
+    velocity: the local momentum, where error feedback keeps one and it is to be masked where something is taken; else None.
+    flag: int32[1], not 0 where a gradient was not finite; None where nobody looked.
+    """
+
+    value: Tensor
+    velocity: Tensor | None = None
+    flag: Tensor | None = None
+
+
+class Compressor(ABC):
+    """Base of all compressors. Subclasses are frozen dataclasses whose fields are the knobs."""
+
+    @property
+    def whole_model(self) -> bool:
+        """Whether it wants one bucket for everything: necessary for some algorithms, but no overlap with backward."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether what this configured instance sends is right in the mean without error feedback."""
+        return False
+
+    def init(self, layout: Layout, seed: int) -> Any:
+        """What one bucket keeps between steps."""
+        return None
+
+    @abstractmethod
+    def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
+        """Takes out of acc.value what it sends; returns the mean update over the ranks. What stays in acc.value is the error.
+
+        The law: mean(acc.value before) == mean(acc.value after) + update.
+        """
+
+
+def bytes_of(request: Request) -> int:
+    """What a rank hands to the network: a gather's full capacity, a reduction's tensor, all parts of a send."""
+    match request:
+        case Gather(payload):
+            return payload.bytes.numel()
+        case Reduce(tensor):
+            return tensor.numel() * tensor.element_size()
+        case Send(parts):
+            return sum(payload.bytes.numel() for payload in parts.values())

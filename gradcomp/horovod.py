@@ -1,0 +1,315 @@
+"""All that knows Horovod, which stays as it is published.
+
+Two ways in. `Compression` goes into the stock `hvd.DistributedOptimizer(compression=...)`: Horovod hands it every gradient and
+gets one number back for each, the carrier, which it then reduces in the gradient's stead. `DistributedOptimizer` makes the
+stock optimizer and hands the gradients over itself, so that no carrier travels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+from torch import Tensor
+
+import gradcomp
+from gradcomp import agreement, checkpoint, kernels, wire
+from gradcomp.compressors import make
+from gradcomp.core import Compressor, Gather, Reduce, Reply, Request, Send, World
+from gradcomp.reducer import Bucket, Reducer
+from gradcomp.slot import SPARSE, Slot, check_momentum, slots
+
+Waiting = Callable[[], Reply]
+
+
+class Network:
+    """Requests as Horovod's operations, each under a name that is the same on all ranks and in every step."""
+
+    def __init__(self, process_set: hvd.ProcessSet, prefix: str):
+        self.process_set = process_set
+        self._prefix = prefix
+
+    @property
+    def world(self) -> World:
+        return World(self.process_set.rank(), self.process_set.size())
+
+    def start(self, request: Request, name: str) -> Waiting:
+        """Sets an operation going; calling the result waits for its answer."""
+        options = {"name": f"{self._prefix}.{name}", "process_set": self.process_set}
+        match request:
+            case Gather(payload):
+                handle = _try(hvd.allgather_async, payload.bytes, **options)
+                return lambda: [wire.read(payload.form, part) for part in _try(hvd.synchronize, handle).chunk(self.world.size)]
+            case Reduce(tensor, scale):
+                handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
+                return lambda: _try(hvd.synchronize, handle)
+            case Send():
+                return self._send(request, options)
+
+    def _send(self, request: Send, options: dict[str, Any]) -> Waiting:
+        parts, form, device = request
+        size = wire.size(form)
+        splits = torch.tensor([size if rank in parts else 0 for rank in range(self.world.size)], dtype=torch.int32)
+        outgoing = [parts[rank].bytes for rank in sorted(parts)] or [torch.empty(0, dtype=torch.uint8, device=device)]
+        handle = _try(hvd.alltoall_async, torch.cat(outgoing), splits=splits, **options)
+
+        def answer() -> Reply:
+            incoming, counts = _try(hvd.synchronize, handle)
+            senders = [rank for rank, count in enumerate(counts.tolist()) if count > 0]
+            return {rank: wire.read(form, part) for rank, part in zip(senders, incoming.split(size), strict=True)}
+
+        return answer
+
+    def finish(self, handle: Waiting) -> Reply:
+        return handle()
+
+
+def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    try:
+        return operation(*args, **options)
+    except (HorovodInternalError, ValueError) as error:
+        raise HorovodInternalError(
+            f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), in which gathers cannot take part "
+            "(give every rank the same number of steps instead); a rank ended or raised, see its output; the network broke."
+        ) from error
+
+
+class Compression:
+    """What the stock optimizer takes as compression=: one for each optimizer.
+
+    named_parameters: as for Horovod, usually model.named_parameters(). process_set: the one the optimizer gets, if it gets one.
+    optimizer: lets a momentum in the spec be checked against the optimizer's own.
+    """
+
+    _made = 0
+
+    def __init__(
+        self,
+        spec: str | Compressor,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        process_set: hvd.ProcessSet | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        bucket_mb: float = 25,
+        seed: int = 0,
+    ):
+        self.spec = str(spec)
+        compressor = make(spec)
+        if warning := check_momentum(compressor, optimizer):
+            warnings.warn(warning, stacklevel=2)
+        self._slots = slots(named_parameters)
+        self._by_name = {slot.name: slot for slot in self._slots}
+        self._by_id = {id(slot.parameter): slot for slot in self._slots}
+        self._network = Network(process_set or hvd.global_process_set, f"gradcomp.{Compression._made}")
+        Compression._made += 1
+        layers = {slot.name: slot.layer for slot in self._slots}
+        self._reducer = Reducer(compressor, layers, self._network, self._deliver, bucket_mb, seed)
+        self._terms = {
+            "gradcomp's version": gradcomp.__version__,
+            "spec": self.spec,
+            "seed": str(seed),
+            "bucket_mb": str(bucket_mb),
+            "parameter names": f"{len(self._slots)}: " + ", ".join(self._by_name),
+            "parameter shapes": f"{sum(layer.size for layer in layers.values())} entries: "
+            + ", ".join(slot.describe() for slot in self._slots),
+        }
+        self._session: object = None
+        self._next = 0
+        self._scale: float | None = None
+
+    # The stock route. Horovod calls compress() in backward, and in step() decompress(), after the last gradient's compress().
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Slot]:
+        """Takes a gradient over; Horovod gets the carrier: this rank's number plus 2."""
+        slot = self._slot_of(tensor)
+        self.put(slot)
+        return torch.tensor([self._network.world.rank + 2.0]), slot
+
+    def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
+        """The gradient with the update in it; what became of the carrier tells how Horovod reduces."""
+        if ctx is not None:
+            self.finish(self._scale_of(tensor.item()))
+            assert ctx.parameter.grad is not None
+            return ctx.parameter.grad
+        if tensor.is_sparse:
+            raise ValueError(SPARSE)
+        return tensor
+
+    # Both routes.
+
+    def put(self, slot: Slot) -> None:
+        """Notes that this parameter's gradient is complete; the last one of a bucket sets the bucket's exchange going."""
+        with self._guarded():
+            self._meet()
+            self._scale = None
+            self._reducer.put(slot.name, slot.open())
+
+    def finish(self, scale: float) -> None:
+        """The first call of a step brings it to its end: all gradients are then scale times the mean update."""
+        if self._scale is not None:
+            return
+        self._scale = scale
+        with self._guarded():
+            self._reducer.finish()
+
+    def slot(self, parameter: Tensor) -> Slot:
+        """The slot of a parameter."""
+        if id(parameter) not in self._by_id:
+            raise ValueError(_UNKNOWN)
+        return self._by_id[id(parameter)]
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the last step on this rank."""
+        return self._reducer.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's next step depends on. Every rank has its own: save one for each."""
+        return {"spec": self.spec, "rank": checkpoint.save(self._reducer)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what state_dict() gave on this rank."""
+        checkpoint.same_spec(state["spec"], self.spec)
+        checkpoint.load(self._reducer, state["rank"])
+
+    def _meet(self) -> None:
+        """Before the first exchange, and again after Horovod was initialised anew (an elastic reset): do all ranks agree?
+
+        This waits for the other ranks inside a backward hook. It may: each of them comes here first in its own step, whichever
+        parameter it begins with. hvd.init() makes a new map of handles, which is how a new start is recognised.
+        """
+        session = getattr(mpi_ops, "_handle_map", mpi_ops)
+        if session is self._session:
+            return
+        self._reducer.abort()
+        records = self._network.start(Gather(wire.whole(agreement.record(self._terms))), "agreement")()
+        assert isinstance(records, list)
+        agreement.check(self._terms, [record.bytes for record in records])
+        self._session = session
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """After any failure the step under way is forgotten, and the next one begins with a meeting."""
+        try:
+            yield
+        except BaseException:
+            self._session = None
+            raise
+
+    def _deliver(self, bucket: Bucket, update: Tensor) -> None:
+        assert self._scale is not None
+        members = [self._by_name[name] for name in bucket.layout.names]
+        kernels.spread(update, [bucket.grads[slot.name] for slot in members], self._scale)
+        for slot in members:
+            slot.close()
+
+    def _slot_of(self, tensor: Tensor) -> Slot:
+        """The parameter whose gradient this is; the search begins behind the one found last, where it nearly always is."""
+        count = len(self._slots)
+        for i in range(self._next, self._next + count):
+            slot = self._slots[i % count]
+            if slot.parameter.grad is tensor:
+                self._next = i % count + 1
+                return slot
+        if id(tensor) in self._by_id:
+            raise ValueError(
+                "op=Adasum hands over parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
+            )
+        if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self._slots):
+            raise ValueError(SPARSE)
+        raise ValueError(_UNKNOWN)
+
+    def _scale_of(self, carrier: float) -> float:
+        """What the mean is multiplied by: 1 for op=Average, the number of ranks for op=Sum. Carriers went in as rank + 2."""
+        size = self._network.world.size
+        results = {
+            "Average": (size + 3) / 2,
+            "Sum": size * (size + 3) / 2,
+            "Min": 2.0,
+            "Max": size + 1.0,
+            "Product": math.prod(range(2, size + 2)),
+        }
+        op = next((op for op, result in results.items() if math.isclose(carrier, result, rel_tol=1e-4)), "an unknown operation")
+        if op not in ("Average", "Sum"):
+            raise ValueError(f"the gradients are reduced with op={op}, which cannot be compressed; use op=Average or op=Sum")
+        return 1.0 if op == "Average" else float(size)
+
+
+_UNKNOWN = (
+    "a gradient came of a parameter that gradcomp does not know: it is not among the named_parameters that Compression was "
+    "given, or was frozen when Compression was made"
+)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: str | Compressor = "topk",
+    *,
+    bucket_mb: float = 25,
+    seed: int = 0,
+    **stock_options: Any,
+) -> Any:
+    """hvd.DistributedOptimizer with a spec for compression=, without carriers; .compression and .stats() are added to it.
+
+    All of Horovod's options are taken. groups and num_groups have nothing left to group: gradcomp's buckets stand in for them.
+    """
+    op = stock_options.get("op", hvd.Average)
+    if op not in (hvd.Average, hvd.Sum):
+        raise ValueError("only op=hvd.Average and op=hvd.Sum can be compressed, not Adasum, Min, Max or Product")
+    if stock_options.get("sparse_as_dense"):
+        raise ValueError(SPARSE)
+    stock_options.pop("groups", None)
+    stock_options.pop("num_groups", None)
+    named = _names(optimizer, named_parameters)
+    process_set = stock_options.get("process_set", hvd.global_process_set)
+    own = Compression(compression, named, process_set=process_set, optimizer=optimizer, bucket_mb=bucket_mb, seed=seed)
+    stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=own, **stock_options)
+    if list(inspect.signature(stock._allreduce_grad_async).parameters) == ["p"]:
+        stock._allreduce_grad_async = _handing_over(own, process_set, op)
+    else:
+        warnings.warn("this Horovod has another inside than 0.22 to 0.28; carriers are used", stacklevel=2)
+    stock.compression = own
+    stock.stats = own.stats
+    return stock
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The optimizer's parameters by name; without names, the ones Horovod would give."""
+    groups = enumerate(optimizer.param_groups)
+    theirs = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
+    if named_parameters is None:
+        return theirs
+    ids = {id(parameter) for _, parameter in theirs}
+    return [(name, parameter) for name, parameter in named_parameters if id(parameter) in ids]
+
+
+def _handing_over(
+    own: Compression, process_set: hvd.ProcessSet, op: Any
+) -> Callable[[Tensor], tuple[Callable[[], Tensor], None]]:
+    """What stands in for the stock optimizer's allreduce of one gradient: Horovod calls what it returns for the result."""
+
+    def start(p: Tensor) -> tuple[Callable[[], Tensor], None]:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if p.grad.is_sparse:
+            raise ValueError(SPARSE)
+        own.put(own.slot(p))
+
+        def result() -> Tensor:
+            own.finish(1.0 if op == hvd.Average else float(process_set.size()))
+            assert p.grad is not None
+            return p.grad
+
+        return result, None
+
+    return start

@@ -1,0 +1,174 @@
+"""Buckets of gradients, and the only loop that drives a compressor.
+
+put() notes one gradient; the bucket whose last gradient has come starts its exchange at once. finish() then takes all buckets
+round by round, in bucket order, to their updates. Never one bucket to its end before the next: ranks may have started them in
+different orders, and would wait for one another for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gradcomp.core import Compressor, Layout, Reply, Request, Steps, World, bytes_of
+from gradcomp.wrap import Memory, source
+
+
+class Network(Protocol):
+    """What moves requests between ranks. Names are the same on all ranks and for every step."""
+
+    @property
+    def world(self) -> World: ...
+    def start(self, request: Request, name: str) -> Any: ...
+    def finish(self, handle: Any) -> Reply: ...
+
+
+class Layer(NamedTuple):
+    """One parameter, as the reducer sees it."""
+
+    size: int
+    device: torch.device
+
+
+@dataclass
+class Bucket:
+    """Layers that are exchanged together."""
+
+    index: int
+    layout: Layout
+    memory: Memory
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    steps: Steps | None = None
+    handle: Any = None
+    round: int = 0
+
+
+def plan(layers: Mapping[str, Layer], bucket_bytes: float) -> list[Layout]:
+    """Cuts the layers into buckets, last layer first, since backward reaches it first. Empty layers are left out."""
+    buckets: list[list[str]] = []
+    filled = 0.0
+    for name in reversed(list(layers)):
+        size = 4 * layers[name].size
+        if size == 0:
+            continue
+        if buckets and filled + size <= bucket_bytes and layers[buckets[-1][-1]].device == layers[name].device:
+            buckets[-1].append(name)
+            filled += size
+        else:
+            buckets.append([name])
+            filled = size
+    return [Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device) for names in buckets]
+
+
+class Reducer:
+    """All buckets of one model on one rank.
+
+    deliver(bucket, update) is called with each finished bucket's mean update, which is valid during the call only.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        layers: Mapping[str, Layer],
+        network: Network,
+        deliver: Callable[[Bucket, Tensor], None],
+        bucket_mb: float,
+        seed: int,
+    ):
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above 0, not {bucket_mb}")
+        self.source = source(compressor)
+        self.network = network
+        self.deliver = deliver
+        self.layers = dict(layers)
+        layouts = plan(layers, float("inf") if self.source.whole_model else bucket_mb * 1e6)
+        if self.source.whole_model and len(layouts) > 1:
+            raise ValueError("this compressor needs the whole model in one bucket, but its layers lie on different devices")
+        self.buckets = [Bucket(i, layout, self.source.init(layout, seed + i)) for i, layout in enumerate(layouts)]
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
+        self.steps_done = 0
+        self.bytes_sent = 0
+        self._sending = 0
+
+    def put(self, name: str, grad: Tensor) -> None:
+        """Notes a layer's gradient (flat, contiguous), which must stay as it is until its update has been delivered."""
+        if self.layers[name].size == 0:
+            return
+        bucket = self._bucket_of[name]
+        if name in bucket.grads:
+            raise RuntimeError(f"the gradient of {name!r} came twice in one step")
+        bucket.grads[name] = grad
+        if len(bucket.grads) == len(bucket.layout.names):
+            self._start(bucket)
+
+    def start_all(self) -> None:
+        """Starts every bucket that still waits; a layer without a gradient counts as one that is zero."""
+        for bucket in self.buckets:
+            if bucket.steps is None:
+                self._start(bucket)
+
+    def advance(self) -> bool:
+        """One round of all buckets under way: answers in, next requests out. False once every update has been delivered."""
+        live = [bucket for bucket in self.buckets if bucket.steps is not None]
+        for bucket in live:
+            self._resume(bucket, self.network.finish(bucket.handle))
+        return bool(live)
+
+    def finish(self) -> None:
+        """Takes the step to its end: every update has been delivered."""
+        self.start_all()
+        while self.advance():
+            pass
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Closes the books of a step whose updates have all been delivered."""
+        self.steps_done += 1
+        self.bytes_sent, self._sending = self._sending, 0
+
+    def abort(self) -> None:
+        """Forgets the step under way, after a failure of the network."""
+        self._sending = 0
+        for bucket in self.buckets:
+            if bucket.steps is not None:
+                bucket.steps.close()
+            bucket.steps = bucket.handle = None
+            bucket.grads.clear()
+
+    def _start(self, bucket: Bucket) -> None:
+        layout = bucket.layout
+        for name, size in zip(layout.names, layout.sizes, strict=True):
+            if name not in bucket.grads:
+                bucket.grads[name] = torch.zeros(size, device=layout.device)
+        acc = self.source.collect([bucket.grads[name] for name in layout.names], bucket.memory)
+        bucket.round = 0
+        bucket.steps = self.source.exchange(acc, bucket.memory, self.network.world)
+        self._resume(bucket, None)
+
+    def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
+        assert bucket.steps is not None
+        try:
+            request = bucket.steps.send(reply)
+        except StopIteration as end:
+            bucket.steps = bucket.handle = None
+            self.deliver(bucket, end.value)
+            bucket.grads.clear()
+        else:
+            self._sending += bytes_of(request)
+            bucket.handle = self.network.start(request, f"{bucket.index}.{bucket.round}")
+            bucket.round += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the last step; a compression is dense float32 bytes over the bytes sent."""
+        dense = 4 * sum(layer.size for layer in self.layers.values())
+        return {
+            "steps": self.steps_done,
+            "buckets": len(self.buckets),
+            "bytes_dense": dense,
+            "bytes_sent": self.bytes_sent,
+            "compression": dense / self.bytes_sent if self.bytes_sent else None,
+        }

@@ -1,0 +1,85 @@
+"""A model's parameters as the adapters see them: a name, and a gradient read and written as the flat array its memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from gradcomp.reducer import Layer
+from gradcomp.wrap import Feedback
+
+GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+SPARSE = (
+    "sparse gradients, such as those of torch.nn.Embedding(sparse=True), cannot be compressed (sparse_as_dense makes no "
+    "difference); use sparse=False, or keep that layer in an optimizer of its own"
+)
+
+
+class Slot:
+    """One parameter. Entries are numbered in the order of the parameter's own memory, so that channels-last costs no copy."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter):
+        self.name = name
+        self.parameter = parameter
+        self.layer = Layer(parameter.numel(), parameter.device)
+        self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
+        self.flat = torch.empty(0)
+        self._grad: Tensor | None = None
+
+    def describe(self) -> str:
+        """What must be the same on all ranks."""
+        order = [dim for dim in self.order if self.parameter.shape[dim] > 1]
+        return f"{self.name} {tuple(self.parameter.shape)} {order} {self.parameter.device.type}"
+
+    def open(self) -> Tensor:
+        """The gradient that is there now, flat; a gradient laid out in another order than its parameter is copied."""
+        grad = self.parameter.grad
+        assert grad is not None
+        if grad.dtype not in GRADIENT_TYPES:
+            raise TypeError(f"the gradient of {self.name!r} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
+        if grad.device != self.layer.device:
+            raise ValueError(
+                f"{self.name!r} was on {self.layer.device}, its gradient is on {grad.device}: move the model first"
+            )
+        self._grad = grad.detach().permute(self.order)
+        self.flat = self._grad.contiguous().view(-1)
+        return self.flat
+
+    def close(self) -> None:
+        """Brings what was written to the flat array back into the gradient, if that is elsewhere."""
+        if self._grad is not None and self.flat.data_ptr() != self._grad.data_ptr():
+            self._grad.copy_(self.flat.view(self._grad.shape))
+        self._grad, self.flat = None, self.flat[:0]
+
+
+def slots(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Slot]:
+    """A slot for each parameter that is trained, in the given order. A parameter under two names (tied) counts once."""
+    seen: set[int] = set()
+    names: set[str] = set()
+    found = []
+    for name, parameter in named_parameters:
+        if name in names:
+            raise ValueError(f"named_parameters has two parameters called {name!r}")
+        names.add(name)
+        if parameter.requires_grad and id(parameter) not in seen:
+            found.append(Slot(name, parameter))
+        seen.add(id(parameter))
+    return found
+
+
+def check_momentum(compressor: object, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Refuses momentum that would act twice; returns a warning where that cannot be seen."""
+    if not isinstance(compressor, Feedback) or compressor.momentum == 0:
+        return None
+    if optimizer is None:
+        return (
+            f"momentum={compressor.momentum} is kept by the compressor: the optimizer's own momentum must be 0. "
+            "Pass optimizer= to have that checked."
+        )
+    if any(group.get("momentum", 0) > 0 for group in optimizer.param_groups):
+        raise ValueError(
+            f"momentum={compressor.momentum} in the spec and a momentum in the optimizer would act twice; set one of them to 0"
+        )
+    return None
