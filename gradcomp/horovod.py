@@ -8,7 +8,6 @@ stock optimizer and hands the gradients over itself, so that no carrier travels.
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +20,11 @@ from horovod.torch import mpi_ops
 from torch import Tensor
 
 import gradcomp
-from gradcomp import agreement, checkpoint, kernels, wire
+from gradcomp import agreement, carrier, checkpoint, kernels, wire
 from gradcomp.compressors import make
 from gradcomp.core import Compressor, Gather, Reduce, Reply, Request, Send, World
 from gradcomp.reducer import Bucket, Reducer
-from gradcomp.slot import SPARSE, Slot, check_momentum, slots
+from gradcomp.slot import SPARSE, Slot, check_momentum, named_of, slots
 
 Waiting = Callable[[], Reply]
 
@@ -128,15 +127,15 @@ class Compression:
     # The stock route. Horovod calls compress() in backward, and in step() decompress(), after the last gradient's compress().
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Slot]:
-        """Takes a gradient over; Horovod gets the carrier: this rank's number plus 2."""
+        """Takes a gradient over; Horovod gets a carrier in its stead."""
         slot = self._slot_of(tensor)
         self.put(slot)
-        return torch.tensor([self._network.world.rank + 2.0]), slot
+        return carrier.carrier(self._network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """The gradient with the update in it; what became of the carrier tells how Horovod reduces."""
         if ctx is not None:
-            self.finish(self._scale_of(tensor.item()))
+            self.finish(carrier.scale(tensor.item(), self._network.world.size))
             assert ctx.parameter.grad is not None
             return ctx.parameter.grad
         if tensor.is_sparse:
@@ -226,21 +225,6 @@ class Compression:
             raise ValueError(SPARSE)
         raise ValueError(_UNKNOWN)
 
-    def _scale_of(self, carrier: float) -> float:
-        """What the mean is multiplied by: 1 for op=Average, the number of ranks for op=Sum. Carriers went in as rank + 2."""
-        size = self._network.world.size
-        results = {
-            "Average": (size + 3) / 2,
-            "Sum": size * (size + 3) / 2,
-            "Min": 2.0,
-            "Max": size + 1.0,
-            "Product": math.prod(range(2, size + 2)),
-        }
-        op = next((op for op, result in results.items() if math.isclose(carrier, result, rel_tol=1e-4)), "an unknown operation")
-        if op not in ("Average", "Sum"):
-            raise ValueError(f"the gradients are reduced with op={op}, which cannot be compressed; use op=Average or op=Sum")
-        return 1.0 if op == "Average" else float(size)
-
 
 _UNKNOWN = (
     "a gradient came of a parameter that gradcomp does not know: it is not among the named_parameters that Compression was "
@@ -268,7 +252,7 @@ def DistributedOptimizer(
         raise ValueError(SPARSE)
     stock_options.pop("groups", None)
     stock_options.pop("num_groups", None)
-    named = _names(optimizer, named_parameters)
+    named = named_of(optimizer, named_parameters)
     process_set = stock_options.get("process_set", hvd.global_process_set)
     own = Compression(compression, named, process_set=process_set, optimizer=optimizer, bucket_mb=bucket_mb, seed=seed)
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=own, **stock_options)
@@ -279,18 +263,6 @@ def DistributedOptimizer(
     stock.compression = own
     stock.stats = own.stats
     return stock
-
-
-def _names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """The optimizer's parameters by name; without names, the ones Horovod would give."""
-    groups = enumerate(optimizer.param_groups)
-    theirs = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
-    if named_parameters is None:
-        return theirs
-    ids = {id(parameter) for _, parameter in theirs}
-    return [(name, parameter) for name, parameter in named_parameters if id(parameter) in ids]
 
 
 def _handing_over(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 try:
-    from gradcomp import _native
+    import gradcomp._native as _native
 except ImportError as error:  # pragma: no cover - depends on how the package was put there
     raise ImportError(
         f"gradcomp's compiled part cannot be loaded ({error}); build it with scripts/setup or `pip install .`"

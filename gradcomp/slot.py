@@ -69,6 +69,18 @@ def slots(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Sl
     return found
 
 
+def named_of(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The optimizer's parameters by name; without names, under the ones Horovod would give."""
+    groups = enumerate(optimizer.param_groups)
+    theirs = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
+    if named_parameters is None:
+        return theirs
+    ids = {id(parameter) for _, parameter in theirs}
+    return [(name, parameter) for name, parameter in named_parameters if id(parameter) in ids]
+
+
 def check_momentum(compressor: object, optimizer: torch.optim.Optimizer | None) -> str | None:
     """Refuses momentum that would act twice; returns a warning where that cannot be seen."""
     if not isinstance(compressor, Feedback) or compressor.momentum == 0:
