@@ -141,8 +141,12 @@ Scratch pick(Scratch cpu, Scratch cuda, bool on_cuda) { return cpu == nullptr ||
 #define TWINS(op) nullptr, cuda::op
 #elif defined(GRADCOMP_CUDA)
 #define TWINS(op) cpu::op, cuda::op
+#define WITH_CUDA true
 #else
 #define TWINS(op) cpu::op, nullptr
+#endif
+#ifndef WITH_CUDA
+#define WITH_CUDA false
 #endif
 #define DEFINE(op, ...) define(m, #op, check::op, TWINS(op), {__VA_ARGS__})
 
@@ -150,6 +154,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   using namespace gradcomp;
   m.doc() = "Kernels of gradcomp; called through gradcomp.kernels only.";
   m.attr("most_pieces") = Pieces::kMost;
+  m.attr("built_with_cuda") = WITH_CUDA;
   DEFINE(flatten, "grads", "flat");
   DEFINE(accumulate, "grads", "value", "velocity", "flag", "momentum", "nesterov");
   DEFINE(spread, "flat", "grads", "scale");

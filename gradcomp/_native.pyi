@@ -3,5 +3,6 @@
 from typing import Any
 
 most_pieces: int
+built_with_cuda: bool
 
 def __getattr__(name: str) -> Any: ...

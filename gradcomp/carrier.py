@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def carrier(rank: int) -> Tensor:
-    """What a rank gives: its number plus 2. (A 1 from everybody would come back as 1 from Average, Min, Max and Product alike.)"""
+    """What a rank gives: its number plus 2. (A 1 from all would come back as 1 from Average, Min, Max and Product alike.)"""
     return torch.tensor([rank + 2.0])
 
 
 def scale(result: float, size: int) -> float:
-    """What the mean is to be multiplied by: 1 for op=Average, the number of ranks for op=Sum; anything else is refused by name."""
+    """What the mean is to be multiplied by: 1 for op=Average, the number of ranks for op=Sum; all else is refused."""
     results = {
         "Average": (size + 3) / 2,
         "Sum": size * (size + 3) / 2,

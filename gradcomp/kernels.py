@@ -24,6 +24,7 @@ Array = Any
 """Anything with __dlpack__."""
 
 MOST_PIECES: int = _native.most_pieces
+BUILT_WITH_CUDA: bool = _native.built_with_cuda
 _scratch_buffers: dict[tuple[str, str, int, int], Array] = {}
 
 

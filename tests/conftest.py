@@ -1,0 +1,58 @@
+"""What all tests share: the devices that kernels run on, and the settings under which Hypothesis repeats itself."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+
+from gradcomp import kernels
+
+sys.path.insert(0, str(Path(__file__).parent / "simt"))
+
+hypothesis.settings.register_profile(
+    "gradcomp",
+    deadline=None,  # timings of a shared machine say nothing
+    derandomize=True,
+    max_examples=60,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("gradcomp")
+
+SANITIZED = os.environ.get("GRADCOMP_SIMT_SANITIZED") == "1"
+HAS_GPU = torch.cuda.is_available() and kernels.BUILT_WITH_CUDA
+DEVICES = ["cpu", "simt"] + (["cuda"] if HAS_GPU else [])
+
+
+def pytest_report_header() -> str:
+    if HAS_GPU:
+        return f"devices: cpu, simt (CUDA kernels emulated), cuda ({torch.cuda.get_device_name()})"
+    reason = "no GPU" if kernels.BUILT_WITH_CUDA else "built without CUDA"
+    return f"devices: cpu, simt (CUDA kernels emulated); NOT on cuda: {reason}"
+
+
+@pytest.fixture(scope="session")
+def emulator() -> Any:
+    """The CUDA kernels, compiled for the emulator."""
+    import build
+
+    folder = str(build.build(sanitize=SANITIZED))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("gradcomp_simt")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Where the test's tensors lie. On simt they lie in main memory, and the emulated CUDA kernels work on them."""
+    if request.param == "simt":
+        monkeypatch.setattr(kernels, "_native", request.getfixturevalue("emulator"))
+    torch.manual_seed(0)
+    yield torch.device("cuda" if request.param == "cuda" else "cpu")

@@ -1,0 +1,43 @@
+"""Gradients that break things: what tests draw from."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+KINDS = ("normal", "laplace", "heavy", "zeros", "ties", "spike", "sparse", "tiny", "huge", "constant")
+
+
+def draw(kind: str, n: int, seed: int, ranks: int = 1) -> Tensor:
+    """n entries of a named kind; finite, and small enough that the sum over the ranks is finite too."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(n, generator=generator)
+    match kind:
+        case "normal":
+            return normal
+        case "laplace":
+            return torch.empty(n).exponential_(generator=generator) * normal.sign()
+        case "heavy":
+            return normal**7
+        case "zeros":
+            return torch.zeros(n)
+        case "ties":
+            return (2 * normal).round()
+        case "spike":
+            flat = torch.zeros(n)
+            flat[seed % n] = -3.0
+            return flat
+        case "sparse":
+            return torch.where(torch.rand(n, generator=generator) < 0.02, normal, torch.zeros(n))
+        case "tiny":
+            return normal * 1e-38  # among them subnormal numbers
+        case "huge":
+            return normal.sign() * (1e38 / ranks)
+        case "constant":
+            return torch.full((n,), 0.25)
+    raise ValueError(kind)
+
+
+kinds = st.sampled_from(KINDS)
+seeds = st.integers(0, 2**31 - 1)

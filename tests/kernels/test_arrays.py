@@ -1,0 +1,90 @@
+"""Arrays go in as they are; what cannot go in is refused with a sentence that names it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradcomp import kernels
+
+
+def test_numpy_goes_in_as_it_is() -> None:
+    value = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    before = value.copy()
+    values, indices, header = np.empty(10, np.float32), np.empty(10, np.int32), np.empty(2, np.int32)
+    kernels.take_topk(value, 10, values, indices, header)
+    wanted = np.sort(np.argsort(-abs(before), kind="stable")[:10])
+    assert (indices == wanted).all() and (values == before[wanted]).all() and (value[wanted] == 0).all()
+    kernels.add_sparse(value, values, indices, header)
+    assert (value == before).all()
+    flag = np.zeros(1, np.int32)
+    kernels.accumulate([before, value[:0]], value, None, flag)
+    assert (value == before + before).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CuPy arrays need a GPU, and there is none")
+def test_cupy_on_a_stream_of_its_own_equals_torch() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    x = torch.randn(1_000_000)
+    expected = x.abs().topk(1000).indices.sort().values
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        value = cupy.asarray(x.numpy())
+        values, indices = cupy.empty(1000, "float32"), cupy.empty(1000, "int32")
+        kernels.take_topk(value, 1000, values, indices, cupy.empty(2, "int32"))
+        stream.synchronize()
+    assert torch.equal(torch.from_numpy(indices.get()).long(), expected)
+
+
+def refused(message: str, *args: object, **options: object) -> None:
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        kernels.accumulate(*args, **options)  # type: ignore[arg-type]
+
+
+def test_refusals_name_what_is_wrong() -> None:
+    f, flag = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
+    refused(r"grads\[0\] is float64, but float32, float16 or bfloat16", [f.double()], f, None, flag)
+    refused(r"grads\[1\] is int32", [f[:2], f[:2].int()], f, None, flag)
+    refused("value is float64, but float32 is needed", [f], f.double(), None, flag)
+    refused("value is not contiguous", [f], torch.zeros(4, 2)[:, 0], None, flag)
+    refused(r"grads\[0\] is not contiguous", [torch.zeros(2, 2).t()], f, None, flag)
+    refused("grads have 4 entries in all, but value has 5", [f], torch.zeros(5), None, flag)
+    refused("velocity has 3 entries, but value has 4", [f], f, torch.zeros(3), flag)
+    refused("flag has 0 entries; 1 are needed", [f], f, None, flag[:0])
+    refused(r"momentum = 1 is outside \[0, 1\)", [f], f, f.clone(), flag, 1.0)
+    refused("momentum = 0.5 needs a velocity", [f], f, None, flag, 0.5)
+    refused("an array of torch, NumPy or CuPy is needed, not .*list", [f], [1.0, 2.0], None, flag)
+
+
+def test_k_out_of_range_is_refused() -> None:
+    for k in (0, -1, 5):
+        with pytest.raises(ValueError, match=f"k = {k} is outside 1 .. 4"):
+            kernels.take_topk(
+                torch.zeros(4), k, torch.zeros(9), torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+            )
+
+
+def test_too_many_arrays_for_one_launch_are_refused_below_and_cut_above() -> None:
+    grads = [torch.ones(1)] * (kernels.MOST_PIECES + 1)
+    flat = torch.zeros(len(grads))
+    with pytest.raises(ValueError, match=f"more than {kernels.MOST_PIECES} arrays"):
+        kernels._native.flatten(grads, flat)
+    kernels.flatten(grads, flat)
+    assert (flat == 1).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    torch.manual_seed(0)
+    n, k = 1_500_000, 1500
+    g, start = torch.randn(n), torch.randn(n)
+    results = []
+    for count in (1, threads):
+        value, velocity = start.clone(), start.clone()
+        flag = torch.zeros(1, dtype=torch.int32)
+        payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        scratch = torch.empty(kernels._native.take_topk_scratch(False, n, k), dtype=torch.int32)
+        kernels._native.accumulate([g], value, velocity, flag, 0.9, True, threads=count)
+        kernels._native.take_topk(value, velocity, flag, k, *payload, scratch, threads=count)
+        results.append((value, velocity, *payload))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

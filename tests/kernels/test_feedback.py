@@ -1,0 +1,128 @@
+"""flatten, accumulate and spread: gradients in, updates out."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from gradcomp import kernels
+
+SIZES = [[1], [3, 0, 5], [1000], [2047, 2049, 1, 70], [100_003], [64] * 300]
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def pieces(sizes: list[int], dtype: torch.dtype, device: torch.device, kind: str = "normal") -> list[Tensor]:
+    return [
+        gradients.draw(kind, n, seed).to(dtype).to(device) if n else torch.empty(0, dtype=dtype, device=device)
+        for seed, n in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_flatten_casts_and_concatenates(device: torch.device, sizes: list[int], dtype: torch.dtype) -> None:
+    grads = pieces(sizes, dtype, device)
+    flat = torch.full((sum(sizes),), 7.0, device=device)
+    kernels.flatten(grads, flat)
+    assert reference.same(flat, reference.flatten(grads))
+
+
+@pytest.mark.parametrize("momentum,nesterov", [(None, False), (0.0, False), (0.9, False), (0.9, True)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_accumulate_is_its_definition(
+    device: torch.device, sizes: list[int], dtype: torch.dtype, momentum: float | None, nesterov: bool
+) -> None:
+    grads = pieces(sizes, dtype, device)
+    n = sum(sizes)
+    value = torch.randn(n, device=device)
+    velocity = None if momentum is None else torch.randn(n, device=device)
+    flag = torch.tensor([5], dtype=torch.int32, device=device)
+    expected = reference.accumulate(grads, value, velocity, momentum or 0.0, nesterov)
+    kernels.accumulate(grads, value, velocity, flag, momentum or 0.0, nesterov)
+    assert reference.same(value, expected[0])
+    if velocity is not None:
+        assert expected[1] is not None and reference.same(velocity, expected[1])
+    assert flag.item() == 0
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("with_velocity", [False, True])
+@pytest.mark.parametrize("where", [0, 4999, 9999])
+def test_what_is_not_finite_raises_the_flag_and_stays_out(
+    device: torch.device, bad: float, with_velocity: bool, where: int
+) -> None:
+    grads = [torch.randn(5000, device=device), torch.randn(5000, device=device)]
+    grads[where // 5000][where % 5000] = bad
+    value = torch.randn(10_000, device=device)
+    velocity = torch.randn(10_000, device=device) if with_velocity else None
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    expected = reference.accumulate(grads, value, velocity, 0.5 if with_velocity else 0.0, False)
+    old = value[where].item()
+    kernels.accumulate(grads, value, velocity, flag, 0.5 if with_velocity else 0.0)
+    assert flag.item() == 1
+    assert reference.same(value, expected[0])
+    assert value[where].item() == old
+    assert value.isfinite().all()
+
+
+def test_an_overflowing_sum_is_refused_too(device: torch.device) -> None:
+    value = torch.full((300,), 3e38, device=device)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    kernels.accumulate([torch.full((300,), 3e38, device=device)], value, None, flag)
+    assert flag.item() == 1
+    assert (value == 3e38).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0, 1 / 3])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_spread_scales_casts_and_cuts(device: torch.device, sizes: list[int], dtype: torch.dtype, scale: float) -> None:
+    flat = torch.randn(sum(sizes), device=device) * 1000
+    flat[:1] = float("nan")
+    outs = [torch.zeros(n, dtype=dtype, device=device) for n in sizes]
+    kernels.spread(flat, outs, scale)
+    factor = torch.tensor(scale, device=device)  # in float32, as the kernel has it
+    for out, part in zip(outs, flat.split(sizes), strict=True):
+        wanted = (part * factor).to(dtype)
+        assert torch.equal(out.isnan(), wanted.isnan())
+        assert reference.same(out.nan_to_num(), wanted.nan_to_num())
+
+
+def test_pieces_of_several_types_and_alignments(device: torch.device) -> None:
+    """Gradients may begin at any entry of their memory: one, two or three entries off a vector's boundary."""
+    base = torch.randn(4 * 1003, device=device)
+    grads = [base[1:1001], base[1003:2005].to(torch.bfloat16)[1:], base[2010:2013], base[2013:4000].half()[3:]]
+    flat = torch.empty(sum(g.numel() for g in grads) + 3, device=device)[3:]
+    kernels.flatten(grads, flat)
+    assert reference.same(flat, reference.flatten(grads))
+    outs = [torch.zeros(g.numel() + 1, dtype=g.dtype, device=device)[1:] for g in grads]
+    kernels.spread(flat, outs)
+    for out, grad in zip(outs, grads, strict=True):
+        assert reference.same(out, grad)
+
+
+def test_all_half_patterns_come_through(device: torch.device) -> None:
+    patterns = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).to(device)
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = patterns.view(dtype)
+        flat = torch.empty(halves.numel(), device=device)
+        kernels.flatten([halves], flat)
+        good = ~halves.isnan()
+        assert torch.equal(flat[good], halves[good].float())
+        assert flat[~good].isnan().all()
+
+
+def test_rounding_to_half_types_is_to_nearest_even(device: torch.device) -> None:
+    bits = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int64).to(torch.int32).to(device)
+    edges = torch.tensor(
+        [65504.0, 65519.9, 65520.0, 6e-8, 2.98e-8, 2.9803e-8, 6.1e-5, 6.0976e-5, 0.0, -0.0, 1e-45, 3.4e38], device=device
+    )
+    flat = torch.cat([bits.view(torch.float32).nan_to_num(), edges, -edges])
+    for dtype in (torch.float16, torch.bfloat16):
+        out = torch.empty(flat.numel(), dtype=dtype, device=device)
+        kernels.spread(flat, [out])
+        assert reference.same(out, flat.to(dtype))

@@ -1,0 +1,154 @@
+"""What is taken out and put back: conservation, entry by entry and bit by bit."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradcomp import kernels
+
+Taken = dict[str, Tensor]
+
+
+def take_topk(value: Tensor, k: int, velocity: Tensor | None = None, flag: Tensor | None = None) -> Taken:
+    taken = {
+        "values": torch.full((k,), 9.0, device=value.device),
+        "indices": torch.full((k,), -1, dtype=torch.int32, device=value.device),
+        "header": torch.full((2,), -1, dtype=torch.int32, device=value.device),
+    }
+    kernels.take_topk(value, k, **taken, velocity=velocity, flag=flag)
+    return taken
+
+
+def check_topk(value: Tensor, k: int) -> None:
+    before = value.clone()
+    taken = take_topk(value, k)
+    wanted = reference.topk(before, k)
+    assert torch.equal(taken["indices"].long(), wanted)
+    assert reference.same(taken["values"], before[wanted])
+    assert taken["header"].tolist() == [k, 0]
+    left = before.clone()
+    left[wanted] = 0
+    assert reference.same(value, left)
+
+
+@pytest.mark.parametrize("kind", gradients.KINDS)
+@pytest.mark.parametrize(
+    "n,k", [(1, 1), (2, 1), (7, 7), (1000, 1), (4096, 41), (65_537, 66), (100_000, 25_000), (30_000, 30_000)]
+)
+def test_topk_is_exact(device: torch.device, kind: str, n: int, k: int) -> None:
+    check_topk(gradients.draw(kind, n, seed=n + k).to(device), k)
+
+
+@given(kind=gradients.kinds, n=st.integers(1, 20_000), share=st.floats(0.0, 1.0), seed=gradients.seeds)
+def test_topk_is_exact_for_any_size(device: torch.device, kind: str, n: int, share: float, seed: int) -> None:
+    check_topk(gradients.draw(kind, n, seed).to(device), max(1, min(n, int(share**4 * n))))
+
+
+def test_topk_in_clusters(device: torch.device) -> None:
+    """All large entries in one place: what a sample may miss, and what overfills one part of a list."""
+    value = torch.randn(100_000, device=device) * 1e-3
+    value[50_000:50_900] += 5
+    check_topk(value, 1000)
+
+
+def test_topk_of_few_among_zeros(device: torch.device) -> None:
+    """Fewer entries than k are not zero: the lowest zeros fill up, and all ranks still send the same size."""
+    value = torch.zeros(50_000, device=device)
+    value[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
+    check_topk(value, 50)
+
+
+def test_topk_masks_the_velocity(device: torch.device) -> None:
+    value, velocity = torch.randn(5000, device=device), torch.randn(5000, device=device)
+    before = velocity.clone()
+    taken = take_topk(value, 50, velocity=velocity)
+    before[taken["indices"].long()] = 0
+    assert reference.same(velocity, before)
+
+
+def test_topk_passes_the_flag_on(device: torch.device) -> None:
+    for set_to in (0, 1):
+        flag = torch.tensor([set_to], dtype=torch.int32, device=device)
+        assert take_topk(torch.randn(100, device=device), 3, flag=flag)["header"].tolist() == [3, set_to]
+
+
+def test_topk_on_views_that_begin_anywhere(device: torch.device) -> None:
+    base = torch.randn(40_005, device=device)
+    for offset in range(1, 5):
+        check_topk(base[offset : offset + 40_000].clone()[offset:], 40)
+
+
+@given(kind=gradients.kinds, n=st.integers(1, 5000), seed=gradients.seeds)
+def test_take_then_add_gives_back_the_tensor(device: torch.device, kind: str, n: int, seed: int) -> None:
+    """x == x_after + add(zeros, take(x)), for every pair of take and add."""
+    before = gradients.draw(kind, n, seed).to(device)
+
+    value = before.clone()
+    taken = take_topk(value, max(1, n // 7))
+    restored = torch.zeros(n, device=device)
+    kernels.add_sparse(restored, **taken)
+    assert torch.equal(value + restored, before)
+
+    value, all_of_it = before.clone(), torch.empty(n, device=device)
+    kernels.take_all(value, all_of_it)
+    assert not value.any()
+    assert torch.equal(value + all_of_it, before)
+
+
+def test_take_all_passes_the_flag_on(device: torch.device) -> None:
+    value, taken = torch.randn(1000, device=device), torch.empty(1000, device=device)
+    kernels.take_all(value, taken, torch.tensor([1], dtype=torch.int32, device=device))
+    assert taken[0].isnan() and taken[1:].isfinite().all() and not value.any()
+
+
+def sparse(device: torch.device, values: list[float], indices: list[int], count: int, flag: int = 0) -> Taken:
+    return {
+        "values": torch.tensor(values, device=device),
+        "indices": torch.tensor(indices, dtype=torch.int32, device=device),
+        "header": torch.tensor([count, flag], dtype=torch.int32, device=device),
+    }
+
+
+def test_add_sparse_adds_scaled_and_counts(device: torch.device) -> None:
+    target = torch.ones(10, device=device)
+    kernels.add_sparse(target, **sparse(device, [2.0, 4.0, 8.0], [0, 9, 5], count=2), scale=0.25)
+    assert target.tolist() == [1.5, 1, 1, 1, 1, 1, 1, 1, 1, 2.0]
+
+
+def test_a_flagged_payload_makes_the_target_not_finite(device: torch.device) -> None:
+    target = torch.ones(10, device=device)
+    kernels.add_sparse(target, **sparse(device, [2.0], [3], count=1, flag=1))
+    assert target[0].isnan() and (target[1:] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "values,indices,count",
+    [([1.0], [0], 2), ([1.0], [0], -1), ([1.0, 1.0], [2, 10], 2), ([1.0, 1.0], [2, -1], 2), ([1.0], [2**31 - 1], 1)],
+)
+def test_a_malformed_payload_never_writes_elsewhere(
+    device: torch.device, values: list[float], indices: list[int], count: int
+) -> None:
+    around = torch.ones(30, device=device)
+    kernels.add_sparse(around[10:20], **sparse(device, values, indices, count))
+    assert around[10].isnan()
+    assert (around[:10] == 1).all() and (around[20:] == 1).all()
+
+
+def test_restore_only_when_the_update_is_not_finite(device: torch.device) -> None:
+    before = torch.randn(3000, device=device)
+    value = before.clone()
+    flag = torch.ones(1, dtype=torch.int32, device=device)
+    taken = take_topk(value, 30, flag=flag)
+    after = value.clone()
+    update = torch.zeros(3000, device=device)
+    kernels.restore_sparse(value, **taken, update=update)
+    assert reference.same(value, after)
+    update[0] = float("nan")
+    kernels.restore_sparse(value, **taken, update=update)
+    assert torch.equal(value, before)
