@@ -51,18 +51,17 @@ SHARED_MATH float f16_to_float(uint16_t h) {
   return float_of(sign | (magnitude >= 0x7c00u ? special : bits_of(scaled)));
 }
 
-// To nearest, ties to even; above the largest half, infinity; a NaN stays a NaN.
+// To nearest, ties to even; above the largest half, infinity; a NaN stays a NaN. Without branches, so that loops vectorise.
 SHARED_MATH uint16_t float_to_f16(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000u;
   const uint32_t b = magnitude_key(x);
-  if (b > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
-  if (b >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
-  if (b < 0x38800000u) {
-    // Subnormal half: adding 0.5 leaves the wanted bits, correctly rounded, at the bottom of the mantissa.
-    return static_cast<uint16_t>(sign | (bits_of(float_of(b) + 0.5f) - 0x3f000000u));
-  }
-  const uint32_t rounded = b + 0xfffu + ((b >> 13) & 1u);
-  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+  const uint32_t normal = (b + 0xfffu + ((b >> 13) & 1u) - 0x38000000u) >> 13;
+  // Below the normal halves, adding 0.5 leaves the wanted bits, correctly rounded, at the bottom of the mantissa.
+  const uint32_t subnormal = bits_of(float_of(b) + 0.5f) - 0x3f000000u;
+  uint32_t half = b < 0x38800000u ? subnormal : normal;
+  half = b >= 0x477ff000u ? 0x7c00u : half;
+  half = b > 0x7f800000u ? 0x7e00u : half;
+  return static_cast<uint16_t>(sign | half);
 }
 
 // A good 32-bit mixer (multiply and xor-shift; the constants are those of the "lowbias32" family found by exhaustive search).

@@ -17,6 +17,8 @@ from torch import Tensor
 from gradcomp.core import Compressor, Layout, Reply, Request, Steps, World, bytes_of
 from gradcomp.wrap import Memory, source
 
+GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 class Network(Protocol):
     """What moves requests between ranks. Names are the same on all ranks and for every step."""
@@ -96,6 +98,8 @@ class Reducer:
 
     def put(self, name: str, grad: Tensor) -> None:
         """Notes a layer's gradient (flat, contiguous), which must stay as it is until its update has been delivered."""
+        if grad.dtype not in GRADIENT_TYPES:
+            raise TypeError(f"the gradient of {name!r} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
         if self.layers[name].size == 0:
             return
         bucket = self._bucket_of[name]

@@ -10,7 +10,6 @@ from torch import Tensor
 from gradcomp.reducer import Layer
 from gradcomp.wrap import Feedback
 
-GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SPARSE = (
     "sparse gradients, such as those of torch.nn.Embedding(sparse=True), cannot be compressed (sparse_as_dense makes no "
     "difference); use sparse=False, or keep that layer in an optimizer of its own"
@@ -37,8 +36,6 @@ class Slot:
         """The gradient that is there now, flat; a gradient laid out in another order than its parameter is copied."""
         grad = self.parameter.grad
         assert grad is not None
-        if grad.dtype not in GRADIENT_TYPES:
-            raise TypeError(f"the gradient of {self.name!r} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
         if grad.device != self.layer.device:
             raise ValueError(
                 f"{self.name!r} was on {self.layer.device}, its gradient is on {grad.device}: move the model first"

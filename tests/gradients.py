@@ -26,7 +26,7 @@ def draw(kind: str, n: int, seed: int, ranks: int = 1) -> Tensor:
             return (2 * normal).round()
         case "spike":
             flat = torch.zeros(n)
-            flat[seed % n] = -3.0
+            flat[seed % max(n, 1) : seed % max(n, 1) + 1] = -3.0
             return flat
         case "sparse":
             return torch.where(torch.rand(n, generator=generator) < 0.02, normal, torch.zeros(n))

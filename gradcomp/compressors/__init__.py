@@ -42,6 +42,7 @@ def make(spec: str | Compressor) -> Compressor:
     if not isinstance(spec, str):
         raise TypeError(f'a spec such as "topk:ratio=0.01" or a compressor is needed, not {spec!r}')
     name, _, tail = spec.strip().partition(":")
+    name = name.strip()
     kind = find(name)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     own: dict[str, Any] = {}
@@ -71,8 +72,9 @@ def _pairs(spec: str, tail: str) -> list[tuple[str, str]]:
 
 
 def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
+    kind = getattr(field.type, "__name__", field.type)  # the class itself, or its name where annotations are postponed
     try:
-        match field.type:
+        match kind:
             case "bool":
                 return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
             case "int":
@@ -82,7 +84,7 @@ def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
             case _:
                 return text
     except (ValueError, KeyError):
-        raise ValueError(f"{spec!r}: {field.name} must be of type {field.type}, not {text!r}") from None
+        raise ValueError(f"{spec!r}: {field.name} must be of type {kind}, not {text!r}") from None
 
 
 def _suggest(word: str, known: list[str]) -> str:

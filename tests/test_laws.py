@@ -1,0 +1,198 @@
+"""The laws, over every compressor and number of ranks: conservation, agreement, repeatability, bytes, convergence."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specs import ALL, PROMISED_BYTES
+from torch import Tensor
+
+import gradcomp
+
+WORLDS = [1, 2, 3, 4, 8]
+SHAPES = {"conv": (8, 3, 3, 3), "weight": (40, 31), "bias": (31,), "empty": (0, 4), "scalar": (), "wide": (2, 700)}
+Named = dict[str, Tensor]
+
+worlds = pytest.mark.parametrize("world", WORLDS)
+specs = pytest.mark.parametrize("spec", ALL)
+
+
+def draw(kind: str, seed: int, world: int) -> list[Named]:
+    """Every rank's gradients."""
+    return [
+        {
+            name: gradients.draw(kind, torch.Size(shape).numel(), seed + 1000 * rank + i, world).view(shape)
+            for i, (name, shape) in enumerate(SHAPES.items())
+        }
+        for rank in range(world)
+    ]
+
+
+def mean(parts: list[Named], name: str) -> Tensor:
+    return sum((part[name].double() for part in parts), torch.zeros(SHAPES[name], dtype=torch.float64)) / len(parts)
+
+
+def residuals(simulation: gradcomp.Simulation, world: int) -> list[Named]:
+    return [simulation.residual(rank) for rank in range(world)]
+
+
+def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> Named:
+    """mean(acc before) == mean(acc after) + update, up to the rounding of one addition per rank and one division."""
+    world = len(grads)
+    before = residuals(simulation, world)
+    update = simulation.step(grads)
+    after = residuals(simulation, world)
+    for name in SHAPES:
+        wanted = mean(before, name) + mean(grads, name)
+        found = mean(after, name) + update[name].double()
+        sizes = [part[name].abs().double() for part in (*before, *grads, *after)]
+        room = 2.0**-23 * sum(sizes, torch.zeros(SHAPES[name])) + 1e-44 * world
+        assert ((wanted - found).abs() <= room).all(), f"{name}: {(wanted - found).abs().max()}"
+    return update
+
+
+def test_every_compressor_has_its_laws() -> None:
+    assert {spec.partition(":")[0] for spec in ALL} == set(gradcomp.names())
+
+
+@worlds
+@specs
+def test_conservation(spec: str, world: int) -> None:
+    """Whatever the gradients, nothing is lost and nothing is made up, step after step. (That ranks agree, step() checks.)"""
+    for bucket_mb in (25, 0.004):
+        simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb)
+        for step, kind in enumerate(gradients.KINDS):
+            check_conservation(simulation, draw(kind, 17 * step, world))
+
+
+@specs
+@given(kinds=st.lists(gradients.kinds, min_size=1, max_size=4), world=st.sampled_from(WORLDS), seed=gradients.seeds)
+@settings(max_examples=25)
+def test_conservation_for_any_gradients(spec: str, kinds: list[str], world: int, seed: int) -> None:
+    simulation = gradcomp.Simulation(spec, SHAPES, world)
+    for step, kind in enumerate(kinds):
+        check_conservation(simulation, draw(kind, seed + step, world))
+
+
+@worlds
+@specs
+def test_the_same_run_twice_gives_the_same_bits(spec: str, world: int) -> None:
+    def run() -> list[Named]:
+        simulation = gradcomp.Simulation(spec, SHAPES, world, seed=3)
+        return [simulation.step(draw("normal", step, world)) for step in range(3)]
+
+    for first, second in zip(run(), run(), strict=True):
+        assert all(reference.same(first[name], second[name]) for name in SHAPES)
+
+
+@worlds
+@specs
+def test_bytes_are_as_promised(spec: str, world: int) -> None:
+    simulation = gradcomp.Simulation(spec, SHAPES, world)
+    simulation.step(draw("normal", 0, world))
+    n = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    assert simulation.bytes_sent == [PROMISED_BYTES[spec](n)] * world
+    assert simulation.stats()["compression"] == 4 * n / simulation.bytes_sent[0]
+
+
+@worlds
+@specs
+def test_training_reaches_the_minimum(spec: str, world: int) -> None:
+    """Ranks that pull towards one point with different strength bring the weights there, however little a step sends."""
+    torch.manual_seed(0)
+    goal = torch.randn(60)
+    strengths = 0.5 + torch.rand(world)
+    simulation = gradcomp.Simulation(spec, {"w": (60,)}, world)
+    share = min(1.0, PROMISED_BYTES[spec](60) / 240)
+    rate = 0.3 * share  # an entry waits for some 1 / share steps; the steps it waits for together must not overshoot
+    w = torch.zeros(60)
+    for _ in range(round(12 / rate)):
+        w -= rate * simulation.step([{"w": strength * (w - goal)} for strength in strengths])["w"]
+    assert (w - goal).norm() < 0.01 * goal.norm()
+
+
+@worlds
+@specs
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: int, bad: float) -> None:
+    """One bad entry on one rank: the update is not finite (a GradScaler skips the step everywhere), the residuals stay finite,
+    and the entries that had been taken are back in them, so that nothing else is lost."""
+    simulation = gradcomp.Simulation(spec, SHAPES, world)
+    simulation.step(draw("normal", 1, world))
+    grads = draw("normal", 2, world)
+    grads[-1]["weight"][3, 4] = bad
+    before = residuals(simulation, world)
+    update = simulation.step(grads)
+    assert not all(part.isfinite().all() for part in update.values())
+    after = residuals(simulation, world)
+    assert all(part.isfinite().all() for own in after for part in own.values())
+    if isinstance(gradcomp.make(spec), gradcomp.wrap.Feedback):
+        grads[-1]["weight"][3, 4] = 0
+        for name in SHAPES:
+            wanted = mean(before, name) + mean(grads, name)
+            assert torch.allclose(mean(after, name), wanted, rtol=1e-6, atol=1e-6)  # one float32 addition apart
+    check_conservation(simulation, draw("normal", 3, world))
+
+
+@worlds
+@specs
+def test_a_checkpoint_continues_to_the_bit(spec: str, world: int) -> None:
+    """Also into buckets cut elsewhere, where the compressor's choice does not depend on them (dense and everything)."""
+    first = gradcomp.Simulation(spec, SHAPES, world)
+    for step in range(3):
+        first.step(draw("normal", step, world))
+    second = gradcomp.Simulation(spec, SHAPES, world)
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        grads = draw("laplace", step, world)
+        ours, theirs = first.step(grads), second.step(grads)
+        assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@specs
+def test_half_gradients_are_taken_as_they_are(spec: str, dtype: torch.dtype) -> None:
+    halves = [{name: grad.to(dtype) for name, grad in own.items()} for own in draw("normal", 0, 2)]
+    full = [{name: grad.float() for name, grad in own.items()} for own in halves]
+    ours = gradcomp.Simulation(spec, SHAPES, 2).step(halves)
+    theirs = gradcomp.Simulation(spec, SHAPES, 2).step(full)
+    assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+
+
+@specs
+def test_a_missing_gradient_counts_as_zero(spec: str) -> None:
+    grads = draw("normal", 0, 2)
+    zeros = [dict(own) for own in grads]
+    zeros[1]["weight"] = torch.zeros(SHAPES["weight"])
+    missing: list[dict[str, Tensor | None]] = [dict(own) for own in grads]
+    missing[1]["weight"] = None
+    ours, theirs = (gradcomp.Simulation(spec, SHAPES, 2).step(g) for g in (missing, zeros))
+    assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_local_momentum_without_masking_is_momentum_of_the_mean(nesterov: bool) -> None:
+    """Sending everything, the local momenta add up to the momentum of one big batch: PyTorch's own SGD."""
+    w = torch.nn.Parameter(torch.zeros(50))
+    sgd = torch.optim.SGD([w], lr=0.1, momentum=0.9, nesterov=nesterov)
+    simulation = gradcomp.Simulation(f"dense:momentum=0.9,nesterov={nesterov}", {"w": (50,)}, 4)
+    ours = torch.zeros(50)
+    for step in range(10):
+        parts = [gradients.draw("normal", 50, 10 * step + rank) for rank in range(4)]
+        w.grad = torch.stack(parts).mean(0)
+        sgd.step()
+        ours -= 0.1 * simulation.step([{"w": part} for part in parts])["w"]
+    torch.testing.assert_close(ours, w.detach(), rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def test_masking_stops_the_momentum_of_what_was_sent() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.1,momentum=0.5", {"w": (10,)}, 1)
+    simulation.step([{"w": torch.arange(10.0)}])  # sends entry 9
+    update = simulation.step([{"w": torch.zeros(10)}])
+    assert update["w"].nonzero().item() == 8
+    assert update["w"][8] == 8 + 4  # the residual, and half of the velocity
+    assert simulation.residual(0)["w"][9] == 0

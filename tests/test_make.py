@@ -1,0 +1,47 @@
+"""Specs: what they mean, and the sentences that wrong ones get."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import gradcomp
+from gradcomp.compressors.dense import Dense
+from gradcomp.compressors.topk import TopK
+from gradcomp.wrap import Feedback
+
+
+def test_specs_mean_what_they_say() -> None:
+    assert gradcomp.make("topk") == Feedback(TopK())
+    assert gradcomp.make(" topk : ratio = 0.5 , nesterov = true , momentum=0.5, masking=no ") == Feedback(
+        TopK(ratio=0.5), momentum=0.5, nesterov=True, masking=False
+    )
+    assert gradcomp.make("dense:momentum=0.9") == Feedback(Dense(), momentum=0.9)
+    assert gradcomp.make(TopK(ratio=0.5)) == TopK(ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    "spec,sentence",
+    [
+        ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: dense"),
+        ("", "there is no compressor ''"),
+        ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, wire, momentum"),
+        ("dense:ratio=1", "dense has no knob 'ratio'; known: momentum"),
+        ("topk:ratio", "'ratio' is not of the form knob=value"),
+        ("topk:ratio=", "'ratio=' is not of the form knob=value"),
+        ("topk:ratio=a", "ratio must be of type float, not 'a'"),
+        ("topk:nesterov=maybe", "nesterov must be of type bool, not 'maybe'"),
+        ("topk:ratio=1,ratio=1", "the knob 'ratio' is given twice"),
+        ("topk:momentum=1", "momentum must lie in [0, 1), not 1.0"),
+        ("topk:nesterov=true", "nesterov needs a momentum above 0"),
+    ],
+)
+def test_wrong_specs_get_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        gradcomp.make(spec)
+
+
+def test_what_is_no_spec_is_refused() -> None:
+    with pytest.raises(TypeError, match="a spec such as"):
+        gradcomp.make(3)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""The simulator as a user meets it: results that stay, sentences for wrong input, what its network checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradcomp
+from gradcomp import wire
+from gradcomp.core import Acc, Compressor, Field, Gather, Reduce, Send, Steps, World
+from gradcomp.simulate import Board
+
+
+def simulation(world: int = 2) -> gradcomp.Simulation:
+    return gradcomp.Simulation("dense", {"w": (2, 3), "b": (4,)}, world)
+
+
+def grads(value: float) -> dict[str, Tensor]:
+    return {"w": torch.full((2, 3), float(value)), "b": torch.full((4,), float(value))}
+
+
+def test_updates_stay_as_they_are_while_somebody_holds_them() -> None:
+    s = simulation(1)
+    first = s.step([grads(1)])
+    kept = first["b"][1:3]
+    second = s.step([grads(2)])
+    assert (first["w"] == 1).all() and (kept == 1).all() and (second["w"] == 2).all()
+    del first
+    third = s.step([grads(3)])
+    assert (kept == 1).all() and (second["w"] == 2).all() and (third["b"] == 3).all()
+
+
+def test_gradients_are_only_read() -> None:
+    own = grads(1)
+    gradcomp.Simulation("topk:ratio=0.5", {"w": (2, 3), "b": (4,)}, 1).step([own])
+    assert (own["w"] == 1).all() and (own["b"] == 1).all()
+
+
+def test_wrong_input_gets_a_sentence() -> None:
+    with pytest.raises(ValueError, match="at least one rank, not 0"):
+        simulation(0)
+    with pytest.raises(ValueError, match="gradients of 1 ranks were given, but the simulation has 2"):
+        simulation().step([grads(1)])
+    with pytest.raises(ValueError, match="rank 1: there is no parameter 'v'; known: w, b"):
+        simulation().step([grads(1), {"v": torch.zeros(1)}])
+    with pytest.raises(ValueError, match=r"rank 0: 'w' is of shape \(2, 3\), its gradient \(3, 2\)"):
+        simulation().step([{"w": torch.zeros(3, 2)}, {}])
+    with pytest.raises(TypeError, match=r"the gradient of 'b' is torch\.int64; gradcomp takes float32"):
+        simulation(1).step([{"b": torch.ones(4, dtype=torch.int64)}])
+    with pytest.raises(ValueError, match="bucket_mb must be above 0"):
+        gradcomp.Simulation("dense", {"w": (1,)}, 1, bucket_mb=0)
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    state = gradcomp.Simulation("topk", {"w": (5,)}, 2).state_dict()
+    with pytest.raises(ValueError, match="of 2 ranks, but the simulation has 3"):
+        gradcomp.Simulation("topk", {"w": (5,)}, 3).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"saved with 'topk' and cannot continue with 'topk:ratio=0\.5'"):
+        gradcomp.Simulation("topk:ratio=0.5", {"w": (5,)}, 2).load_state_dict(state)
+    with pytest.raises(ValueError, match="another model: v, w are not in both"):
+        gradcomp.Simulation("topk", {"v": (5,)}, 2).load_state_dict(state)
+    with pytest.raises(ValueError, match="'w' has 6 entries, in the state 5"):
+        gradcomp.Simulation("topk", {"w": (6,)}, 2).load_state_dict(state)
+
+
+class Nondeterministic(Compressor):
+    def exchange(self, acc: Acc, state: None, world: World) -> Steps:
+        total = yield Reduce(acc.value.clone())
+        return total + world.rank
+
+
+def test_ranks_that_come_to_different_updates_are_found_out() -> None:
+    s = gradcomp.Simulation(Nondeterministic(), {"w": (3,)}, 2)
+    with pytest.raises(RuntimeError, match="rank 1 came to another update of 'w' than rank 0"):
+        s.step([{}, {}])
+
+
+def test_the_board_answers_every_kind_of_request() -> None:
+    board = Board(3)
+    form = (Field("x", torch.float32, 2),)
+
+    def payload(value: float) -> wire.Payload:
+        made = wire.empty(form, torch.device("cpu"))
+        made["x"].fill_(value)
+        return made
+
+    for rank in range(3):
+        board.post("g", rank, Gather(payload(rank)))
+        board.post("r", rank, Reduce(torch.full((2,), float(rank)), scale=0.5))
+        parts = {2 - rank: payload(10 + rank)} if rank != 1 else {}
+        board.post("s", rank, Send(parts, form, torch.device("cpu")))
+    for rank in range(3):
+        gathered = board.collect("g", rank)
+        assert isinstance(gathered, list) and [p["x"].tolist() for p in gathered] == [[0, 0], [1, 1], [2, 2]]
+        total = board.collect("r", rank)
+        assert isinstance(total, Tensor) and total.tolist() == [1.5, 1.5]
+        received = board.collect("s", rank)
+        assert isinstance(received, dict)
+        assert {sender: p["x"][0].item() for sender, p in received.items()} == [{2: 12.0}, {}, {0: 10.0}][rank]
+
+
+def test_ranks_that_ask_for_different_things_are_found_out() -> None:
+    board = Board(2)
+    board.post("x", 0, Reduce(torch.zeros(1)))
+    board.post("x", 1, Gather(wire.whole(torch.zeros(1))))
+    with pytest.raises(RuntimeError, match=r"exchange x: the ranks ask for different things \(Reduce, Gather\)"):
+        board.collect("x", 0)
