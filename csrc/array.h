@@ -32,44 +32,58 @@ constexpr dlpack::Type type_of() {
   return {code, sizeof(T) * 8, 1};
 }
 
+// The fast way into arrays of this type, or null. Asked for once per type in a row, since calls come with many of one type.
+inline const dlpack::Exchange* exchange_of(PyTypeObject* type) {
+  static PyTypeObject* last = nullptr;
+  static const dlpack::Exchange* found = nullptr;
+  if (type != last) {
+    const py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
+    found = nullptr;
+    if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
+      found = static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+      if (found->version.major != 1 || found->describe == nullptr) found = nullptr;
+    }
+    Py_XDECREF(reinterpret_cast<PyObject*>(std::exchange(last, type)));
+    Py_INCREF(reinterpret_cast<PyObject*>(type));
+  }
+  return found;
+}
+
 class Array {
  public:
   Array(py::handle object, const std::string& where) : where_(where) {
-    if (!py::hasattr(object, "__dlpack__")) {
-      throw py::type_error(where + ": an array of torch, NumPy or CuPy is needed, not " +
-                           std::string(py::str(py::type::of(object))));
+    if (const dlpack::Exchange* exchange = exchange_of(Py_TYPE(object.ptr()))) {
+      owner_ = py::reinterpret_borrow<py::object>(object);
+      if (exchange->describe(object.ptr(), &tensor_) != 0) throw py::error_already_set();
+    } else {
+      take_over(object);
     }
-    const auto device = object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>();
-    // -1: the producer must not make any stream wait; the caller passes the stream its array lives on.
-    capsule_ = device.first == dlpack::kCpu ? object.attr("__dlpack__")() : object.attr("__dlpack__")(py::arg("stream") = -1);
-    managed_ = static_cast<dlpack::Managed*>(PyCapsule_GetPointer(capsule_.ptr(), "dltensor"));
-    if (managed_ == nullptr) throw py::error_already_set();
-    PyCapsule_SetName(capsule_.ptr(), "used_dltensor");
     check_contiguous();
   }
   Array(Array&& other) noexcept
       : where_(std::move(other.where_)),
-        capsule_(std::move(other.capsule_)),
-        managed_(std::exchange(other.managed_, nullptr)) {}
+        owner_(std::move(other.owner_)),
+        managed_(std::exchange(other.managed_, nullptr)),
+        tensor_(other.tensor_) {}
   ~Array() {
     if (managed_ != nullptr && managed_->release != nullptr) managed_->release(managed_);
   }
 
   int64_t size() const {
     int64_t size = 1;
-    for (int i = 0; i < tensor().ndim; ++i) size *= tensor().shape[i];
+    for (int i = 0; i < tensor_.ndim; ++i) size *= tensor_.shape[i];
     return size;
   }
 
-  void* data() const { return static_cast<char*>(tensor().data) + tensor().byte_offset; }
+  void* data() const { return static_cast<char*>(tensor_.data) + tensor_.byte_offset; }
 
   // Pinned and managed memory counts as what a kernel may use it from: the device that made it.
-  dlpack::Device device() const { return tensor().device; }
+  dlpack::Device device() const { return tensor_.device; }
 
   template <class T>
   T* as() const {
     constexpr dlpack::Type wanted = type_of<std::remove_const_t<T>>();
-    const dlpack::Type type = tensor().dtype;
+    const dlpack::Type type = tensor_.dtype;
     // Words without a meaning (scratch) may be of either sign.
     const bool same_code = type.code == wanted.code || (wanted.code == dlpack::kUint && type.code == dlpack::kInt);
     EXPECTS(same_code && type.bits == wanted.bits && type.lanes == 1, where_, " is ", type_name(type), ", but ",
@@ -78,7 +92,7 @@ class Array {
   }
 
   Dtype gradient_type() const {
-    const dlpack::Type type = tensor().dtype;
+    const dlpack::Type type = tensor_.dtype;
     if (type.code == dlpack::kFloat && type.bits == 32) return Dtype::f32;
     if (type.code == dlpack::kFloat && type.bits == 16) return Dtype::f16;
     if (type.code == dlpack::kBfloat && type.bits == 16) return Dtype::bf16;
@@ -86,21 +100,35 @@ class Array {
   }
 
  private:
-  const dlpack::Tensor& tensor() const { return managed_->tensor; }
+  // The way in that every library has.
+  void take_over(py::handle object) {
+    if (!py::hasattr(object, "__dlpack__")) {
+      throw py::type_error(where_ + ": an array of torch, NumPy or CuPy is needed, not " +
+                           std::string(py::str(py::type::of(object))));
+    }
+    const auto device = object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>();
+    // -1: the producer must not make any stream wait; the caller passes the stream its array lives on.
+    owner_ = device.first == dlpack::kCpu ? object.attr("__dlpack__")() : object.attr("__dlpack__")(py::arg("stream") = -1);
+    managed_ = static_cast<dlpack::Managed*>(PyCapsule_GetPointer(owner_.ptr(), "dltensor"));
+    if (managed_ == nullptr) throw py::error_already_set();
+    PyCapsule_SetName(owner_.ptr(), "used_dltensor");
+    tensor_ = managed_->tensor;
+  }
 
   void check_contiguous() const {
     int64_t expected = 1;
-    for (int i = tensor().ndim - 1; tensor().strides != nullptr && i >= 0; --i) {
-      const int64_t extent = tensor().shape[i];
+    for (int i = tensor_.ndim - 1; tensor_.strides != nullptr && i >= 0; --i) {
+      const int64_t extent = tensor_.shape[i];
       if (extent == 0) return;
-      EXPECTS(extent == 1 || tensor().strides[i] == expected, where_, " is not contiguous");
+      EXPECTS(extent == 1 || tensor_.strides[i] == expected, where_, " is not contiguous");
       expected *= extent;
     }
   }
 
   std::string where_;
-  py::object capsule_;
+  py::object owner_;  // the array itself, or the capsule it came in
   dlpack::Managed* managed_ = nullptr;
+  dlpack::Tensor tensor_{};
 };
 
 }  // namespace gradcomp

@@ -35,4 +35,18 @@ struct Managed {
   void (*release)(Managed* self);
 };
 
+// The fast way in, of libraries that have it (DLPack 1.3): a table of functions, found as a capsule in the array's type. The
+// one used here describes an array without handing it over.
+struct Exchange {
+  struct {
+    uint32_t major, minor;
+  } version;
+  void* older;
+  void* allocate;
+  void* hand_over;
+  void* wrap;
+  int (*describe)(void* object, Tensor* out);
+  void* current_stream;
+};
+
 }  // namespace gradcomp::dlpack

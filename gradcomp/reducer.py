@@ -97,7 +97,7 @@ class Reducer:
         self._sending = 0
 
     def put(self, name: str, grad: Tensor) -> None:
-        """Notes a layer's gradient (flat, contiguous), which must stay as it is until its update has been delivered."""
+        """Notes a layer's gradient (contiguous), which must stay as it is until its update has been delivered."""
         if grad.dtype not in GRADIENT_TYPES:
             raise TypeError(f"the gradient of {name!r} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
         if self.layers[name].size == 0:

@@ -154,7 +154,7 @@ class Simulation:
                 raise ValueError(
                     f"rank {rank}: {name!r} is of shape {tuple(self.shapes[name])}, its gradient {tuple(grad.shape)}"
                 )
-            self.reducers[rank].put(name, grad.detach().reshape(-1))
+            self.reducers[rank].put(name, grad.contiguous())
 
     def _deliver(self, rank: int, bucket: Bucket, update: Tensor) -> None:
         if rank == 0:

@@ -1,4 +1,4 @@
-"""A model's parameters as the adapters see them: a name, and a gradient read and written as the flat array its memory is."""
+"""A model's parameters as the adapters see them: a name, and a gradient read and written where it lies."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Slot:
         self.parameter = parameter
         self.layer = Layer(parameter.numel(), parameter.device)
         self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
-        self.flat = torch.empty(0)
-        self._grad: Tensor | None = None
+        self._plain = self.order == list(range(parameter.dim()))
+        self._apart: Tensor | None = None
 
     def describe(self) -> str:
         """What must be the same on all ranks."""
@@ -33,22 +33,22 @@ class Slot:
         return f"{self.name} {tuple(self.parameter.shape)} {order} {self.parameter.device.type}"
 
     def open(self) -> Tensor:
-        """The gradient that is there now, flat; a gradient laid out in another order than its parameter is copied."""
+        """The gradient that is there now, contiguous; one laid out in another order than its parameter is copied."""
         grad = self.parameter.grad
         assert grad is not None
         if grad.device != self.layer.device:
             raise ValueError(
                 f"{self.name!r} was on {self.layer.device}, its gradient is on {grad.device}: move the model first"
             )
-        self._grad = grad.detach().permute(self.order)
-        self.flat = self._grad.contiguous().view(-1)
-        return self.flat
+        inner = grad if self._plain else grad.permute(self.order)
+        self._apart = None if inner.is_contiguous() else inner.contiguous()
+        return inner if self._apart is None else self._apart
 
     def close(self) -> None:
-        """Brings what was written to the flat array back into the gradient, if that is elsewhere."""
-        if self._grad is not None and self.flat.data_ptr() != self._grad.data_ptr():
-            self._grad.copy_(self.flat.view(self._grad.shape))
-        self._grad, self.flat = None, self.flat[:0]
+        """Makes what was written the parameter's gradient, where it was written to a copy."""
+        if self._apart is not None:
+            back = [self.order.index(dim) for dim in range(len(self.order))]
+            self.parameter.grad, self._apart = self._apart.permute(back), None
 
 
 def slots(named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[Slot]:

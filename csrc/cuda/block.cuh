@@ -1,0 +1,77 @@
+// Sums and scans over the threads of a warp and of a block, and the block that finishes last. All threads must call them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace gradcomp::cuda {
+
+constexpr unsigned kWarp = 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// The sum of x over this lane and those below it.
+static __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t x) {
+  const unsigned lane = threadIdx.x % kWarp;
+  for (unsigned step = 1; step < kWarp; step *= 2) {
+    const uint32_t below = __shfl_up_sync(kWholeWarp, x, step);
+    if (lane >= step) x += below;
+  }
+  return x;
+}
+
+// The sum of x over the threads before this one; total becomes the sum over all of them.
+template <unsigned kThreads>
+static __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t x, uint32_t& total) {
+  constexpr unsigned kWarps = kThreads / kWarp;
+  __shared__ uint32_t warp_sums[kWarps];
+  const unsigned warp = threadIdx.x / kWarp;
+  const uint32_t inclusive = warp_inclusive_sum(x);
+  if (threadIdx.x % kWarp == kWarp - 1) warp_sums[warp] = inclusive;
+  __syncthreads();
+  uint32_t before = 0;
+  total = 0;
+  for (unsigned w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warp_sums[w];
+    total += warp_sums[w];
+  }
+  __syncthreads();  // the next call writes warp_sums
+  return before + inclusive - x;
+}
+
+// Replaces counts[0 .. size) by the sums of what stands before each; called by one block.
+template <unsigned kThreads>
+static __device__ __forceinline__ void scan_in_place(uint32_t* counts, uint32_t size) {
+  constexpr uint32_t kEach = 8;
+  uint32_t before = 0;
+  for (uint32_t at = 0; at < size; at += kThreads * kEach) {
+    const uint32_t first = at + threadIdx.x * kEach;
+    uint32_t mine[kEach];
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < kEach; ++i) {
+      mine[i] = first + i < size ? __ldcg(counts + first + i) : 0;
+      sum += mine[i];
+    }
+    uint32_t total;
+    uint32_t running = before + block_exclusive_sum<kThreads>(sum, total);
+    for (uint32_t i = 0; i < kEach; ++i) {
+      if (first + i < size) counts[first + i] = running;
+      running += mine[i];
+    }
+    before += total;
+  }
+}
+
+// True in the one block of `blocks` that gets here last: what the others wrote to global memory before is then there to be read
+// (with __ldcg, past the first-level cache). No block waits for another. *ticket starts as 0.
+static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t blocks) {
+  __shared__ uint32_t place;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) place = atomicAdd(ticket, 1u);
+  __syncthreads();
+  __threadfence();
+  return place == blocks - 1;
+}
+
+}  // namespace gradcomp::cuda
