@@ -22,7 +22,12 @@ def scale(result: float, size: int) -> float:
         "Max": size + 1.0,
         "Product": math.prod(range(2, min(size, 30) + 2)),
     }
-    op = next((op for op, expected in results.items() if math.isclose(result, expected, rel_tol=1e-4)), "an unknown operation")
+    op = next((op for op, expected in results.items() if math.isclose(result, expected, rel_tol=1e-4)), "")
+    if not op:
+        raise ValueError(
+            "the gradients are reduced in a way gradcomp does not know, or the optimizer works in another process set than "
+            "Compression(process_set=...) was given"
+        )
     if op not in ("Average", "Sum"):
         raise ValueError(f"the gradients are reduced with op={op}, which cannot be compressed; use op=Average or op=Sum")
     return 1.0 if op == "Average" else float(size)

@@ -32,9 +32,9 @@ Waiting = Callable[[], Reply]
 class Network:
     """Requests as Horovod's operations, each under a name that is the same on all ranks and in every step."""
 
-    def __init__(self, process_set: hvd.ProcessSet, prefix: str):
+    def __init__(self, process_set: hvd.ProcessSet):
         self.process_set = process_set
-        self._prefix = prefix
+        self.prefix = ""
 
     @property
     def world(self) -> World:
@@ -42,7 +42,7 @@ class Network:
 
     def start(self, request: Request, name: str) -> Waiting:
         """Sets an operation going; calling the result waits for its answer."""
-        options = {"name": f"{self._prefix}.{name}", "process_set": self.process_set}
+        options = {"name": f"{self.prefix}.{name}", "process_set": self.process_set}
         match request:
             case Gather(payload):
                 handle = _try(hvd.allgather_async, payload.bytes, **options)
@@ -88,8 +88,6 @@ class Compression:
     optimizer: lets a momentum in the spec be checked against the optimizer's own.
     """
 
-    _made = 0
-
     def __init__(
         self,
         spec: str | Compressor,
@@ -107,8 +105,7 @@ class Compression:
         self._slots = slots(named_parameters)
         self._by_name = {slot.name: slot for slot in self._slots}
         self._by_id = {id(slot.parameter): slot for slot in self._slots}
-        self._network = Network(process_set or hvd.global_process_set, f"gradcomp.{Compression._made}")
-        Compression._made += 1
+        self._network = Network(process_set or hvd.global_process_set)
         layers = {slot.name: slot.layer for slot in self._slots}
         self._reducer = Reducer(compressor, layers, self._network, self._deliver, bucket_mb, seed)
         self._terms = {
@@ -121,6 +118,7 @@ class Compression:
             + ", ".join(slot.describe() for slot in self._slots),
         }
         self._session: object = None
+        self._numbered: object = None
         self._next = 0
         self._scale: float | None = None
 
@@ -188,6 +186,9 @@ class Compression:
         if session is self._session:
             return
         self._reducer.abort()
+        if session is not self._numbered:
+            self._network.prefix = f"gradcomp.{_next_number(session, self._network.process_set.process_set_id)}"
+            self._numbered = session
         records = self._network.start(Gather(wire.whole(agreement.record(self._terms))), "agreement")()
         assert isinstance(records, list)
         agreement.check(self._terms, [record.bytes for record in records])
@@ -224,6 +225,22 @@ class Compression:
         if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self._slots):
             raise ValueError(SPARSE)
         raise ValueError(_UNKNOWN)
+
+
+_numbers: tuple[object, dict[int, int]] = (None, {})
+
+
+def _next_number(session: object, process_set: int) -> int:
+    """The how-manieth Compression this is to meet in this session and process set: its operations' names begin with it.
+
+    Counted from 0 again after an elastic reset, so that an old process and a new one come to the same number.
+    """
+    global _numbers
+    if _numbers[0] is not session:
+        _numbers = (session, {})
+    number = _numbers[1].get(process_set, 0)
+    _numbers[1][process_set] = number + 1
+    return number
 
 
 _UNKNOWN = (

@@ -7,6 +7,7 @@
 #include <functional>
 #include <utility>
 
+#include "../check.h"
 #include "../math.h"
 #include "../ops.h"
 #include "parallel.h"
@@ -138,6 +139,8 @@ void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag
   header.data[0] = static_cast<int32_t>(k);
   header.data[1] = flag.given() ? flag.data[0] : 0;
 
+  EXPECTS(scratch.size >= take_topk_scratch(n, k), "take_topk: scratch has ", scratch.size, " words; ", take_topk_scratch(n, k),
+          " are needed");
   uint32_t* list = scratch.data;
   const int64_t capacity = candidate_capacity(n, k);
   const uint32_t threshold = n > kSmall && k < n ? guess_threshold(value, k, list + capacity) : 0;
