@@ -1,0 +1,41 @@
+# gradcomp and Horovod for NVIDIA GPUs, with NCCL: the stages of cpu.Dockerfile on CUDA bases. Not built in CI.
+#
+#   docker build -f docker/cuda.Dockerfile -t gradcomp-cuda .
+#   docker run --gpus all gradcomp-cuda
+#
+# BASE needs nvcc and NCCL's headers; its CUDA version must be the one TORCH was built for, in the first number at least. RUN_BASE needs
+# no CUDA: torch's packages bring theirs, NCCL and the CUDA runtime are linked into Horovod, the runtime into gradcomp.
+ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
+ARG RUN_BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
+
+FROM ${BASE} AS build
+RUN apt-get update && apt-get install -y --no-install-recommends \
+      ca-certificates cmake g++ git python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_TRUSTED_HOST
+ARG PIP_CERT
+ARG TORCH="torch==2.13.0"
+# The GPUs to build for, as CMake writes them ("90" or "80-real;90"); empty: everything since Turing.
+ARG GRADCOMP_CUDA_ARCHS=
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:/usr/local/cuda/bin:$PATH
+# A layer of its own for what takes long and hardly ever changes.
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
+WORKDIR /opt/gradcomp
+COPY scripts/lib.sh scripts/setup scripts/
+RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda scripts/setup --horovod && rm -rf build
+COPY . .
+RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda GRADCOMP_CUDA=ON GRADCOMP_CUDA_ARCHS="${GRADCOMP_CUDA_ARCHS}" \
+      scripts/setup --install && rm -rf build ./*.egg-info /root/.cache
+
+FROM ${RUN_BASE} AS run
+RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/venv /opt/venv
+COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
+# GRADCOMP_PYTHON tells the scripts that this environment is complete: they build nothing.
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
+WORKDIR /opt/gradcomp
+CMD ["scripts/demo"]
