@@ -47,7 +47,7 @@ class CMakeBuild(build_ext):
         # Replaced, not overwritten: a running process may have the old file mapped.
         fresh = target.with_suffix(f".{os.getpid()}")
         shutil.copyfile(tree / target.name, fresh)
-        os.replace(fresh, target)
+        fresh.replace(target)
 
 
 setup(ext_modules=[Extension("gradcomp._native", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -31,11 +31,12 @@ RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda GRADCOMP_CUDA=
       scripts/setup --install && rm -rf build ./*.egg-info /root/.cache
 
 FROM ${RUN_BASE} AS run
-RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
-    && rm -rf /var/lib/apt/lists/*
-COPY --from=build /opt/venv /opt/venv
-COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
 # GRADCOMP_PYTHON tells the scripts that this environment is complete: they build nothing.
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
 WORKDIR /opt/gradcomp
 CMD ["scripts/demo"]
+# The libraries are what the wheels leave to the system.
+RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
+COPY --from=build /opt/venv /opt/venv

@@ -1,4 +1,5 @@
-// Sums and scans over the threads of a warp and of a block, and the block that finishes last. All threads must call them.
+// What the threads of a warp or block do together: sums, scans, histograms, and finding out which block finishes last. All
+// threads of the block must call these.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -72,6 +73,53 @@ static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t 
   __syncthreads();
   __threadfence();
   return place == blocks - 1;
+}
+
+// A histogram of digits in shared memory: a block clears it, counts with atomics, and adds it up with the other blocks'. The
+// digit 0 is never counted, it is what remains: in a gradient full of zeros all threads would count in one place.
+template <unsigned kThreads, uint32_t kDigits>
+static __device__ __forceinline__ void clear_digits(uint32_t* counts) {
+  for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) counts[digit] = 0;
+  __syncthreads();
+}
+
+static __device__ __forceinline__ void count_digit(uint32_t* counts, uint32_t digit) {
+  if (digit != 0) atomicAdd(counts + digit, 1u);
+}
+
+template <unsigned kThreads, uint32_t kDigits>
+static __device__ __forceinline__ void add_up_digits(const uint32_t* counts, uint32_t* all) {
+  __syncthreads();
+  for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) {
+    if (counts[digit] != 0) atomicAdd(all + digit, counts[digit]);
+  }
+}
+
+struct Digit {
+  uint32_t digit;
+  uint32_t above;  // entries with a larger digit
+  uint32_t reach;  // entries with this one or a larger digit; unknown for 0
+};
+
+// The digit of the wanted-th largest entry, for all threads of one block to read; picked is in shared memory.
+template <unsigned kThreads, uint32_t kDigits>
+static __device__ __forceinline__ void pick_digit(const uint32_t* all, uint32_t wanted, Digit* picked) {
+  constexpr uint32_t kEach = kDigits / kThreads;
+  const uint32_t highest = kDigits - 1 - threadIdx.x * kEach;
+  uint32_t mine[kEach];
+  uint32_t sum = 0;
+  for (uint32_t i = 0; i < kEach; ++i) {
+    mine[i] = __ldcg(all + highest - i);
+    sum += mine[i];
+  }
+  uint32_t total;
+  uint32_t above = block_exclusive_sum<kThreads>(sum, total);
+  for (uint32_t i = 0; i < kEach; ++i) {
+    const uint32_t digit = highest - i;
+    if (above < wanted && (wanted <= above + mine[i] || digit == 0)) *picked = {digit, above, above + mine[i]};
+    above += mine[i];
+  }
+  __syncthreads();
 }
 
 }  // namespace gradcomp::cuda

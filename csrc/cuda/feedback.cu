@@ -84,8 +84,7 @@ __global__ void __launch_bounds__(kThreads) spread_tiles(const float* flat, cons
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    add_tiles(const __grid_constant__ Pieces grads, float* value, int32_t* flag) {
+__global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, float* value, int32_t* flag) {
   bool refused = false;
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
     const Four g = read_piece(grads, piece, entry, count);

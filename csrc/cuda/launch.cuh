@@ -23,10 +23,10 @@
   type* const name = reinterpret_cast<type*>(name##_bytes)
 #endif
 
-#define LAUNCH(kernel, blocks, threads, shared, queue, ...)                                                       \
-  do {                                                                                                            \
-    LAUNCH_ON(kernel, blocks, threads, shared, static_cast<cudaStream_t>((queue).stream), __VA_ARGS__);           \
-    CUDA_TRY(cudaGetLastError());                                                                                 \
+#define LAUNCH(kernel, blocks, threads, shared, queue, ...)                                             \
+  do {                                                                                                  \
+    LAUNCH_ON(kernel, blocks, threads, shared, static_cast<cudaStream_t>((queue).stream), __VA_ARGS__); \
+    CUDA_TRY(cudaGetLastError());                                                                       \
   } while (false)
 
 namespace gradcomp::cuda {

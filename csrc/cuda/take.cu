@@ -51,14 +51,14 @@ __device__ bool add_entry(Span<float> target, Span<const float> values, Span<con
   return true;
 }
 
-__global__ void __launch_bounds__(kThreads) add_entries(Span<float> target, Span<const float> values,
-                                                        Span<const int32_t> indices, const int32_t* header, float scale) {
+__global__ void __launch_bounds__(kThreads)
+    add_entries(Span<float> target, Span<const float> values, Span<const int32_t> indices, const int32_t* header, float scale) {
   if (header[1] != 0 || !add_entry(target, values, indices, header[0], scale)) spoil(target.data);
 }
 
-__global__ void __launch_bounds__(kThreads) restore_entries(Span<float> value, Span<const float> values,
-                                                            Span<const int32_t> indices, const int32_t* header,
-                                                            const float* update) {
+__global__ void __launch_bounds__(kThreads)
+    restore_entries(Span<float> value, Span<const float> values, Span<const int32_t> indices, const int32_t* header,
+                    const float* update) {
   if (!is_finite(update[0])) add_entry(value, values, indices, header[0], 1.0f);
 }
 

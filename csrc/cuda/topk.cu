@@ -1,4 +1,5 @@
-// Exact top-k on a GPU: a radix selection of the k-th largest key, 11, 10 and 10 bits at a time, with all its state on the device.
+// Exact top-k on a GPU: a radix selection of the k-th largest key, 11, 10 and 10 bits at a time, with all its state on the
+// device.
 //
 //   count_first_digits   a histogram of all keys' leading 11 bits; the digits of the k-th key and how many entries reach them
 //   mark_candidates      a bit for each entry that reaches these digits
@@ -7,8 +8,8 @@
 //   count_taken, take    a tile's entries above the k-th key, and equal to it; then each finds its place and is moved out
 //
 // Where the candidates are too many for the list (many equal entries, or k near n) the last four read all entries instead,
-// which is decided on the device. Seven launches and one memset. Bytes an entry of the bucket: 8.3, and 32 or so a candidate; 20
-// without a list. Blocks that finish last pick and scan for all, so that no block waits.
+// which is decided on the device. Seven launches and one memset. Bytes an entry of the bucket: 8.3, and 32 or so a candidate;
+// 20 without a list. Blocks that finish last pick and scan for all, so that no block waits.
 
 #include "../math.h"
 #include "../ops.h"
@@ -19,7 +20,7 @@ namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr uint32_t kTile = 32 * kThreads;     // entries of a block where the whole bucket is read: a word of bits for each thread
+constexpr uint32_t kTile = 32 * kThreads;  // entries of a block where the whole bucket is read: a word of bits for each thread
 constexpr uint32_t kSmallTile = 4 * kThreads;  // of a block that reads candidates
 constexpr unsigned kMostBlocks = 2048;         // above, blocks take several tiles: each block's histogram has to be added up
 
@@ -72,61 +73,19 @@ struct Plan {
   }
 };
 
-// What a counting kernel's last block does: finds the digit of the wanted-th largest key. The digit 0 is never counted, it is
-// what remains: in a gradient full of zeros all threads would count in one place.
-struct Digit {
-  uint32_t digit;
-  uint32_t above;  // entries with a larger digit
-  uint32_t reach;  // entries with this one or a larger digit; unknown for 0
-};
-
-template <uint32_t kDigits>
-__device__ __forceinline__ void pick_digit(const uint32_t* counts, uint32_t wanted, Digit* picked) {
-  constexpr uint32_t kEach = kDigits / kThreads;
-  const uint32_t highest = kDigits - 1 - threadIdx.x * kEach;
-  uint32_t mine[kEach];
-  uint32_t sum = 0;
-  for (uint32_t i = 0; i < kEach; ++i) sum += mine[i] = __ldcg(counts + highest - i);
-  uint32_t total;
-  uint32_t above = block_exclusive_sum<kThreads>(sum, total);
-  for (uint32_t i = 0; i < kEach; ++i) {
-    const uint32_t digit = highest - i;
-    if (above < wanted && (wanted <= above + mine[i] || digit == 0)) *picked = {digit, above, above + mine[i]};
-    above += mine[i];
-  }
-  __syncthreads();
-}
-
-template <uint32_t kDigits>
-__device__ __forceinline__ void clear(uint32_t* counts) {
-  for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) counts[digit] = 0;
-  __syncthreads();
-}
-
-template <uint32_t kDigits>
-__device__ __forceinline__ void add_up(const uint32_t* counts, uint32_t* all) {
-  __syncthreads();
-  for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) {
-    if (counts[digit] != 0) atomicAdd(all + digit, counts[digit]);
-  }
-}
-
 __global__ void __launch_bounds__(kThreads) count_first_digits(const float* value, uint32_t n, uint32_t k, Plan plan) {
   __shared__ uint32_t counts[kFirstDigits];
   __shared__ Digit picked;
-  clear<kFirstDigits>(counts);
+  clear_digits<kThreads, kFirstDigits>(counts);
   for (int64_t tile = int64_t{blockIdx.x} * kTile; tile < n; tile += int64_t{gridDim.x} * kTile) {
     for (int64_t entry = tile + threadIdx.x * 4; entry < tile + kTile; entry += 4 * kThreads) {
       const Four four = load_four(value + entry, n - entry);
-      for (const float x : four.x) {
-        const uint32_t digit = magnitude_key(x) >> kFirstShift;
-        if (digit != 0) atomicAdd(counts + digit, 1u);
-      }
+      for (const float x : four.x) count_digit(counts, magnitude_key(x) >> kFirstShift);
     }
   }
-  add_up<kFirstDigits>(counts, plan.first_counts);
+  add_up_digits<kThreads, kFirstDigits>(counts, plan.first_counts);
   if (!is_last_block(plan.tickets + 0, gridDim.x)) return;
-  pick_digit<kFirstDigits>(plan.first_counts, k, &picked);
+  pick_digit<kThreads, kFirstDigits>(plan.first_counts, k, &picked);
   if (threadIdx.x != 0) return;
   const uint32_t candidates = picked.digit == 0 ? n : picked.reach;
   const bool listed = candidates <= plan.capacity;
@@ -212,18 +171,18 @@ __global__ void __launch_bounds__(kThreads) count_next_digits(const float* value
   const uint32_t digits = plan.choice->digits;
   const uint32_t wanted = plan.choice->wanted;
   const int shift = pass == 0 ? kNextBits : 0;
-  clear<kNextDigits>(counts);
+  clear_digits<kThreads, kNextDigits>(counts);
   for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
     const Sources four = load_sources(value, plan, sources, listed, tile + threadIdx.x * 4);
     for (int i = 0; i < 4; ++i) {
       const uint32_t difference = (magnitude_key(four.value.x[i]) ^ digits) >> shift;
-      if (i < four.count && difference != 0 && difference < kNextDigits) atomicAdd(counts + difference, 1u);
+      if (i < four.count && difference < kNextDigits) count_digit(counts, difference);
     }
   }
   uint32_t* const all = plan.next_counts + pass * kNextDigits;
-  add_up<kNextDigits>(counts, all);
+  add_up_digits<kThreads, kNextDigits>(counts, all);
   if (!is_last_block(plan.tickets + 2 + pass, blocks)) return;
-  pick_digit<kNextDigits>(all, wanted, &picked);
+  pick_digit<kThreads, kNextDigits>(all, wanted, &picked);
   if (threadIdx.x != 0) return;
   plan.choice->digits = digits | picked.digit << shift;
   plan.choice->wanted = wanted - picked.above;

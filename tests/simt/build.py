@@ -1,0 +1,26 @@
+"""Builds the emulator's Python modules, gradcomp_simt and simt_selftest, when something they are made of has changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(sanitize: bool = False) -> Path:
+    """Returns the folder with the modules. Does nothing where they are up to date."""
+    import pybind11
+
+    folder = ROOT / "build" / ("simt-asan" if sanitize else "simt")
+    configure = ["cmake", "-S", str(ROOT / "tests" / "simt"), "-B", str(folder), "-G", "Ninja"]
+    configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
+    configure += ["-DPYBIND11_FINDPYTHON=ON", f"-DGRADCOMP_SANITIZE={'ON' if sanitize else 'OFF'}"]
+    for command in (configure, ["cmake", "--build", str(folder)]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    return folder
+
+
+if __name__ == "__main__":
+    print(build(sanitize="--sanitize" in sys.argv[1:]))

@@ -1,0 +1,223 @@
+// Kernels that test the emulator, one for each promise it makes, and the Python module that calls them.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include "cuda/block.cuh"
+#include "cuda/launch.cuh"
+#include "math.h"
+
+namespace py = pybind11;
+using namespace gradcomp;
+using namespace gradcomp::cuda;
+
+namespace {
+
+constexpr unsigned kBlock = 256;
+
+__global__ void scan(const uint32_t* x, uint32_t* sums, uint32_t* totals) {
+  const unsigned i = blockIdx.x * kBlock + threadIdx.x;
+  uint32_t total;
+  sums[i] = block_exclusive_sum<kBlock>(x[i], total);
+  if (threadIdx.x == 0) totals[blockIdx.x] = total;
+}
+
+__global__ void shuffles(const uint32_t* x, uint32_t* out, int width) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  out[i] = __shfl_sync(kWholeWarp, x[i], 5, width);
+  out[n + i] = __shfl_up_sync(kWholeWarp, x[i], 3, width);
+  out[2 * n + i] = __shfl_down_sync(kWholeWarp, x[i], 3, width);
+  out[3 * n + i] = __shfl_xor_sync(kWholeWarp, x[i], 6, width);
+}
+
+// Even and odd lanes vote among themselves, in different branches.
+__global__ void votes(const int* x, unsigned* out) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  out[i] = __ballot_sync(kWholeWarp, x[i]);
+  if (i % 2 == 0) {
+    out[n + i] = __any_sync(0x55555555u, x[i]);
+  } else {
+    out[n + i] = __all_sync(0xaaaaaaaau, x[i]);
+  }
+  __syncwarp();
+  out[2 * n + i] = __syncthreads_count(x[i]);
+  out[3 * n + i] = __syncthreads_or(x[i]) * 2 + __syncthreads_and(x[i]);
+}
+
+__global__ void atomics(const int* x, int* out, float* sum, unsigned long long* wide) {
+  const int mine = x[blockIdx.x * blockDim.x + threadIdx.x];
+  atomicAdd(out + 0, mine);
+  atomicMax(out + 1, mine);
+  atomicMin(out + 2, mine);
+  atomicOr(out + 3, mine);
+  atomicAnd(out + 4, mine);
+  atomicCAS(out + 5, 0, mine);  // the first one other than 0 stays
+  if (atomicExch(out + 6, mine) == 0) atomicAdd(out + 7, 1);
+  atomicAdd(sum, 1.0f);
+  atomicAdd(wide, 1ull << 32);
+}
+
+// Each block turns its part around, through static and through dynamic shared memory.
+__global__ void reverse(const uint32_t* x, uint32_t* out) {
+  __shared__ uint32_t fixed[kBlock];
+  DYNAMIC_SHARED(uint32_t, dynamic);
+  const unsigned t = threadIdx.x, i = blockIdx.x * kBlock + t, n = gridDim.x * kBlock;
+  out[2 * n + i] = fixed[t];
+  out[3 * n + i] = dynamic[t];
+  __syncthreads();
+  fixed[t] = x[i];
+  dynamic[t] = x[i];
+  __syncthreads();
+  out[i] = fixed[kBlock - 1 - t];
+  out[n + i] = dynamic[kBlock - 1 - t];
+}
+
+// What a forgotten barrier does shows in one of the two orders.
+__global__ void race(uint32_t* out) {
+  __shared__ uint32_t told;
+  if (threadIdx.x == 0) told = 7;
+  out[threadIdx.x] = told;
+}
+
+// Threads that have ended are not waited for.
+__global__ void ends_early(uint32_t* out) {
+  if (threadIdx.x % 3 == 0) return;
+  const int others = __syncthreads_count(1);
+  out[threadIdx.x] = others;
+}
+
+__global__ void places(uint32_t* out) {
+  const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+  const unsigned thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+  const unsigned size = blockDim.x * blockDim.y * blockDim.z;
+  out[block * size + thread] = block * 1000 + thread;
+}
+
+__global__ void block_order(uint32_t* next, uint32_t* out) {
+  if (threadIdx.x == 0) out[atomicAdd(next, 1u)] = blockIdx.x;
+}
+
+__global__ void move_vectors(const float* from, float* to) {
+  const unsigned i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+  *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(from + i);
+}
+
+__global__ void widen(const uint16_t* x, float* out) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  out[i] = __half2float(__ushort_as_half(x[i]));
+  out[n + i] = f16_to_float(x[i]);
+  out[2 * n + i] = __bfloat162float(__ushort_as_bfloat16(x[i]));
+  out[3 * n + i] = bf16_to_float(x[i]);
+}
+
+__global__ void narrow(const float* x, uint16_t* out) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
+  out[i] = __half_as_ushort(__float2half_rn(x[i]));
+  out[n + i] = float_to_f16(x[i]);
+  out[2 * n + i] = __bfloat16_as_ushort(__float2bfloat16_rn(x[i]));
+  out[3 * n + i] = float_to_bf16(x[i]);
+}
+
+// ---- Kernels that are wrong.
+
+__global__ void divergent_barrier(uint32_t* out) {
+  if (threadIdx.x < 40) {
+    __syncthreads();
+  } else {
+    __syncthreads_or(1);
+  }
+  out[threadIdx.x] = 1;
+}
+
+__global__ void barrier_against_shuffle(uint32_t* out) {
+  if (threadIdx.x == 7) return;
+  if (threadIdx.x < 64) {
+    __syncthreads();
+  } else {
+    out[threadIdx.x] = __shfl_sync(threadIdx.x == 64 ? kWholeWarp : 0xfffffffeu, threadIdx.x, 1);
+  }
+}
+
+__global__ void missing_lane(uint32_t* out) {
+  if (threadIdx.x == 9) return;
+  out[threadIdx.x] = __shfl_xor_sync(kWholeWarp, threadIdx.x, 1);
+}
+
+__global__ void unnamed_lane(uint32_t* out) { out[threadIdx.x] = __shfl_sync(0x0000ffffu, threadIdx.x, 0); }
+
+__global__ void overrun_global(uint32_t* out, int by) { out[threadIdx.x + by] = 1; }
+
+__global__ void overrun_static(uint32_t* out, int by) {
+  __shared__ uint32_t fixed[32];
+  fixed[threadIdx.x + by] = 1;
+  __syncthreads();
+  out[threadIdx.x] = fixed[threadIdx.x];
+}
+
+__global__ void overrun_dynamic(uint32_t* out, int by) {
+  DYNAMIC_SHARED(uint32_t, dynamic);
+  dynamic[threadIdx.x + by] = 1;
+  __syncthreads();
+  out[threadIdx.x] = dynamic[threadIdx.x];
+}
+
+// After a barrier: the stack has been left and entered again by then.
+__global__ void overrun_stack(uint32_t* out, int by) {
+  volatile uint32_t local[8] = {};
+  __syncthreads();
+  local[threadIdx.x % 8 + by] = 1;
+  out[threadIdx.x] = local[0];
+}
+
+// ---- Their launches, under the kernels' names.
+
+const Queue queue;
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+unsigned blocks_of(const py::array& x, unsigned each = kBlock) { return static_cast<unsigned>(x.size()) / each; }
+
+}  // namespace
+
+#define DEFINE(name, args, ...) m.def(#name, [] args { LAUNCH(name, __VA_ARGS__); })
+
+PYBIND11_MODULE(simt_selftest, m) {
+  using U32 = Array<uint32_t>;
+  m.def("set_order", [](bool shuffled) { simt::set_order(shuffled ? simt::Order::shuffled : simt::Order::plain); });
+  DEFINE(scan, (const U32& x, U32 sums, U32 totals), blocks_of(x), kBlock, 0, queue, x.data(), sums.mutable_data(),
+         totals.mutable_data());
+  DEFINE(shuffles, (const U32& x, U32 out, int width), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data(), width);
+  DEFINE(votes, (const Array<int>& x, U32 out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
+  DEFINE(atomics, (const Array<int>& x, Array<int> out, Array<float> sum, Array<unsigned long long> wide), blocks_of(x), kBlock,
+         0, queue, x.data(), out.mutable_data(), sum.mutable_data(), wide.mutable_data());
+  DEFINE(reverse, (const U32& x, U32 out), blocks_of(x), kBlock, kBlock * sizeof(uint32_t), queue, x.data(),
+         out.mutable_data());
+  DEFINE(race, (U32 out), 1, blocks_of(out, 1), 0, queue, out.mutable_data());
+  DEFINE(ends_early, (U32 out), 1, blocks_of(out, 1), 0, queue, out.mutable_data());
+  DEFINE(places, (U32 out), dim3(2, 3, 4), dim3(5, 6, 7), 0, queue, out.mutable_data());
+  DEFINE(block_order, (U32 next, U32 out), blocks_of(out, 1), 32, 0, queue, next.mutable_data(), out.mutable_data());
+  DEFINE(move_vectors, (const Array<float>& x, Array<float> out, int skip), blocks_of(x, 128), 32, 0, queue, x.data() + skip,
+         out.mutable_data() + skip);
+  DEFINE(widen, (const Array<uint16_t>& x, Array<float> out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
+  DEFINE(narrow, (const Array<float>& x, Array<uint16_t> out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
+
+  // Launches of any shape, to try the limits, and that the next one works.
+  m.def("launch", [](U32 out, unsigned blocks, unsigned block_threads, size_t shared) {
+    LAUNCH(block_order, blocks, block_threads, shared, queue, out.mutable_data(), out.mutable_data() + 1);
+  });
+  m.def("allow_shared",
+        [](int bytes) { CUDA_TRY(cudaFuncSetAttribute(block_order, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)); });
+
+  DEFINE(divergent_barrier, (U32 out), 1, 64, 0, queue, out.mutable_data());
+  DEFINE(barrier_against_shuffle, (U32 out), 1, 96, 0, queue, out.mutable_data());
+  DEFINE(missing_lane, (U32 out), 2, 64, 0, queue, out.mutable_data());
+  DEFINE(unnamed_lane, (U32 out), 1, 32, 0, queue, out.mutable_data());
+  DEFINE(overrun_global, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
+  DEFINE(overrun_static, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
+  DEFINE(overrun_dynamic, (U32 out, int by), 1, 32, 32 * sizeof(uint32_t), queue, out.mutable_data(), by);
+  DEFINE(overrun_stack, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
+}
