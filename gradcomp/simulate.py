@@ -47,11 +47,10 @@ class Board:
                     raise RuntimeError(f"exchange {name}: the ranks' payloads have different forms")
                 return [payloads] * self.world
             case Reduce(tensor, scale):
-                total = torch.zeros_like(tensor)
-                for request in requests:
+                for request in requests[1:]:
                     assert isinstance(request, Reduce)
-                    total += request.tensor
-                return [total.mul_(scale)] * self.world
+                    tensor += request.tensor  # it was given away
+                return [tensor.mul_(scale)] * self.world
             case Send():
                 sent = [r.parts for r in requests if isinstance(r, Send)]
                 return [{i: parts[me] for i, parts in enumerate(sent) if me in parts} for me in range(self.world)]

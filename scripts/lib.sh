@@ -54,7 +54,7 @@ progress() {
   job=$!
   [ $monitor = on ] || set +m
   # shellcheck disable=SC2064
-  trap "kill -- -$job 2>/dev/null; wait $job 2>/dev/null; echo; exit 130" INT TERM HUP
+  trap "kill -- -$job 2>/dev/null; wait $job 2>/dev/null || true; echo >&2; exit 130" INT TERM HUP
   while kill -0 "$job" 2>/dev/null; do
     if [ -t 2 ]; then
       width=$(($(tput cols 2>/dev/null || echo 80) - ${#what} - 12))

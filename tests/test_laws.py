@@ -16,16 +16,17 @@ import gradcomp
 WORLDS = [1, 2, 3, 4, 8]
 SHAPES = {"conv": (8, 3, 3, 3), "weight": (40, 31), "bias": (31,), "empty": (0, 4), "scalar": (), "wide": (2, 700)}
 Named = dict[str, Tensor]
+CPU = torch.device("cpu")
 
 worlds = pytest.mark.parametrize("world", WORLDS)
 specs = pytest.mark.parametrize("spec", ALL)
 
 
-def draw(kind: str, seed: int, world: int) -> list[Named]:
+def draw(kind: str, seed: int, world: int, device: torch.device = CPU) -> list[Named]:
     """Every rank's gradients."""
     return [
         {
-            name: gradients.draw(kind, torch.Size(shape).numel(), seed + 1000 * rank + i, world).view(shape)
+            name: gradients.draw(kind, torch.Size(shape).numel(), seed + 1000 * rank + i, world).view(shape).to(device)
             for i, (name, shape) in enumerate(SHAPES.items())
         }
         for rank in range(world)
@@ -33,11 +34,11 @@ def draw(kind: str, seed: int, world: int) -> list[Named]:
 
 
 def mean(parts: list[Named], name: str) -> Tensor:
-    return sum((part[name].double() for part in parts), torch.zeros(SHAPES[name], dtype=torch.float64)) / len(parts)
+    return sum((part[name].double().cpu() for part in parts), torch.zeros(SHAPES[name], dtype=torch.float64)) / len(parts)
 
 
 def residuals(simulation: gradcomp.Simulation, world: int) -> list[Named]:
-    return [simulation.residual(rank) for rank in range(world)]
+    return [{name: left.cpu() for name, left in simulation.residual(rank).items()} for rank in range(world)]
 
 
 def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> Named:
@@ -48,8 +49,8 @@ def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> N
     after = residuals(simulation, world)
     for name in SHAPES:
         wanted = mean(before, name) + mean(grads, name)
-        found = mean(after, name) + update[name].double()
-        sizes = [part[name].abs().double() for part in (*before, *grads, *after)]
+        found = mean(after, name) + update[name].double().cpu()
+        sizes = [part[name].abs().double().cpu() for part in (*before, *grads, *after)]
         room = 2.0**-23 * sum(sizes, torch.zeros(SHAPES[name])) + 1e-44 * world
         assert ((wanted - found).abs() <= room).all(), f"{name}: {(wanted - found).abs().max()}"
     return update
@@ -61,12 +62,12 @@ def test_every_compressor_has_its_laws() -> None:
 
 @worlds
 @specs
-def test_conservation(spec: str, world: int) -> None:
+def test_conservation(spec: str, world: int, device: torch.device) -> None:
     """Whatever the gradients, nothing is lost and nothing is made up, step after step. (That ranks agree, step() checks.)"""
     for bucket_mb in (25, 0.004):
-        simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb)
+        simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb, device=device)
         for step, kind in enumerate(gradients.KINDS):
-            check_conservation(simulation, draw(kind, 17 * step, world))
+            check_conservation(simulation, draw(kind, 17 * step, world, device))
 
 
 @specs
@@ -118,12 +119,12 @@ def test_training_reaches_the_minimum(spec: str, world: int) -> None:
 @worlds
 @specs
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: int, bad: float) -> None:
+def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: int, bad: float, device: torch.device) -> None:
     """One bad entry on one rank: the update is not finite (a GradScaler skips the step everywhere), the residuals stay finite,
     and the entries that had been taken are back in them, so that nothing else is lost."""
-    simulation = gradcomp.Simulation(spec, SHAPES, world)
-    simulation.step(draw("normal", 1, world))
-    grads = draw("normal", 2, world)
+    simulation = gradcomp.Simulation(spec, SHAPES, world, device=device)
+    simulation.step(draw("normal", 1, world, device))
+    grads = draw("normal", 2, world, device)
     grads[-1]["weight"][3, 4] = bad
     before = residuals(simulation, world)
     update = simulation.step(grads)
@@ -135,7 +136,7 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: 
         for name in SHAPES:
             wanted = mean(before, name) + mean(grads, name)
             assert torch.allclose(mean(after, name), wanted, rtol=1e-6, atol=1e-6)  # one float32 addition apart
-    check_conservation(simulation, draw("normal", 3, world))
+    check_conservation(simulation, draw("normal", 3, world, device))
 
 
 @worlds

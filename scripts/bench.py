@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Measures gradcomp: its kernels against plain torch, and the training of a real job on an emulated cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+from benchlib import kernel_cases, kernel_report, machine, options, report, rounds, train
+
+EXAMPLES = """\
+examples:
+  scripts/bench.py kernels --size 16.8M --threads 1
+  scripts/bench.py kernels --device cuda --size 64M --json kernels.json
+  scripts/bench.py train --hosts 4 --rate 1gbit,100mbit --specs none,horovod,fp16,dense,topk:ratio=0.001
+
+Results are written to benchmarks/results/ unless --json names another file. Times are medians over interleaved rounds."""
+
+
+def kernels(chosen: argparse.Namespace) -> int:
+    device = torch.device(chosen.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("bench.py: --device cuda: torch finds no GPU here", file=sys.stderr)
+        return 2
+    torch.set_num_threads(chosen.threads)
+    cases = kernel_cases.Bench(chosen.size, device, chosen.layers).cases()
+    progress = report.Progress()
+    seconds = rounds.interleave(
+        cases, chosen.rounds, rounds.clock(device), lambda done: progress(f"round {done} of {chosen.rounds}")
+    )
+    progress.end()
+    found = kernel_report.lines(cases, seconds)
+    settings = {"device": chosen.device, "size": chosen.size, "layers": chosen.layers, "rounds": chosen.rounds}
+    if device.type == "cpu":
+        settings["threads"] = chosen.threads
+    result = {"what": "kernels", **machine.origin(chosen.written), "settings": settings, "lines": found}
+    if device.type == "cuda":
+        result["machine"] |= machine.describe_gpu()
+        result["versions"] |= {"cuda": torch.version.cuda, **machine.versions(("cupy-cuda13x", "cupy-cuda12x"))}
+    else:
+        result["targets"] = kernel_report.targets(found)
+    name = machine.slug(result["machine"].get("gpu", result["machine"]["cpu"]))
+    print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
+    print(kernel_report.table(found))
+    for target in result.get("targets", []):
+        print(f"{target['name']}: {target['found']:.2f} x add_, promised at most {target['at_most']:.0f} x (one core, 16.8M)")
+    return save(result, chosen.json or results() / f"kernels-{chosen.device}-{name}.json")
+
+
+def training(chosen: argparse.Namespace) -> int:
+    runs = []
+    for rate in chosen.rate if chosen.launcher == "cluster" else ["loopback"]:
+        run = train.launch(chosen, rate)
+        if run is None:
+            return 1
+        runs.append({"rate": rate, **run})
+        print(f"\n{run['ranks']} ranks, {rate}\n\n{train.table(run)}\n", flush=True)
+    settings = {"launcher": chosen.launcher, "hosts": chosen.hosts, "rounds": chosen.rounds, "steps": chosen.steps}
+    result = {"what": "train", **machine.origin(chosen.written), "settings": settings, "runs": runs}
+    return save(result, chosen.json or results() / f"train-{machine.slug(machine.cpu_name())}.json")
+
+
+def results() -> Path:
+    return machine.ROOT / "benchmarks" / "results"
+
+
+def save(result: dict[str, object], path: Path) -> int:
+    report.write_json(path, result)
+    print(f"\nwritten: {path}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="scripts/bench.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    kinds = made.add_subparsers(required=True, metavar="kernels|train")
+    one = kinds.add_parser("kernels", help="every kernel against copy_, add_ and plain torch", allow_abbrev=False)
+    one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    one.add_argument("--size", type=options.size, default=16_800_000, help="entries (default 16.8M)")
+    one.add_argument("--layers", type=options.positive, default=1, help="that the entries are cut into (default 1)")
+    one.add_argument("--threads", type=options.positive, default=1, help="on a CPU (default 1)")
+    one.add_argument("--rounds", type=options.positive, default=15, help="(default 15)")
+    one.set_defaults(run=kernels)
+    two = kinds.add_parser("train", help="the digits job on an emulated cluster", allow_abbrev=False)
+    two.add_argument("--hosts", type=options.positive, default=4, help="one rank each (default 4)")
+    two.add_argument("--rate", type=options.rates, default=["1gbit", "100mbit"], help="of the links (default 1gbit,100mbit)")
+    own = "; ".join(f"{name}: {what}" for name, what in options.BUILT_IN.items())
+    two.add_argument(
+        "--specs",
+        type=options.specs,
+        default=["none", "horovod", "fp16", "dense", "topk:ratio=0.001"],
+        help=f"what is compared, specs of gradcomp or: {own}",
+    )
+    two.add_argument("--rounds", type=options.positive, default=3, help="(default 3)")
+    two.add_argument("--steps", type=options.positive, default=12, help="of each spec in a round (default 12)")
+    two.add_argument("--width", type=options.positive, default=2048, help="of the job's hidden layers (default 2048)")
+    two.add_argument(
+        "--launcher",
+        choices=("cluster", "horovodrun"),
+        default="cluster",
+        help="horovodrun: ranks on this machine alone, without root and without shaped links",
+    )
+    two.set_defaults(run=training)
+    for each in (one, two):
+        each.add_argument("--json", type=Path, metavar="FILE", help="where the result goes")
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    chosen = parser().parse_args(arguments)
+    chosen.written = shlex.join(["scripts/bench.py", *without_paths(arguments)])
+    return int(chosen.run(chosen))
+
+
+def without_paths(arguments: list[str]) -> list[str]:
+    """The command as the result file has it: where the file went is nobody's business."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument.startswith("--json="):
+            skip = False
+        elif argument == "--json":
+            skip = True
+        else:
+            kept.append(argument)
+    return kept
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,137 @@
+"""The cases of `bench.py kernels`: every kernel of gradcomp, whole steps of the simulator, and what they are measured against.
+
+Bytes moved are those of the contracts in csrc/ops.inc: 4 an entry for every array read and every array written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradcomp
+from benchlib.rounds import Case
+from gradcomp import kernels
+
+COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
+FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
+RATIO = 0.001
+
+
+def layer_sizes(n: int, layers: int) -> list[int]:
+    """n entries in layers of nearly the same size."""
+    return [n // layers + (i < n % layers) for i in range(layers)]
+
+
+class Bench:
+    """The arrays that the cases share or have for themselves, all of n entries."""
+
+    def __init__(self, n: int, device: torch.device, layers: int = 1):
+        self.n, self.device, self.sizes = n, device, layer_sizes(n, layers)
+        self.k = max(1, math.ceil(RATIO * n))
+        torch.manual_seed(0)
+        # Inputs take turns, and together are larger than any cache.
+        self.inputs = [torch.randn(n, device=device) for _ in range(self._turns())]
+        self.pieces = [list(flat.split(self.sizes)) for flat in self.inputs]
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def _turns(self) -> int:
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 2**26
+        return max(2, min(64, math.ceil(4 * cache / (4 * self.n))))
+
+    def input(self, i: int) -> Tensor:
+        return self.inputs[i % len(self.inputs)]
+
+    def grads(self, i: int) -> list[Tensor]:
+        return self.pieces[i % len(self.pieces)]
+
+    def empty(self) -> Tensor:
+        return torch.zeros(self.n, device=self.device)
+
+    def payload(self) -> dict[str, Tensor]:
+        return {
+            "values": torch.zeros(self.k, device=self.device),
+            "indices": torch.arange(self.k, dtype=torch.int32, device=self.device),
+            "header": torch.tensor([self.k, 0], dtype=torch.int32, device=self.device),
+        }
+
+    def cases(self) -> list[Case]:
+        return [*self.yardsticks(), *self.passes(), *self.sparse(), *self.steps()]
+
+    def yardsticks(self) -> list[Case]:
+        n, target, acc = self.n, self.empty(), self.empty()
+
+        def take(value: Tensor) -> Tensor:
+            indices = torch.topk(value.abs(), self.k)[1]
+            taken = value[indices]
+            value.index_fill_(0, indices, 0)
+            return taken
+
+        found = [
+            Case(COPY, lambda i: target.copy_(self.input(i)), 8 * n),
+            Case(ADD, lambda i: acc.add_(self.input(i)), 12 * n),
+            Case(TORCH_TOPK, lambda i: take(target), before=lambda i: target.copy_(self.input(i))),
+        ]
+        residual = self.empty()
+        found.append(Case(TORCH_STEP, lambda i: take(residual.add_(self.input(i)))))
+        return found + ([self._cupy_topk()] if self.device.type == "cuda" and importlib.util.find_spec("cupy") else [])
+
+    def _cupy_topk(self) -> Case:
+        cupy: Any = importlib.import_module("cupy")
+        arrays = [cupy.from_dlpack(flat) for flat in self.inputs]
+        return Case(
+            "CuPy argpartition of -|x|", lambda i: cupy.argpartition(-cupy.abs(arrays[i % len(arrays)]), self.k)[: self.k]
+        )
+
+    def passes(self) -> list[Case]:
+        n, flat, value, pushed, velocity, whole, taken = self.n, *(self.empty() for _ in range(6))
+        out = [list(self.empty().split(self.sizes)) for _ in self.inputs]
+        return [
+            Case("flatten", lambda i: kernels.flatten(self.grads(i), flat), 8 * n),
+            Case("accumulate", lambda i: kernels.accumulate(self.grads(i), value, None, self.flag), 12 * n),
+            Case("accumulate, momentum", lambda i: kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9), 20 * n),
+            Case(
+                "take_all",
+                lambda i: kernels.take_all(whole, taken, self.flag),
+                12 * n,
+                before=lambda i: whole.copy_(self.input(i)),
+            ),
+            Case("spread", lambda i: kernels.spread(self.input(i), out[i % len(out)], 0.5), 8 * n),
+        ]
+
+    def sparse(self) -> list[Case]:
+        n, k = self.n, self.k
+        value, target, update, own, scattered = self.empty(), self.empty(), self.empty(), self.payload(), self.payload()
+        scattered["indices"].copy_(torch.randperm(n, device=self.device)[:k].sort()[0])
+        failed = torch.full((n,), math.nan, device=self.device)
+        plain, pushed, velocity, payload = self.empty(), self.empty(), self.empty(), self.payload()
+
+        def feedback(i: int) -> None:
+            kernels.accumulate(self.grads(i), plain, None, self.flag)
+            kernels.take_topk(plain, k, **payload, flag=self.flag)
+
+        def with_momentum(i: int) -> None:
+            kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9)
+            kernels.take_topk(pushed, k, **payload, velocity=velocity, flag=self.flag)
+
+        return [
+            Case("take_topk", lambda i: kernels.take_topk(value, k, **own), 4 * n, before=lambda i: value.copy_(self.input(i))),
+            Case(FEEDBACK, feedback, 16 * n),
+            Case("accumulate, take_topk, momentum", with_momentum, 24 * n),
+            Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
+            Case("restore_sparse, nothing to do", lambda i: kernels.restore_sparse(target, **scattered, update=update), 4),
+            Case("restore_sparse", lambda i: kernels.restore_sparse(target, **scattered, update=failed), 16 * k),
+        ]
+
+    def steps(self) -> list[Case]:
+        """Whole steps; their bytes are the sum over the kernels in them (topk: 12 + 4, an update of zeros 4, spread 8)."""
+        shapes = {f"layer{i}": (size,) for i, size in enumerate(self.sizes)}
+        named = [dict(zip(shapes, pieces, strict=True)) for pieces in self.pieces]
+        found = []
+        for name, spec, moved in ((SIMULATED, f"topk:ratio={RATIO}", 28 * self.n), ("Simulation step, dense", "dense", None)):
+            simulation = gradcomp.Simulation(spec, shapes, 1, device=self.device)
+            found.append(Case(name, lambda i, s=simulation: s.step([named[i % len(named)]]), moved))  # type: ignore[misc]
+        return found

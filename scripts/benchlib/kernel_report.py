@@ -1,0 +1,65 @@
+"""What `bench.py kernels` says: a line for each case, against add_ and against the copy bandwidth of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchlib import report
+from benchlib.kernel_cases import ADD, COPY, FEEDBACK, SIMULATED
+from benchlib.rounds import Case, Spread, ratio
+
+TARGETS = {FEEDBACK: 5.0, SIMULATED: 7.0}
+"""On one core and 16.8 M entries: at most so many times add_."""
+
+Line = dict[str, Any]
+
+
+def lines(cases: Sequence[Case], seconds: Mapping[str, Sequence[float]]) -> list[Line]:
+    found: list[Line] = []
+    for case in cases:
+        spread = Spread.of(seconds[case.name])
+        to_add = ratio(seconds, case.name, ADD)
+        line: Line = {
+            "name": case.name,
+            "ms": {key: 1000 * value for key, value in spread._asdict().items()},
+            "ratio_to_add": to_add._asdict(),
+            "bytes": case.bytes_moved,
+            "gb_per_s": None,
+            "share_of_copy": None,
+        }
+        if case.bytes_moved:
+            copied = next(c.bytes_moved for c in cases if c.name == COPY)
+            assert copied is not None
+            line["gb_per_s"] = case.bytes_moved / spread.median / 1e9
+            line["share_of_copy"] = case.bytes_moved / copied / ratio(seconds, case.name, COPY).median
+        found.append(line)
+    return found
+
+
+def table(found: Sequence[Line]) -> str:
+    rows = [("", "ms", "min..max", "x add_", "min..max", "MB moved", "GB/s", "of copy")]
+    for line in found:
+        ms, to_add, moved = line["ms"], line["ratio_to_add"], line["bytes"]
+        known = moved is not None
+        rows.append(
+            (
+                line["name"],
+                report.milliseconds(ms["median"] / 1000),
+                "..".join(report.milliseconds(ms[end] / 1000) for end in ("low", "high")),
+                f"{to_add['median']:.2f}",
+                f"{to_add['low']:.2f}..{to_add['high']:.2f}",
+                f"{moved / 1e6:.4g}" if known else "-",
+                f"{line['gb_per_s']:.3g}" if known else "-",
+                f"{100 * line['share_of_copy']:.0f} %" if known else "-",
+            )
+        )
+    return report.table(rows)
+
+
+def targets(found: Sequence[Line]) -> list[dict[str, Any]]:
+    """The promised ratios, and whether they were kept."""
+    medians = {line["name"]: line["ratio_to_add"]["median"] for line in found}
+    return [
+        {"name": name, "at_most": most, "found": medians[name], "kept": medians[name] <= most} for name, most in TARGETS.items()
+    ]

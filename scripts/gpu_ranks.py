@@ -1,0 +1,83 @@
+"""What the two ranks of gpu_check run: stock Horovod on one device, dense and compressed, compared bit for bit and timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import digits
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import gradcomp.horovod
+
+STEPS, BATCH = 20, 64
+SPECS = ["horovod", "dense", "topk:ratio=1,wire=exact", "topk:ratio=0.001"]
+
+
+def optimizer_for(spec: str, route: str, model: torch.nn.Module) -> Any:
+    plain = torch.optim.SGD(model.parameters(), lr=0.05)
+    named = list(model.named_parameters())
+    if spec == "horovod":
+        return hvd.DistributedOptimizer(plain, named_parameters=named)
+    if route == "stock":
+        return hvd.DistributedOptimizer(plain, named, compression=gradcomp.horovod.Compression(spec, named))
+    return gradcomp.horovod.DistributedOptimizer(plain, named, compression=spec)
+
+
+def train(spec: str, route: str, device: torch.device, width: int) -> tuple[Tensor, float]:
+    """The weights after some steps on made-up pictures, and the median step in seconds."""
+    model = digits.model(width=width).to(device)
+    optimizer = optimizer_for(spec, route, model)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    seconds = []
+    for _ in range(STEPS):
+        x = torch.rand(BATCH, 64, generator=generator).to(device)
+        y = torch.randint(10, (BATCH,), generator=generator).to(device)
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    return weights.cpu().view(torch.int32), statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--width", type=int, default=digits.WIDTH)
+    options = parser.parse_args()
+    hvd.init()
+    device = torch.device(options.device)
+    torch.use_deterministic_algorithms(True)
+    checks: dict[str, bool] = {}
+    milliseconds: dict[str, float] = {}
+    stock, _ = train("horovod", "stock", device, options.width)
+    for spec in SPECS:
+        for route in ("stock",) if spec == "horovod" else ("stock", "direct"):
+            weights, median = train(spec, route, device, options.width)
+            named = spec if spec == "horovod" else f"{spec}, {route} route"
+            milliseconds[named] = 1000 * median
+            first = hvd.broadcast(weights, root_rank=0, name=f"first.{named}")
+            same = hvd.allreduce(torch.tensor([float(torch.equal(weights, first))]), name=f"same.{named}", op=hvd.Sum)
+            checks[f"{named}: the ranks' weights are equal"] = bool(same == hvd.size())
+            if spec != SPECS[-1]:
+                checks[f"{named}: weights equal stock Horovod's"] = torch.equal(weights, stock)
+    if hvd.rank() == 0:
+        print(
+            "@result " + json.dumps({"width": options.width, "steps": STEPS, "ms": milliseconds, "checks": checks}), flush=True
+        )
+    hvd.barrier()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

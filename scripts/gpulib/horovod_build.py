@@ -1,0 +1,60 @@
+"""Builds Horovod offline from its sdist for one GPU, without NCCL: CUDA tensors are then staged through gloo."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+from gpulib.gpu import Gpu
+from gpulib.place import BUILD, HOROVOD, PREPARED
+from gpulib.stages import Clock, Impossible
+
+VERSION = "0.28.1"
+
+# Current torch needs a newer C++; nothing that is installed as Python is touched. (scripts/setup does the same.)
+PATCHES = [
+    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
+    ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
+    ("setup.py", "make_args.append('VERBOSE=1')", "pass"),
+]
+
+
+def unpack(prepared: Path, folder: Path) -> Path:
+    """The patched sources."""
+    sdists = sorted(prepared.glob(f"horovod-{VERSION}*.tar.gz"))
+    if not sdists:
+        raise Impossible("Horovod is not installed here; run `scripts/gpu_check --prepare` where there is a package registry")
+    with tarfile.open(sdists[0]) as archive:
+        archive.extractall(folder, filter="data")
+    tree = folder / f"horovod-{VERSION}"
+    for name, old, new in PATCHES:
+        text = (tree / name).read_text()
+        if old not in text:
+            raise Impossible(f"Horovod's {name} is not as expected: {old!r} is not in it")
+        (tree / name).write_text(text.replace(old, new))
+    return tree
+
+
+def variables(gpu: Gpu | None) -> dict[str, str]:
+    wanted = {f"HOROVOD_WITHOUT_{name}": "1" for name in ("TENSORFLOW", "MXNET", "MPI")}
+    wanted |= {"HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITH_GLOO": "1", "CMAKE_POLICY_VERSION_MINIMUM": "3.5"}
+    cores = str(len(os.sched_getaffinity(0)))
+    wanted |= {"MAKEFLAGS": f"-j{cores}", "CMAKE_BUILD_PARALLEL_LEVEL": cores}
+    if gpu:
+        wanted |= {"HOROVOD_BUILD_CUDA_CC_LIST": gpu.arch, "CUDAARCHS": gpu.arch}
+    if shutil.which("ninja"):
+        wanted["CMAKE_GENERATOR"] = "Ninja"
+    return wanted
+
+
+def build(clock: Clock, gpu: Gpu | None) -> None:
+    work = BUILD / "horovod-source"
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(HOROVOD, ignore_errors=True)
+    tree = unpack(PREPARED, work)
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v", "--no-index", "--no-deps"]
+    clock.command([*install, "--no-build-isolation", "--no-cache-dir", "--target", HOROVOD, tree], cwd=None, **variables(gpu))

@@ -1,0 +1,163 @@
+"""The stages of the check. Each is a function of the clock; `device` is cuda, or cpu in a dry run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import xml.etree.ElementTree as xml
+from functools import partial
+from pathlib import Path
+
+from gpulib import horovod_build
+from gpulib.gpu import Gpu
+from gpulib.place import BUILD, PACKAGE, PREPARED, ROOT, SITE
+from gpulib.prepare import unpack_missing
+from gpulib.stages import Clock, Failed, Impossible, Record, Stage
+
+NEEDED = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
+USEFUL = ("cupy", "horovod", "cloudpickle", "psutil", "yaml", "packaging", "setuptools", "ninja")
+TESTS = ("tests/kernels", "tests/compressors", "tests/test_laws.py", "tests/test_simulate.py")
+
+ASK = """
+import importlib.util, json, torch
+from benchlib import machine
+cuda = torch.cuda.is_available()
+print("@" + json.dumps({
+    "missing": [name for name in %r if importlib.util.find_spec(name) is None],
+    "versions": {**machine.versions(("torch", "numpy", "pybind11", "pytest", "hypothesis", "horovod", "cupy-cuda13x")),
+                 "torch_cuda": torch.version.cuda},
+    "gpu": machine.describe_gpu() if cuda else None,
+}))
+"""
+
+
+def marked(text: str, mark: str = "@") -> Record:
+    """The JSON on the line that begins with the mark, wherever a launcher put it."""
+    for line in text.splitlines():
+        if f"{mark}{{" in line:
+            found: Record = json.loads(line.partition(mark)[2])
+            return found
+    raise Failed(f"no result was printed\n{text[-2000:]}")
+
+
+def tools(clock: Clock, device: str) -> Record:
+    """What is there, and what is missing; unpacks from what --prepare brought what it can."""
+    unpacked = unpack_missing(PREPARED, SITE, (*NEEDED, *USEFUL))
+    found = marked(clock.command([sys.executable, "-c", ASK % ((*NEEDED, *USEFUL),)], cwd=ROOT / "scripts"))
+    found["missing"] += [name for name in ("cmake", "nvcc") if not shutil.which(name)]
+    found["unpacked"] = unpacked
+    if shutil.which("nvcc"):
+        found["versions"]["nvcc"] = clock.command(["nvcc", "--version"]).strip().splitlines()[-1]
+    if device == "cuda" and found["gpu"] is None:
+        raise Failed(f"torch {found['versions']['torch']} sees no GPU (its CUDA: {found['versions']['torch_cuda']})")
+    return found
+
+
+def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
+    """The extension for this GPU alone, beside a copy of the package."""
+    for program in ("cmake", *(["nvcc"] if device == "cuda" else [])):
+        if not shutil.which(program):
+            raise Impossible(f"{program} is missing")
+    tree = BUILD / "cmake"
+    pybind = clock.command([sys.executable, "-c", "import pybind11; print(pybind11.get_cmake_dir())"]).strip().splitlines()[-1]
+    options = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind}"]
+    options += ["-DGRADCOMP_CUDA=ON", f"-DGRADCOMP_CUDA_ARCHS={gpu.arch}"] if gpu else ["-DGRADCOMP_CUDA=OFF"]
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    clock.command(["cmake", *generator, "-S", ROOT, "-B", tree, *options])
+    clock.command(["cmake", "--build", tree, "--parallel"])
+    (extension,) = tree.glob("_native*.so")
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    shutil.copytree(ROOT / "gradcomp", PACKAGE / "gradcomp", ignore=shutil.ignore_patterns("_native*.so", "__pycache__"))
+    shutil.copy(extension, PACKAGE / "gradcomp")
+    ask = 'import json; from gradcomp import kernels; print("@" + json.dumps({"cuda": kernels.BUILT_WITH_CUDA}))'
+    found = marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))
+    if found["cuda"] != (device == "cuda"):
+        raise Failed("the built package is not the one that is imported, or it has the wrong kernels")
+    return {"archs": gpu.arch if gpu else None, "bytes": extension.stat().st_size}
+
+
+def tests(clock: Clock, device: str) -> Record:
+    """The tests that run on a device, on this one."""
+    report = BUILD / "tests.xml"
+    report.unlink(missing_ok=True)
+    # Not `-m pytest`: that puts the checkout's own gradcomp, and its extension, first.
+    start = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-k", device, "-o", "minversion=1", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    paths = [path for path in TESTS if (ROOT / path).exists()]
+    try:
+        clock.command([sys.executable, "-c", start, *options, *paths], cwd=ROOT)
+    except Failed as error:
+        figures = count(report) if report.exists() else None
+        if not figures or not figures["failures"]:
+            raise
+        raise Failed(
+            f"{len(figures['failures'])} of {figures['tests']} tests failed: {figures['failures'][:20]}\n{error}"
+        ) from None
+    figures = count(report)
+    if figures["tests"] == figures["skipped"]:
+        raise Failed(f"no test ran on {device}")
+    return figures
+
+
+def count(report: Path) -> Record:
+    """Figures of pytest's report."""
+    cases = list(xml.parse(report).getroot().iter("testcase"))
+    bad = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return {"tests": len(cases), "skipped": sum(case.find("skipped") is not None for case in cases), "failures": bad}
+
+
+def kernels(clock: Clock, device: str, size: str) -> Record:
+    """scripts/bench.py kernels, on this device."""
+    out = BUILD / "kernels.json"
+    out.unlink(missing_ok=True)
+    rounds = "30" if device == "cuda" else "2"
+    words: list[str | Path] = [
+        sys.executable,
+        ROOT / "scripts" / "bench.py",
+        "kernels",
+        "--device",
+        device,
+        "--size",
+        size,
+        "--rounds",
+        rounds,
+    ]
+    clock.command([*words, "--json", out], cwd=ROOT)
+    result = json.loads(out.read_text())
+    return {key: result[key] for key in ("command", "settings", "lines")}
+
+
+def horovod(clock: Clock, gpu: Gpu | None) -> Record:
+    """Horovod as it is published: the one that is there, else built from what --prepare brought."""
+    ask = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
+    try:
+        return {"built_here": False, **marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))}
+    except Failed:
+        horovod_build.build(clock, gpu)
+        return {"built_here": True, **marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))}
+
+
+def ranks(clock: Clock, device: str, width: str) -> Record:
+    """Two ranks of stock Horovod with their tensors on this device."""
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
+    job: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_ranks.py", "--device", device, "--width", width]
+    said = clock.command([*launcher, *job], cwd=BUILD, CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1")
+    found = marked(said, "@result ")
+    wrong = [name for name, holds in found["checks"].items() if not holds]
+    if wrong:
+        raise Failed(f"it does not hold that: {'; '.join(wrong)}; {json.dumps(found)}")
+    return found
+
+
+def stages(gpu: Gpu | None) -> list[Stage]:
+    """The whole check for this GPU; without one a dry run, which does the same on the CPU, smaller."""
+    device, size, width = ("cuda", "16.8M", "2048") if gpu else ("cpu", "100k", "64")
+    return [
+        Stage("tools", partial(tools, device=device), 60),
+        Stage("build", partial(build, device=device, gpu=gpu), 180, ("tools",)),
+        Stage("tests", partial(tests, device=device), 180, ("build",)),
+        Stage("kernels", partial(kernels, device=device, size=size), 90, ("build",)),
+        Stage("horovod", partial(horovod, gpu=gpu), 240, ("tools",)),
+        Stage("ranks", partial(ranks, device=device, width=width), 90, ("build", "horovod")),
+    ]

@@ -1,0 +1,202 @@
+"""The GPU check where there is no GPU: its stages' ends, its result file, its offline sources, and a dry run of one stage."""
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from gpulib import gpu, horovod_build, place, prepare, stages, work  # noqa: E402
+from gpulib.stages import Clock, Failed, Impossible, Record, Stage, TimedOut  # noqa: E402
+
+PYTHON = sys.executable
+
+
+def script() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("gpu_check_script", str(ROOT / "scripts" / "gpu_check"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def run_all(tmp_path: Path, *chosen: Stage, total: float = 30) -> list[Record]:
+    return stages.run(chosen, total, tmp_path, {})
+
+
+def test_every_stage_has_its_turn_and_its_reason(tmp_path: Path) -> None:
+    def raises(error: Exception) -> Stage:
+        def run(clock: Clock) -> Record:
+            raise error
+
+        return Stage(type(error).__name__, run, 5)
+
+    fine = Stage("fine", lambda clock: {"figure": 1}, 5)
+    records = run_all(tmp_path, *map(raises, (Failed("bad"), Impossible("no nvcc"), TimedOut("slow"), KeyError("odd"))), fine)
+    assert [record["status"] for record in records] == ["failed", "impossible", "timed out", "failed", "ok"]
+    assert [record.get("reason") for record in records[:4]] == ["bad", "no nvcc", "slow", "KeyError: 'odd'"]
+    assert records[4]["figures"] == {"figure": 1}
+
+
+def test_what_a_stage_needs_must_have_gone_well(tmp_path: Path) -> None:
+    def broken(clock: Clock) -> Record:
+        raise Failed("it broke")
+
+    second = Stage("tests", lambda clock: {}, 5, ("build",))
+    assert run_all(tmp_path, Stage("build", broken, 5), second)[1]["reason"].startswith("it needs the stage build")
+    assert run_all(tmp_path, second.among(["tests"]))[0]["status"] == "ok"
+
+
+def ended(stat: Path) -> bool:
+    """Whether a process is gone, or waits for nothing but to be taken note of."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_command_is_ended_at_its_limit_with_all_it_started(tmp_path: Path) -> None:
+    marker = tmp_path / "child"
+    program = f"""
+import pathlib, subprocess, time
+print("begun", flush=True)
+pathlib.Path({str(marker)!r}).write_text(str(subprocess.Popen(["sleep", "60"]).pid))
+time.sleep(60)
+"""
+    began = time.monotonic()
+    (record,) = run_all(tmp_path, Stage("slow", lambda clock: {"said": clock.command([PYTHON, "-c", program])}, 5))
+    assert record["status"] == "timed out"
+    assert "begun" in record["reason"]
+    assert time.monotonic() - began < 40
+    child = Path("/proc") / marker.read_text() / "stat"
+    end = time.monotonic() + 10
+    while not ended(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert ended(child)
+
+
+def test_a_failed_command_shows_its_end_and_the_log_keeps_the_rest(tmp_path: Path) -> None:
+    program = "for i in range(50): print('line', i)\nraise SystemExit(3)"
+    (record,) = run_all(tmp_path, Stage("bad one", lambda clock: {"said": clock.command([PYTHON, "-c", program])}, 30))
+    assert "ended with 3" in record["reason"]
+    assert "line 49" in record["reason"]
+    assert "line 10\n" not in record["reason"]
+    assert "line 10\n" in (tmp_path / "bad-one.log").read_text()
+
+
+def test_the_whole_check_has_a_limit_too(tmp_path: Path) -> None:
+    def slow(clock: Clock) -> Record:
+        time.sleep(0.2)
+        return {"left": clock.left()}
+
+    first, second = run_all(tmp_path, Stage("first", slow, 50), Stage("second", slow, 50), total=0.1)
+    assert first["figures"]["left"] < 0
+    assert second["status"] == "timed out"
+
+
+def test_a_gpu_is_read_from_nvidia_smi(tmp_path: Path) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 9.0, 143771 MiB'\n")
+    fake.chmod(0o755)
+    found = gpu.find(str(fake))
+    assert found == gpu.Gpu("NVIDIA H200", "580.1", "9.0", "143771 MiB")
+    assert found.arch == "90"
+    assert gpu.find(str(tmp_path / "absent")) is None
+    assert gpu.parse("No devices were found") is None
+
+
+def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+    nowhere = {**os.environ, "PATH": str(tmp_path)}  # no nvidia-smi there, whatever this machine has
+    done = subprocess.run([PYTHON, "scripts/gpu_check"], cwd=ROOT, capture_output=True, text=True, timeout=60, env=nowhere)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "no GPU" in done.stderr
+
+
+def test_unknown_stages_are_refused() -> None:
+    done = subprocess.run([PYTHON, "scripts/gpu_check", "--only", "tset"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "tests" in done.stderr
+
+
+def test_a_dry_run_writes_a_result_that_claims_no_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    command = [PYTHON, "scripts/gpu_check", "--dry-run", "--only", "tools", "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["device"].startswith("none")
+    assert [record["name"] for record in result["stages"]] == ["tools"]
+    assert result["versions"]["torch"]
+    assert {"date", "commit", "machine", "command"} <= result.keys()
+
+
+def test_a_result_names_no_paths() -> None:
+    record = {"name": "build", "status": "failed", "reason": f"cc: {place.ROOT}/csrc/ops.h: no"}
+    found = script().result([record], gpu.Gpu("X", "1", "9.0", "1 MiB"))
+    assert found["stages"][0]["reason"] == "cc: ./csrc/ops.h: no"
+    assert found["device"]["name"] == "X"
+
+
+def test_results_are_found_wherever_a_launcher_puts_them() -> None:
+    assert work.marked('noise\n[1,0]<stdout>:@result {"a": 1}\n', "@result ") == {"a": 1}
+    with pytest.raises(Failed, match="no result"):
+        work.marked("noise")
+
+
+def test_figures_of_the_tests_are_counted(tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase>'
+        '<testcase name="c"><skipped/></testcase><testcase name="d"><error/></testcase></testsuite></testsuites>'
+    )
+    assert work.count(report) == {"tests": 4, "skipped": 1, "failures": ["b", "d"]}
+
+
+def sdist(folder: Path, standard: str) -> None:
+    """Something like Horovod's sdist."""
+    source = folder / f"horovod-{horovod_build.VERSION}"
+    for name, old, _ in horovod_build.PATCHES:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(f"# begin\n{old if 'STANDARD 14' not in old else f'set(CMAKE_CXX_STANDARD {standard})'}\n")
+    with tarfile.open(folder / f"{source.name}.tar.gz", "w:gz") as archive:
+        archive.add(source, source.name)
+
+
+def test_horovod_is_patched_or_refused(tmp_path: Path) -> None:
+    with pytest.raises(Impossible, match="--prepare"):
+        horovod_build.unpack(tmp_path, tmp_path / "out")
+    sdist(tmp_path, "14")
+    tree = horovod_build.unpack(tmp_path, tmp_path / "out")
+    assert "set(CMAKE_CXX_STANDARD 20)" in (tree / "horovod/torch/CMakeLists.txt").read_text()
+    sdist(tmp_path, "17")
+    with pytest.raises(Impossible, match="not as expected"):
+        horovod_build.unpack(tmp_path, tmp_path / "other")
+
+
+def test_horovod_is_built_for_that_gpu_alone() -> None:
+    assert horovod_build.variables(gpu.Gpu("X", "1", "9.0", "1 MiB"))["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
+    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in horovod_build.variables(None)
+
+
+def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:
+    for name in ("pytest", "surely_not_there"):
+        (tmp_path / name).mkdir()
+        with zipfile.ZipFile(tmp_path / name / f"{name}-1-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+    site = tmp_path / "site"
+    assert prepare.unpack_missing(tmp_path, site, ["pytest", "surely_not_there"]) == ["surely_not_there-1-py3-none-any.whl"]
+    assert [path.name for path in site.iterdir()] == ["surely_not_there"]
+    assert prepare.unpack_missing(tmp_path, site, ["surely_not_there"]) == []
