@@ -63,7 +63,8 @@ class Network:
         def answer() -> Reply:
             incoming, counts = _try(hvd.synchronize, handle)
             senders = [rank for rank, count in enumerate(counts.tolist()) if count > 0]
-            return {rank: wire.read(form, part) for rank, part in zip(senders, incoming.split(size), strict=True)}
+            came = incoming.split(size) if senders else ()  # split() makes one empty part of nothing
+            return {rank: wire.read(form, part) for rank, part in zip(senders, came, strict=True)}
 
         return answer
 
@@ -75,10 +76,14 @@ def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return operation(*args, **options)
     except (HorovodInternalError, ValueError) as error:
-        raise HorovodInternalError(
-            f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), in which gathers cannot take part "
-            "(give every rank the same number of steps instead); a rank ended or raised, see its output; the network broke."
-        ) from error
+        raise _broken(error) from error
+
+
+def _broken(error: Exception) -> HorovodInternalError:
+    return HorovodInternalError(
+        f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), in which gathers cannot take part "
+        "(give every rank the same number of steps instead); a rank ended or raised, see its output; the network broke."
+    )
 
 
 class Compression:
@@ -120,6 +125,7 @@ class Compression:
         self._session: object = None
         self._numbered: object = None
         self._next = 0
+        self._held: dict[str, Slot] = {}
         self._scale: float | None = None
 
     # The stock route. Horovod calls compress() in backward, and in step() decompress(), after the last gradient's compress().
@@ -133,7 +139,13 @@ class Compression:
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """The gradient with the update in it; what became of the carrier tells how Horovod reduces."""
         if ctx is not None:
-            self.finish(carrier.scale(tensor.item(), self._network.world.size))
+            try:
+                scale = carrier.scale(tensor.item(), self._network.world.size)
+            except ValueError as error:
+                if self._reducer.steps_done == 0:
+                    raise
+                raise _broken(error) from error  # it was right before: a rank that called hvd.join() adds a carrier of 0
+            self.finish(scale)
             assert ctx.parameter.grad is not None
             return ctx.parameter.grad
         if tensor.is_sparse:
@@ -142,19 +154,27 @@ class Compression:
 
     # Both routes.
 
-    def put(self, slot: Slot) -> None:
-        """Notes that this parameter's gradient is complete; the last one of a bucket sets the bucket's exchange going."""
+    def put(self, slot: Slot, hold: bool = False) -> None:
+        """Notes that this parameter's gradient is complete; the last one of a bucket sets the bucket's exchange going.
+
+        hold: not before the ranks have met; until then gradients are held back, and finish() makes up for it.
+        """
         with self._guarded():
-            self._meet()
             self._scale = None
+            if hold and _session() is not self._session:
+                self._held[slot.name] = slot
+                return
+            self._meet()
             self._reducer.put(slot.name, slot.open())
 
     def finish(self, scale: float) -> None:
         """The first call of a step brings it to its end: all gradients are then scale times the mean update."""
         if self._scale is not None:
             return
-        self._scale = scale
         with self._guarded():
+            for name in list(self._held):
+                self.put(self._held.pop(name))
+            self._scale = scale
             self._reducer.finish()
 
     def slot(self, parameter: Tensor) -> Slot:
@@ -179,10 +199,11 @@ class Compression:
     def _meet(self) -> None:
         """Before the first exchange, and again after Horovod was initialised anew (an elastic reset): do all ranks agree?
 
-        This waits for the other ranks inside a backward hook. It may: each of them comes here first in its own step, whichever
-        parameter it begins with. hvd.init() makes a new map of handles, which is how a new start is recognised.
+        This waits for the other ranks. DistributedOptimizer comes here in step(), the order of which is the same on all ranks.
+        The stock route must come before its first carrier, inside a backward hook: two optimizers in one backward then have to
+        reach their first gradients in the same order on all ranks, in the first step.
         """
-        session = getattr(mpi_ops, "_handle_map", mpi_ops)
+        session = _session()
         if session is self._session:
             return
         self._reducer.abort()
@@ -201,6 +222,7 @@ class Compression:
             yield
         except BaseException:
             self._session = None
+            self._held.clear()
             raise
 
     def _deliver(self, bucket: Bucket, update: Tensor) -> None:
@@ -225,6 +247,11 @@ class Compression:
         if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self._slots):
             raise ValueError(SPARSE)
         raise ValueError(_UNKNOWN)
+
+
+def _session() -> object:
+    """What is another one after every hvd.init(), which makes a new map of handles."""
+    return getattr(mpi_ops, "_handle_map", mpi_ops)
 
 
 _numbers: tuple[object, dict[int, int]] = (None, {})
@@ -292,7 +319,7 @@ def _handing_over(
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             raise ValueError(SPARSE)
-        own.put(own.slot(p))
+        own.put(own.slot(p), hold=True)
 
         def result() -> Tensor:
             own.finish(1.0 if op == hvd.Average else float(process_set.size()))

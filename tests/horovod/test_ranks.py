@@ -1,0 +1,59 @@
+"""The launcher itself: nothing that goes wrong on a rank may pass, last, or stay behind."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+import ranks
+
+
+def sleepers() -> list[str]:
+    """Processes that a hanging rank started."""
+    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if line.strip() == "sleep 61.5"]
+
+
+def test_reports_come_in_rank_order() -> None:
+    assert ranks.launch("ranks_trouble", 3, ["end well"] * 3) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def test_a_rank_that_hangs_fails_the_test_and_shows_where_every_rank_stood() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as failure:
+        ranks.launch("ranks_trouble", 2, ["end well", "hang"], seconds=3)
+    text = str(failure.value)
+    assert "[1] hang" in text
+    assert "rank 0 is to end well" in text
+    assert "rank 1 is to hang" in text
+    assert "ranks_trouble.py" in text  # the line at which it stood
+    assert time.monotonic() - start < 30
+    assert sleepers() == []
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    with pytest.raises(AssertionError) as failure:
+        ranks.launch("ranks_trouble", 2, ["hang", "fail"], seconds=50)
+    assert "[1] failed" in str(failure.value)
+    assert "RuntimeError: on purpose" in str(failure.value)
+    assert sleepers() == []
+
+
+def test_a_rank_that_reports_nothing_fails_the_test() -> None:
+    with pytest.raises(AssertionError, match=r"ranks \[1\] reported nothing"):
+        ranks.launch("ranks_trouble", 2, ["end well", "leave"])
+
+
+def test_a_failure_is_kept_for_all_tests_that_share_a_launch() -> None:
+    calls = []
+
+    @ranks.once
+    def launching(count: int) -> list:
+        calls.append(count)
+        raise AssertionError("it failed")
+
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="it failed"):
+            launching(2)
+    assert calls == [2]
