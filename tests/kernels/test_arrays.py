@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -88,3 +90,35 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         kernels._native.take_topk(value, velocity, flag, k, *payload, scratch, threads=count)
         results.append((value, velocity, *payload))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class OnGpu:
+    """An array that says it lies on a GPU, as far as a machine without one can have it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0)
+
+    def __dlpack__(self, stream: int) -> object:
+        assert stream == -1, "the producer is asked not to make any stream wait"
+        capsule = torch.utils.dlpack.to_dlpack(self.tensor)
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # behind the data pointer: the device's type
+        return capsule
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU can an array on one be made up")
+def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
+    value, taken = OnGpu(torch.zeros(4)), OnGpu(torch.zeros(4))
+    sentence = (
+        "CUDA: "
+        if kernels.BUILT_WITH_CUDA
+        else "take_all: this gradcomp was built without CUDA; rebuild it where nvcc is found"
+    )
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        kernels._native.take_all(value, None, taken)
+    with pytest.raises(ValueError, match="take_all: its arrays lie on different devices"):
+        kernels._native.take_all(value, None, torch.zeros(4))
