@@ -180,7 +180,8 @@ def test_output_of_rank_0_alone_is_passed_on_as_it_is() -> None:
 def test_a_signal_leaves_nothing(number: signal.Signals, running: Callable[..., Running]) -> None:
     before = traces()
     it = running()
-    assert it.ready == ["[0] ready\n", "[1] ready\n"] and len(processes_with(it.marker)) == 6  # two of the script, two a rank
+    assert it.ready == ["[0] ready\n", "[1] ready\n"]
+    assert until(lambda: len(processes_with(it.marker)) == 6)  # two of the script, two a rank
     status, said = it.end(number)
     assert status == 128 + number and f"ended by {number.name}" in said
     assert processes_with(it.marker) == []
@@ -228,7 +229,7 @@ def test_two_clusters_at_once(running: Callable[..., Running]) -> None:
     assert first.end(signal.SIGKILL)[0] == -signal.SIGKILL
     assert until(lambda: not processes_with(first.marker))
     assert lines(cluster("--hosts 2 --launcher torch", program("transfer", "1000000")), 2)  # a third, meanwhile
-    assert second.process.poll() is None and len(processes_with(second.marker)) == 6
+    assert second.process.poll() is None and until(lambda: len(processes_with(second.marker)) == 6)
     assert second.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
 
 
