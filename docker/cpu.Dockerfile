@@ -3,6 +3,10 @@
 #   docker build -f docker/cpu.Dockerfile -t gradcomp-cpu .
 #   docker run gradcomp-cpu
 #
+# Where there is no Docker engine, as root: buildah --isolation chroot bud -f docker/cpu.Dockerfile -t gradcomp-cpu . ; then
+# c=$(buildah from gradcomp-cpu) and buildah run --isolation chroot --hostname localhost "$c" -- scripts/demo (the container's host
+# name must resolve: Horovod crashes where it does not, and outside Docker nothing sees to it). A base made by debootstrap will do.
+#
 # BASE is any Debian or Ubuntu with Python 3.10 or newer. TORCH is what pip is given; the CPU build is a fifth of the default's size
 # (TORCH="torch==2.13.0 --index-url <an index of CPU builds>"). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are taken as
 # build arguments; none of them stays in the image's environment. One that is secret is better mounted as /etc/pip.conf.
@@ -25,7 +29,7 @@ WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
 RUN scripts/setup --horovod && rm -rf build
 COPY . .
-RUN GRADCOMP_CUDA=OFF scripts/setup --install && rm -rf build ./*.egg-info /root/.cache
+RUN GRADCOMP_CUDA=OFF scripts/setup --install && rm -rf build ./*.egg-info ~/.cache
 
 FROM ${BASE} AS run
 # GRADCOMP_PYTHON tells the scripts that this environment is complete: they build nothing.

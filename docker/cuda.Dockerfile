@@ -28,7 +28,7 @@ COPY scripts/lib.sh scripts/setup scripts/
 RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda scripts/setup --horovod && rm -rf build
 COPY . .
 RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda GRADCOMP_CUDA=ON GRADCOMP_CUDA_ARCHS="${GRADCOMP_CUDA_ARCHS}" \
-      scripts/setup --install && rm -rf build ./*.egg-info /root/.cache
+      scripts/setup --install && rm -rf build ./*.egg-info ~/.cache
 
 FROM ${RUN_BASE} AS run
 # GRADCOMP_PYTHON tells the scripts that this environment is complete: they build nothing.
