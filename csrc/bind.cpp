@@ -9,6 +9,7 @@
 
 #include "array.h"
 #include "check_ops.h"
+#include "math.h"
 #include "ops.h"
 #ifdef GRADCOMP_CUDA
 #include <cuda_runtime.h>
@@ -149,18 +150,32 @@ Scratch pick(Scratch cpu, Scratch cuda, bool on_cuda) { return cpu == nullptr ||
 #define WITH_CUDA false
 #endif
 #define DEFINE(op, ...) define(m, #op, check::op, TWINS(op), {__VA_ARGS__})
+#define DEFINE_SCRATCH(op) \
+  m.def(#op "_scratch", [](bool on_cuda, int64_t n, int64_t most) { return pick(TWINS(op##_scratch), on_cuda)(n, most); })
 
 PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   using namespace gradcomp;
   m.doc() = "Kernels of gradcomp; called through gradcomp.kernels only.";
   m.attr("most_pieces") = Pieces::kMost;
+  m.attr("moments") = kMoments;
   m.attr("built_with_cuda") = WITH_CUDA;
   DEFINE(flatten, "grads", "flat");
-  DEFINE(accumulate, "grads", "value", "velocity", "flag", "momentum", "nesterov");
+  DEFINE(sum_squares, "grads", "squares", "scratch");
+  DEFINE(accumulate, "grads", "scales", "value", "velocity", "flag", "moments", "scratch", "momentum", "nesterov", "raw");
   DEFINE(spread, "flat", "grads", "scale");
-  DEFINE(take_all, "value", "flag", "taken");
+  DEFINE(offer_all, "value", "flag", "taken");
+  DEFINE(settle_all, "value", "update", "keep");
   DEFINE(take_topk, "value", "velocity", "flag", "k", "values", "indices", "header", "scratch");
   DEFINE(add_sparse, "target", "values", "indices", "header", "scale");
-  DEFINE(restore_sparse, "value", "values", "indices", "header", "update");
-  m.def("take_topk_scratch", [](bool on_cuda, int64_t n, int64_t k) { return pick(TWINS(take_topk_scratch), on_cuda)(n, k); });
+  DEFINE(settle_sparse, "value", "values", "indices", "header", "update", "keep");
+  DEFINE(set_thresholds, "moments", "ends", "lam", "from_zero", "about_mean", "skip_zeros", "live", "pooled", "centers",
+         "thresholds");
+  DEFINE(steer, "lam", "header", "target");
+  DEFINE(take_above, "value", "velocity", "flag", "ends", "centers", "thresholds", "values", "indices", "header", "scratch");
+  DEFINE(pack_sparse, "values", "indices", "header", "value", "blocks", "entries");
+  DEFINE(add_packed, "target", "blocks", "entries", "header", "scale");
+  DEFINE(settle_packed, "value", "blocks", "entries", "header", "update", "keep");
+  DEFINE_SCRATCH(take_topk);
+  DEFINE_SCRATCH(take_above);
+  DEFINE_SCRATCH(accumulate);
 }

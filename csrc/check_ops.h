@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "check.h"
+#include "math.h"
 #include "span.h"
 
 namespace gradcomp::check {
@@ -32,20 +33,30 @@ void indexable(const char* op, Span<A> span, const char* name) {
 
 inline void flatten(const Pieces& grads, Span<float> flat, Queue) { covers("flatten", grads, flat, "flat"); }
 
-inline void accumulate(const Pieces& grads, Span<float> value, Span<float> velocity, Span<int32_t> flag, float momentum, bool,
-                       Queue) {
+inline void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t>, Queue) {
+  holds("sum_squares", squares, "squares", grads.count);
+}
+
+inline void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity,
+                       Span<int32_t> flag, Span<double> moments, Span<uint32_t>, float momentum, bool, bool, Queue) {
   covers("accumulate", grads, value, "value");
+  if (scales.given()) holds("accumulate", scales, "scales", grads.count);
   if (velocity.given()) same_size("accumulate", velocity, "velocity", value, "value");
   holds("accumulate", flag, "flag", 1);
+  if (moments.given()) holds("accumulate", moments, "moments", kMoments * grads.count);
   EXPECTS(momentum >= 0 && momentum < 1, "accumulate: momentum = ", momentum, " is outside [0, 1)");
   EXPECTS(momentum == 0 || velocity.given(), "accumulate: momentum = ", momentum, " needs a velocity");
 }
 
 inline void spread(Span<const float> flat, const Pieces& grads, float, Queue) { covers("spread", grads, flat, "flat"); }
 
-inline void take_all(Span<float> value, Span<const int32_t> flag, Span<float> taken, Queue) {
-  same_size("take_all", taken, "taken", value, "value");
-  if (flag.given()) holds("take_all", flag, "flag", 1);
+inline void offer_all(Span<const float> value, Span<const int32_t> flag, Span<float> taken, Queue) {
+  same_size("offer_all", taken, "taken", value, "value");
+  if (flag.given()) holds("offer_all", flag, "flag", 1);
+}
+
+inline void settle_all(Span<float> value, Span<const float> update, float, Queue) {
+  same_size("settle_all", update, "update", value, "value");
 }
 
 inline void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, int64_t k, Span<float> values,
@@ -67,12 +78,71 @@ inline void add_sparse(Span<float> target, Span<const float> values, Span<const 
   holds("add_sparse", header, "header", 2);
 }
 
-inline void restore_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
-                           Span<const float> update, Queue) {
-  same_size("restore_sparse", values, "values", indices, "indices");
-  same_size("restore_sparse", update, "update", value, "value");
-  holds("restore_sparse", value, "value", 1);
-  holds("restore_sparse", header, "header", 2);
+inline void settle_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
+                          Span<const float> update, float, Queue) {
+  same_size("settle_sparse", values, "values", indices, "indices");
+  same_size("settle_sparse", update, "update", value, "value");
+  holds("settle_sparse", value, "value", 1);
+  holds("settle_sparse", header, "header", 2);
+}
+
+inline void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool, bool, bool, bool,
+                           bool, Span<float> centers, Span<float> thresholds, Queue) {
+  holds("set_thresholds", moments, "moments", kMoments * ends.size);
+  holds("set_thresholds", lam, "lam", 1);
+  same_size("set_thresholds", centers, "centers", ends, "ends");
+  same_size("set_thresholds", thresholds, "thresholds", ends, "ends");
+}
+
+inline void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Queue) {
+  holds("steer", lam, "lam", 1);
+  holds("steer", header, "header", 2);
+  EXPECTS(target >= 1, "steer: target = ", target, " must be at least 1");
+}
+
+inline void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const int32_t> ends,
+                       Span<const float> centers, Span<const float> thresholds, Span<float> values, Span<int32_t> indices,
+                       Span<int32_t> header, Span<uint32_t>, Queue) {
+  indexable("take_above", value, "value");
+  holds("take_above", value, "value", 1);
+  if (velocity.given()) same_size("take_above", velocity, "velocity", value, "value");
+  if (flag.given()) holds("take_above", flag, "flag", 1);
+  holds("take_above", ends, "ends", 1);
+  same_size("take_above", centers, "centers", ends, "ends");
+  same_size("take_above", thresholds, "thresholds", ends, "ends");
+  holds("take_above", values, "values", 1);
+  same_size("take_above", values, "values", indices, "indices");
+  holds("take_above", header, "header", 2);
+}
+
+template <class A>
+void blocks_of(const char* op, Span<const uint32_t> blocks, Span<A> flat, const char* name) {
+  indexable(op, flat, name);
+  holds(op, flat, name, 1);
+  const int64_t needed = (flat.size + kBlockEntries - 1) / kBlockEntries;
+  EXPECTS(blocks.size == needed, op, ": blocks has ", blocks.size, " entries; ", flat.size, " entries of ", name, " lie in ",
+          needed);
+}
+
+inline void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header, Span<float> value,
+                        Span<uint32_t> blocks, Span<uint32_t> entries, Queue) {
+  blocks_of("pack_sparse", {blocks.data, blocks.size}, value, "value");
+  same_size("pack_sparse", values, "values", indices, "indices");
+  same_size("pack_sparse", values, "values", entries, "entries");
+  holds("pack_sparse", header, "header", 2);
+}
+
+inline void add_packed(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t>, Span<const int32_t> header, float,
+                       Queue) {
+  blocks_of("add_packed", blocks, target, "target");
+  holds("add_packed", header, "header", 2);
+}
+
+inline void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t>, Span<const int32_t> header,
+                          Span<const float> update, float, Queue) {
+  blocks_of("settle_packed", blocks, value, "value");
+  same_size("settle_packed", update, "update", value, "value");
+  holds("settle_packed", header, "header", 2);
 }
 
 }  // namespace gradcomp::check

@@ -1,6 +1,7 @@
 // The arithmetic both twins share, so that a result cannot depend on the device: number formats, comparison order, hash.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -62,6 +63,117 @@ SHARED_MATH uint16_t float_to_f16(float x) {
   half = b >= 0x477ff000u ? 0x7c00u : half;
   half = b > 0x7f800000u ? 0x7e00u : half;
   return static_cast<uint16_t>(sign | half);
+}
+
+// 2^exponent for -126 <= exponent <= 127.
+SHARED_MATH float power_of_two(int exponent) { return float_of(static_cast<uint32_t>(exponent + 127) << 23); }
+
+// The exponent of a finite magnitude's largest bit, not below that of the smallest normal number.
+SHARED_MATH int exponent_of(uint32_t magnitude) {
+  const int exponent = static_cast<int>(magnitude >> 23) - 127;
+  return exponent < -126 ? -126 : exponent;
+}
+
+// An entry on the wire: the upper half is a value over a power of two, the lower one its place among 2^16.
+constexpr int kBlockBits = 16;
+constexpr uint32_t kBlockEntries = 1u << kBlockBits;
+// A block's largest value becomes a half in [2^14, 2^15): rounded up it is still finite.
+constexpr int kHalfExponent = 14;
+constexpr uint32_t kExponents = 254;  // of normal numbers
+
+struct BlockWord {
+  uint32_t count;
+  int exponent;
+  bool sound;
+};
+
+SHARED_MATH uint32_t block_word(uint32_t count, uint32_t largest_magnitude) {
+  return count | static_cast<uint32_t>(exponent_of(largest_magnitude) + 126) << 24;
+}
+
+SHARED_MATH BlockWord read_block_word(uint32_t word) {
+  const uint32_t count = word & 0xffffffu, exponent = word >> 24;
+  return {count, static_cast<int>(exponent) - 126, count <= kBlockEntries && exponent < kExponents};
+}
+
+// Multiplied in two steps, since the power may be beyond a float; each is exact or ends in the half's own rounding.
+SHARED_MATH uint32_t pack_entry(float x, int exponent, uint32_t index) {
+  const int up = kHalfExponent - exponent, first = up / 2;
+  const uint16_t half = float_to_f16(x * power_of_two(first) * power_of_two(up - first));
+  return static_cast<uint32_t>(half) << kBlockBits | (index & (kBlockEntries - 1));
+}
+
+SHARED_MATH float entry_value(uint32_t entry, int exponent) {
+  const int down = exponent - kHalfExponent, first = down / 2;
+  return f16_to_float(static_cast<uint16_t>(entry >> kBlockBits)) * power_of_two(first) * power_of_two(down - first);
+}
+
+// The statistics of some entries, and those of two lots together (Chan, Golub and LeVeque): sound wherever the mean lies.
+constexpr int kMoments = 5;  // as they lie in memory, for a known count
+
+template <class T>
+struct Moments {
+  T count, mean, squares, low, high, nonzero;
+};
+
+template <class T>
+SHARED_MATH Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
+  if (b.count == 0) return a;
+  if (a.count == 0) return b;
+  const T count = a.count + b.count, apart = b.mean - a.mean, share = b.count / count;
+  return {count,
+          a.mean + apart * share,
+          a.squares + b.squares + apart * apart * a.count * share,
+          a.low < b.low ? a.low : b.low,
+          a.high > b.high ? a.high : b.high,
+          a.nonzero + b.nonzero};
+}
+
+template <class T>
+SHARED_MATH Moments<double> load_moments(const T* five, double count) {
+  return {count, five[0], five[1], five[2], five[3], five[4]};
+}
+
+template <class T>
+SHARED_MATH void store_moments(const Moments<T>& moments, T* five) {
+  five[0] = moments.mean;
+  five[1] = moments.squares;
+  five[2] = moments.low;
+  five[3] = moments.high;
+  five[4] = moments.nonzero;
+}
+
+struct Threshold {
+  float center, threshold;
+};
+
+// What ops.inc says of set_thresholds, for one layer.
+SHARED_MATH Threshold threshold_of(const Moments<double>& all, float lam, bool from_zero, bool about_mean, bool skip_zeros,
+                                   bool live) {
+  double count = all.count, mean = all.mean, squares = all.squares;
+  if (skip_zeros && all.nonzero > 0 && all.nonzero < count) {
+    // Each of the zeros is the mean away from it; the others have a mean of their own.
+    const double zeros = count - all.nonzero;
+    squares -= mean * mean * count * zeros / all.nonzero;
+    mean *= count / all.nonzero;
+    count = all.nonzero;
+  }
+  if (from_zero) squares += mean * mean * count;
+  const double sigma = count > 0 && squares > 0 ? sqrt(squares / count) : 0.0;
+  const float center = about_mean ? static_cast<float>(mean) : 0.0f;
+  float threshold = static_cast<float>(lam * sigma);
+  const float below = center - static_cast<float>(all.low), above = static_cast<float>(all.high) - center;
+  const float largest = below > above ? below : above;
+  if (live && largest > 0 && !(threshold < largest)) threshold = float_of(bits_of(largest) - 1);
+  return {center, threshold};
+}
+
+// What ops.inc says of steer.
+SHARED_MATH float steered(float lam, double count, double target) {
+  const double least = target / 2, most = 2 * target;
+  const double seen = count < least ? least : count > most ? most : count;
+  const double next = seen >= target ? lam * (1 + 0.1 * (seen / target - 1)) : lam / (1 + 0.1 * (target / seen - 1));
+  return static_cast<float>(next < 0.5 ? 0.5 : next > 16 ? 16 : next);
 }
 
 // A good 32-bit mixer (multiply and xor-shift; the constants are those of the "lowbias32" family found by exhaustive search).

@@ -8,34 +8,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core import Compressor
 from gradcomp.reducer import Bucket, Reducer
-from gradcomp.wrap import Feedback
+from gradcomp.wrap import ByLayer, Feedback
 
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
     """A copy of what has not been sent yet, flat, for every layer; zeros where there is no error feedback."""
     kept = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
-    if isinstance(reducer.source, Feedback):
-        kept |= _by_layer(reducer, "value")
-    return kept
+    return kept | _by_layer(reducer, "value")
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
     """Everything the next step depends on, in copies."""
-    feedback = isinstance(reducer.source, Feedback)
     return {
         "steps": reducer.steps_done,
-        "residual": _by_layer(reducer, "value") if feedback else {},
-        "velocity": _by_layer(reducer, "velocity") if feedback else {},
+        "residual": _by_layer(reducer, "value"),
+        "velocity": _by_layer(reducer, "velocity"),
+        "buckets": [
+            {"layers": bucket.layout.names, "steps": bucket.memory.steps, "own": _inner(bucket).save(bucket.memory.inner)}
+            for bucket in _with_feedback(reducer)
+        ],
     }
 
 
 def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
-    """Puts back what save() gave, for the same layers and the same spec."""
-    if isinstance(reducer.source, Feedback):
-        _restore(reducer, "value", state["residual"])
-        _restore(reducer, "velocity", state["velocity"])
+    """Puts back what save() gave, for the same layers and the same spec.
+
+    Residuals and velocities go to their layers however the buckets are cut; what a compressor keeps for a bucket as a whole
+    (sdagc: room and steered lam) comes back where the cut is the same, and is found anew where it is not.
+    """
+    _restore(reducer, "value", state["residual"])
+    _restore(reducer, "velocity", state["velocity"])
     reducer.steps_done = state["steps"]
+    saved = {tuple(own["layers"]): own for own in state["buckets"]}
+    for bucket in _with_feedback(reducer):
+        bucket.memory.steps = reducer.steps_done
+        if own := saved.get(bucket.layout.names):
+            bucket.memory.steps = own["steps"]
+            _inner(bucket).load(bucket.memory.inner, own["own"])
+
+
+def carrying(compressor: Compressor, old: Reducer) -> Compressor:
+    """The compressor to change to: with error feedback, if there is a residual to be carried over."""
+    if not _with_feedback(old) or isinstance(compressor, Feedback):
+        return compressor
+    if isinstance(compressor, ByLayer):
+        rules = tuple((pattern, carrying(own, old)) for pattern, own in compressor.rules)
+        return ByLayer(rules, carrying(compressor.default, old))
+    return Feedback(compressor)
+
+
+def carry(old: Reducer, new: Reducer) -> None:
+    """Hands residuals, and velocities where both keep them, from one spec's reducer to another's for the same layers."""
+    for what in ("value", "velocity"):
+        kept = _by_layer(old, what)
+        for name, view in _all_views(new, what).items():
+            if name in kept:
+                view.copy_(kept[name])
+    new.steps_done = old.steps_done
 
 
 def same_spec(saved: str, present: str) -> None:
@@ -44,17 +75,30 @@ def same_spec(saved: str, present: str) -> None:
         raise ValueError(f"the state was saved with {saved!r} and cannot continue with {present!r}; use the same spec")
 
 
+def _with_feedback(reducer: Reducer) -> list[Bucket]:
+    return [bucket for bucket in reducer.buckets if isinstance(bucket.source, Feedback)]
+
+
+def _inner(bucket: Bucket) -> Compressor:
+    assert isinstance(bucket.source, Feedback)
+    return bucket.source.inner
+
+
 def _views(bucket: Bucket, what: str) -> dict[str, Tensor]:
     flat: Tensor | None = getattr(bucket.memory, what)
     return {} if flat is None else bucket.layout.views(flat)
 
 
+def _all_views(reducer: Reducer, what: str) -> dict[str, Tensor]:
+    return {name: view for bucket in _with_feedback(reducer) for name, view in _views(bucket, what).items()}
+
+
 def _by_layer(reducer: Reducer, what: str) -> dict[str, Tensor]:
-    return {name: view.clone() for bucket in reducer.buckets for name, view in _views(bucket, what).items()}
+    return {name: view.clone() for name, view in _all_views(reducer, what).items()}
 
 
 def _restore(reducer: Reducer, what: str, saved: Mapping[str, Tensor]) -> None:
-    views = {name: view for bucket in reducer.buckets for name, view in _views(bucket, what).items()}
+    views = _all_views(reducer, what)
     if views.keys() != saved.keys():
         different = ", ".join(sorted(views.keys() ^ saved.keys())[:3])
         raise ValueError(

@@ -77,6 +77,14 @@ Steps = Generator[Request, Any, Tensor]
 """An exchange under way. A yielded tensor is given away, a reply is read-only. All ranks yield the same sequence."""
 
 
+class Layer(NamedTuple):
+    """One parameter: its entries, where they are, and how many dimensions it has."""
+
+    size: int
+    device: torch.device
+    dims: int = 1
+
+
 class Layout(NamedTuple):
     """What a bucket is made of: its layers, one after the other in one flat array."""
 
@@ -99,11 +107,15 @@ class Acc(NamedTuple):
 
     velocity: the local momentum, where error feedback keeps one and it is to be masked where something is taken; else None.
     flag: int32[1], not 0 where a gradient was not finite; None where nobody looked.
+    moments: float64[layers, kernels.MOMENTS], each layer's statistics, for a compressor that needs them; else None.
+    rates: each layer's learning rate in this step; None where no optimizer is known.
     """
 
     value: Tensor
     velocity: Tensor | None = None
     flag: Tensor | None = None
+    moments: Tensor | None = None
+    rates: tuple[float, ...] | None = None
 
 
 class Compressor(ABC):
@@ -119,9 +131,44 @@ class Compressor(ABC):
         """Whether what this configured instance sends is right in the mean without error feedback."""
         return False
 
+    @property
+    def moments(self) -> str | None:
+        """Which statistics of each layer it reads: those of what has "accumulated", of the "raw" gradient, or none."""
+        return None
+
+    @property
+    def local_momentum(self) -> float:
+        """The momentum it keeps itself: the optimizer's own must then be 0."""
+        return 0.0
+
+    @property
+    def needs_rates(self) -> bool:
+        """Whether it cannot do without the optimizer's learning rates."""
+        return False
+
+    def choose(self, name: str, layer: Layer) -> Compressor:
+        """The compressor for this layer; layers whose compressors are equal share buckets."""
+        return self
+
+    def eased(self, progress: float) -> Compressor | None:
+        """A gentler self for warming up: at 0 it would send everything, at 1 it is itself. None if there is no such thing."""
+        return None
+
     def init(self, layout: Layout, seed: int) -> Any:
         """What one bucket keeps between steps."""
         return None
+
+    def revise(self, value: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
+        """Called before a gradient is added, with the rates it will be used with: may scale what is left from earlier steps."""
+        return
+
+    def save(self, state: Any) -> dict[str, Any]:
+        """What of its state a checkpoint must hold, in copies."""
+        return {}
+
+    def load(self, state: Any, saved: Mapping[str, Any]) -> None:
+        """Puts back what save() gave."""
+        return
 
     @abstractmethod
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:

@@ -24,7 +24,7 @@ from gradcomp import agreement, carrier, checkpoint, kernels, wire
 from gradcomp.compressors import make
 from gradcomp.core import Compressor, Gather, Reduce, Reply, Request, Send, World
 from gradcomp.reducer import Bucket, Reducer
-from gradcomp.slot import SPARSE, Slot, check_momentum, named_of, slots
+from gradcomp.slot import SPARSE, Slot, check_momentum, named_of, rates_of, slots
 
 Waiting = Callable[[], Reply]
 
@@ -90,7 +90,8 @@ class Compression:
     """What the stock optimizer takes as compression=: one for each optimizer.
 
     named_parameters: as for Horovod, usually model.named_parameters(). process_set: the one the optimizer gets, if it gets one.
-    optimizer: lets a momentum in the spec be checked against the optimizer's own.
+    optimizer: lets a momentum in the spec be checked against the optimizer's own, and
+    tells the learning rates to what needs them.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class Compression:
         self._by_id = {id(slot.parameter): slot for slot in self._slots}
         self._network = Network(process_set or hvd.global_process_set)
         layers = {slot.name: slot.layer for slot in self._slots}
-        self._reducer = Reducer(compressor, layers, self._network, self._deliver, bucket_mb, seed)
+        rates = None if optimizer is None else rates_of(optimizer, self._slots)
+        self._options = layers, self._network, self._deliver, bucket_mb, seed, rates
+        self._reducer = Reducer(compressor, *self._options)
         self._terms = {
             "gradcomp's version": gradcomp.__version__,
             "spec": self.spec,
@@ -126,6 +129,7 @@ class Compression:
         self._numbered: object = None
         self._next = 0
         self._held: dict[str, Slot] = {}
+        self._optimizer = optimizer
         self._scale: float | None = None
 
     # The stock route. Horovod calls compress() in backward, and in step() decompress(), after the last gradient's compress().
@@ -186,6 +190,16 @@ class Compression:
     def stats(self) -> dict[str, Any]:
         """Figures of the last step on this rank."""
         return self._reducer.stats()
+
+    def change(self, spec: str | Compressor) -> None:
+        """Continues with another spec, between two steps and on all ranks; what has not been sent yet is carried over."""
+        compressor = make(spec)
+        if warning := check_momentum(compressor, self._optimizer):
+            warnings.warn(warning, stacklevel=2)
+        changed = Reducer(checkpoint.carrying(compressor, self._reducer), *self._options)
+        checkpoint.carry(self._reducer, changed)
+        self._reducer, self.spec, self._session = changed, str(spec), None
+        self._terms["spec"] = self.spec
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's next step depends on. Every rank has its own: save one for each."""

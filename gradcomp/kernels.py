@@ -24,6 +24,8 @@ Array = Any
 """Anything with __dlpack__."""
 
 MOST_PIECES: int = _native.most_pieces
+MOMENTS: int = _native.moments
+"""Numbers a layer's statistics consist of: mean, squared deviations, smallest, largest, how many are not zero."""
 BUILT_WITH_CUDA: bool = _native.built_with_cuda
 _scratch_buffers: dict[tuple[str, str, int, int], Array] = {}
 
@@ -53,13 +55,19 @@ def _scratch(use: str, words: int, like: Array, dtype: str = "int32") -> Array:
     """A buffer of 32-bit words on the array's device, kept for the next call of the same use, thread and stream."""
     library = _library(like)
     device = str(like.device) if hasattr(like, "device") else "cpu"
-    key = (use, f"{library} {device}", threading.get_ident(), _stream(like))
+    key = (use + dtype, f"{library} {device}", threading.get_ident(), _stream(like))
     buffer = _scratch_buffers.get(key)
     if buffer is None or len(buffer) < words:
         module = torch if library == "torch" or isinstance(like, Tensor) else sys.modules[library]
         where = {"device": like.device} if module is torch else {}
         buffer = _scratch_buffers[key] = module.empty(words, dtype=getattr(module, dtype), **where)
     return buffer[:words]
+
+
+def scratch(use: str, n: int, like: Tensor, dtype: str) -> Tensor:
+    """An array of 32-bit entries for use within one call of a compressor's code, until it next yields."""
+    found: Tensor = _scratch(use, n, like, dtype)
+    return found
 
 
 def zeros(n: int, device: torch.device) -> Tensor:
@@ -90,20 +98,55 @@ def flatten(grads: Sequence[Array], flat: Array) -> None:
         _native.flatten(part, flat[place], **_queue(flat))
 
 
+def sum_squares(grads: Sequence[Array], squares: Array) -> None:
+    """squares[i] <- the sum of the squares of grads[i], in float64."""
+    for first in range(0, len(grads), MOST_PIECES):
+        part = grads[first : first + MOST_PIECES]
+        words = _native.accumulate_scratch(_on_cuda(squares), sum(map(_count, part)), len(part))
+        _native.sum_squares(part, squares[first:], _scratch("accumulate", words, squares), **_queue(squares))
+
+
 def accumulate(
-    grads: Sequence[Array], value: Array, velocity: Array | None, flag: Array, momentum: float = 0.0, nesterov: bool = False
+    grads: Sequence[Array],
+    value: Array,
+    velocity: Array | None,
+    flag: Array,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    *,
+    scales: Array | None = None,
+    moments: Array | None = None,
+    raw: bool = False,
 ) -> None:
-    """velocity <- momentum * velocity + grads; value <- value + velocity; flag <- whether an entry was not finite."""
-    queue = _queue(value)
-    if len(grads) <= MOST_PIECES:
-        _native.accumulate(grads, value, velocity, flag, momentum, nesterov, **queue)
-        return
-    chunks = _chunks(grads)
-    flags = _scratch("flags", len(chunks), value)
+    """velocity <- momentum * velocity + scales * grads; value <- value + velocity; flag <- whether an entry was not finite.
+
+    moments, float64[layers, MOMENTS]: statistics of each layer's new value (raw: of its gradient) from the same pass.
+    """
+    chunks = [(grads, slice(None))] if len(grads) <= MOST_PIECES else _chunks(grads)
+    flags = flag if len(chunks) == 1 else _scratch("flags", len(chunks), value)
+    first = 0
     for i, (part, place) in enumerate(chunks):
-        own = None if velocity is None else velocity[place]
-        _native.accumulate(part, value[place], own, flags[i : i + 1], momentum, nesterov, **queue)
-    flag[:] = flags.max()
+        layers = slice(first, first + len(part))
+        first += len(part)
+        scratch = None
+        if moments is not None:
+            words = _native.accumulate_scratch(_on_cuda(value), sum(map(_count, part)), len(part))
+            scratch = _scratch("accumulate", words, value)
+        _native.accumulate(
+            part,
+            None if scales is None else scales[layers],
+            value[place],
+            None if velocity is None else velocity[place],
+            flags[i : i + 1],
+            None if moments is None else moments[layers],
+            scratch,
+            momentum,
+            nesterov,
+            raw,
+            **_queue(value),
+        )
+    if len(chunks) > 1:
+        flag[:] = flags.max()
 
 
 def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0) -> None:
@@ -112,10 +155,15 @@ def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0) -> None:
         _native.spread(flat[place], part, scale, **_queue(flat))
 
 
-def take_all(value: Array, taken: Array, flag: Array | None = None) -> Array:
-    """taken <- value; value <- 0. Where the flag is set, taken[0] becomes NaN. Returns taken."""
-    _native.take_all(value, flag, taken, **_queue(value))
+def offer_all(value: Array, taken: Array, flag: Array | None = None) -> Array:
+    """taken <- value, which stays until settle_all. Where the flag is set, taken[0] becomes NaN. Returns taken."""
+    _native.offer_all(value, flag, taken, **_queue(value))
     return taken
+
+
+def settle_all(value: Array, update: Array, keep: float = 0.0) -> None:
+    """value <- keep * value, unless the update is not finite (update[0] says so)."""
+    _native.settle_all(value, update, keep, **_queue(value))
 
 
 def take_topk(
@@ -137,6 +185,65 @@ def add_sparse(target: Array, values: Array, indices: Array, header: Array, scal
     _native.add_sparse(target, values, indices, header, scale, **_queue(target))
 
 
-def restore_sparse(value: Array, values: Array, indices: Array, header: Array, update: Array) -> None:
-    """Puts what was taken back into value, if the update came back not finite (update[0] says so)."""
-    _native.restore_sparse(value, values, indices, header, update, **_queue(value))
+def settle_sparse(value: Array, values: Array, indices: Array, header: Array, update: Array, keep: float = 0.0) -> None:
+    """What was taken leaves keep times itself behind; all of it goes back if the update is not finite (update[0] says so)."""
+    _native.settle_sparse(value, values, indices, header, update, keep, **_queue(value))
+
+
+def set_thresholds(
+    moments: Array,
+    ends: Array,
+    lam: Array,
+    centers: Array,
+    thresholds: Array,
+    *,
+    from_zero: bool = False,
+    about_mean: bool = False,
+    skip_zeros: bool = True,
+    live: bool = True,
+    pooled: bool = False,
+) -> None:
+    """thresholds <- lam * sigma of each layer, centers <- what its entries are measured from; ops.inc explains the options."""
+    options = (from_zero, about_mean, skip_zeros, live, pooled)
+    _native.set_thresholds(moments, ends, lam, *options, centers, thresholds, **_queue(lam))
+
+
+def steer(lam: Array, header: Array, target: int) -> None:
+    """Moves lam a little, so that the number of entries that pass (header) comes nearer to the target."""
+    _native.steer(lam, header, target, **_queue(lam))
+
+
+def take_above(
+    value: Array,
+    ends: Array,
+    centers: Array,
+    thresholds: Array,
+    values: Array,
+    indices: Array,
+    header: Array,
+    velocity: Array | None = None,
+    flag: Array | None = None,
+) -> None:
+    """Moves the entries with |value - center| above their layer's threshold out of value, in index order.
+
+    As many as there is room for in values: the largest, if more pass. header <- (how many pass, flag).
+    """
+    words = _native.take_above_scratch(_on_cuda(value), _count(value), _count(values))
+    layers = (ends, centers, thresholds)
+    scratch = _scratch("above", words, value)
+    _native.take_above(value, velocity, flag, *layers, values, indices, header, scratch, **_queue(value))
+
+
+def pack_sparse(values: Array, indices: Array, header: Array, value: Array, blocks: Array, entries: Array) -> None:
+    """Sparse entries in 32 bits each (gradcomp/wire.md); what the rounding leaves over goes back into value."""
+    _native.pack_sparse(values, indices, header, value, blocks, entries, **_queue(value))
+
+
+def add_packed(target: Array, blocks: Array, entries: Array, header: Array, scale: float = 1.0) -> None:
+    """add_sparse for entries in 32 bits."""
+    _native.add_packed(target, blocks, entries, header, scale, **_queue(target))
+
+
+def settle_packed(value: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
+    """settle_sparse for entries in 32 bits."""
+    _native.settle_packed(value, blocks, entries, header, update, keep, **_queue(value))

@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
 
 from gradcomp import kernels, wire
-from gradcomp.core import Acc, Field, Form, Gather, Payload, Steps, World
+from gradcomp.core import Acc, Gather, Payload, Reduce, Steps, World
 
 
-def sparse_form(capacity: int) -> Form:
-    """A payload of 32-bit values and 32-bit indices. header: the count, and whether a gradient was not finite."""
-    return (
-        Field("header", torch.int32, 2),
-        Field("values", torch.float32, capacity),
-        Field("indices", torch.int32, capacity),
-    )
+class Taken(NamedTuple):
+    """Room for sparse entries, which a take kernel fills: values, their places, and the header."""
+
+    values: Tensor
+    indices: Tensor
+    header: Tensor
+    payload: Payload
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        return {"values": self.values, "indices": self.indices, "header": self.header}
 
 
-def sparse_payload(acc: Acc, capacity: int) -> Payload:
-    """A sparse payload to be filled in, where acc lies."""
-    return wire.empty(sparse_form(capacity), acc.value.device)
+WIRES = ("compact", "exact")
 
 
-def sparse_allgather(acc: Acc, payload: Payload, world: World) -> Steps:
+def check_wire(name: str, form: str) -> None:
+    """Refuses what is no form of a sparse entry on the wire."""
+    if form not in WIRES:
+        raise ValueError(f"{name}: wire must be 'compact' or 'exact', not {form!r}")
+
+
+def room(acc: Acc, capacity: int, form: str) -> Taken:
+    """Room for this many of acc's entries: in the payload itself where the wire is exact, else to be packed into it."""
+    device = acc.value.device
+    if form == "exact":
+        payload = wire.empty(wire.sparse_form(capacity), device)
+        return Taken(payload["values"], payload["indices"], payload["header"], payload)
+    payload = wire.empty(wire.packed_form(acc.value.numel(), capacity), device)
+    values = kernels.scratch("values", capacity, acc.value, "float32")
+    return Taken(values, kernels.scratch("indices", capacity, acc.value, "int32"), payload["header"], payload)
+
+
+def dense_allreduce(acc: Acc, world: World, buffer: Tensor, keep: float = 0.0, mask: bool = False) -> Steps:
+    """All of it travels; unless the update is not finite, keep times itself stays. mask: all velocity starts afresh."""
+    update: Tensor = yield Reduce(kernels.offer_all(acc.value, buffer, acc.flag), scale=1 / world.size)
+    kernels.settle_all(acc.value, update, keep)
+    if mask and acc.velocity is not None:
+        kernels.settle_all(acc.velocity, update)
+    return update
+
+
+def sparse_allgather(
+    acc: Acc, taken: Taken, world: World, keep: float = 0.0, seen: Callable[[Sequence[Payload]], None] | None = None
+) -> Steps:
     """Everybody's entries to everybody, added up rank by rank: the same sum, in the same order, on all ranks.
 
     If a rank met a gradient that is not finite, the update is not finite on all ranks and every rank takes its entries back.
+    Otherwise what was taken leaves keep times itself behind. seen() is shown what came.
     """
+    payload = taken.payload
+    packed = "blocks" in payload.arrays
+    if packed:
+        kernels.pack_sparse(**taken.arrays, value=acc.value, blocks=payload["blocks"], entries=payload["entries"])
     replies = yield Gather(payload)
     update = kernels.zeros(acc.value.numel(), acc.value.device)
     for reply in replies:
-        kernels.add_sparse(update, **reply.arrays, scale=1 / world.size)
-    kernels.restore_sparse(acc.value, **payload.arrays, update=update)
+        (kernels.add_packed if packed else kernels.add_sparse)(update, **reply.arrays, scale=1 / world.size)
+    if update.device.type == "cpu" and not math.isfinite(update[0]):
+        for rank, reply in enumerate(replies):
+            wire.check_sparse(reply, acc.value.numel(), f"rank {rank}")
+    (kernels.settle_packed if packed else kernels.settle_sparse)(acc.value, **payload.arrays, update=update, keep=keep)
+    if seen is not None:
+        seen(replies)
     return update

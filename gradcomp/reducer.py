@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradcomp.core import Compressor, Layout, Reply, Request, Steps, World, bytes_of
-from gradcomp.wrap import Memory, source
+from gradcomp.core import Compressor, Layer, Layout, Reply, Request, Steps, World, bytes_of
+from gradcomp.wrap import Memory, Source, source
 
 GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -29,19 +29,13 @@ class Network(Protocol):
     def finish(self, handle: Any) -> Reply: ...
 
 
-class Layer(NamedTuple):
-    """One parameter, as the reducer sees it."""
-
-    size: int
-    device: torch.device
-
-
 @dataclass
 class Bucket:
     """Layers that are exchanged together."""
 
     index: int
     layout: Layout
+    source: Source
     memory: Memory
     grads: dict[str, Tensor] = field(default_factory=dict)
     steps: Steps | None = None
@@ -49,27 +43,43 @@ class Bucket:
     round: int = 0
 
 
-def plan(layers: Mapping[str, Layer], bucket_bytes: float) -> list[Layout]:
-    """Cuts the layers into buckets, last layer first, since backward reaches it first. Empty layers are left out."""
-    buckets: list[list[str]] = []
-    filled = 0.0
+class Plan(NamedTuple):
+    """A bucket to be: its compressor, and what it is made of."""
+
+    compressor: Compressor
+    layout: Layout
+
+
+def plan(layers: Mapping[str, Layer], bucket_bytes: float, compressor: Compressor) -> list[Plan]:
+    """Cuts the layers into buckets of one compressor each, last layer first, since backward reaches it first. Empty layers are
+    left out."""
+    buckets: list[tuple[Compressor, list[str]]] = []
+    open_for: dict[tuple[Compressor, torch.device], int] = {}
+    filled: dict[int, float] = {}
     for name in reversed(list(layers)):
-        size = 4 * layers[name].size
-        if size == 0:
+        layer = layers[name]
+        if layer.size == 0:
             continue
-        if buckets and filled + size <= bucket_bytes and layers[buckets[-1][-1]].device == layers[name].device:
-            buckets[-1].append(name)
-            filled += size
-        else:
-            buckets.append([name])
-            filled = size
-    return [Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device) for names in buckets]
+        chosen = compressor.choose(name, layer)
+        at = open_for.get((chosen, layer.device))
+        most = float("inf") if chosen.whole_model else bucket_bytes
+        if at is None or filled[at] + 4 * layer.size > most:
+            at = open_for[chosen, layer.device] = len(buckets)
+            buckets.append((chosen, []))
+            filled[at] = 0.0
+        buckets[at][1].append(name)
+        filled[at] += 4 * layer.size
+    return [
+        Plan(chosen, Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device))
+        for chosen, names in buckets
+    ]
 
 
 class Reducer:
     """All buckets of one model on one rank.
 
     deliver(bucket, update) is called with each finished bucket's mean update, which is valid during the call only.
+    rates(name) gives a layer's learning rate.
     """
 
     def __init__(
@@ -80,17 +90,25 @@ class Reducer:
         deliver: Callable[[Bucket, Tensor], None],
         bucket_mb: float,
         seed: int,
+        rates: Callable[[str], float] | None = None,
     ):
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0, not {bucket_mb}")
-        self.source = source(compressor)
+        if compressor.needs_rates and rates is None:
+            raise ValueError(
+                "lr_revision needs the learning rates: give optimizer= to Compression, or use DistributedOptimizer"
+            )
         self.network = network
         self.deliver = deliver
+        self.rates = rates
         self.layers = dict(layers)
-        layouts = plan(layers, float("inf") if self.source.whole_model else bucket_mb * 1e6)
-        if self.source.whole_model and len(layouts) > 1:
+        plans = plan(layers, bucket_mb * 1e6, compressor)
+        if compressor.whole_model and len(plans) > 1:
             raise ValueError("this compressor needs the whole model in one bucket, but its layers lie on different devices")
-        self.buckets = [Bucket(i, layout, self.source.init(layout, seed + i)) for i, layout in enumerate(layouts)]
+        self.buckets = [
+            Bucket(i, layout, driver, driver.init(layout, seed + i))
+            for i, (driver, layout) in enumerate((source(chosen), layout) for chosen, layout in plans)
+        ]
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.steps_done = 0
         self.bytes_sent = 0
@@ -148,9 +166,11 @@ class Reducer:
         for name, size in zip(layout.names, layout.sizes, strict=True):
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
-        acc = self.source.collect([bucket.grads[name] for name in layout.names], bucket.memory)
+        rates = None if self.rates is None else tuple(map(self.rates, layout.names))
+        world = self.network.world
+        acc = bucket.source.collect([bucket.grads[name] for name in layout.names], bucket.memory, world.size, rates)
         bucket.round = 0
-        bucket.steps = self.source.exchange(acc, bucket.memory, self.network.world)
+        bucket.steps = bucket.source.exchange(acc, bucket.memory, world)
         self._resume(bucket, None)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
@@ -172,6 +192,7 @@ class Reducer:
         return {
             "steps": self.steps_done,
             "buckets": len(self.buckets),
+            "overlap": not any(bucket.source.whole_model for bucket in self.buckets),
             "bytes_dense": dense,
             "bytes_sent": self.bytes_sent,
             "compression": dense / self.bytes_sent if self.bytes_sent else None,

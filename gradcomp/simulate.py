@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradcomp import checkpoint, kernels
 from gradcomp.compressors import make
-from gradcomp.core import Compressor, Gather, Layout, Payload, Reduce, Reply, Request, Send, World
-from gradcomp.reducer import Bucket, Layer, Reducer
+from gradcomp.core import Compressor, Gather, Layer, Layout, Payload, Reduce, Reply, Request, Send, World
+from gradcomp.reducer import Bucket, Reducer
 
 
 class Board:
@@ -91,16 +91,25 @@ class Simulation:
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.bytes_sent = [0] * world
         where = torch.device(device)
-        layers = {name: Layer(shape.numel(), where) for name, shape in self.shapes.items()}
+        layers = {name: Layer(shape.numel(), where, len(shape)) for name, shape in self.shapes.items()}
         self._layout = Layout(tuple(layers), tuple(layer.size for layer in layers.values()), where)
         self._updates = _Recycled(self._layout)
         self._update: dict[str, Tensor] = {}
-        board = Board(world)
-        compressor = make(spec)
-        self.reducers = [
-            Reducer(compressor, layers, Seat(board, rank), partial(self._deliver, rank), bucket_mb, seed)
-            for rank in range(world)
+        self._layers, self._options, self._board = layers, (bucket_mb, seed), Board(world)
+        self.reducers = self._reducers(make(spec))
+
+    def _reducers(self, compressor: Compressor) -> list[Reducer]:
+        return [
+            Reducer(compressor, self._layers, Seat(self._board, rank), partial(self._deliver, rank), *self._options)
+            for rank in range(self._board.world)
         ]
+
+    def change(self, spec: str | Compressor) -> None:
+        """Continues with another spec; what has not been sent yet is carried over."""
+        changed = self._reducers(checkpoint.carrying(make(spec), self.reducers[0]))
+        for old, new in zip(self.reducers, changed, strict=True):
+            checkpoint.carry(old, new)
+        self.reducers, self.spec = changed, str(spec)
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
         """One step: each rank's gradients by name in, the mean update out. A gradient that is missing or None counts as zero.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from gradcomp.reducer import Layer
-from gradcomp.wrap import Feedback
+from gradcomp.core import Compressor, Layer
 
 SPARSE = (
     "sparse gradients, such as those of torch.nn.Embedding(sparse=True), cannot be compressed (sparse_as_dense makes no "
@@ -22,7 +21,7 @@ class Slot:
     def __init__(self, name: str, parameter: torch.nn.Parameter):
         self.name = name
         self.parameter = parameter
-        self.layer = Layer(parameter.numel(), parameter.device)
+        self.layer = Layer(parameter.numel(), parameter.device, parameter.dim())
         self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
         self._plain = self.order == list(range(parameter.dim()))
         self._apart: Tensor | None = None
@@ -78,17 +77,32 @@ def named_of(
     return [(name, parameter) for name, parameter in named_parameters if id(parameter) in ids]
 
 
-def check_momentum(compressor: object, optimizer: torch.optim.Optimizer | None) -> str | None:
+def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer | None) -> str | None:
     """Refuses momentum that would act twice; returns a warning where that cannot be seen."""
-    if not isinstance(compressor, Feedback) or compressor.momentum == 0:
+    momentum = compressor.local_momentum
+    if momentum == 0:
         return None
     if optimizer is None:
         return (
-            f"momentum={compressor.momentum} is kept by the compressor: the optimizer's own momentum must be 0. "
+            f"momentum={momentum} is kept by the compressor: the optimizer's own momentum must be 0. "
             "Pass optimizer= to have that checked."
         )
     if any(group.get("momentum", 0) > 0 for group in optimizer.param_groups):
         raise ValueError(
-            f"momentum={compressor.momentum} in the spec and a momentum in the optimizer would act twice; set one of them to 0"
+            f"momentum={momentum} in the spec and a momentum in the optimizer would act twice; set one of them to 0"
         )
     return None
+
+
+def rates_of(optimizer: torch.optim.Optimizer, found: Iterable[Slot]) -> Callable[[str], float]:
+    """What tells a parameter's learning rate of this moment, by name."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    group_of = {slot.name: groups.get(id(slot.parameter)) for slot in found}
+
+    def rate(name: str) -> float:
+        group = group_of[name]
+        if group is None:
+            raise ValueError(f"the optimizer given to gradcomp does not have the parameter {name!r}")
+        return float(group["lr"])
+
+    return rate

@@ -11,6 +11,12 @@ ALIGNMENT = 8
 """Every array, and so every payload in a gathered buffer, begins at a multiple of this many bytes."""
 
 
+BLOCK = 1 << 16
+"""Entries of a block, inside which a place takes 16 bits."""
+
+MOST_EXPONENT = 253
+
+
 def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -39,6 +45,48 @@ def read(form: Form, buffer: Tensor) -> Payload:
         arrays[name] = buffer[at:stop].view(dtype)
         at += _padded(stop - at)
     return Payload(form, buffer, arrays)
+
+
+def sparse_form(capacity: int) -> Form:
+    """wire=exact: values and places of 32 bits each. header: how many wanted to travel; was a gradient not finite?"""
+    return (
+        Field("header", torch.int32, 2),
+        Field("values", torch.float32, capacity),
+        Field("indices", torch.int32, capacity),
+    )
+
+
+def packed_form(n: int, capacity: int) -> Form:
+    """wire=compact: entries of 32 bits out of n, counted by blocks of 2^16; gradcomp/wire.md says what the bits mean."""
+    return (
+        Field("header", torch.int32, 2),
+        Field("blocks", torch.int32, -(-n // BLOCK)),
+        Field("entries", torch.int32, capacity),
+    )
+
+
+def check_sparse(payload: Payload, n: int, sender: str) -> None:
+    """Raises where a sparse payload for n entries is malformed: what the kernels answer with NaN gets a sentence."""
+    wanted, flag = payload["header"].tolist()
+    if wanted < 0 or flag not in (0, 1):
+        raise _malformed(sender, f"its header says {wanted} entries and flag {flag}")
+    places = payload["indices"][:wanted] if "indices" in payload.arrays else _places(payload, wanted, sender)
+    if not ((places >= 0) & (places < n)).all():
+        raise _malformed(sender, f"it names places outside the bucket of {n} entries")
+
+
+def _places(payload: Payload, wanted: int, sender: str) -> Tensor:
+    entries = payload["entries"][:wanted]
+    counts, exponents = payload["blocks"] & 0xFFFFFF, (payload["blocks"] >> 24) & 0xFF
+    if (counts > BLOCK).any() or (exponents > MOST_EXPONENT).any():
+        raise _malformed(sender, f"a block holds more than {BLOCK} entries, or its exponent is none")
+    if int(counts.sum()) != entries.numel():
+        raise _malformed(sender, f"its blocks count {int(counts.sum())} entries, but {entries.numel()} came")
+    return torch.repeat_interleave(torch.arange(counts.numel()) * BLOCK, counts.long()) + (entries & 0xFFFF)
+
+
+def _malformed(sender: str, what: str) -> ValueError:
+    return ValueError(f"the payload of {sender} is malformed: {what}; do all ranks run the same gradcomp?")
 
 
 def whole(array: Tensor) -> Payload:

@@ -169,25 +169,31 @@ def _rendezvous(count: int) -> Iterator[dict[str, str]]:
 def _watch(running: Sequence[subprocess.Popen[bytes]], codes: Sequence[int], end: float) -> str:
     """Waits for all processes; says what went wrong, and leaves none behind."""
     trouble = ""
-    while None in [process.poll() for process in running]:
-        wrong = [i for i, process in enumerate(running) if process.returncode not in (None, codes[i])]
+    while None in (ended := [_code(process) for process in running]):
+        wrong = [i for i, code in enumerate(ended) if code not in (None, codes[i])]
         if wrong and not trouble:
             trouble = f"{wrong} failed"
             end = min(end, time.monotonic() + 2)  # the others are given the time to say why
         if time.monotonic() > end:
-            hanging = [i for i, process in enumerate(running) if process.returncode is None]
+            hanging = [i for i, code in enumerate(ended) if code is None]
             trouble = trouble or f"{hanging} hang"
             for number in (signal.SIGABRT, signal.SIGKILL):
                 for i in hanging:
                     _signal(running[i], number)
                 time.sleep(0.5)
-            for i in hanging:
-                running[i].wait()
         time.sleep(0.01)
-    wrong = [i for i, process in enumerate(running) if process.returncode != codes[i]]
     for process in running:
         _signal(process, signal.SIGKILL)  # what the process may have started
+    wrong = [i for i, process in enumerate(running) if process.wait() != codes[i]]
     return trouble or (f"{wrong} failed" if wrong else "")
+
+
+def _code(process: subprocess.Popen[bytes]) -> int | None:
+    """How the process ended, without collecting it: until then nobody else gets its number, and its group can be signalled."""
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

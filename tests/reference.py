@@ -25,6 +25,47 @@ def accumulate(
     return torch.where(good, new, value), torch.where(good, u, velocity), int(not good.all())
 
 
+def moments(x: Tensor) -> list[float]:
+    """Mean, squared deviations from it, smallest, largest, and how many are not zero; in float64."""
+    if x.numel() == 0:
+        return [0.0] * 5
+    wide = x.double()
+    mean = wide.mean()
+    return [float(mean), float((wide - mean).square().sum()), float(x.min()), float(x.max()), float(x.count_nonzero())]
+
+
+def above(value: Tensor, sizes: list[int], centers: list[float], thresholds: list[float], room: int) -> tuple[Tensor, int]:
+    """The places of the entries that travel, in index order, and how many pass."""
+    device = value.device
+    center, threshold = (
+        torch.repeat_interleave(torch.tensor(x, device=device), torch.tensor(sizes, device=device))
+        for x in (centers, thresholds)
+    )
+    apart = (value - center).abs()
+    passing = (apart > threshold).nonzero().view(-1)
+    order = torch.sort(apart[passing], descending=True, stable=True).indices[:room]
+    return passing[order].sort().values, passing.numel()
+
+
+def packed(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries in 32 bits: the words of the blocks, the entries, and the values they stand for."""
+    block = indices.long() >> 16
+    blocks = -(-n // 65536)
+    counts = torch.bincount(block, minlength=blocks)
+    words, said = torch.zeros(blocks, dtype=torch.int64), torch.zeros_like(values)
+    entries = torch.zeros(values.numel(), dtype=torch.int64)
+    for b in counts.nonzero().view(-1).tolist():
+        mine = block == b
+        own = values[mine].double()
+        largest = float(own.abs().max())
+        exponent = max(-126, torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent.item() - 1) if largest else -126
+        halves = (own * 2.0 ** (14 - exponent)).to(torch.float16)
+        words[b] = int(counts[b]) | (exponent + 126) << 24
+        entries[mine] = (halves.view(torch.int16).long() & 0xFFFF) << 16 | (indices[mine].long() & 0xFFFF)
+        said[mine] = (halves.double() * 2.0 ** (exponent - 14)).float()
+    return words, entries, said
+
+
 def topk(value: Tensor, k: int) -> Tensor:
     """The places of the k entries of largest magnitude, ties to the lower index, in index order."""
     return torch.sort(value.abs(), descending=True, stable=True).indices[:k].sort().values

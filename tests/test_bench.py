@@ -101,7 +101,7 @@ def test_the_kernel_benchmark_measures_every_kernel(tmp_path: Path, capsys: pyte
         torch.set_num_threads(threads)
     result = json.loads(out.read_text())
     named = {line["name"]: line for line in result["lines"]}
-    for kernel in ("flatten", "accumulate", "spread", "take_all", "take_topk", "add_sparse", "restore_sparse"):
+    for kernel in ("flatten", "accumulate", "spread", "offer_all", "take_topk", "take_above", "add_sparse", "settle_sparse"):
         assert named[kernel]["ms"]["low"] > 0
     assert named[kernel_cases.ADD]["ratio_to_add"]["median"] == 1
     assert named[kernel_cases.COPY]["share_of_copy"] == 1
@@ -173,7 +173,7 @@ def test_training_really_runs_on_two_ranks(tmp_path: Path) -> None:
         "train",
         *small,
         "--specs",
-        "none,horovod,fp16,topk:ratio=1",
+        "none,horovod,fp16,topk:ratio=1,wire=exact",
         "--json",
         str(out),
     ]
@@ -183,5 +183,7 @@ def test_training_really_runs_on_two_ranks(tmp_path: Path) -> None:
     lines = {line["spec"]: line for line in run["lines"]}
     assert lines["none"]["bytes_per_step"] == 0
     assert lines["horovod"]["bytes_per_step"] == 2 * lines["fp16"]["bytes_per_step"] == 4 * run["parameters"]
-    assert lines["topk:ratio=1"]["bytes_per_step"] >= 8 * run["parameters"]
-    assert abs(lines["horovod"]["loss"] - lines["topk:ratio=1"]["loss"]) < 1e-5  # the same training, whatever carries it
+    assert lines["topk:ratio=1,wire=exact"]["bytes_per_step"] >= 8 * run["parameters"]
+    assert (
+        abs(lines["horovod"]["loss"] - lines["topk:ratio=1,wire=exact"]["loss"]) < 1e-5
+    )  # the same training, whatever carries it

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <utility>
 
 #include "../check.h"
 #include "../math.h"
 #include "../ops.h"
 #include "parallel.h"
+#include "select.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -22,33 +22,6 @@ constexpr int64_t kSmall = 1 << 13;  // below this, a sample saves nothing
 int64_t candidate_capacity(int64_t n, int64_t k) { return std::min(n, std::max<int64_t>(8 * k, kSmall)); }
 
 int64_t sample_count(int64_t n) { return std::clamp(n / 64, std::min(n, kSmall), kMostSamples) / kLine * kLine; }
-
-// What a radix selection finds: the k-th largest key, and how many keys are larger.
-struct Rank {
-  uint32_t key;
-  int64_t above;
-};
-
-// The k-th largest of n keys: three passes of 11, 11 and 10 bits, each over those that share the digits found so far.
-template <class KeyAt>
-Rank radix_select(int64_t n, int64_t k, KeyAt key_at) {
-  uint32_t prefix = 0;
-  int64_t above = 0;
-  for (const auto& [shift, bits] : {std::pair{21, 11}, std::pair{10, 11}, std::pair{0, 10}}) {
-    int64_t count[1 << 11] = {};
-    const uint32_t mask = (1u << bits) - 1;
-    const int known = shift + bits;
-    for (int64_t i = 0; i < n; ++i) {
-      const uint32_t key = key_at(i);
-      const bool match = known == 32 || key >> known == prefix >> known;
-      count[(key >> shift) & mask] += match;
-    }
-    uint32_t digit = mask;
-    while (above + count[digit] < k) above += count[digit--];
-    prefix |= digit << shift;
-  }
-  return {prefix, above};
-}
 
 // A key that about 1.25 k entries and five deviations of the sample reach: rarely fewer than k, rarely more than the capacity.
 uint32_t guess_threshold(Span<float> value, int64_t k, uint32_t* keys) {
@@ -112,23 +85,6 @@ int64_t gather_candidates(Span<float> value, uint32_t threshold, uint32_t* list,
   return total;
 }
 
-// Moves out what is above the k-th key, and of its equals the first ones, visiting n entries in index order.
-template <class IndexAt>
-void take(Span<float> value, Span<float> velocity, int64_t n, int64_t k, Rank rank, IndexAt index_at, float* values,
-          int32_t* indices) {
-  int64_t ties = k - rank.above;
-  int64_t taken = 0;
-  for (int64_t j = 0; j < n && taken < k; ++j) {
-    const int64_t i = index_at(j);
-    const uint32_t key = magnitude_key(value.data[i]);
-    if (key < rank.key || (key == rank.key && ties-- <= 0)) continue;
-    values[taken] = value.data[i];
-    indices[taken++] = static_cast<int32_t>(i);
-    value.data[i] = 0.0f;
-    if (velocity.given()) velocity.data[i] = 0.0f;
-  }
-}
-
 }  // namespace
 
 int64_t take_topk_scratch(int64_t n, int64_t k) { return candidate_capacity(n, k) + sample_count(n); }
@@ -146,11 +102,13 @@ void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag
   const uint32_t threshold = n > kSmall && k < n ? guess_threshold(value, k, list + capacity) : 0;
   const int64_t found = threshold > 0 ? gather_candidates(value, threshold, list, capacity, queue.threads) : -1;
   if (found >= k) {
-    const Rank rank = radix_select(found, k, [&](int64_t j) { return magnitude_key(value.data[list[j]]); });
-    take(value, velocity, found, k, rank, [&](int64_t j) { return static_cast<int64_t>(list[j]); }, values.data, indices.data);
+    const auto index_at = [&](int64_t j) { return static_cast<int64_t>(list[j]); };
+    const auto key_at = [&](int64_t j) { return magnitude_key(value.data[list[j]]); };
+    move_chosen(value, velocity, found, k, radix_select(found, k, key_at), index_at, key_at, values.data, indices.data);
   } else {
-    const Rank rank = k == n ? Rank{0, 0} : radix_select(n, k, [&](int64_t i) { return magnitude_key(value.data[i]); });
-    take(value, velocity, n, k, rank, [](int64_t i) { return i; }, values.data, indices.data);
+    const auto key_at = [&](int64_t i) { return magnitude_key(value.data[i]); };
+    const Rank rank = k == n ? Rank{0, 0} : radix_select(n, k, key_at);
+    move_chosen(value, velocity, n, k, rank, [](int64_t i) { return i; }, key_at, values.data, indices.data);
   }
 }
 

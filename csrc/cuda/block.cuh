@@ -40,9 +40,9 @@ static __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t x, uint3
   return before + inclusive - x;
 }
 
-// Replaces counts[0 .. size) by the sums of what stands before each; called by one block.
+// Replaces counts[0 .. size) by the sums of what stands before each, and returns the sum of all; called by one block.
 template <unsigned kThreads>
-static __device__ __forceinline__ void scan_in_place(uint32_t* counts, uint32_t size) {
+static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint32_t size) {
   constexpr uint32_t kEach = 8;
   uint32_t before = 0;
   for (uint32_t at = 0; at < size; at += kThreads * kEach) {
@@ -61,6 +61,22 @@ static __device__ __forceinline__ void scan_in_place(uint32_t* counts, uint32_t 
     }
     before += total;
   }
+  return before;
+}
+
+// The first of low .. high for which precedes(i) does not hold, in an order where it holds for all before that and for none
+// after; high is not asked about. For a whole warp: each round asks 32 at once, where a thread alone would ask one.
+template <class Precedes>
+static __device__ __forceinline__ uint32_t first_not(uint32_t low, uint32_t high, Precedes precedes) {
+  while (low < high) {
+    const uint32_t step = (high - low + kWarp - 1) / kWarp;
+    const uint32_t probe = low + (threadIdx.x % kWarp + 1) * step - 1;
+    const unsigned holds = __ballot_sync(kWholeWarp, probe < high && precedes(probe));
+    low += static_cast<uint32_t>(__popc(holds)) * step;
+    const uint32_t last = low + step - 1;
+    high = last < high ? last : high;
+  }
+  return high;
 }
 
 // True in the one block of `blocks` that gets here last: what the others wrote to global memory before is then there to be read

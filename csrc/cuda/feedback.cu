@@ -1,74 +1,20 @@
 // Gradients in and updates out, on a GPU: a bucket's scattered pieces are read or written where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8. One launch each, for the whole bucket;
-// accumulate resets its flag with one more.
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8, sum_squares 4. One launch each, for
+// the whole bucket; accumulate resets its flag with one more. Moments and sums leave a record of 24 or 8 bytes in scratch for
+// each part (what of a piece lies in a tile), which one more launch reads: number tile + piece is a part's own, because going
+// on to the next part raises one of the two.
 
 #include "../math.h"
 #include "../ops.h"
 #include "launch.cuh"
+#include "moments.cuh"
+#include "tiles.cuh"
 
 namespace gradcomp::cuda {
 namespace {
 
-constexpr unsigned kThreads = 256;
-constexpr int64_t kTile = 4096;  // entries of a block: four times four for each thread
-
-// The last of pieces low .. high that begins at or before entry. Empty pieces are never found.
-__device__ __forceinline__ int piece_of(const Pieces& grads, int64_t entry, int low, int high) {
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (grads.begin[middle] <= entry) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
-template <class T>
-__device__ __forceinline__ T* place(const Pieces& grads, int piece, int64_t entry) {
-  return static_cast<T*>(grads.data[piece]) + (entry - grads.begin[piece]);
-}
-
-// Entries entry .. entry + count of the bucket, all of one piece.
-__device__ __forceinline__ Four read_piece(const Pieces& grads, int piece, int64_t entry, int count) {
-  const Dtype dtype = grads.dtype[piece];
-  if (dtype == Dtype::f32) return load_four(place<const float>(grads, piece, entry), count);
-  const FourHalves halves = load_four(place<const uint16_t>(grads, piece, entry), count);
-  Four four;
-  for (int i = 0; i < 4; ++i) four.x[i] = dtype == Dtype::f16 ? f16_to_float(halves.x[i]) : bf16_to_float(halves.x[i]);
-  return four;
-}
-
-__device__ __forceinline__ void write_piece(const Pieces& grads, int piece, int64_t entry, int count, const Four& four) {
-  const Dtype dtype = grads.dtype[piece];
-  if (dtype == Dtype::f32) return store_four(place<float>(grads, piece, entry), count, four);
-  FourHalves halves;
-  for (int i = 0; i < 4; ++i) halves.x[i] = dtype == Dtype::f16 ? float_to_f16(four.x[i]) : float_to_bf16(four.x[i]);
-  store_four(place<uint16_t>(grads, piece, entry), count, halves);
-}
-
-// work(piece, entry, count) for this thread's share of the block's tile: runs of at most four entries of one piece, which begin
-// at multiples of four, except where a piece ends in between.
-template <class Work>
-__device__ __forceinline__ void for_each_run(const Pieces& grads, Work work) {
-  const int64_t n = grads.begin[grads.count];
-  const int64_t tile = blockIdx.x * kTile;
-  const int64_t tile_end = tile + kTile < n ? tile + kTile : n;
-  const int low = piece_of(grads, tile, 0, grads.count - 1);
-  const int high = piece_of(grads, tile_end - 1, low, grads.count - 1);
-  for (int64_t entry = tile + threadIdx.x * 4; entry < tile_end; entry += kThreads * 4) {
-    const int64_t end = entry + 4 < n ? entry + 4 : n;
-    int piece = piece_of(grads, entry, low, high);
-    for (int64_t at = entry; at < end;) {
-      while (grads.begin[piece + 1] <= at) ++piece;
-      const int64_t stop = grads.begin[piece + 1] < end ? grads.begin[piece + 1] : end;
-      work(piece, at, static_cast<int>(stop - at));
-      at = stop;
-    }
-  }
-}
+constexpr unsigned kThreads = kTileThreads;
 
 __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant__ Pieces grads, float* flat) {
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
@@ -84,43 +30,125 @@ __global__ void __launch_bounds__(kThreads) spread_tiles(const float* flat, cons
   });
 }
 
-__global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, float* value, int32_t* flag) {
+// What reaches the value is ahead_gradient * g + ahead_velocity * velocity: 0 and 1, or 1 and m for Nesterov's.
+struct Feedback {
+  const float* scales;
+  float* value;
+  float* velocity;
+  float momentum, ahead_gradient, ahead_velocity;
+};
+
+struct Added {
+  Four gradient;  // what was added, 0 where refused
+  Four value;     // what came of it
+  bool refused;
+};
+
+template <bool kWithVelocity>
+__device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to, int piece, int64_t entry, int count) {
+  const float scale = to.scales != nullptr ? to.scales[piece] : 1.0f;
+  Added run = {read_piece(grads, piece, entry, count), load_four(to.value + entry, count), false};
+  Four velocity = {};
+  if (kWithVelocity) velocity = load_four(to.velocity + entry, count);
+  for (int i = 0; i < 4; ++i) {
+    const float g = scale * run.gradient.x[i];
+    const float v = kWithVelocity ? to.momentum * velocity.x[i] + g : g;
+    const float ahead = kWithVelocity ? to.ahead_gradient * g + to.ahead_velocity * v : g;
+    const float sum = run.value.x[i] + ahead;
+    const bool good = is_finite(sum) && (!kWithVelocity || is_finite(v));
+    run.refused |= !good;
+    run.gradient.x[i] = good ? g : 0.0f;
+    velocity.x[i] = good ? v : velocity.x[i];
+    run.value.x[i] = good ? sum : run.value.x[i];
+  }
+  if (kWithVelocity) store_four(to.velocity + entry, count, velocity);
+  store_four(to.value + entry, count, run.value);
+  return run;
+}
+
+template <bool kWithVelocity>
+__global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, Feedback to, int32_t* flag) {
   bool refused = false;
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    const Four g = read_piece(grads, piece, entry, count);
-    Four x = load_four(value + entry, count);
-    for (int i = 0; i < 4; ++i) {
-      const float sum = x.x[i] + g.x[i];
-      const bool good = is_finite(sum);
-      refused |= !good;
-      x.x[i] = good ? sum : x.x[i];
-    }
-    store_four(value + entry, count, x);
+    refused |= add_run<kWithVelocity>(grads, to, piece, entry, count).refused;
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
 }
 
-// What reaches the value is ahead_gradient * g + ahead_velocity * velocity: 0 and 1, or 1 and m for Nesterov's.
+template <bool kWithVelocity>
 __global__ void __launch_bounds__(kThreads)
-    add_tiles_with_momentum(const __grid_constant__ Pieces grads, float* value, float* velocity, int32_t* flag, float momentum,
-                            float ahead_gradient, float ahead_velocity) {
+    add_and_measure_tiles(const __grid_constant__ Pieces grads, Feedback to, bool raw, int32_t* flag, MomentsRecord* records) {
   bool refused = false;
-  for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    const Four g = read_piece(grads, piece, entry, count);
-    Four x = load_four(value + entry, count);
-    Four v = load_four(velocity + entry, count);
-    for (int i = 0; i < 4; ++i) {
-      const float u = momentum * v.x[i] + g.x[i];
-      const float sum = x.x[i] + (ahead_gradient * g.x[i] + ahead_velocity * u);
-      const bool good = is_finite(sum) && is_finite(u);
-      refused |= !good;
-      v.x[i] = good ? u : v.x[i];
-      x.x[i] = good ? sum : x.x[i];
-    }
-    store_four(velocity + entry, count, v);
-    store_four(value + entry, count, x);
+  for_each_part(grads, [&](int piece, int64_t begin, int64_t end) {
+    Shifted<float> mine = {};
+    for_each_run_of(begin, end, [&](int64_t entry, int count) {
+      const Added run = add_run<kWithVelocity>(grads, to, piece, entry, count);
+      refused |= run.refused;
+      Four of = run.value;
+      for (int i = 0; i < 4; ++i) of.x[i] = raw ? run.gradient.x[i] : of.x[i];
+      include(mine, of, run.value, count);
+    });
+    const Shifted<float> all = join_block<kThreads>(mine, Merge{});
+    if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
+}
+
+__global__ void __launch_bounds__(kThreads) square_tiles(const __grid_constant__ Pieces grads, SumRecord* records) {
+  for_each_part(grads, [&](int piece, int64_t begin, int64_t end) {
+    double mine = 0;
+    for_each_run_of(begin, end, [&](int64_t entry, int count) {
+      const Four g = read_piece(grads, piece, entry, count);
+      for (const double x : g.x) mine += x * x;
+    });
+    const double all = join_block<kThreads>(mine, Add{});
+    if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
+  });
+}
+
+// The block's piece: the records of its parts joined, for thread 0.
+template <class Record, class Join>
+__device__ __forceinline__ auto join_parts(const Pieces& grads, const Record* records, Join join) {
+  const int64_t begin = grads.begin[blockIdx.x], end = grads.begin[blockIdx.x + 1];
+  decltype(read_record(*records, 0.0)) mine = {};
+  const int64_t tiles = begin < end ? (end + kTile - 1) / kTile : 0;
+  for (int64_t tile = begin / kTile + threadIdx.x; tile < tiles; tile += kThreads) {
+    const int64_t from = tile * kTile > begin ? tile * kTile : begin;
+    const int64_t to = (tile + 1) * kTile < end ? (tile + 1) * kTile : end;
+    mine = join(mine, read_record(records[tile + blockIdx.x], static_cast<double>(to - from)));
+  }
+  return join_block<kThreads>(mine, join);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    join_moments(const __grid_constant__ Pieces grads, const MomentsRecord* records, double* moments) {
+  Shifted<double> all = join_parts(grads, records, Merge{});
+  if (threadIdx.x != 0) return;
+  all.moments.mean += all.pivot;
+  store_moments(all.moments, moments + kMoments * blockIdx.x);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    join_squares(const __grid_constant__ Pieces grads, const SumRecord* records, double* squares) {
+  const double all = join_parts(grads, records, Add{});
+  if (threadIdx.x == 0) squares[blockIdx.x] = all;
+}
+
+template <bool kWithVelocity>
+void launch_add(unsigned blocks, const Pieces& grads, const Feedback& to, bool raw, int32_t* flag, MomentsRecord* records,
+                Queue queue) {
+  if (records != nullptr) {
+    LAUNCH(add_and_measure_tiles<kWithVelocity>, blocks, kThreads, 0, queue, grads, to, raw, flag, records);
+  } else {
+    LAUNCH(add_tiles<kWithVelocity>, blocks, kThreads, 0, queue, grads, to, flag);
+  }
+}
+
+template <class Record>
+Record* records_in(Span<uint32_t> scratch, const Pieces& grads, const char* op) {
+  const int64_t words = accumulate_scratch(grads.begin[grads.count], grads.count);
+  EXPECTS(scratch.size >= words, op, ": scratch has ", scratch.size, " words; ", words, " are needed");
+  return reinterpret_cast<Record*>(scratch.data);
 }
 
 }  // namespace
@@ -130,17 +158,28 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
   LAUNCH(flatten_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, grads, flat.data);
 }
 
-void accumulate(const Pieces& grads, Span<float> value, Span<float> velocity, Span<int32_t> flag, float momentum, bool nesterov,
-                Queue queue) {
+void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scratch, Queue queue) {
+  auto* const records = records_in<SumRecord>(scratch, grads, "sum_squares");
+  const int64_t n = grads.begin[grads.count];
+  if (n > 0) LAUNCH(square_tiles, blocks_for(n, kTile), kThreads, 0, queue, grads, records);
+  if (grads.count > 0) LAUNCH(join_squares, grads.count, kThreads, 0, queue, grads, records, squares.data);
+}
+
+int64_t accumulate_scratch(int64_t n, int64_t pieces) {
+  return (blocks_for(n, kTile) + pieces) * int64_t{sizeof(MomentsRecord) / sizeof(uint32_t)};
+}
+
+void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity, Span<int32_t> flag,
+                Span<double> moments, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw, Queue queue) {
+  const bool measured = moments.given() && grads.count > 0;
+  auto* const records = measured ? records_in<MomentsRecord>(scratch, grads, "accumulate") : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
-  if (value.size == 0) return;
-  const unsigned blocks = blocks_for(value.size, kTile);
-  if (velocity.given()) {
-    LAUNCH(add_tiles_with_momentum, blocks, kThreads, 0, queue, grads, value.data, velocity.data, flag.data, momentum,
-           nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f);
-  } else {
-    LAUNCH(add_tiles, blocks, kThreads, 0, queue, grads, value.data, flag.data);
+  if (value.size > 0) {
+    const unsigned blocks = blocks_for(value.size, kTile);
+    const Feedback to = {scales.data, value.data, velocity.data, momentum, nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f};
+    (velocity.given() ? launch_add<true> : launch_add<false>)(blocks, grads, to, raw, flag.data, records, queue);
   }
+  if (measured) LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
 }
 
 void spread(Span<const float> flat, const Pieces& grads, float scale, Queue queue) {

@@ -7,10 +7,11 @@ import difflib
 import functools
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from gradcomp.core import Compressor
-from gradcomp.wrap import Feedback
+from gradcomp.wrap import ByLayer, Feedback
 
 _WRAPPER_KNOBS = {field.name: field for field in dataclasses.fields(Feedback) if field.name != "inner"}
 
@@ -35,12 +36,38 @@ def find(name: str) -> type[Compressor]:
 def make(spec: str | Compressor) -> Compressor:
     """The compressor that a spec describes, "name" or "name:knob=value,knob=value", with error feedback unless it is unbiased.
 
+    Rules for layers by name may follow, the first that matches counts: "sdagc; *.bias=dense; embed*=topk:ratio=0.01".
     A compressor that was made by hand is taken as it is.
     """
     if isinstance(spec, Compressor):
         return spec
     if not isinstance(spec, str):
         raise TypeError(f'a spec such as "topk:ratio=0.01" or a compressor is needed, not {spec!r}')
+    first, *rules = spec.split(";")
+    if not rules:
+        return _one(first)
+    return by_layer(dict(_rule(spec, rule) for rule in rules if rule.strip()), first)
+
+
+def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -> ByLayer:
+    """A compressor for each layer: that of the first pattern (of file names) its name matches, else the default."""
+    made = ByLayer(tuple((pattern, make(spec)) for pattern, spec in rules.items()), make(default))
+    for compressor in (made.default, *(compressor for _, compressor in made.rules)):
+        if isinstance(compressor, ByLayer):
+            raise ValueError("rules for layers cannot stand inside one another")
+        if compressor.whole_model:
+            raise ValueError(f"{compressor} needs the whole model in one bucket and cannot be one of several")
+    return made
+
+
+def _rule(spec: str, rule: str) -> tuple[str, str]:
+    pattern, equals, own = rule.partition("=")
+    if not equals or not pattern.strip() or not own.strip():
+        raise ValueError(f"{spec!r}: {rule.strip()!r} is not of the form pattern=spec")
+    return pattern.strip(), own
+
+
+def _one(spec: str) -> Compressor:
     name, _, tail = spec.strip().partition(":")
     name = name.strip()
     kind = find(name)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradcomp import kernels
-from gradcomp.core import Acc, Compressor, Layout, Reduce, Steps, World
+from gradcomp import paths
+from gradcomp.core import Acc, Compressor, Layout, Steps, World
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,4 @@ class Dense(Compressor):
         return torch.empty(layout.total, device=layout.device)
 
     def exchange(self, acc: Acc, state: Tensor, world: World) -> Steps:
-        update: Tensor = yield Reduce(kernels.take_all(acc.value, state, acc.flag), scale=1 / world.size)
-        return update
+        return (yield from paths.dense_allreduce(acc, world, state))

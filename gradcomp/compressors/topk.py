@@ -7,7 +7,7 @@ Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice is exact, per bu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradcomp import kernels, paths
 from gradcomp.core import Acc, Compressor, Steps, World
@@ -18,17 +18,19 @@ class TopK(Compressor):
     """Sends k = max(1, ceil(ratio * n)) of a bucket's n entries."""
 
     ratio: float = 0.001  # lower = fewer bytes, staler gradients
-    wire: str = "exact"  # exact = 32-bit values and 32-bit indices
+    wire: str = "compact"  # compact = 32 bits an entry, what rounding loses waits; exact = 32-bit values and 32-bit indices
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ValueError(f"topk: ratio must lie in (0, 1], not {self.ratio}")
-        if self.wire != "exact":
-            raise ValueError(f"topk: wire must be 'exact', not {self.wire!r}")
+        paths.check_wire("topk", self.wire)
+
+    def eased(self, progress: float) -> TopK:
+        return replace(self, ratio=self.ratio**progress)
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         n = acc.value.numel()
         k = min(n, max(1, math.ceil(self.ratio * n)))
-        taken = paths.sparse_payload(acc, k)
+        taken = paths.room(acc, k, self.wire)
         kernels.take_topk(acc.value, k, **taken.arrays, velocity=acc.velocity, flag=acc.flag)
         return (yield from paths.sparse_allgather(acc, taken, world))

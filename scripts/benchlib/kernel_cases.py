@@ -14,10 +14,11 @@ from torch import Tensor
 
 import gradcomp
 from benchlib.rounds import Case
-from gradcomp import kernels
+from gradcomp import kernels, wire
 
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
 FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
+SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
 RATIO = 0.001
 
 
@@ -59,7 +60,7 @@ class Bench:
         }
 
     def cases(self) -> list[Case]:
-        return [*self.yardsticks(), *self.passes(), *self.sparse(), *self.steps()]
+        return [*self.yardsticks(), *self.passes(), *self.sparse(), *self.above(), *self.steps()]
 
     def yardsticks(self) -> list[Case]:
         n, target, acc = self.n, self.empty(), self.empty()
@@ -87,18 +88,18 @@ class Bench:
         )
 
     def passes(self) -> list[Case]:
-        n, flat, value, pushed, velocity, whole, taken = self.n, *(self.empty() for _ in range(6))
+        n, flat, value, pushed, velocity, whole, taken, wide = self.n, *(self.empty() for _ in range(7))
+        seen = torch.zeros(len(self.sizes), kernels.MOMENTS, dtype=torch.float64, device=self.device)
         out = [list(self.empty().split(self.sizes)) for _ in self.inputs]
         return [
             Case("flatten", lambda i: kernels.flatten(self.grads(i), flat), 8 * n),
             Case("accumulate", lambda i: kernels.accumulate(self.grads(i), value, None, self.flag), 12 * n),
             Case("accumulate, momentum", lambda i: kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9), 20 * n),
             Case(
-                "take_all",
-                lambda i: kernels.take_all(whole, taken, self.flag),
-                12 * n,
-                before=lambda i: whole.copy_(self.input(i)),
+                "accumulate, moments", lambda i: kernels.accumulate(self.grads(i), wide, None, self.flag, moments=seen), 12 * n
             ),
+            Case("offer_all", lambda i: kernels.offer_all(self.input(i), taken, self.flag), 8 * n),
+            Case("settle_all", lambda i: kernels.settle_all(whole, taken), 4 * n),
             Case("spread", lambda i: kernels.spread(self.input(i), out[i % len(out)], 0.5), 8 * n),
         ]
 
@@ -106,6 +107,7 @@ class Bench:
         n, k = self.n, self.k
         value, target, update, own, scattered = self.empty(), self.empty(), self.empty(), self.payload(), self.payload()
         scattered["indices"].copy_(torch.randperm(n, device=self.device)[:k].sort()[0])
+        own_entries = scattered["values"], scattered["indices"], scattered["header"]
         failed = torch.full((n,), math.nan, device=self.device)
         plain, pushed, velocity, payload = self.empty(), self.empty(), self.empty(), self.payload()
 
@@ -122,16 +124,59 @@ class Bench:
             Case(FEEDBACK, feedback, 16 * n),
             Case("accumulate, take_topk, momentum", with_momentum, 24 * n),
             Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
-            Case("restore_sparse, nothing to do", lambda i: kernels.restore_sparse(target, **scattered, update=update), 4),
-            Case("restore_sparse", lambda i: kernels.restore_sparse(target, **scattered, update=failed), 16 * k),
+            Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *own_entries, update=update), 4),
+            Case("settle_sparse", lambda i: kernels.settle_sparse(target, *own_entries, update=failed), 16 * k),
+        ]
+
+    def above(self) -> list[Case]:
+        """Thresholds of 3.3 deviations; what accumulates is sent again and again, so that about 0.1 % travel each time."""
+        n, layers = self.n, len(self.sizes)
+        ends = torch.tensor(self.sizes).cumsum(0).to(torch.int32).to(self.device)
+        centers, thresholds = torch.zeros(layers, device=self.device), torch.zeros(layers, device=self.device)
+        moments = torch.zeros(layers, kernels.MOMENTS, dtype=torch.float64, device=self.device)
+        lam = torch.full((1,), 3.3, device=self.device)
+        payload, form = self.payload(), wire.packed_form(n, self.k)
+        packed = wire.empty(form, self.device)
+        value, pushed, velocity, target = (self.empty() for _ in range(4))
+        flag = self.flag
+
+        def take(acc: Tensor, velocity: Tensor | None) -> None:
+            kernels.set_thresholds(moments, ends, lam, centers, thresholds)
+            kernels.take_above(acc, ends, centers, thresholds, **payload, velocity=velocity, flag=flag)
+
+        def plain(i: int) -> None:
+            kernels.accumulate(self.grads(i), value, None, flag, moments=moments)
+            take(value, None)
+
+        def with_momentum(i: int) -> None:
+            kernels.accumulate(self.grads(i), pushed, velocity, flag, 0.9, moments=moments)
+            take(pushed, velocity)
+
+        def pack(i: int) -> None:
+            kernels.pack_sparse(**payload, value=target, blocks=packed["blocks"], entries=packed["entries"])
+
+        def only_take(i: int) -> None:
+            kernels.take_above(target, ends, centers, thresholds, **payload, flag=flag)
+
+        return [
+            Case(SDAGC, plain, 16 * n),
+            Case(f"{SDAGC}, momentum", with_momentum, 24 * n),
+            Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(self.input(i))),
+            Case("pack_sparse", pack, 20 * self.k),
+            Case("add_packed", lambda i: kernels.add_packed(target, **packed.arrays, scale=0.5), 12 * self.k),
         ]
 
     def steps(self) -> list[Case]:
         """Whole steps; their bytes are the sum over the kernels in them (topk: 12 + 4, an update of zeros 4, spread 8)."""
         shapes = {f"layer{i}": (size,) for i, size in enumerate(self.sizes)}
         named = [dict(zip(shapes, pieces, strict=True)) for pieces in self.pieces]
+        specs: list[tuple[str, str, int | None]] = [
+            (SIMULATED, f"topk:ratio={RATIO}", 28 * self.n),
+            (SDAGC_SIMULATED, "sdagc:small=none", 28 * self.n),
+            ("Simulation step, dense", "dense", None),
+        ]
         found = []
-        for name, spec, moved in ((SIMULATED, f"topk:ratio={RATIO}", 28 * self.n), ("Simulation step, dense", "dense", None)):
+        for name, spec, moved in specs:
             simulation = gradcomp.Simulation(spec, shapes, 1, device=self.device)
             found.append(Case(name, lambda i, s=simulation: s.step([named[i % len(named)]]), moved))  # type: ignore[misc]
         return found

@@ -13,16 +13,21 @@ from gradcomp.compressors.topk import TopK
 from gradcomp.wrap import Feedback
 
 
-def _bytes(ratio: float) -> Callable[[int], int]:
-    """A header of 8 bytes; k values and k indices, each array rounded up to 8 bytes."""
-    return lambda n: 8 + 2 * 8 * math.ceil(max(1, math.ceil(ratio * n)) / 2)
+def _bytes(ratio: float, wire: str = "compact") -> Callable[[int], int]:
+    """A header of 8 bytes; k entries and a word for every 2^16, or k values and k indices; each array rounded up to 8 bytes."""
+
+    def promised(n: int) -> int:
+        k = 8 * math.ceil(max(1, math.ceil(ratio * n)) / 2)
+        return 8 + (k + 8 * math.ceil(math.ceil(n / 65536) / 2) if wire == "compact" else 2 * k)
+
+    return promised
 
 
 PROMISED_BYTES = {
     "topk": _bytes(0.001),
     "topk:ratio=0.03": _bytes(0.03),
     "topk:ratio=0.5": _bytes(0.5),
-    "topk:ratio=1,wire=exact": _bytes(1.0),
+    "topk:ratio=1,wire=exact": _bytes(1.0, "exact"),
 }
 
 

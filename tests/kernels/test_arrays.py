@@ -86,9 +86,15 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         flag = torch.zeros(1, dtype=torch.int32)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(kernels._native.take_topk_scratch(False, n, k), dtype=torch.int32)
-        kernels._native.accumulate([g], value, velocity, flag, 0.9, True, threads=count)
+        moments = torch.empty(1, kernels.MOMENTS, dtype=torch.float64)
+        words = torch.empty(kernels._native.accumulate_scratch(False, n, 1), dtype=torch.int32)
+        kernels._native.accumulate([g], None, value, velocity, flag, moments, words, 0.9, True, False, threads=count)
         kernels._native.take_topk(value, velocity, flag, k, *payload, scratch, threads=count)
-        results.append((value, velocity, *payload))
+        layers = torch.tensor([n], dtype=torch.int32), torch.zeros(1), torch.tensor([3.0])
+        above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        scratch = torch.empty(kernels._native.take_above_scratch(False, n, k), dtype=torch.int32)
+        kernels._native.take_above(value, velocity, flag, *layers, *above, scratch, threads=count)
+        results.append((value, velocity, moments, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -116,9 +122,9 @@ def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
     sentence = (
         "CUDA: "
         if kernels.BUILT_WITH_CUDA
-        else "take_all: this gradcomp was built without CUDA; rebuild it where nvcc is found"
+        else "offer_all: this gradcomp was built without CUDA; rebuild it where nvcc is found"
     )
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        kernels._native.take_all(value, None, taken)
-    with pytest.raises(ValueError, match="take_all: its arrays lie on different devices"):
-        kernels._native.take_all(value, None, torch.zeros(4))
+        kernels._native.offer_all(value, None, taken)
+    with pytest.raises(ValueError, match="offer_all: its arrays lie on different devices"):
+        kernels._native.offer_all(value, None, torch.zeros(4))

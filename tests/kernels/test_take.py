@@ -96,15 +96,22 @@ def test_take_then_add_gives_back_the_tensor(device: torch.device, kind: str, n:
     assert torch.equal(value + restored, before)
 
     value, all_of_it = before.clone(), torch.empty(n, device=device)
-    kernels.take_all(value, all_of_it)
+    kernels.offer_all(value, all_of_it)
+    assert reference.same(value, before) and reference.same(all_of_it, before)
+    kernels.settle_all(value, all_of_it)
     assert not value.any()
     assert torch.equal(value + all_of_it, before)
 
 
-def test_take_all_passes_the_flag_on(device: torch.device) -> None:
-    value, taken = torch.randn(1000, device=device), torch.empty(1000, device=device)
-    kernels.take_all(value, taken, torch.tensor([1], dtype=torch.int32, device=device))
-    assert taken[0].isnan() and taken[1:].isfinite().all() and not value.any()
+def test_offer_all_passes_the_flag_on(device: torch.device) -> None:
+    value, taken = torch.randn(1001, device=device), torch.empty(1001, device=device)
+    before = value.clone()
+    kernels.offer_all(value, taken, torch.tensor([1], dtype=torch.int32, device=device))
+    assert taken[0].isnan() and reference.same(taken[1:], before[1:])
+    kernels.settle_all(value, taken)
+    assert reference.same(value, before)  # it came to nothing
+    kernels.settle_all(value, torch.zeros(1001, device=device), keep=0.5)
+    assert reference.same(value, 0.5 * before)
 
 
 def sparse(device: torch.device, values: list[float], indices: list[int], count: int, flag: int = 0) -> Taken:
@@ -129,7 +136,7 @@ def test_a_flagged_payload_makes_the_target_not_finite(device: torch.device) -> 
 
 @pytest.mark.parametrize(
     "values,indices,count",
-    [([1.0], [0], 2), ([1.0], [0], -1), ([1.0, 1.0], [2, 10], 2), ([1.0, 1.0], [2, -1], 2), ([1.0], [2**31 - 1], 1)],
+    [([1.0], [0], -1), ([1.0, 1.0], [2, 10], 2), ([1.0, 1.0], [2, -1], 2), ([1.0], [2**31 - 1], 1)],
 )
 def test_a_malformed_payload_never_writes_elsewhere(
     device: torch.device, values: list[float], indices: list[int], count: int
@@ -140,15 +147,25 @@ def test_a_malformed_payload_never_writes_elsewhere(
     assert (around[:10] == 1).all() and (around[20:] == 1).all()
 
 
-def test_restore_only_when_the_update_is_not_finite(device: torch.device) -> None:
+def test_a_count_beyond_the_payload_means_all_of_it(device: torch.device) -> None:
+    """More wanted to travel than there was room for."""
+    target = torch.ones(10, device=device)
+    kernels.add_sparse(target, **sparse(device, [2.0, 4.0], [3, 5], count=900))
+    assert target.tolist() == [1, 1, 1, 3, 1, 5, 1, 1, 1, 1]
+
+
+def test_settling_sparse_entries(device: torch.device) -> None:
+    """They are back where the update is not finite; else what is kept of them is."""
     before = torch.randn(3000, device=device)
     value = before.clone()
-    flag = torch.ones(1, dtype=torch.int32, device=device)
-    taken = take_topk(value, 30, flag=flag)
+    taken = take_topk(value, 30, flag=torch.ones(1, dtype=torch.int32, device=device))
     after = value.clone()
     update = torch.zeros(3000, device=device)
-    kernels.restore_sparse(value, **taken, update=update)
+    kernels.settle_sparse(value, **taken, update=update)
     assert reference.same(value, after)
+    kernels.settle_sparse(value, **taken, update=update, keep=0.5)
+    assert torch.equal(value[taken["indices"].long()], 0.5 * taken["values"])
+    value.copy_(after)
     update[0] = float("nan")
-    kernels.restore_sparse(value, **taken, update=update)
+    kernels.settle_sparse(value, **taken, update=update, keep=0.5)
     assert torch.equal(value, before)

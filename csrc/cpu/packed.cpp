@@ -1,0 +1,68 @@
+// Sparse entries in 32 bits, on CPUs: packing, adding up, and putting back.
+
+#include <algorithm>
+
+#include "../math.h"
+#include "../ops.h"
+
+namespace gradcomp::cpu {
+namespace {
+
+int64_t entries_there(int32_t count, int64_t room) { return std::clamp<int64_t>(count, 0, room); }
+
+// Adds the payload's entries; false where it is malformed. Whatever the bytes, nothing outside the arrays is touched.
+bool add_entries(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, float scale) {
+  if (count < 0) return false;
+  const int64_t there = entries_there(count, entries.size);
+  int64_t at = 0;
+  bool well_formed = true;
+  for (int64_t b = 0; b < blocks.size; ++b) {
+    const BlockWord word = read_block_word(blocks.data[b]);
+    if (!word.sound || at + word.count > there) return false;
+    for (const int64_t stop = at + word.count; at < stop; ++at) {
+      const int64_t index = b << kBlockBits | (entries.data[at] & (kBlockEntries - 1));
+      if (index < target.size) {
+        target.data[index] += scale * entry_value(entries.data[at], word.exponent);
+      } else {
+        well_formed = false;
+      }
+    }
+  }
+  return well_formed && at == there;
+}
+
+}  // namespace
+
+void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header, Span<float> value,
+                 Span<uint32_t> blocks, Span<uint32_t> entries, Queue) {
+  const int64_t there = entries_there(header.data[0], values.size);
+  int64_t at = 0;
+  for (int64_t b = 0; b < blocks.size; ++b) {
+    const int64_t begin = at;
+    uint32_t largest = 0;
+    for (; at < there && indices.data[at] >> kBlockBits == b; ++at) {
+      largest = std::max(largest, magnitude_key(values.data[at]));
+    }
+    blocks.data[b] = at == begin ? 0 : block_word(static_cast<uint32_t>(at - begin), largest);
+    const int exponent = exponent_of(largest);
+    for (int64_t i = begin; i < at; ++i) {
+      const auto index = static_cast<uint32_t>(indices.data[i]);
+      entries.data[i] = pack_entry(values.data[i], exponent, index);
+      value.data[index] += values.data[i] - entry_value(entries.data[i], exponent);
+    }
+  }
+}
+
+void add_packed(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
+                float scale, Queue) {
+  const bool flagged = header.data[1] != 0;
+  if (flagged || !add_entries(target, blocks, entries, header.data[0], scale)) target.data[0] = not_a_number();
+}
+
+void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
+                   Span<const float> update, float keep, Queue) {
+  const float share = is_finite(update.data[0]) ? keep : 1.0f;
+  if (share != 0) add_entries(value, blocks, entries, header.data[0], share);
+}
+
+}  // namespace gradcomp::cpu

@@ -1,0 +1,118 @@
+// Statistics on a GPU: a thread's, merged over its block in an order that never changes, so that results do not depend on
+// scheduling.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../math.h"
+#include "block.cuh"
+#include "launch.cuh"
+
+namespace gradcomp::cuda {
+
+// Moments whose mean is measured from one of the entries: of entries that differ in their last bits only, the difference from
+// the mean would be lost in the rounding of the mean itself.
+template <class T>
+struct Shifted {
+  T pivot;
+  Moments<T> moments;
+};
+
+// Functions of this kind are handed to join_block: T{} must be what changes nothing.
+struct Merge {
+  template <class T>
+  __device__ __forceinline__ Shifted<T> operator()(const Shifted<T>& a, Shifted<T> b) const {
+    if (b.moments.count == 0) return a;
+    if (a.moments.count == 0) return b;
+    b.moments.mean += b.pivot - a.pivot;
+    return {a.pivot, merge(a.moments, b.moments)};
+  }
+};
+
+struct Add {
+  __device__ __forceinline__ double operator()(double a, double b) const { return a + b; }
+};
+
+// Up to four entries more. Those beyond count do not count; low and high are taken from `range`, the rest from `of`.
+static __device__ __forceinline__ void include(Shifted<float>& all, const Four& of, const Four& range, int count) {
+  if (all.moments.count == 0) all.pivot = of.x[0];
+  const auto entries = static_cast<float>(count);
+  const float share = 1.0f / entries;
+  Moments<float> four = {entries, 0.0f, 0.0f, range.x[0], range.x[0], 0.0f};
+  for (int i = 0; i < 4; ++i) {
+    if (i < count) four.mean += (of.x[i] - all.pivot) * share;
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (i >= count) continue;
+    const float apart = (of.x[i] - all.pivot) - four.mean;
+    four.squares += apart * apart;
+    four.low = range.x[i] < four.low ? range.x[i] : four.low;
+    four.high = range.x[i] > four.high ? range.x[i] : four.high;
+    four.nonzero += of.x[i] != 0.0f ? 1.0f : 0.0f;
+  }
+  all.moments = merge(all.moments, four);
+}
+
+template <class T>
+static __device__ __forceinline__ T shuffle_down(const T& x, unsigned step) {
+  uint32_t words[sizeof(T) / sizeof(uint32_t)];
+  memcpy(words, &x, sizeof x);
+  for (uint32_t& word : words) word = __shfl_down_sync(kWholeWarp, word, step);
+  T from;
+  memcpy(&from, words, sizeof from);
+  return from;
+}
+
+// All threads' lots joined, in the order of the threads. Thread 0 gets the result; all threads of the block must call this.
+template <unsigned kThreads, class T, class Join>
+static __device__ __forceinline__ T join_block(T mine, Join join) {
+  constexpr unsigned kWarps = kThreads / kWarp;
+  __shared__ T of_warps[kWarps];
+  // What the upper lanes get is joined twice, but nothing of it reaches lane 0.
+  for (unsigned step = 1; step < kWarp; step *= 2) mine = join(mine, shuffle_down(mine, step));
+  if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = mine;
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    mine = threadIdx.x < kWarps ? of_warps[threadIdx.x] : T{};
+    for (unsigned step = 1; step < kWarps; step *= 2) mine = join(mine, shuffle_down(mine, step));
+  }
+  __syncthreads();  // the next call writes of_warps
+  return mine;
+}
+
+// What a block found out about its share of a piece, as it lies in scratch: 32-bit words.
+struct MomentsRecord {
+  float pivot;
+  float five[kMoments];
+};
+
+struct SumRecord {
+  uint32_t words[2];  // of a double, which may not be aligned
+};
+
+static __device__ __forceinline__ MomentsRecord record_of(const Shifted<float>& found) {
+  MomentsRecord record;
+  record.pivot = found.pivot;
+  store_moments(found.moments, record.five);
+  return record;
+}
+
+static __device__ __forceinline__ SumRecord record_of(double found) {
+  SumRecord record;
+  memcpy(record.words, &found, sizeof found);
+  return record;
+}
+
+// count: of the entries that the record is about.
+static __device__ __forceinline__ Shifted<double> read_record(const MomentsRecord& record, double count) {
+  return {record.pivot, load_moments(record.five, count)};
+}
+
+static __device__ __forceinline__ double read_record(const SumRecord& record, double) {
+  double found;
+  memcpy(&found, record.words, sizeof found);
+  return found;
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,170 @@
+// The k largest entries of a bucket, exactly, on a GPU: what take_topk and take_above share. A radix selection of the k-th
+// largest key, 11, 10 and 10 bits at a time, with all its state on the device; then what is chosen moves out, in index order.
+//
+// The entries to choose from (the sources) are listed, from a bit for each entry of the bucket; where they are too many for the
+// list, all entries are read again and again instead, which is decided on the device. Blocks that finish last pick and scan for
+// all, so that no block waits.
+//
+// A Key says what is compared. key.over(first, last), called by whole blocks, gives a key for entries from first to last; that
+// one's key(x, index) is 0 for an entry that is out of the question, and below 2^31.
+#pragma once
+
+#include "block.cuh"
+#include "launch.cuh"
+#include "plan.cuh"
+
+namespace gradcomp::cuda {
+
+// Where what is chosen goes.
+struct Hand {
+  float* value;
+  float* velocity;
+  float* values;
+  int32_t* indices;
+
+  __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
+    values[place] = x;
+    indices[place] = static_cast<int32_t>(index);
+    value[index] = 0.0f;
+    if (velocity != nullptr) velocity[index] = 0.0f;
+  }
+};
+
+// Four sources in a row, this thread's of a small tile; all threads of the block make theirs together.
+template <class Key>
+struct SourceTile {
+  uint32_t index[4];
+  Four value = {};
+  uint32_t key[4];
+  int count;  // of this thread's four, so many are there
+
+  __device__ __forceinline__ SourceTile(const float* all, const Plan& plan, uint32_t sources, bool listed, uint32_t tile,
+                                        const Key& keys) {
+    const uint32_t last = (sources - tile < kSmallTile ? sources : tile + kSmallTile) - 1;
+    const Key its = listed ? keys.over(plan.list[tile], plan.list[last]) : keys.over(tile, last);
+    const uint32_t first = tile + threadIdx.x * 4;
+    count = first > last ? 0 : last - first < 4 ? static_cast<int>(last - first + 1) : 4;
+    for (uint32_t i = 0; i < 4; ++i) index[i] = first + i;
+    if (listed) {
+      for (int i = 0; i < 4; ++i) {
+        if (i < count) index[i] = plan.list[first + i];
+      }
+      for (int i = 0; i < 4; ++i) {
+        if (i < count) value.x[i] = all[index[i]];
+      }
+    } else {
+      value = load_four(all + first, count);
+    }
+    for (int i = 0; i < 4; ++i) key[i] = i < count ? its(value.x[i], index[i]) : 0;
+  }
+
+  // Where an entry stands against the k-th key: in one word, 1 if above in its lower half, 1 if equal in its upper one.
+  __device__ __forceinline__ uint32_t standing(int i, uint32_t kth) const {
+    if (i >= count || key[i] < kth) return 0;
+    return key[i] > kth ? 1u : 1u << 16;
+  }
+};
+
+// The grid is made for reading all entries; for a list, few blocks of it have work.
+static __device__ __forceinline__ uint32_t blocks_with_work(uint32_t sources) {
+  const uint32_t tiles = (sources + kSmallTile - 1) / kSmallTile;
+  return tiles < gridDim.x ? tiles : gridDim.x;
+}
+
+template <class Key, uint32_t kDigits>
+static __global__ void __launch_bounds__(kThreads)
+    count_digits(const float* value, Key keys, int shift, uint32_t* all, uint32_t* ticket, Plan plan) {
+  __shared__ uint32_t counts[kDigits];
+  __shared__ Digit picked;
+  const uint32_t sources = plan.choice->sources;
+  const uint32_t blocks = blocks_with_work(sources);
+  if (blockIdx.x >= blocks) return;
+  const bool listed = plan.choice->listed != 0;
+  const uint32_t digits = plan.choice->digits;
+  const uint32_t wanted = plan.choice->wanted;
+  clear_digits<kThreads, kDigits>(counts);
+  for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
+    const SourceTile<Key> four(value, plan, sources, listed, tile, keys);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t difference = (four.key[i] ^ digits) >> shift;
+      if (i < four.count && difference < kDigits) count_digit(counts, difference);
+    }
+  }
+  add_up_digits<kThreads, kDigits>(counts, all);
+  if (!is_last_block(ticket, blocks)) return;
+  pick_digit<kThreads, kDigits>(all, wanted, &picked);
+  if (threadIdx.x != 0) return;
+  plan.choice->digits = digits | picked.digit << shift;
+  plan.choice->wanted = wanted - picked.above;
+}
+
+template <class Key>
+static __global__ void __launch_bounds__(kThreads) count_taken(const float* value, Key keys, Plan plan) {
+  const uint32_t sources = plan.choice->sources;
+  const uint32_t blocks = blocks_with_work(sources);
+  if (blockIdx.x >= blocks) return;
+  const bool listed = plan.choice->listed != 0;
+  const uint32_t kth = plan.choice->digits;
+  for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
+    const SourceTile<Key> four(value, plan, sources, listed, tile, keys);
+    uint32_t mine = 0;
+    for (int i = 0; i < 4; ++i) mine += four.standing(i, kth);
+    uint32_t total;
+    block_exclusive_sum<kThreads>(mine, total);
+    if (threadIdx.x == 0) {
+      plan.tile_above[tile / kSmallTile] = total & 0xffffu;
+      plan.tile_equal[tile / kSmallTile] = total >> 16;
+    }
+  }
+  if (!is_last_block(plan.tickets + 4, blocks)) return;
+  const uint32_t tiles = (sources + kSmallTile - 1) / kSmallTile;
+  scan_in_place<kThreads>(plan.tile_above, tiles);
+  scan_in_place<kThreads>(plan.tile_equal, tiles);
+}
+
+template <class Key>
+static __global__ void __launch_bounds__(kThreads) take_chosen(Hand hand, Key keys, Plan plan) {
+  const uint32_t sources = plan.choice->sources;
+  const uint32_t blocks = blocks_with_work(sources);
+  if (blockIdx.x >= blocks) return;
+  const bool listed = plan.choice->listed != 0;
+  const uint32_t kth = plan.choice->digits;
+  const uint32_t quota = plan.choice->wanted;
+  for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
+    const SourceTile<Key> four(hand.value, plan, sources, listed, tile, keys);
+    uint32_t mine = 0;
+    for (int i = 0; i < 4; ++i) mine += four.standing(i, kth);
+    uint32_t total;
+    const uint32_t before = block_exclusive_sum<kThreads>(mine, total);
+    uint32_t above = plan.tile_above[tile / kSmallTile] + (before & 0xffffu);
+    uint32_t equal = plan.tile_equal[tile / kSmallTile] + (before >> 16);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t its = four.standing(i, kth);
+      if (its == 1 || (its != 0 && equal < quota)) {
+        hand.take(above + (equal < quota ? equal : quota), four.index[i], four.value.x[i]);
+      }
+      above += its & 0xffffu;
+      equal += its >> 16;
+    }
+  }
+}
+
+inline unsigned source_blocks(int64_t n) {
+  const unsigned tiles = blocks_for(n, kSmallTile);
+  return tiles < kMostBlocks ? tiles : kMostBlocks;
+}
+
+// The last four launches: the next two digits, then what is chosen moves.
+template <class Key>
+static void choose_and_take(int64_t n, Hand hand, Key keys, const Plan& plan, Queue queue) {
+  const unsigned blocks = source_blocks(n);
+  const auto count_next = count_digits<Key, kNextDigits>;
+  for (int pass = 0; pass < 2; ++pass) {
+    LAUNCH(count_next, blocks, kThreads, 0, queue, hand.value, keys, pass == 0 ? kNextBits : 0,
+           plan.next_counts + pass * kNextDigits, plan.tickets + 2 + pass, plan);
+  }
+  LAUNCH(count_taken<Key>, blocks, kThreads, 0, queue, hand.value, keys, plan);
+  LAUNCH(take_chosen<Key>, blocks, kThreads, 0, queue, hand, keys, plan);
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,41 @@
+// Adding a payload's entries to a target whose first entry may be made NaN meanwhile, for others to see that all is not well.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../math.h"
+#include "../span.h"
+
+namespace gradcomp::cuda {
+
+static __device__ __forceinline__ void spoil(Span<float> target) {
+  atomicExch(reinterpret_cast<unsigned*>(target.data), bits_of(not_a_number()));
+}
+
+// target[index] += x; false where there is no such entry: a wrong index is never written to. Nobody else adds to this entry,
+// but where it is the first, somebody may spoil it: whoever comes first, the NaN stays.
+static __device__ __forceinline__ bool add_at(Span<float> target, int64_t index, float x) {
+  if (index < 0 || index >= target.size) return false;
+  if (index > 0) {
+    target.data[index] += x;
+    return true;
+  }
+  auto* const word = reinterpret_cast<unsigned*>(target.data);
+  unsigned seen = *static_cast<volatile unsigned*>(word);
+  while (float_of(seen) == float_of(seen)) {
+    const unsigned before = atomicCAS(word, seen, bits_of(float_of(seen) + x));
+    if (before == seen) break;
+    seen = before;
+  }
+  return true;
+}
+
+// How many entries a payload has: what its header says, or as many as there is room for. Not for negative counts.
+static __device__ __forceinline__ int64_t entries_there(int32_t count, int64_t room) { return count < room ? count : room; }
+
+// What the entries are multiplied with once the update is known: they go back whole where it is not finite.
+static __device__ __forceinline__ float share_to_keep(const float* update, float keep) {
+  return is_finite(update[0]) ? keep : 1.0f;
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,229 @@
+"""SDAGC: in each layer, what exceeds a multiple of the standard deviation travels; the rest waits in the residual.
+
+M. Chen, Z. Yan, J. Ren, W. Wu, "Standard Deviation based Adaptive Gradient Compression for Distributed Deep Learning" (CCGRID
+2020). Only its abstract could be read. It names the parts: a threshold from each layer's standard deviation, residual
+accumulation, local gradient clipping, momentum compensation, adaptive learning-rate revision. How they fit together here is
+reconstructed, and every part can be switched:
+
+    g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v), layer by layer;  v, u <- 0 there
+
+Clipping, momentum correction with masking, and warm-up are the knobs clip, momentum and warmup of every compressor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp import kernels, paths, staleness
+from gradcomp.capacity import Capacity
+from gradcomp.compressors.dense import Dense
+from gradcomp.core import Acc, Compressor, Gather, Layer, Layout, Steps, World
+from gradcomp.wire import whole
+
+TINY = 1024
+BIAS = 1 << 16
+REVISIONS = ("none", "keep", "rescale", "density", "staleness", "per_layer")
+
+
+@dataclass(frozen=True)
+class Sdagc(Compressor):
+    """Per-layer standard-deviation thresholds. Of normally distributed entries lam=3.3 sends a thousandth, of Laplace's 4.9."""
+
+    lam: float = 3.3  # higher = fewer bytes, staler gradients
+    density: float = 0.0  # share of entries that lam is steered to, from where it begins; 0 = lam stays
+    stat: str = "accumulated"  # sigma of what has accumulated, or of the raw gradient
+    sigma: str = "mean"  # sigma is the deviation from the mean, or from zero (the root mean square)
+    about: str = "zero"  # entries are measured from zero, or from the mean
+    zeros: str = "skip"  # sigma over the entries that are not zero, as embeddings need it; count = over all
+    shared: bool = False  # one sigma for all ranks: another small exchange; false = every rank has its own
+    per: str = "layer"  # one threshold a layer, or one for the whole bucket
+    small: str = "dense"  # tiny and one-dimensional layers: dense, or in a pool under one threshold; none = like all others
+    live: bool = True  # a layer in which nothing exceeds the threshold sends its largest entry
+    cap: float = 0.05  # at most this share of a bucket travels in a burst; the largest do, the rest waits
+    flush: int = 0  # every so many steps all of the residual travels; 0 = never
+    sam: float = 0.0  # SAMomentum: what is sent leaves this times itself behind; in place of momentum=, and a buffer less
+    lr_revision: str = "none"  # what a changing or late learning rate does to what waits
+    wire: str = "compact"  # compact = 32 bits an entry, what rounding loses waits; exact = 32-bit values and 32-bit indices
+
+    def __post_init__(self) -> None:
+        _in("lam", self.lam, 0 <= self.lam <= 16, "in [0, 16]")
+        _in("density", self.density, 0 <= self.density < 1, "in [0, 1)")
+        _in("cap", self.cap, 0 < self.cap <= 1, "in (0, 1]")
+        _in("flush", self.flush, self.flush >= 0, "0 or more")
+        _in("sam", self.sam, 0 <= self.sam < 1, "in [0, 1)")
+        for name, known in (
+            ("stat", ("accumulated", "raw")),
+            ("sigma", ("mean", "zero")),
+            ("about", ("zero", "mean")),
+            ("zeros", ("skip", "count")),
+            ("per", ("layer", "bucket")),
+            ("small", ("dense", "pool", "none")),
+            ("lr_revision", REVISIONS),
+        ):
+            _in(name, getattr(self, name), getattr(self, name) in known, "one of " + ", ".join(known))
+        paths.check_wire("sdagc", self.wire)
+
+    @property
+    def moments(self) -> str:
+        return self.stat
+
+    @property
+    def local_momentum(self) -> float:
+        return self.sam
+
+    @property
+    def needs_rates(self) -> bool:
+        return self.lr_revision in ("keep", "rescale", "density")
+
+    def choose(self, name: str, layer: Layer) -> Compressor:
+        """Where small layers go. One dimension alone does not make a layer small: no bias has more than 2^16 entries."""
+        if self.small == "none" or not (layer.size < TINY or (layer.dims < 2 and layer.size <= BIAS)):
+            return self
+        return Dense() if self.small == "dense" else replace(self, small="none", per="bucket")
+
+    def eased(self, progress: float) -> Sdagc:
+        """Laplace's tail is exp(-sqrt(2) lam): a share of lam is the same power of the density."""
+        return replace(self, lam=self.lam * progress, density=self.density**progress if self.density else 0.0)
+
+    def init(self, layout: Layout, seed: int) -> State:
+        return State(layout)
+
+    def revise(self, value: Tensor, velocity: Tensor | None, state: State, rates: tuple[float, ...]) -> None:
+        before, state.rates = state.rates, rates
+        if before is None or before == rates or self.lr_revision not in ("keep", "rescale"):
+            return
+        for i, (old, new) in enumerate(zip(before, rates, strict=True)):
+            if old != new and old > 0 and new > 0:
+                # keep: what waits keeps the rate it was found under; rescale: it shrinks and grows with the rate once more.
+                factor = old / new if self.lr_revision == "keep" else new / old
+                for flat in (value, velocity):
+                    if flat is not None:
+                        flat[state.begins[i] : state.begins[i + 1]] *= factor
+
+    def exchange(self, acc: Acc, state: State, world: World) -> Steps:
+        state.steps += 1
+        target = self._target(acc, state)
+        capacity = self._capacity(state, target)
+        # In a flush, and where entries would cost what a dense exchange costs, everything goes.
+        entry = 4 if self.wire == "compact" else 8
+        if (self.flush and state.steps % self.flush == 0) or entry * capacity.room >= 4 * acc.value.numel():
+            # A buffer of its own only where it is needed: most buckets never are.
+            state.buffer = torch.empty_like(acc.value) if state.buffer is None else state.buffer
+            return (yield from paths.dense_allreduce(acc, world, state.buffer, keep=self.sam, mask=True))
+        moments = acc.moments
+        assert moments is not None
+        if self.shared:
+            replies = yield Gather(whole(moments.view(-1)))
+            moments = together([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
+        kernels.set_thresholds(
+            moments,
+            state.ends,
+            state.lam,
+            state.centers,
+            state.thresholds,
+            from_zero=self.sigma == "zero",
+            about_mean=self.about == "mean",
+            skip_zeros=self.zeros == "skip",
+            live=self.live,
+            pooled=self.per == "bucket",
+        )
+        taken_room = paths.room(acc, capacity.room, self.wire)
+        layers = (state.ends, state.centers, state.thresholds)
+        kernels.take_above(acc.value, *layers, **taken_room.arrays, velocity=acc.velocity, flag=acc.flag)
+        if target is not None:
+            kernels.steer(state.lam, taken_room.header, target)
+        if self.lr_revision in ("staleness", "per_layer"):
+            state.ages = state.ages or staleness.Ages(acc.value.numel(), state.ends)
+            state.ages.revise(taken_room, state.steps, by_layer=self.lr_revision == "per_layer")
+        return (yield from paths.sparse_allgather(acc, taken_room, world, keep=self.sam, seen=capacity.see))
+
+    def save(self, state: State) -> dict[str, Any]:
+        kept: dict[str, Any] = {"steps": state.steps, "lam": float(state.lam), "set_for": state.set_for, "rates": state.rates}
+        kept["capacity"] = None if state.capacity is None else state.capacity.save()
+        kept["ages"] = None if state.ages is None else state.ages.last.clone()
+        return kept
+
+    def load(self, state: State, saved: Mapping[str, Any]) -> None:
+        state.steps, state.set_for, state.rates = saved["steps"], tuple(saved["set_for"]), saved["rates"]
+        state.lam.fill_(saved["lam"])
+        if saved["capacity"] is not None:
+            state.capacity = Capacity(*self._expected(state.set_for, state.n))
+            state.capacity.load(saved["capacity"])
+        if saved["ages"] is not None:
+            state.ages = staleness.Ages(state.n, state.ends)
+            state.ages.last.copy_(saved["ages"])
+
+    def _target(self, acc: Acc, state: State) -> int | None:
+        """How many entries lam is steered to."""
+        if not self.density:
+            return None
+        share = self.density
+        if self.lr_revision == "density" and acc.rates is not None:  # compress harder as the rate falls
+            state.first_rate = state.first_rate or max(acc.rates)
+            share *= min(1.0, max(acc.rates) / state.first_rate) if state.first_rate else 1.0
+        return max(1, math.ceil(share * acc.value.numel()))
+
+    def _capacity(self, state: State, target: int | None) -> Capacity:
+        """The room of the payload; begun anew where lam or the target is another one than before, as in a warm-up."""
+        wanted = (self.lam, target or 0)
+        if state.capacity is None or state.set_for != wanted:
+            if state.set_for[:1] != wanted[:1] or not self.density:
+                state.lam.fill_(self.lam)
+            state.set_for = wanted
+            state.capacity = Capacity(*self._expected(wanted, state.n))
+        return state.capacity
+
+    def _expected(self, wanted: tuple[float, int], n: int) -> tuple[int, int, bool]:
+        lam, target = wanted
+        if target:
+            room = min(n, math.ceil(1.1 * target))
+            return room, room, True
+        room = min(n, max(1, math.ceil(1.25 * laplace_density(lam) * n)))
+        return room, max(room, math.ceil(self.cap * n)), False
+
+
+class State:
+    """What sdagc keeps of a bucket between steps."""
+
+    def __init__(self, layout: Layout):
+        self.n = layout.total
+        self.sizes = torch.tensor(layout.sizes, dtype=torch.float64, device=layout.device)
+        ends = torch.tensor(layout.sizes).cumsum(0)
+        self.begins: Sequence[int] = [0, *ends.tolist()]
+        self.ends = ends.to(torch.int32).to(layout.device)
+        self.centers = torch.zeros(len(layout.sizes), device=layout.device)
+        self.thresholds = torch.zeros(len(layout.sizes), device=layout.device)
+        self.lam = torch.zeros(1, device=layout.device)
+        self.steps = 0
+        self.set_for: tuple[float, int] = (-1.0, 0)
+        self.capacity: Capacity | None = None
+        self.rates: tuple[float, ...] | None = None
+        self.first_rate = 0.0
+        self.ages: staleness.Ages | None = None
+        self.buffer: Tensor | None = None
+
+
+def laplace_density(lam: float) -> float:
+    """The share of Laplace-distributed entries beyond lam standard deviations."""
+    return math.exp(-math.sqrt(2) * lam)
+
+
+def together(moments: Sequence[Tensor], rank: int, sizes: Tensor) -> Tensor:
+    """The statistics of all ranks' layers as if of one, rank by rank alike; smallest and largest stay this rank's own."""
+    all_ranks = torch.stack(list(moments))
+    found = all_ranks.mean(0)
+    apart = all_ranks[:, :, 0] - found[:, 0]
+    found[:, 1] += sizes * apart.square().mean(0)
+    found[:, 2:4] = all_ranks[rank, :, 2:4]
+    return found
+
+
+def _in(name: str, value: object, good: bool, where: str) -> None:
+    if not good:
+        raise ValueError(f"sdagc: {name} must be {where}, not {value!r}")

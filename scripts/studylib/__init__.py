@@ -1,0 +1,1 @@
+"""What scripts/study.py is made of."""

@@ -1,0 +1,77 @@
+"""One run of a study: trains a task with simulated ranks whose gradients a spec compresses, and records what came of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradcomp
+from studylib.tasks import TASKS, Settings
+
+WARM_UP = 0.05  # the share of the steps in which the learning rate rises from nothing
+DECAY_FROM, DECAY_TO = 0.6, 0.1  # from this share on it falls, in a straight line, to this part of itself
+
+Record = dict[str, Any]
+
+
+def rate_at(step: int, steps: int) -> float:
+    """The part of the learning rate that step number `step`, from 1, is made with."""
+    rising = min(1.0, step / max(1.0, WARM_UP * steps))
+    left = max(0.0, (step / steps - DECAY_FROM) / (1 - DECAY_FROM))
+    return rising * (1 - (1 - DECAY_TO) * left)
+
+
+def keeps_momentum(spec: str) -> bool:
+    """Whether the spec has momentum of its own; the optimizer's must then be 0."""
+    found = re.findall(r"\b(?:momentum|sam)\s*=\s*([^,\s]+)", spec)
+    return any(value.lower() not in ("0", "0.0", "false", "no") for value in found)
+
+
+def run(task: str, spec: str, seed: int, ranks: int, settings: Settings) -> Record:
+    """Trains once. Weights are common to all ranks, whose updates the simulation holds equal to the last bit."""
+    began = time.perf_counter()
+    job = TASKS[task].make(settings, seed, ranks)
+    parameters = dict(job.model.named_parameters())
+    simulation = gradcomp.Simulation(spec, {name: p.shape for name, p in parameters.items()}, ranks, seed)
+    optimizer = torch.optim.SGD(
+        parameters.values(), lr=settings.lr, momentum=0.0 if keeps_momentum(spec) else settings.momentum
+    )
+    losses: list[float] = []
+    sent: list[int] = []
+    for step in range(1, settings.steps + 1):
+        optimizer.param_groups[0]["lr"] = settings.lr * rate_at(step, settings.steps)
+        grads: list[dict[str, Tensor]] = []
+        loss = 0.0
+        for batches in job.batches:
+            x, y = next(batches)
+            own = job.loss(job.model(x), y)
+            loss += float(own.detach()) / ranks
+            found = _clipped(torch.autograd.grad(own, list(parameters.values())), settings.clip)
+            grads.append(dict(zip(parameters, found, strict=True)))
+        for name, update in simulation.step(grads).items():
+            parameters[name].grad = update
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(round(loss, 6))
+        sent.append(max(simulation.bytes_sent))
+    return {
+        "losses": losses,
+        "sent": sent,
+        "dense_bytes": 4 * sum(p.numel() for p in parameters.values()) * settings.steps,
+        "score": job.score(),
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def _clipped(grads: tuple[Tensor, ...], longest: float) -> tuple[Tensor, ...]:
+    """A rank's gradient, shortened to this length where it is longer; 0 leaves every gradient alone."""
+    if longest:
+        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        for grad in grads:
+            grad.mul_((longest / length).clamp(max=1))
+    return grads

@@ -1,0 +1,207 @@
+"""Statistics of layers, thresholds from them, and what exceeds a threshold."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradcomp import kernels
+
+SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [8192, 8192], [50_003], [64] * 300]
+
+
+def moments_of(grads: list[Tensor], raw: bool = False, scales: Tensor | None = None, value: Tensor | None = None) -> Tensor:
+    n = sum(grad.numel() for grad in grads)
+    value = torch.zeros(n, device=grads[0].device) if value is None else value
+    flag = torch.zeros(1, dtype=torch.int32, device=value.device)
+    found = torch.full((len(grads), kernels.MOMENTS), -7.0, dtype=torch.float64, device=value.device)
+    kernels.accumulate(grads, value, None, flag, scales=scales, moments=found, raw=raw)
+    return found
+
+
+def check_moments(found: Tensor, parts: list[Tensor]) -> None:
+    for own, part in zip(found.tolist(), parts, strict=True):
+        mean, squares, low, high, nonzero = reference.moments(part)
+        size = max(abs(low), abs(high))
+        assert own[2:] == [low, high, nonzero]
+        # Both are sums in float32 over a few thousand entries at a time, measured from one of the entries.
+        assert abs(own[0] - mean) <= 1e-6 * max(high - low, size * 1e-6) + 1e-44
+        assert abs(own[1] - squares) <= 1e-5 * squares + 1e-12 * part.numel() * (high - low) ** 2 + 1e-30
+
+
+@pytest.mark.parametrize("kind", [kind for kind in gradients.KINDS if kind not in ("huge", "tiny")])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_moments_are_their_definition(device: torch.device, sizes: list[int], kind: str) -> None:
+    grads = [gradients.draw(kind, n, seed).to(device) for seed, n in enumerate(sizes)]
+    check_moments(moments_of(grads), grads)
+
+
+def test_moments_far_from_zero(device: torch.device) -> None:
+    """A mean of ten million deviations: a sum of squares would leave nothing of sigma."""
+    grads = [(1e4 + 1e-3 * torch.randint(-3, 4, (9000,))).to(device)]
+    (found,) = moments_of(grads).tolist()
+    wanted = reference.moments(grads[0])
+    assert abs(found[1] / wanted[1] - 1) < 1e-3
+    assert abs(found[0] - wanted[0]) < 1e-5
+
+
+def test_moments_of_what_has_accumulated_or_of_the_raw_gradient(device: torch.device) -> None:
+    grads = [torch.randn(3000, device=device), torch.randn(500, device=device).half()]
+    before = torch.randn(3500, device=device)
+    scales = torch.tensor([2.0, 0.25], device=device)
+    scaled = [grad.float() * scale for grad, scale in zip(grads, scales, strict=True)]
+    value = before.clone()
+    found = moments_of(grads, scales=scales, value=value)
+    assert reference.same(value, before + torch.cat(scaled))
+    check_moments(found, list(value.split([3000, 500])))
+    raw = moments_of(grads, raw=True, scales=scales, value=before.clone())
+    assert torch.equal(raw[:, 2:4], found[:, 2:4])  # smallest and largest are always those of the value
+    raw[:, 2:4] = torch.tensor([[float(x.min()), float(x.max())] for x in scaled], device=device)
+    check_moments(raw, scaled)
+
+
+def test_what_is_not_finite_does_not_reach_the_moments(device: torch.device) -> None:
+    grads = [torch.randn(5000, device=device)]
+    grads[0][77] = float("inf")
+    assert moments_of(grads).isfinite().all() and moments_of(grads, raw=True).isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_squares_are_summed_in_double(device: torch.device, sizes: list[int]) -> None:
+    grads = [(1e25 * torch.randn(n)).to(device) for n in sizes]
+    squares = torch.full((len(sizes),), -1.0, dtype=torch.float64, device=device)
+    kernels.sum_squares(grads, squares)
+    wanted = torch.stack([grad.double().square().sum() for grad in grads])
+    torch.testing.assert_close(squares, wanted, rtol=1e-12, atol=0)  # float64, added in another order
+
+
+def thresholds_of(x: Tensor, lam: float, **options: bool) -> tuple[float, float]:
+    moments = torch.tensor([reference.moments(x)], dtype=torch.float64)
+    ends = torch.tensor([x.numel()], dtype=torch.int32)
+    center, threshold = torch.zeros(1), torch.zeros(1)
+    kernels.set_thresholds(moments, ends, torch.tensor([lam]), center, threshold, **options)
+    return center.item(), threshold.item()
+
+
+def test_thresholds(device: torch.device) -> None:
+    x = torch.randn(1000) + 0.5
+    sigma, mean = x.double().std(correction=0).item(), x.double().mean().item()
+    assert thresholds_of(x, 2.0) == pytest.approx((0.0, 2 * sigma))
+    assert thresholds_of(x, 2.0, about_mean=True) == pytest.approx((mean, 2 * sigma))
+    assert thresholds_of(x, 2.0, from_zero=True) == pytest.approx((0.0, 2 * x.double().square().mean().sqrt().item()))
+    x[::3] = 0
+    used = x[x != 0].double()
+    assert thresholds_of(x, 1.0) == pytest.approx((0.0, used.std(correction=0).item()))
+    assert thresholds_of(x, 1.0, about_mean=True) == pytest.approx((used.mean().item(), used.std(correction=0).item()))
+    assert thresholds_of(x, 1.0, skip_zeros=False) == pytest.approx((0.0, x.double().std(correction=0).item()))
+
+
+def test_the_largest_entry_always_passes_where_it_must(device: torch.device) -> None:
+    x = torch.tensor([1.0, -1.0, 1.0, -1.5])
+    assert thresholds_of(x, 3.3, live=False)[1] > 1.5
+    threshold = thresholds_of(x, 3.3)[1]
+    assert 1 < threshold < 1.5
+    assert thresholds_of(torch.zeros(5), 3.3) == (0.0, 0.0)
+    assert thresholds_of(torch.full((5,), 2.0), 3.3) == (0.0, 0.0)  # no deviation at all: everything passes
+
+
+def test_pooled_layers_have_one_threshold(device: torch.device) -> None:
+    parts = [torch.randn(n) * (i + 1) + i for i, n in enumerate([500, 0, 3, 70])]
+    moments = torch.tensor([reference.moments(part) for part in parts], dtype=torch.float64)
+    ends = torch.tensor([500, 500, 503, 573], dtype=torch.int32)
+    centers, thresholds = torch.zeros(4), torch.zeros(4)
+    kernels.set_thresholds(moments, ends, torch.tensor([2.0]), centers, thresholds, about_mean=True, pooled=True)
+    whole = torch.cat(parts).double()
+    assert centers.tolist() == pytest.approx([whole.mean().item()] * 4)
+    assert thresholds.tolist() == pytest.approx([2 * whole.std(correction=0).item()] * 4)
+
+
+def test_steering(device: torch.device) -> None:
+    def steered(lam: float, count: int, target: int) -> float:
+        x = torch.tensor([lam])
+        kernels.steer(x, torch.tensor([count, 0], dtype=torch.int32), target)
+        return x.item()
+
+    assert steered(3.0, 100, 100) == 3.0
+    assert steered(3.0, 10_000, 100) == steered(3.0, 200, 100) == pytest.approx(3.3)
+    assert steered(3.0, 0, 100) == pytest.approx(3.0 / 1.1)
+    assert steered(16.0, 900, 1) == 16.0 and steered(0.5, 0, 1) == 0.5
+
+
+def take_above(
+    value: Tensor, sizes: list[int], centers: list[float], thresholds: list[float], room: int, velocity: Tensor | None = None
+) -> dict[str, Tensor]:
+    device = value.device
+    taken = {
+        "values": torch.full((room,), 9.0, device=device),
+        "indices": torch.full((room,), -1, dtype=torch.int32, device=device),
+        "header": torch.full((2,), -1, dtype=torch.int32, device=device),
+    }
+    layers = (
+        torch.tensor(sizes).cumsum(0).to(torch.int32).to(device),
+        torch.tensor(centers, device=device),
+        torch.tensor(thresholds, device=device),
+    )
+    kernels.take_above(value, *layers, **taken, velocity=velocity)
+    return taken
+
+
+def check_above(value: Tensor, sizes: list[int], centers: list[float], thresholds: list[float], room: int) -> None:
+    before, velocity = value.clone(), torch.ones_like(value)
+    taken = take_above(value, sizes, centers, thresholds, room, velocity)
+    wanted, passing = reference.above(before, sizes, centers, thresholds, room)
+    assert taken["header"].tolist() == [passing, 0]
+    assert torch.equal(taken["indices"][: wanted.numel()].long(), wanted)
+    assert reference.same(taken["values"][: wanted.numel()], before[wanted])
+    left, masked = before.clone(), torch.ones_like(value)
+    left[wanted] = masked[wanted] = 0
+    assert reference.same(value, left) and reference.same(velocity, masked)
+
+
+@pytest.mark.parametrize("kind", gradients.KINDS)
+@pytest.mark.parametrize("n,room", [(1, 1), (1000, 1), (4096, 4096), (65_537, 66), (100_000, 30_000)])
+def test_above_is_exact(device: torch.device, kind: str, n: int, room: int) -> None:
+    value = gradients.draw(kind, n, seed=n + room).to(device)
+    sigma = float(value.double().std(correction=0))
+    for lam in (0.0, 1.0, 3.0, float("inf")):
+        check_above(value.clone(), [n], [0.0], [lam * sigma if lam else 0.0], room)
+
+
+@given(
+    kind=gradients.kinds,
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0),
+    share=st.floats(0.0, 1.0),
+    seed=gradients.seeds,
+)
+def test_above_is_exact_for_any_layers(device: torch.device, kind: str, sizes: list[int], share: float, seed: int) -> None:
+    n = sum(sizes)
+    value = gradients.draw(kind, n, seed).to(device)
+    generator = torch.Generator().manual_seed(seed)
+    scale = float(value.abs().max())
+    centers = (torch.randn(len(sizes), generator=generator) * 0.1 * scale).tolist()
+    thresholds = (torch.rand(len(sizes), generator=generator) * scale).tolist()
+    check_above(value, sizes, centers, thresholds, max(1, int(share**4 * n)))
+
+
+def test_thousands_of_tiny_layers(device: torch.device) -> None:
+    sizes = [i % 5 for i in range(5000)]
+    value = torch.randn(sum(sizes), device=device)
+    check_above(value, sizes, [0.0] * 5000, [float(i % 3) for i in range(5000)], 3000)
+
+
+def test_the_flag_goes_along(device: torch.device) -> None:
+    taken = {
+        "values": torch.empty(3),
+        "indices": torch.empty(3, dtype=torch.int32),
+        "header": torch.empty(2, dtype=torch.int32),
+    }
+    layers = torch.tensor([100], dtype=torch.int32), torch.zeros(1), torch.full((1,), float("inf"))
+    taken = {name: array.to(device) for name, array in taken.items()}
+    flag = torch.ones(1, dtype=torch.int32, device=device)
+    kernels.take_above(torch.randn(100, device=device), *(x.to(device) for x in layers), **taken, flag=flag)
+    assert taken["header"].tolist() == [0, 1]

@@ -1,0 +1,144 @@
+"""Entries in 32 bits: what rounding loses stays behind, to the last bit, and no bytes whatever do harm."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradcomp import kernels, wire
+from gradcomp.core import Payload
+
+CPU = torch.device("cpu")
+
+
+def pack(value: Tensor, k: int, flag: int = 0) -> tuple[Payload, dict[str, Tensor]]:
+    """Takes the k largest out of value and packs them; also what was taken, exactly."""
+    payload = wire.empty(wire.packed_form(value.numel(), k), value.device)
+    taken = {
+        "values": torch.empty(k, device=value.device),
+        "indices": torch.empty(k, dtype=torch.int32, device=value.device),
+        "header": payload["header"],
+    }
+    kernels.take_topk(value, k, **taken, flag=torch.tensor([flag], dtype=torch.int32, device=value.device))
+    kernels.pack_sparse(**taken, value=value, blocks=payload["blocks"], entries=payload["entries"])
+    return payload, taken
+
+
+@pytest.mark.parametrize("kind", [*gradients.KINDS, "mixed"])
+@pytest.mark.parametrize("n,k", [(1, 1), (1000, 1000), (65_536, 100), (65_537, 3000), (131_072, 131), (100_000, 2)])
+def test_packing_is_its_definition_and_exact(device: torch.device, kind: str, n: int, k: int) -> None:
+    if kind == "mixed":  # all the magnitudes there are, in one block
+        before = gradients.draw("normal", n, k).to(device) * torch.logspace(-44, 37, n, device=device)
+    else:
+        before = gradients.draw(kind, n, seed=n + k).to(device)
+    value = before.clone()
+    payload, taken = pack(value, k)
+    words, entries, said = reference.packed(taken["values"].cpu(), taken["indices"].cpu(), n)
+    assert torch.equal(payload["blocks"].cpu().long() & 0xFFFFFFFF, words)
+    assert torch.equal(payload["entries"].cpu().long() & 0xFFFFFFFF, entries)
+    target = torch.zeros(n, device=device)
+    kernels.add_packed(target, **payload.arrays)
+    assert torch.equal(target[taken["indices"].long()].cpu(), said)
+    assert torch.equal(value + target, before)
+    big = taken["values"].abs() >= 2**-14 * taken["values"].abs().max()
+    close = (said.to(device) - taken["values"]).abs() <= 2**-11 * taken["values"].abs()
+    assert close[big].all()
+
+
+def test_scale_flag_and_settling(device: torch.device) -> None:
+    before = torch.randn(70_000, device=device)
+    value = before.clone()
+    payload, _ = pack(value, 700)
+    after, sent = value.clone(), torch.zeros_like(value)
+    kernels.add_packed(sent, **payload.arrays)
+    half = torch.zeros_like(value)
+    kernels.add_packed(half, **payload.arrays, scale=0.5)
+    assert torch.equal(half, 0.5 * sent)
+    update = torch.zeros_like(value)
+    kernels.settle_packed(value, **payload.arrays, update=update)
+    assert reference.same(value, after)
+    kernels.settle_packed(value, **payload.arrays, update=update, keep=0.5)
+    assert torch.equal(value, after + 0.5 * sent)
+    value.copy_(after)
+    update[0] = float("inf")
+    kernels.settle_packed(value, **payload.arrays, update=update, keep=0.5)
+    assert torch.equal(value, before)
+    value = before.clone()
+    payload, _ = pack(value, 700, flag=1)
+    kernels.add_packed(update.zero_(), **payload.arrays)
+    assert update[0].isnan() and not update[1:].any()
+
+
+def sound(payload: Payload, n: int) -> bool:
+    try:
+        wire.check_sparse(payload, n, "rank 1")
+    except ValueError as error:
+        assert str(error).startswith("the payload of rank 1 is malformed: ")
+        return False
+    return True
+
+
+@given(
+    n=st.sampled_from([1, 2, 1000, 65_536, 65_537, 140_000]),
+    k=st.integers(1, 40),
+    form=st.sampled_from(["compact", "exact"]),
+    seed=gradients.seeds,
+    changes=st.lists(st.tuples(st.integers(0, 2**31), st.integers(0, 255)), max_size=12),
+)
+def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed: int, changes: list[tuple[int, int]]) -> None:
+    """Bytes changed anywhere: what surrounds the target stays as it is, and a malformed payload is found by both: the kernels
+    answer NaN, the check a sentence."""
+    k = min(k, n)
+    value = gradients.draw("normal", n, seed).to(device)
+    if form == "compact":
+        payload, _ = pack(value, k)
+    else:
+        payload = wire.empty(wire.sparse_form(k), value.device)
+        kernels.take_topk(value, k, **payload.arrays)
+    for place, byte in changes:
+        payload.bytes[place % payload.bytes.numel()] = byte
+    around = torch.ones(n + 64, device=device)
+    target = around[32 : 32 + n]
+    (kernels.add_packed if form == "compact" else kernels.add_sparse)(target, **payload.arrays)
+    assert (around[:32] == 1).all() and (around[32 + n :] == 1).all()
+    flagged = int(payload["header"][1]) != 0
+    on_cpu = Payload(payload.form, payload.bytes.cpu(), {name: array.cpu() for name, array in payload.arrays.items()})
+    if flagged or not sound(on_cpu, n):
+        assert target[0].isnan()
+    own = torch.randn(n + 64, device=device)
+    before = own.clone()
+    update = torch.full((n,), float("nan"), device=device)
+    settle = kernels.settle_packed if form == "compact" else kernels.settle_sparse
+    settle(own[32 : 32 + n], **payload.arrays, update=update)
+    assert torch.equal(own[:32], before[:32]) and torch.equal(own[32 + n :], before[32 + n :])
+
+
+@pytest.mark.parametrize(
+    "change,sentence",
+    [
+        (lambda p: p["header"].__setitem__(0, -1), "its header says -1 entries and flag 0"),
+        (lambda p: p["header"].__setitem__(1, 7), "its header says 5 entries and flag 7"),
+        (lambda p: p["header"].__setitem__(0, 4), "its blocks count 5 entries, but 4 came"),
+        (lambda p: p["blocks"].__setitem__(1, 0x0012FFFF), "a block holds more than 65536 entries"),
+        (lambda p: p["blocks"].__setitem__(0, (255 << 24 | 5) - (1 << 32)), "its exponent is none"),
+        (lambda p: p["blocks"].copy_(torch.tensor([0, 5])), "places outside the bucket of 70000 entries"),
+    ],
+)
+def test_what_is_malformed_gets_a_sentence(change: object, sentence: str) -> None:
+    value = torch.zeros(70_000)
+    value[[1, 2, 3, 60_000, 65_000]] = 1.0
+    payload, _ = pack(value, 5)
+    change(payload)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=sentence):
+        wire.check_sparse(payload, 70_000, "rank 1")
+
+
+def test_a_payload_of_another_size_is_refused() -> None:
+    form = wire.packed_form(1000, 10)
+    with pytest.raises(ValueError, match=r"a payload of 56 bytes was expected, but 48 entries of torch\.uint8 came"):
+        wire.read(form, torch.zeros(48, dtype=torch.uint8))

@@ -1,0 +1,174 @@
+"""The study: real runs, tiny, through the command line; its arithmetic against figures worked out by hand; its refusals."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn", reason="the study was NOT tested: scikit-learn is not installed")
+pytest.importorskip("matplotlib", reason="the study was NOT tested: matplotlib is not installed")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import study  # noqa: E402
+from studylib import arguments, corpus, stats, summary, train  # noqa: E402
+
+WIDTHS = {"mlp": 8, "conv": 2, "text": 4}
+SPEC = "topk:ratio=0.5,momentum=0.9"
+
+
+def command(folder: Path, tasks: str, jobs: int = 1) -> list[str]:
+    small = ",".join(["steps=3,batch=2", *(f"{task}.width={WIDTHS[task]}" for task in tasks.split(","))])
+    chosen = ["--tasks", tasks, "--seeds", "2", "--ranks", "2", "--specs", f"dense;{SPEC}", "--set", small, "--jobs", str(jobs)]
+    return ["run", *chosen, "--cache", str(folder / "cache"), "--out", str(folder / "out")]
+
+
+def test_a_study_of_every_task_is_made_and_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(command(tmp_path, "mlp,conv,text")) == 0
+    said = capsys.readouterr().out
+    assert "12 runs, 0 of them" in said
+    assert "run 12 of 12" in said
+    text = (tmp_path / "out" / "study-compare.json").read_text()
+    assert str(tmp_path) not in text
+    result = json.loads(text)
+    assert result["command"].endswith("--jobs 1")
+    assert {"date", "commit", "commits_of_runs", "machine", "versions"} <= result.keys()
+    for task in ("mlp", "conv", "text"):
+        assert f"\n{task}: " in said
+        assert (tmp_path / "out" / f"study-{task}.png").read_bytes().startswith(b"\x89PNG")
+        dense, topk = result["tasks"][task]["lines"]
+        assert (dense["spec"], topk["spec"]) == ("dense", SPEC)
+        assert dense["compression"] == 1
+        assert 1.7 < topk["compression"] < 2.1  # half of the entries, 32 bits each
+        assert len(topk["curve"]["loss"]) == 1
+
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.json")}
+    lost = next(path for path in made if path.name.startswith("conv"))
+    before = json.loads(lost.read_text())
+    lost.unlink()
+    assert study.main(command(tmp_path, "conv")) == 0
+    assert "4 runs, 3 of them" in capsys.readouterr().out
+    assert json.loads(lost.read_text()) | {"seconds": 0} == before | {"seconds": 0}  # the same seed, the same run
+    assert all(path.stat().st_mtime_ns == at for path, at in made.items() if path != lost)
+
+    (tmp_path / "out" / "study-compare.json").unlink()
+    assert study.main(["report", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]) == 0
+    again = json.loads((tmp_path / "out" / "study-compare.json").read_text())
+    assert "--tasks conv" in again["command"]
+    assert without_times(again["tasks"]["conv"]) == without_times(result["tasks"]["conv"])
+
+
+def without_times(task: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line | {"seconds": 0} for line in task["lines"]]
+
+
+def test_runs_in_two_processes_come_out_the_same(tmp_path: Path) -> None:
+    tasks = []
+    for jobs in (1, 2):
+        folder = tmp_path / str(jobs)
+        assert study.main(command(folder, "conv", jobs)) == 0
+        tasks.append(json.loads((folder / "out" / "study-compare.json").read_text())["tasks"]["conv"])
+    assert without_times(tasks[0]) == without_times(tasks[1])
+
+
+def record(score: float, losses: list[float], sent: int) -> dict[str, Any]:
+    return {"score": score, "losses": losses, "sent": [sent] * len(losses), "dense_bytes": 400 * len(losses), "seconds": 1.0}
+
+
+def test_the_figures_are_those_worked_out_by_hand() -> None:
+    falling = [100.0 - step for step in range(1, 101)]  # step 80 is down at 20, and 24.5 where smoothed
+    later = [max(losses, 0.0) for losses in (110.0 - step for step in range(1, 101))]
+    records = {
+        "dense": {seed: record(98.0 + seed, falling, 400) for seed in range(3)},
+        "a": {seed: record(score, later, 8) for seed, score in enumerate((97.0, 97.0, 97.0))},
+        "b": {seed: record(98.0 + seed, [50.0] * 100, 8) for seed in (0, 1)},
+        "c": {seed: record(98.0, [math.nan] * 100, 8) for seed in (0, 1)},
+        "unfinished": {0: record(98.0, falling, 8)},
+    }
+    dense, a, b, c = summary.summarize("mlp", records)
+    assert (dense["score"], dense["worse_at_most"], dense["times_the_steps"]) == (99, 0, 1)
+    assert (a["worse_than_dense"], a["compression"], a["bytes_sent"]) == (2, 50, 800)
+    assert a["worse_at_most"] == pytest.approx(2 + 2.919986 / math.sqrt(3), abs=1e-5)  # worse by 1, 2, 3; t of 2 degrees
+    assert (a["steps_to_loss"], a["times_the_steps"]) == (90, 90 / 80)
+    assert a["curve"]["step"] == [20, 40, 60, 80, 100]
+    assert a["curve"]["bytes"][-1] == 800
+    assert (b["seeds"], b["worse_at_most"], b["steps_to_loss"]) == ([0, 1], 0, None)
+    assert c["curve"]["loss"] == [None] * 5
+    table = summary.markdown("mlp", [dense, a, b]).splitlines()
+    assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x "]
+    assert table[-1].endswith("| never |")
+
+
+def test_a_higher_perplexity_is_worse() -> None:
+    records = {spec: {seed: record(score, [1.0], 4) for seed in (0, 1)} for spec, score in (("dense", 4.0), ("a", 5.0))}
+    assert summary.summarize("text", records)[1]["worse_than_dense"] == 1
+
+
+@pytest.mark.parametrize(("freedom", "value"), [(1, 6.313752), (2, 2.919986), (4, 2.131847), (9, 1.833113), (30, 1.697261)])
+def test_students_t(freedom: int, value: float) -> None:
+    assert stats.t_quantile(0.95, freedom) == pytest.approx(value, abs=1e-6)
+    assert stats.t_probability(0.0, freedom) == 0.5
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    rates = [train.rate_at(step, 100) for step in (1, 5, 60, 80, 100)]
+    assert rates == pytest.approx([0.2, 1, 1, 0.55, 0.1])
+    assert train.rate_at(1, 1) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "own"), [("dense", False), ("topk:momentum=0.9", True), ("x:lam=3.3,sam=0.5", True), ("topk:momentum=0", False)]
+)
+def test_momentum_is_kept_once(spec: str, own: bool) -> None:
+    assert train.keeps_momentum(spec) == own
+
+
+def test_ranks_read_different_text_and_none_that_is_held_out() -> None:
+    data = corpus.load()
+    (first, after), (second, _) = (next(corpus.batches(data.train, rank, 2, 3, seed=0)) for rank in (0, 1))
+    assert first.shape == (3, corpus.LENGTH)
+    assert (first[:, 1:] == after[:, :-1]).all()
+    assert not (first == second).all()
+    assert len(data.held_out) == pytest.approx(len(data.train) / 9, rel=1e-3)
+
+
+def test_settings_of_one_task_stand_above_those_of_all() -> None:
+    settled = arguments.settle(["mlp", "text"], [arguments.changes("mlp.lr=0.3"), arguments.changes("lr=0.2,steps=7")])
+    assert (settled["mlp"].lr, settled["text"].lr, settled["mlp"].steps) == (0.3, 0.2, 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--tasks", "cnov"], "there is no task 'cnov' (did you mean 'conv'?); known: mlp, conv, text"),
+        (["--tasks", ""], "no task is given"),
+        (["--specs", "dense;topk:raito=1"], "did you mean 'ratio'"),
+        (["--specs", "dense,topk"], "separated by semicolons"),
+        (["--specs", "dense;dense"], "given twice"),
+        (["--seeds", "1"], "a bound needs at least two seeds"),
+        (["--set", "stpes=3"], "there is no setting 'stpes' (did you mean 'steps'?)"),
+        (["--set", "steps=2.5"], "not a whole number above 0"),
+        (["--set", "momentum=1"], "not a number in [0, 1)"),
+        (["--set", "cnov.lr=1"], "there is no task 'cnov'"),
+        (["--name", "../x"], "part of a file's name"),
+    ],
+)
+def test_bad_options_end_with_a_sentence(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        study.main(["run", *([] if "--specs" in given else ["--specs", "topk"]), *given])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = ["--cache", str(tmp_path), "--out", str(tmp_path)]
+    assert study.main(["report", *at]) == 2
+    assert "there is no study 'compare'" in capsys.readouterr().err
+    assert study.main(["run", "--tasks", "conv", "--specs", "topk", "--set", "mlp.lr=1", *at]) == 2
+    assert "'mlp' is not among those of --tasks" in capsys.readouterr().err
+    assert study.main(["run", "--tasks", "conv", "--specs", "topk", "--set", "batch=1000", *at]) == 2
+    assert "more than the 1437" in capsys.readouterr().err
