@@ -8,6 +8,7 @@ stock optimizer and hands the gradients over itself, so that no carrier travels.
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from gradcomp.reducer import Bucket, Reducer
 from gradcomp.slot import SPARSE, Slot, check_momentum, named_of, rates_of, slots
 
 Waiting = Callable[[], Reply]
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 500e-6  # seconds
 
 
 class Network:
@@ -46,10 +48,10 @@ class Network:
         match request:
             case Gather(payload):
                 handle = _try(hvd.allgather_async, payload.bytes, **options)
-                return lambda: [wire.read(payload.form, part) for part in _try(hvd.synchronize, handle).chunk(self.world.size)]
+                return lambda: [wire.read(payload.form, part) for part in _result(handle).chunk(self.world.size)]
             case Reduce(tensor, scale):
                 handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
-                return lambda: _try(hvd.synchronize, handle)
+                return lambda: _result(handle)
             case Send():
                 return self._send(request, options)
 
@@ -61,7 +63,7 @@ class Network:
         handle = _try(hvd.alltoall_async, torch.cat(outgoing), splits=splits, **options)
 
         def answer() -> Reply:
-            incoming, counts = _try(hvd.synchronize, handle)
+            incoming, counts = _result(handle)
             senders = [rank for rank, count in enumerate(counts.tolist()) if count > 0]
             came = incoming.split(size) if senders else ()  # split() makes one empty part of nothing
             return {rank: wire.read(form, part) for rank, part in zip(senders, came, strict=True)}
@@ -70,6 +72,15 @@ class Network:
 
     def finish(self, handle: Waiting) -> Reply:
         return handle()
+
+
+def _result(handle: Any) -> Any:
+    """An operation's result, waited for asleep: hvd.synchronize spins, on a core that a rank's backward may need."""
+    pause = SHORTEST_PAUSE
+    while not _try(hvd.poll, handle):
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return _try(hvd.synchronize, handle)
 
 
 def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
