@@ -48,7 +48,19 @@ inline void accumulate(const Pieces& grads, Span<const float> scales, Span<float
   EXPECTS(momentum == 0 || velocity.given(), "accumulate: momentum = ", momentum, " needs a velocity");
 }
 
-inline void spread(Span<const float> flat, const Pieces& grads, float, Queue) { covers("spread", grads, flat, "flat"); }
+template <class A, class B>
+void lines_of(const char* op, Span<A> marks, Span<B> flat, const char* name) {
+  const int64_t needed = (flat.size + kLine - 1) / kLine;
+  EXPECTS(!marks.given() || marks.size == needed, op, ": marks has ", marks.size, " entries; ", flat.size, " entries of ", name,
+          " lie in ", needed, " lines");
+}
+
+inline void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& grads, float, Queue) {
+  covers("spread", grads, flat, "flat");
+  lines_of("spread", marks, flat, "flat");
+}
+
+inline void wipe(Span<float> flat, Span<uint8_t> marks, Queue) { lines_of("wipe", marks, flat, "flat"); }
 
 inline void offer_all(Span<const float> value, Span<const int32_t> flag, Span<float> taken, Queue) {
   same_size("offer_all", taken, "taken", value, "value");
@@ -70,8 +82,9 @@ inline void take_topk(Span<float> value, Span<float> velocity, Span<const int32_
   holds("take_topk", header, "header", 2);
 }
 
-inline void add_sparse(Span<float> target, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
-                       float, Queue) {
+inline void add_sparse(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
+                       Span<const int32_t> header, float, Queue) {
+  lines_of("add_sparse", marks, target, "target");
   indexable("add_sparse", target, "target");
   holds("add_sparse", target, "target", 1);
   same_size("add_sparse", values, "values", indices, "indices");
@@ -132,8 +145,9 @@ inline void pack_sparse(Span<const float> values, Span<const int32_t> indices, S
   holds("pack_sparse", header, "header", 2);
 }
 
-inline void add_packed(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t>, Span<const int32_t> header, float,
-                       Queue) {
+inline void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t>,
+                       Span<const int32_t> header, float, Queue) {
+  lines_of("add_packed", marks, target, "target");
   blocks_of("add_packed", blocks, target, "target");
   holds("add_packed", header, "header", 2);
 }

@@ -14,6 +14,9 @@ struct Span {
   bool given() const { return data != nullptr || size > 0; }
 };
 
+// What has been written to in a sparse update is remembered by lines of so many entries.
+constexpr int64_t kLine = 64;
+
 enum class Dtype : uint8_t { f32, f16, bf16 };
 
 // The gradients of a bucket, each where autograd left it. Piece i is entries [begin[i], begin[i + 1]) of the bucket.

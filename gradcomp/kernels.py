@@ -26,6 +26,9 @@ Array = Any
 MOST_PIECES: int = _native.most_pieces
 MOMENTS: int = _native.moments
 """Numbers a layer's statistics consist of: mean, squared deviations, smallest, largest, how many are not zero."""
+LINE: int = _native.line
+"""Entries of a sparse update that share a mark."""
+
 BUILT_WITH_CUDA: bool = _native.built_with_cuda
 _scratch_buffers: dict[tuple[str, str, int, int], Array] = {}
 
@@ -74,6 +77,62 @@ def zeros(n: int, device: torch.device) -> Tensor:
     """A zeroed float32 array for an update. It is used again: valid until this thread asks for the next one on this device."""
     flat: Tensor = _scratch("zeros", n, torch.empty(0, device=device), "float32")
     return flat.zero_()
+
+
+class _Sheet:
+    """An update that only add_sparse and add_packed write to; marks say in which lines, so that the rest is never read."""
+
+    def __init__(self, n: int, device: torch.device):
+        self.whole = torch.zeros(n, device=device)
+        self.whole_marks = torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device)
+        self.flat, self.marks = self.whole, self.whole_marks
+        self.clean = True
+
+    def cut(self, n: int) -> Tensor:
+        if not self.clean:  # something failed before it was wiped
+            self.whole.zero_()
+            self.whole_marks.zero_()
+        self.clean = False
+        self.flat, self.marks = self.whole[:n], self.whole_marks[: -(-n // LINE)]
+        return self.flat
+
+
+_sheets: dict[tuple[torch.device, int, int], _Sheet] = {}
+
+
+def _key(flat: Tensor) -> tuple[torch.device, int, int]:
+    return flat.device, threading.get_ident(), _stream(flat)
+
+
+def _sheet_of(flat: Array) -> _Sheet | None:
+    """The sheet that this array is, if it is one."""
+    found = _sheets.get(_key(flat)) if isinstance(flat, Tensor) else None
+    return found if found is not None and found.flat is flat else None
+
+
+def _marks(flat: Array) -> Tensor | None:
+    sheet = _sheet_of(flat)
+    return None if sheet is None else sheet.marks
+
+
+def sparse_zeros(n: int, device: torch.device) -> Tensor:
+    """Zeros for an update that is written to by add_sparse and add_packed alone, and read by spread. Most of it costs nothing.
+
+    Valid until this thread asks for the next one on this device.
+    """
+    key = _key(torch.empty(0, device=device))
+    sheet = _sheets.get(key)
+    if sheet is None or len(sheet.whole) < n:
+        sheet = _sheets[key] = _Sheet(n, device)
+    return sheet.cut(n)
+
+
+def wipe(flat: Tensor) -> None:
+    """Makes what sparse_zeros gave ready to be given again; spread does so too. Other arrays are left alone."""
+    sheet = _sheet_of(flat)
+    if sheet is not None:
+        _native.wipe(sheet.flat, sheet.marks, **_queue(flat))
+        sheet.clean = True
 
 
 def _chunks(grads: Sequence[Array]) -> list[tuple[Sequence[Array], slice]]:
@@ -151,8 +210,11 @@ def accumulate(
 
 def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0) -> None:
     """grads <- scale * flat, each in its own memory and type."""
-    for part, place in _chunks(grads):
-        _native.spread(flat[place], part, scale, **_queue(flat))
+    chunks = [(grads, slice(None))] if len(grads) <= MOST_PIECES else _chunks(grads)
+    marks = _marks(flat) if len(chunks) == 1 else None
+    for part, place in chunks:
+        _native.spread(flat if len(chunks) == 1 else flat[place], marks, part, scale, **_queue(flat))
+    wipe(flat)
 
 
 def offer_all(value: Array, taken: Array, flag: Array | None = None) -> Array:
@@ -182,7 +244,7 @@ def take_topk(
 
 def add_sparse(target: Array, values: Array, indices: Array, header: Array, scale: float = 1.0) -> None:
     """target[indices] += scale * values; where the header is flagged or the payload malformed, target[0] becomes NaN."""
-    _native.add_sparse(target, values, indices, header, scale, **_queue(target))
+    _native.add_sparse(target, _marks(target), values, indices, header, scale, **_queue(target))
 
 
 def settle_sparse(value: Array, values: Array, indices: Array, header: Array, update: Array, keep: float = 0.0) -> None:
@@ -241,7 +303,7 @@ def pack_sparse(values: Array, indices: Array, header: Array, value: Array, bloc
 
 def add_packed(target: Array, blocks: Array, entries: Array, header: Array, scale: float = 1.0) -> None:
     """add_sparse for entries in 32 bits."""
-    _native.add_packed(target, blocks, entries, header, scale, **_queue(target))
+    _native.add_packed(target, _marks(target), blocks, entries, header, scale, **_queue(target))
 
 
 def settle_packed(value: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:

@@ -67,7 +67,7 @@ def sparse_allgather(
     if packed:
         kernels.pack_sparse(**taken.arrays, value=acc.value, blocks=payload["blocks"], entries=payload["entries"])
     replies = yield Gather(payload)
-    update = kernels.zeros(acc.value.numel(), acc.value.device)
+    update = kernels.sparse_zeros(acc.value.numel(), acc.value.device)
     for reply in replies:
         (kernels.add_packed if packed else kernels.add_sparse)(update, **reply.arrays, scale=1 / world.size)
     if update.device.type == "cpu" and not math.isfinite(update[0]):

@@ -173,6 +173,7 @@ class Simulation:
                 raise RuntimeError(
                     f"rank {rank} came to another update of {name!r} than rank 0: {self.spec} is not deterministic"
                 )
+        kernels.wipe(update)
 
 
 class _Recycled:

@@ -34,9 +34,23 @@ void scale_past_cache(const float* from, float* to, int64_t n, float scale) {
 #ifdef __SSE__
   for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; ++i) to[i] = scale * from[i];
   for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_mul_ps(_mm_set1_ps(scale), _mm_loadu_ps(from + i)));
-  _mm_sfence();
 #endif
   for (; i < n; ++i) to[i] = scale * from[i];
+}
+
+void clear_past_cache(float* to, int64_t n) {
+  int64_t i = 0;
+#ifdef __SSE__
+  for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; ++i) to[i] = 0.0f;
+  for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_setzero_ps());
+#endif
+  for (; i < n; ++i) to[i] = 0.0f;
+}
+
+void end_past_cache() {
+#ifdef __SSE__
+  _mm_sfence();
+#endif
 }
 
 HOT void scale_f32(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
@@ -171,23 +185,57 @@ void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scrat
   runs.sum_into(squares.data);
 }
 
-void spread(Span<const float> flat, const Pieces& grads, float scale, Queue queue) {
+void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
   const bool past_cache = flat.size >= kPastCache;
+  const auto write = [&](int piece, int64_t offset, int64_t at, int64_t count) {
+    const float* from = flat.data + at;
+    auto* halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
+    switch (grads.dtype[piece]) {
+      case Dtype::f32:
+        return (past_cache ? scale_past_cache : scale_f32)(from, static_cast<float*>(grads.data[piece]) + offset, count, scale);
+      case Dtype::f16:
+        return scale_f16(from, halves, count, scale);
+      case Dtype::bf16:
+        return scale_bf16(from, halves, count, scale);
+    }
+  };
+  const auto clear = [&](int piece, int64_t offset, int64_t count) {
+    if (grads.dtype[piece] != Dtype::f32) {
+      std::fill_n(static_cast<uint16_t*>(grads.data[piece]) + offset, count, uint16_t{0});
+    } else if (past_cache) {
+      clear_past_cache(static_cast<float*>(grads.data[piece]) + offset, count);
+    } else {
+      std::fill_n(static_cast<float*>(grads.data[piece]) + offset, count, 0.0f);
+    }
+  };
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
-      const float* from = flat.data + at;
-      auto* halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
-      switch (grads.dtype[piece]) {
-        case Dtype::f32:
-          return (past_cache ? scale_past_cache : scale_f32)(from, static_cast<float*>(grads.data[piece]) + offset, count,
-                                                             scale);
-        case Dtype::f16:
-          return scale_f16(from, halves, count, scale);
-        case Dtype::bf16:
-          return scale_bf16(from, halves, count, scale);
+      if (!marks.given()) return write(piece, offset, at, count);
+      // Stretches of lines that are alike, one after the other.
+      for (int64_t done = 0; done < count;) {
+        const int64_t first = (at + done) / kLine;
+        const bool marked = marks.data[first] != 0;
+        int64_t line = first + 1;
+        while (line * kLine < at + count && (marks.data[line] != 0) == marked) ++line;
+        const int64_t stretch = std::min(count, line * kLine - at) - done;
+        if (marked) {
+          write(piece, offset + done, at + done, stretch);
+        } else {
+          clear(piece, offset + done, stretch);
+        }
+        done += stretch;
       }
     });
+    end_past_cache();
   });
+}
+
+void wipe(Span<float> flat, Span<uint8_t> marks, Queue) {
+  for (int64_t line = 0; line < marks.size; ++line) {
+    if (marks.data[line] == 0) continue;
+    std::fill_n(flat.data + line * kLine, std::min(kLine, flat.size - line * kLine), 0.0f);
+    marks.data[line] = 0;
+  }
 }
 
 }  // namespace gradcomp::cpu

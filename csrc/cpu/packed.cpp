@@ -11,7 +11,8 @@ namespace {
 int64_t entries_there(int32_t count, int64_t room) { return std::clamp<int64_t>(count, 0, room); }
 
 // Adds the payload's entries; false where it is malformed. Whatever the bytes, nothing outside the arrays is touched.
-bool add_entries(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, float scale) {
+bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
+                 int32_t count, float scale) {
   if (count < 0) return false;
   const int64_t there = entries_there(count, entries.size);
   int64_t at = 0;
@@ -23,6 +24,7 @@ bool add_entries(Span<float> target, Span<const uint32_t> blocks, Span<const uin
       const int64_t index = b << kBlockBits | (entries.data[at] & (kBlockEntries - 1));
       if (index < target.size) {
         target.data[index] += scale * entry_value(entries.data[at], word.exponent);
+        if (marks.given()) marks.data[index / kLine] = 1;
       } else {
         well_formed = false;
       }
@@ -53,16 +55,18 @@ void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<con
   }
 }
 
-void add_packed(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
-                float scale, Queue) {
+void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
+                Span<const int32_t> header, float scale, Queue) {
   const bool flagged = header.data[1] != 0;
-  if (flagged || !add_entries(target, blocks, entries, header.data[0], scale)) target.data[0] = not_a_number();
+  if (!flagged && add_entries(target, marks, blocks, entries, header.data[0], scale)) return;
+  target.data[0] = not_a_number();
+  if (marks.given()) marks.data[0] = 1;
 }
 
 void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue) {
   const float share = is_finite(update.data[0]) ? keep : 1.0f;
-  if (share != 0) add_entries(value, blocks, entries, header.data[0], share);
+  if (share != 0) add_entries(value, {}, blocks, entries, header.data[0], share);
 }
 
 }  // namespace gradcomp::cpu

@@ -16,13 +16,15 @@ HOT void shrink(float* x, int64_t n, float keep) {
 }
 
 // Adds the payload's entries; false where it is malformed. A wrong index is passed over, never written to.
-bool add_entries(Span<float> target, Span<const float> values, Span<const int32_t> indices, int32_t count, float scale) {
+bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices, int32_t count,
+                 float scale) {
   if (count < 0) return false;
   bool well_formed = true;
   for (int64_t i = 0; i < std::min<int64_t>(count, values.size); ++i) {
     const int32_t index = indices.data[i];
     if (index >= 0 && index < target.size) {
       target.data[index] += scale * values.data[i];
+      if (marks.given()) marks.data[index / kLine] = 1;
     } else {
       well_formed = false;
     }
@@ -49,16 +51,18 @@ void settle_all(Span<float> value, Span<const float> update, float keep, Queue q
   });
 }
 
-void add_sparse(Span<float> target, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
-                float scale, Queue) {
+void add_sparse(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
+                Span<const int32_t> header, float scale, Queue) {
   const bool flagged = header.data[1] != 0;
-  if (flagged || !add_entries(target, values, indices, header.data[0], scale)) target.data[0] = not_a_number();
+  if (!flagged && add_entries(target, marks, values, indices, header.data[0], scale)) return;
+  target.data[0] = not_a_number();
+  if (marks.given()) marks.data[0] = 1;
 }
 
 void settle_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue) {
   const float share = is_finite(update.data[0]) ? keep : 1.0f;
-  if (share != 0) add_entries(value, values, indices, header.data[0], share);
+  if (share != 0) add_entries(value, {}, values, indices, header.data[0], share);
 }
 
 }  // namespace gradcomp::cpu

@@ -15,21 +15,21 @@
 namespace gradcomp::cpu {
 namespace {
 
-constexpr int64_t kLine = 16;  // entries of one cache line: sampled together, they cost one miss
+constexpr int64_t kCacheLine = 16;  // entries of one cache line: sampled together, they cost one miss
 constexpr int64_t kMostSamples = 1 << 16;
 constexpr int64_t kSmall = 1 << 13;  // below this, a sample saves nothing
 
 int64_t candidate_capacity(int64_t n, int64_t k) { return std::min(n, std::max<int64_t>(8 * k, kSmall)); }
 
-int64_t sample_count(int64_t n) { return std::clamp(n / 64, std::min(n, kSmall), kMostSamples) / kLine * kLine; }
+int64_t sample_count(int64_t n) { return std::clamp(n / 64, std::min(n, kSmall), kMostSamples) / kCacheLine * kCacheLine; }
 
 // A key that about 1.25 k entries and five deviations of the sample reach: rarely fewer than k, rarely more than the capacity.
 uint32_t guess_threshold(Span<float> value, int64_t k, uint32_t* keys) {
   const int64_t samples = sample_count(value.size);
-  const int64_t lines = value.size / kLine;
-  for (int64_t i = 0; i < samples; i += kLine) {
+  const int64_t lines = value.size / kCacheLine;
+  for (int64_t i = 0; i < samples; i += kCacheLine) {
     const int64_t line = static_cast<int64_t>((uint64_t{mix(static_cast<uint32_t>(i))} * static_cast<uint64_t>(lines)) >> 32);
-    for (int64_t j = 0; j < kLine; ++j) keys[i + j] = magnitude_key(value.data[line * kLine + j]);
+    for (int64_t j = 0; j < kCacheLine; ++j) keys[i + j] = magnitude_key(value.data[line * kCacheLine + j]);
   }
   const double expected = static_cast<double>(samples) * static_cast<double>(k) / static_cast<double>(value.size);
   const auto rank = static_cast<int64_t>(1.25 * expected + 5 * std::sqrt(expected)) + 2;

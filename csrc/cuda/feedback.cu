@@ -22,9 +22,12 @@ __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant_
   });
 }
 
-__global__ void __launch_bounds__(kThreads) spread_tiles(const float* flat, const __grid_constant__ Pieces grads, float scale) {
+__global__ void __launch_bounds__(kThreads)
+    spread_tiles(const float* flat, const uint8_t* marks, const __grid_constant__ Pieces grads, float scale) {
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    Four four = load_four(flat + entry, count);
+    // A run lies in one line: both begin at multiples of four.
+    const bool zeros = marks != nullptr && marks[entry / kLine] == 0;
+    Four four = zeros ? Four{} : load_four(flat + entry, count);
     for (float& x : four.x) x = scale * x;
     write_piece(grads, piece, entry, count, four);
   });
@@ -151,6 +154,11 @@ Record* records_in(Span<uint32_t> scratch, const Pieces& grads, const char* op) 
   return reinterpret_cast<Record*>(scratch.data);
 }
 
+__global__ void __launch_bounds__(kThreads) wipe_lines(float* flat, int64_t n, const uint8_t* marks) {
+  const int64_t entry = 4 * (int64_t{blockIdx.x} * kThreads + threadIdx.x);
+  if (entry < n && marks[entry / kLine] != 0) store_four(flat + entry, n - entry, Four{});
+}
+
 }  // namespace
 
 void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
@@ -182,9 +190,15 @@ void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value
   if (measured) LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
 }
 
-void spread(Span<const float> flat, const Pieces& grads, float scale, Queue queue) {
+void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
   if (flat.size == 0) return;
-  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, grads, scale);
+  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, marks.data, grads, scale);
+}
+
+void wipe(Span<float> flat, Span<uint8_t> marks, Queue queue) {
+  if (flat.size == 0 || marks.size == 0) return;
+  LAUNCH(wipe_lines, blocks_for(flat.size, 4 * kThreads), kThreads, 0, queue, flat.data, flat.size, marks.data);
+  CUDA_TRY(cudaMemsetAsync(marks.data, 0, static_cast<size_t>(marks.size), static_cast<cudaStream_t>(queue.stream)));
 }
 
 }  // namespace gradcomp::cuda

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values
 
 // Adds the entries of this block's word; false, in one thread at least of one block at least, where the payload is malformed.
 // Up to the first block whose word is unsound or promises too much, all is added; nothing outside the arrays is ever touched.
-__device__ bool add_block(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count,
-                          float scale) {
+__device__ bool add_block(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
+                          int32_t count, float scale) {
   if (count < 0) return blockIdx.x + threadIdx.x != 0;
   const auto there = static_cast<uint32_t>(entries_there(count, entries.size));
   uint32_t sum = 0;  // no more than 2^31: of 2^15 words that count up to 2^16 each
@@ -67,23 +67,24 @@ __device__ bool add_block(Span<float> target, Span<const uint32_t> blocks, Span<
   for (uint32_t i = end - word.count + threadIdx.x; i < end; i += kThreads) {
     const uint32_t entry = __ldg(entries.data + i);
     const uint32_t index = blockIdx.x << kBlockBits | (entry & (kBlockEntries - 1));
-    well_formed &= add_at(target, index, scale * entry_value(entry, word.exponent));
+    well_formed &= add_at(target, marks, index, scale * entry_value(entry, word.exponent));
   }
   return well_formed;
 }
 
-__global__ void __launch_bounds__(kThreads) add_blocks(Span<float> target, Span<const uint32_t> blocks,
+__global__ void __launch_bounds__(kThreads) add_blocks(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks,
                                                        Span<const uint32_t> entries, const int32_t* header, float scale) {
   const bool flagged = header[1] != 0;
-  const bool well_formed = flagged ? blockIdx.x + threadIdx.x != 0 : add_block(target, blocks, entries, header[0], scale);
-  if (!well_formed) spoil(target);
+  const bool well_formed =
+      flagged ? blockIdx.x + threadIdx.x != 0 : add_block(target, marks, blocks, entries, header[0], scale);
+  if (!well_formed) spoil(target, marks);
 }
 
 __global__ void __launch_bounds__(kThreads)
     settle_blocks(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, const int32_t* header,
                   const float* update, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_block(value, blocks, entries, header[0], share);
+  if (share != 0) add_block(value, {}, blocks, entries, header[0], share);
 }
 
 }  // namespace
@@ -94,9 +95,10 @@ void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<con
          blocks.data, entries.data);
 }
 
-void add_packed(Span<float> target, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
-                float scale, Queue queue) {
-  LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, blocks, entries, header.data, scale);
+void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
+                Span<const int32_t> header, float scale, Queue queue) {
+  LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, header.data,
+         scale);
 }
 
 void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,

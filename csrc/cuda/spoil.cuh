@@ -8,14 +8,16 @@
 
 namespace gradcomp::cuda {
 
-static __device__ __forceinline__ void spoil(Span<float> target) {
+static __device__ __forceinline__ void spoil(Span<float> target, Span<uint8_t> marks) {
+  if (marks.data != nullptr) marks.data[0] = 1;
   atomicExch(reinterpret_cast<unsigned*>(target.data), bits_of(not_a_number()));
 }
 
 // target[index] += x; false where there is no such entry: a wrong index is never written to. Nobody else adds to this entry,
 // but where it is the first, somebody may spoil it: whoever comes first, the NaN stays.
-static __device__ __forceinline__ bool add_at(Span<float> target, int64_t index, float x) {
+static __device__ __forceinline__ bool add_at(Span<float> target, Span<uint8_t> marks, int64_t index, float x) {
   if (index < 0 || index >= target.size) return false;
+  if (marks.data != nullptr) marks.data[index / kLine] = 1;
   if (index > 0) {
     target.data[index] += x;
     return true;

@@ -33,25 +33,26 @@ __global__ void __launch_bounds__(kThreads) settle(float* value, int64_t n, cons
 }
 
 // Adds this thread's entry of the payload; false where the payload is malformed.
-__device__ bool add_entry(Span<float> target, Span<const float> values, Span<const int32_t> indices, int32_t count,
-                          float scale) {
+__device__ bool add_entry(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
+                          int32_t count, float scale) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (count < 0) return i != 0;  // one thread is enough to say so
-  return i >= entries_there(count, values.size) || add_at(target, indices.data[i], scale * values.data[i]);
+  return i >= entries_there(count, values.size) || add_at(target, marks, indices.data[i], scale * values.data[i]);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    add_entries(Span<float> target, Span<const float> values, Span<const int32_t> indices, const int32_t* header, float scale) {
+__global__ void __launch_bounds__(kThreads) add_entries(Span<float> target, Span<uint8_t> marks, Span<const float> values,
+                                                        Span<const int32_t> indices, const int32_t* header, float scale) {
   const bool flagged = header[1] != 0;
-  const bool well_formed = flagged ? blockIdx.x + threadIdx.x != 0 : add_entry(target, values, indices, header[0], scale);
-  if (!well_formed) spoil(target);
+  const bool well_formed =
+      flagged ? blockIdx.x + threadIdx.x != 0 : add_entry(target, marks, values, indices, header[0], scale);
+  if (!well_formed) spoil(target, marks);
 }
 
 __global__ void __launch_bounds__(kThreads)
     settle_entries(Span<float> value, Span<const float> values, Span<const int32_t> indices, const int32_t* header,
                    const float* update, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_entry(value, values, indices, header[0], share);
+  if (share != 0) add_entry(value, {}, values, indices, header[0], share);
 }
 
 // At least one: an empty payload can carry a flag.
@@ -69,9 +70,9 @@ void settle_all(Span<float> value, Span<const float> update, float keep, Queue q
   LAUNCH(settle, blocks_for(value.size, 4 * kThreads), kThreads, 0, queue, value.data, value.size, update.data, keep);
 }
 
-void add_sparse(Span<float> target, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
-                float scale, Queue queue) {
-  LAUNCH(add_entries, payload_blocks(values), kThreads, 0, queue, target, values, indices, header.data, scale);
+void add_sparse(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
+                Span<const int32_t> header, float scale, Queue queue) {
+  LAUNCH(add_entries, payload_blocks(values), kThreads, 0, queue, target, marks, values, indices, header.data, scale);
 }
 
 void settle_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,

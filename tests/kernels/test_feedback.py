@@ -126,3 +126,43 @@ def test_rounding_to_half_types_is_to_nearest_even(device: torch.device) -> None
         out = torch.empty(flat.numel(), dtype=dtype, device=device)
         kernels.spread(flat, [out])
         assert reference.same(out, flat.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", [*SIZES, [1, 63, 64, 65, 129, 4_300_000]])
+def test_a_sparse_update_is_spread_as_if_all_of_it_were_read(
+    device: torch.device, sizes: list[int], dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    n = sum(sizes)
+    if n > 2**20 and "simt" in request.node.name:
+        sizes = [1, 63, 64, 65, 129, 9000]
+        n = sum(sizes)
+    payload = {
+        "values": torch.randn(min(n, 50), device=device),
+        "indices": torch.randperm(n)[: min(n, 50)].sort().values.to(torch.int32).to(device),
+        "header": torch.tensor([50, 0], dtype=torch.int32, device=device),
+    }
+    dense = torch.zeros(n, device=device)
+    for attempt in range(2):  # the second time in the first one's memory, which was wiped
+        flat = kernels.sparse_zeros(n, device)
+        assert not flat.any()
+        for target in (flat, dense.zero_()):
+            kernels.add_sparse(target, **payload)
+            kernels.add_sparse(target, **payload, scale=0.5)
+            if attempt:
+                kernels.add_sparse(target, **(payload | {"header": torch.tensor([-1, 0], dtype=torch.int32, device=device)}))
+        ours, wanted = ([torch.full((size,), 7.0, dtype=dtype, device=device) for size in sizes] for _ in range(2))
+        kernels.spread(flat, ours, 0.25)
+        kernels.spread(dense, wanted, 0.25)
+        for own, other in zip(ours, wanted, strict=True):
+            assert torch.equal(own.isnan(), other.isnan())
+            assert reference.same(own.nan_to_num(), other.nan_to_num())
+
+
+def test_a_sparse_update_that_was_never_spread_is_clean_the_next_time(device: torch.device) -> None:
+    header = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    flat = kernels.sparse_zeros(1000, device)
+    kernels.add_sparse(flat, torch.ones(1, device=device), torch.full_like(header[:1], 7), header)
+    assert flat[7] == 1
+    assert not kernels.sparse_zeros(2000, device).any()
+    assert not kernels.sparse_zeros(1000, device).any()
