@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from gradcomp.compressors import make, names
+from gradcomp.compressors import by_layer, make, names
 from gradcomp.simulate import Simulation
 
-__all__ = ["Simulation", "__version__", "make", "names"]
+__all__ = ["Simulation", "__version__", "by_layer", "make", "names"]
 __version__ = "0.1.0"
 
 

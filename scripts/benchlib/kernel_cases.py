@@ -167,12 +167,12 @@ class Bench:
         ]
 
     def steps(self) -> list[Case]:
-        """Whole steps; their bytes are the sum over the kernels in them (topk: 12 + 4, an update of zeros 4, spread 8)."""
+        """Whole steps; their bytes are the sum over the kernels in them (sparse: 12 + 4, and spread writes 4)."""
         shapes = {f"layer{i}": (size,) for i, size in enumerate(self.sizes)}
         named = [dict(zip(shapes, pieces, strict=True)) for pieces in self.pieces]
         specs: list[tuple[str, str, int | None]] = [
-            (SIMULATED, f"topk:ratio={RATIO}", 28 * self.n),
-            (SDAGC_SIMULATED, "sdagc:small=none", 28 * self.n),
+            (SIMULATED, f"topk:ratio={RATIO}", 20 * self.n),
+            (SDAGC_SIMULATED, "sdagc:small=none", 20 * self.n),
             ("Simulation step, dense", "dense", None),
         ]
         found = []
