@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument(
         "--specs",
         type=options.specs,
-        default=["none", "horovod", "fp16", "dense", "topk:ratio=0.001"],
+        default=["none", "sync", "horovod", "fp16", "dense", "topk:ratio=0.001", "sdagc:density=0.001,small=pool"],
         help=f"what is compared, specs of gradcomp or: {own}",
     )
     two.add_argument("--rounds", type=options.positive, default=3, help="(default 3)")

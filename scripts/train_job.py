@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import gradcomp.horovod
+from gradcomp.core import Reduce
 
 BATCH, RATE = 64, 0.05
 
@@ -31,14 +32,15 @@ class Job:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         plain = torch.optim.SGD(self.model.parameters(), lr=RATE)
         named = [(f"{spec}.{name}", parameter) for name, parameter in self.model.named_parameters()]
-        self.bytes_sent: Callable[[], int] = lambda: {"none": 0, "fp16": 2}.get(spec, 4) * self.parameters
+        self.bytes_sent: Callable[[], int] = lambda: {"none": 0, "sync": 0, "fp16": 2}.get(spec, 4) * self.parameters
         self.loss = 0.0
         self.optimizer: Any = plain
+        self.network = gradcomp.horovod.Network(hvd.global_process_set)
         if spec == "horovod":
             self.optimizer = hvd.DistributedOptimizer(plain, named_parameters=named)
         elif spec == "fp16":
             self.optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, compression=hvd.Compression.fp16)
-        elif spec != "none":
+        elif spec not in ("none", "sync"):
             self.optimizer = gradcomp.horovod.DistributedOptimizer(plain, named, compression=spec)
             self.bytes_sent = lambda: int(self.optimizer.stats()["bytes_sent"])
 
@@ -50,6 +52,8 @@ class Job:
         loss = cross_entropy(self.model(x), y)
         loss.backward()
         self.optimizer.step()
+        if self.spec == "sync":
+            self.network.start(Reduce(torch.zeros(1)), "sync")()
         self.loss = loss.item()
         return time.perf_counter() - began
 

@@ -9,6 +9,7 @@ import gradcomp
 
 BUILT_IN = {
     "none": "no communication at all: the limit",
+    "sync": "one number, once a step: the limit of ranks that wait for one another",
     "horovod": "Horovod as it is, dense",
     "fp16": "Horovod's own Compression.fp16",
 }
