@@ -38,7 +38,7 @@ def test_a_comma_inside_a_spec_does_not_end_it() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("tpk", "did you mean 'topk'.*none, horovod, fp16"),
+        ("tpk", "did you mean 'topk'.*none, sync, horovod, fp16"),
         ("topk:raito=1", "did you mean 'ratio'"),
         ("none,none", "twice"),
         ("", "no spec"),
