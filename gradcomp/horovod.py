@@ -101,8 +101,7 @@ class Compression:
     """What the stock optimizer takes as compression=: one for each optimizer.
 
     named_parameters: as for Horovod, usually model.named_parameters(). process_set: the one the optimizer gets, if it gets one.
-    optimizer: lets a momentum in the spec be checked against the optimizer's own, and
-    tells the learning rates to what needs them.
+    optimizer: lets a momentum in the spec be checked against the optimizer's own, and tells learning rates to what needs them.
     """
 
     def __init__(

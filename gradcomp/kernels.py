@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,12 +73,6 @@ def scratch(use: str, n: int, like: Tensor, dtype: str) -> Tensor:
     return found
 
 
-def zeros(n: int, device: torch.device) -> Tensor:
-    """A zeroed float32 array for an update. It is used again: valid until this thread asks for the next one on this device."""
-    flat: Tensor = _scratch("zeros", n, torch.empty(0, device=device), "float32")
-    return flat.zero_()
-
-
 class _Sheet:
     """An update that only add_sparse and add_packed write to; marks say in which lines, so that the rest is never read."""
 
@@ -135,14 +129,23 @@ def wipe(flat: Tensor) -> None:
         sheet.clean = True
 
 
-def _chunks(grads: Sequence[Array]) -> list[tuple[Sequence[Array], slice]]:
-    """The gradients in lists that fit one launch, each with its place in the flat bucket."""
+class _Chunk(NamedTuple):
+    """As many gradients as fit one launch: which layers they are, and their place in the flat bucket."""
+
+    grads: Sequence[Array]
+    layers: slice
+    place: slice
+
+
+def _chunks(grads: Sequence[Array]) -> list[_Chunk]:
+    if len(grads) <= MOST_PIECES:
+        return [_Chunk(grads, slice(None), slice(None))]
     chunks = []
     at = 0
     for first in range(0, len(grads), MOST_PIECES):
         part = grads[first : first + MOST_PIECES]
-        stop = at + sum(_count(grad) for grad in part)
-        chunks.append((part, slice(at, stop)))
+        stop = at + sum(map(_count, part))
+        chunks.append(_Chunk(part, slice(first, first + len(part)), slice(at, stop)))
         at = stop
     return chunks
 
@@ -153,16 +156,19 @@ def _count(array: Array) -> int:
 
 def flatten(grads: Sequence[Array], flat: Array) -> None:
     """flat <- grads, one after the other, cast to float32."""
-    for part, place in _chunks(grads):
+    for part, _, place in _chunks(grads):
         _native.flatten(part, flat[place], **_queue(flat))
+
+
+def _measuring(grads: Sequence[Array], like: Array) -> Array:
+    """What accumulate's moments and sum_squares need for so many layers."""
+    return _scratch("measuring", _native.accumulate_scratch(_on_cuda(like), sum(map(_count, grads)), len(grads)), like)
 
 
 def sum_squares(grads: Sequence[Array], squares: Array) -> None:
     """squares[i] <- the sum of the squares of grads[i], in float64."""
-    for first in range(0, len(grads), MOST_PIECES):
-        part = grads[first : first + MOST_PIECES]
-        words = _native.accumulate_scratch(_on_cuda(squares), sum(map(_count, part)), len(part))
-        _native.sum_squares(part, squares[first:], _scratch("accumulate", words, squares), **_queue(squares))
+    for part, layers, _ in _chunks(grads):
+        _native.sum_squares(part, squares[layers], _measuring(part, squares), **_queue(squares))
 
 
 def accumulate(
@@ -181,16 +187,9 @@ def accumulate(
 
     moments, float64[layers, MOMENTS]: statistics of each layer's new value (raw: of its gradient) from the same pass.
     """
-    chunks = [(grads, slice(None))] if len(grads) <= MOST_PIECES else _chunks(grads)
+    chunks = _chunks(grads)
     flags = flag if len(chunks) == 1 else _scratch("flags", len(chunks), value)
-    first = 0
-    for i, (part, place) in enumerate(chunks):
-        layers = slice(first, first + len(part))
-        first += len(part)
-        scratch = None
-        if moments is not None:
-            words = _native.accumulate_scratch(_on_cuda(value), sum(map(_count, part)), len(part))
-            scratch = _scratch("accumulate", words, value)
+    for i, (part, layers, place) in enumerate(chunks):
         _native.accumulate(
             part,
             None if scales is None else scales[layers],
@@ -198,7 +197,7 @@ def accumulate(
             None if velocity is None else velocity[place],
             flags[i : i + 1],
             None if moments is None else moments[layers],
-            scratch,
+            None if moments is None else _measuring(part, value),
             momentum,
             nesterov,
             raw,
@@ -210,10 +209,10 @@ def accumulate(
 
 def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0) -> None:
     """grads <- scale * flat, each in its own memory and type."""
-    chunks = [(grads, slice(None))] if len(grads) <= MOST_PIECES else _chunks(grads)
-    marks = _marks(flat) if len(chunks) == 1 else None
-    for part, place in chunks:
-        _native.spread(flat if len(chunks) == 1 else flat[place], marks, part, scale, **_queue(flat))
+    chunks = _chunks(grads)
+    marks = _marks(flat) if len(chunks) == 1 else None  # chunks do not end where lines do
+    for part, _, place in chunks:
+        _native.spread(flat[place], marks, part, scale, **_queue(flat))
     wipe(flat)
 
 

@@ -100,7 +100,7 @@ class Reducer:
             )
         self.network = network
         self.deliver = deliver
-        self.rates = rates
+        self.rates = rates if compressor.needs_rates else None
         self.layers = dict(layers)
         plans = plan(layers, bucket_mb * 1e6, compressor)
         if compressor.whole_model and len(plans) > 1:

@@ -186,8 +186,8 @@ class Feedback(Compressor):
 class ByLayer(Compressor):
     """A compressor of its own for the layers whose names match a pattern; the first rule that matches counts.
 
-    ByLayer({"*.bias": "dense", "embed*": "topk:ratio=0.01"}, "sdagc") is what compressors.make makes of
-    "sdagc; *.bias=dense; embed*=topk:ratio=0.01".
+    compressors.by_layer({"*.bias": "dense", "embed*": "topk:ratio=0.01"}, "sdagc") makes what the spec
+    "sdagc; *.bias=dense; embed*=topk:ratio=0.01" means.
     """
 
     rules: tuple[tuple[str, Compressor], ...]

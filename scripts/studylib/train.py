@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
@@ -27,8 +26,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def keeps_momentum(spec: str) -> bool:
     """Whether the spec has momentum of its own; the optimizer's must then be 0."""
-    found = re.findall(r"\b(?:momentum|sam)\s*=\s*([^,\s]+)", spec)
-    return any(value.lower() not in ("0", "0.0", "false", "no") for value in found)
+    return gradcomp.make(spec).local_momentum > 0
 
 
 def run(task: str, spec: str, seed: int, ranks: int, settings: Settings) -> Record:
