@@ -145,6 +145,7 @@ class Sdagc(Compressor):
 
     def save(self, state: State) -> dict[str, Any]:
         kept: dict[str, Any] = {"steps": state.steps, "lam": float(state.lam), "set_for": state.set_for, "rates": state.rates}
+        kept["first_rate"] = state.first_rate
         kept["capacity"] = None if state.capacity is None else state.capacity.save()
         kept["ages"] = None if state.ages is None else state.ages.last.clone()
         return kept
@@ -152,6 +153,7 @@ class Sdagc(Compressor):
     def load(self, state: State, saved: Mapping[str, Any]) -> None:
         state.steps, state.set_for, state.rates = saved["steps"], tuple(saved["set_for"]), saved["rates"]
         state.lam.fill_(saved["lam"])
+        state.first_rate = saved["first_rate"]
         if saved["capacity"] is not None:
             state.capacity = Capacity(*self._expected(state.set_for, state.n))
             state.capacity.load(saved["capacity"])

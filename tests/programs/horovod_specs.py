@@ -32,7 +32,7 @@ def trained(route: str, spec: str, again: bool) -> torch.Tensor:
             own = training.sgd(route, model, spec, bucket_mb=0.02, prefix=f"{number}.")
             model.load_state_dict(saved[0])
             own.compression.load_state_dict(saved[1])
-        own.param_groups[0]["lr"] = 0.02 if step < 16 else 0.005
+        own.param_groups[0]["lr"] = 0.02 if step < 8 else 0.01 if step < 16 else 0.005
         own.zero_grad()
         training.backward(model, next(data), skip=(step + hvd.rank()) % 5 == 0)
         own.step()
