@@ -108,6 +108,12 @@ SHARED_MATH float entry_value(uint32_t entry, int exponent) {
   return f16_to_float(static_cast<uint16_t>(entry >> kBlockBits)) * power_of_two(first) * power_of_two(down - first);
 }
 
+// How many entries a payload has: what its header says, or as many as there is room for. Not for negative counts.
+SHARED_MATH int64_t entries_there(int32_t count, int64_t room) { return count < room ? count : room; }
+
+// What a payload's entries are multiplied with once the update is known: they go back whole where it is not finite.
+SHARED_MATH float share_to_keep(const float* update, float keep) { return is_finite(update[0]) ? keep : 1.0f; }
+
 // The statistics of some entries, and those of two lots together (Chan, Golub and LeVeque): sound wherever the mean lies.
 constexpr int kMoments = 5;  // as they lie in memory, for a known count
 

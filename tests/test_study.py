@@ -121,7 +121,8 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "own"), [("dense", False), ("topk:momentum=0.9", True), ("sdagc:lam=3.3,sam=0.5", True), ("topk:momentum=0", False)]
+    ("spec", "own"),
+    [("dense", False), ("topk:momentum=0.9", True), ("sdagc:lam=3.3,sam=0.5", True), ("topk:momentum=0", False)],
 )
 def test_momentum_is_kept_once(spec: str, own: bool) -> None:
     assert train.keeps_momentum(spec) == own

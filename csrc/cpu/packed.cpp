@@ -4,11 +4,10 @@
 
 #include "../math.h"
 #include "../ops.h"
+#include "spoil.h"
 
 namespace gradcomp::cpu {
 namespace {
-
-int64_t entries_there(int32_t count, int64_t room) { return std::clamp<int64_t>(count, 0, room); }
 
 // Adds the payload's entries; false where it is malformed. Whatever the bytes, nothing outside the arrays is touched.
 bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
@@ -22,12 +21,7 @@ bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> b
     if (!word.sound || at + word.count > there) return false;
     for (const int64_t stop = at + word.count; at < stop; ++at) {
       const int64_t index = b << kBlockBits | (entries.data[at] & (kBlockEntries - 1));
-      if (index < target.size) {
-        target.data[index] += scale * entry_value(entries.data[at], word.exponent);
-        if (marks.given()) marks.data[index / kLine] = 1;
-      } else {
-        well_formed = false;
-      }
+      well_formed &= add_at(target, marks, index, scale * entry_value(entries.data[at], word.exponent));
     }
   }
   return well_formed && at == there;
@@ -58,14 +52,12 @@ void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<con
 void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
                 Span<const int32_t> header, float scale, Queue) {
   const bool flagged = header.data[1] != 0;
-  if (!flagged && add_entries(target, marks, blocks, entries, header.data[0], scale)) return;
-  target.data[0] = not_a_number();
-  if (marks.given()) marks.data[0] = 1;
+  if (flagged || !add_entries(target, marks, blocks, entries, header.data[0], scale)) spoil(target, marks);
 }
 
 void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue) {
-  const float share = is_finite(update.data[0]) ? keep : 1.0f;
+  const float share = share_to_keep(update.data, keep);
   if (share != 0) add_entries(value, {}, blocks, entries, header.data[0], share);
 }
 

@@ -32,12 +32,4 @@ static __device__ __forceinline__ bool add_at(Span<float> target, Span<uint8_t> 
   return true;
 }
 
-// How many entries a payload has: what its header says, or as many as there is room for. Not for negative counts.
-static __device__ __forceinline__ int64_t entries_there(int32_t count, int64_t room) { return count < room ? count : room; }
-
-// What the entries are multiplied with once the update is known: they go back whole where it is not finite.
-static __device__ __forceinline__ float share_to_keep(const float* update, float keep) {
-  return is_finite(update[0]) ? keep : 1.0f;
-}
-
 }  // namespace gradcomp::cuda
