@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-KINDS = ("normal", "laplace", "heavy", "zeros", "ties", "spike", "sparse", "tiny", "huge", "constant")
+KINDS = ("normal", "laplace", "heavy", "zeros", "ties", "spike", "sparse", "tiny", "huge", "constant", "rising")
 
 
 def draw(kind: str, n: int, seed: int, ranks: int = 1) -> Tensor:
@@ -36,6 +36,8 @@ def draw(kind: str, n: int, seed: int, ranks: int = 1) -> Tensor:
             return normal.sign() * (1e38 / ranks)
         case "constant":
             return torch.full((n,), 0.25)
+        case "rising":
+            return normal[normal.abs().argsort()]  # each is larger than all before it
     raise ValueError(kind)
 
 
