@@ -162,18 +162,20 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("built_with_cuda") = WITH_CUDA;
   DEFINE(flatten, "grads", "flat");
   DEFINE(sum_squares, "grads", "squares", "scratch");
-  DEFINE(accumulate, "grads", "scales", "value", "velocity", "flag", "moments", "scratch", "momentum", "nesterov", "raw");
+  DEFINE(accumulate, "grads", "scales", "value", "velocity", "flag", "moments", "peaks", "scratch", "momentum", "nesterov",
+         "raw");
   DEFINE(spread, "flat", "marks", "grads", "scale");
   DEFINE(wipe, "flat", "marks");
   DEFINE(offer_all, "value", "flag", "taken");
   DEFINE(settle_all, "value", "update", "keep");
-  DEFINE(take_topk, "value", "velocity", "flag", "k", "values", "indices", "header", "scratch");
+  DEFINE(take_topk, "value", "velocity", "flag", "peaks", "k", "values", "indices", "header", "scratch");
   DEFINE(add_sparse, "target", "marks", "values", "indices", "header", "scale");
   DEFINE(settle_sparse, "value", "values", "indices", "header", "update", "keep");
   DEFINE(set_thresholds, "moments", "ends", "lam", "from_zero", "about_mean", "skip_zeros", "live", "pooled", "centers",
          "thresholds");
   DEFINE(steer, "lam", "header", "target");
-  DEFINE(take_above, "value", "velocity", "flag", "ends", "centers", "thresholds", "values", "indices", "header", "scratch");
+  DEFINE(take_above, "value", "velocity", "flag", "peaks", "ends", "centers", "thresholds", "values", "indices", "header",
+         "scratch");
   DEFINE(pack_sparse, "values", "indices", "header", "value", "blocks", "entries");
   DEFINE(add_packed, "target", "marks", "blocks", "entries", "header", "scale");
   DEFINE(settle_packed, "value", "blocks", "entries", "header", "update", "keep");

@@ -37,30 +37,32 @@ inline void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t
   holds("sum_squares", squares, "squares", grads.count);
 }
 
+template <class A, class B>
+void lines_of(const char* op, Span<A> lines, const char* name, Span<B> flat, const char* flat_name) {
+  const int64_t needed = (flat.size + kLine - 1) / kLine;
+  EXPECTS(!lines.given() || lines.size == needed, op, ": ", name, " has ", lines.size, " entries; ", flat.size, " entries of ",
+          flat_name, " lie in ", needed, " lines");
+}
+
 inline void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity,
-                       Span<int32_t> flag, Span<double> moments, Span<uint32_t>, float momentum, bool, bool, Queue) {
+                       Span<int32_t> flag, Span<double> moments, Span<uint32_t> peaks, Span<uint32_t>, float momentum, bool,
+                       bool, Queue) {
   covers("accumulate", grads, value, "value");
   if (scales.given()) holds("accumulate", scales, "scales", grads.count);
   if (velocity.given()) same_size("accumulate", velocity, "velocity", value, "value");
   holds("accumulate", flag, "flag", 1);
   if (moments.given()) holds("accumulate", moments, "moments", kMoments * grads.count);
+  lines_of("accumulate", peaks, "peaks", value, "value");
   EXPECTS(momentum >= 0 && momentum < 1, "accumulate: momentum = ", momentum, " is outside [0, 1)");
   EXPECTS(momentum == 0 || velocity.given(), "accumulate: momentum = ", momentum, " needs a velocity");
 }
 
-template <class A, class B>
-void lines_of(const char* op, Span<A> marks, Span<B> flat, const char* name) {
-  const int64_t needed = (flat.size + kLine - 1) / kLine;
-  EXPECTS(!marks.given() || marks.size == needed, op, ": marks has ", marks.size, " entries; ", flat.size, " entries of ", name,
-          " lie in ", needed, " lines");
-}
-
 inline void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& grads, float, Queue) {
   covers("spread", grads, flat, "flat");
-  lines_of("spread", marks, flat, "flat");
+  lines_of("spread", marks, "marks", flat, "flat");
 }
 
-inline void wipe(Span<float> flat, Span<uint8_t> marks, Queue) { lines_of("wipe", marks, flat, "flat"); }
+inline void wipe(Span<float> flat, Span<uint8_t> marks, Queue) { lines_of("wipe", marks, "marks", flat, "flat"); }
 
 inline void offer_all(Span<const float> value, Span<const int32_t> flag, Span<float> taken, Queue) {
   same_size("offer_all", taken, "taken", value, "value");
@@ -71,12 +73,13 @@ inline void settle_all(Span<float> value, Span<const float> update, float, Queue
   same_size("settle_all", update, "update", value, "value");
 }
 
-inline void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, int64_t k, Span<float> values,
-                      Span<int32_t> indices, Span<int32_t> header, Span<uint32_t>, Queue) {
+inline void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> peaks, int64_t k,
+                      Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t>, Queue) {
   indexable("take_topk", value, "value");
   EXPECTS(k >= 1 && k <= value.size, "take_topk: k = ", k, " is outside 1 .. ", value.size, ", the number of entries");
   if (velocity.given()) same_size("take_topk", velocity, "velocity", value, "value");
   if (flag.given()) holds("take_topk", flag, "flag", 1);
+  lines_of("take_topk", peaks, "peaks", value, "value");
   holds("take_topk", values, "values", k);
   holds("take_topk", indices, "indices", k);
   holds("take_topk", header, "header", 2);
@@ -84,7 +87,7 @@ inline void take_topk(Span<float> value, Span<float> velocity, Span<const int32_
 
 inline void add_sparse(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
                        Span<const int32_t> header, float, Queue) {
-  lines_of("add_sparse", marks, target, "target");
+  lines_of("add_sparse", marks, "marks", target, "target");
   indexable("add_sparse", target, "target");
   holds("add_sparse", target, "target", 1);
   same_size("add_sparse", values, "values", indices, "indices");
@@ -113,13 +116,14 @@ inline void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Q
   EXPECTS(target >= 1, "steer: target = ", target, " must be at least 1");
 }
 
-inline void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const int32_t> ends,
-                       Span<const float> centers, Span<const float> thresholds, Span<float> values, Span<int32_t> indices,
-                       Span<int32_t> header, Span<uint32_t>, Queue) {
+inline void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> peaks,
+                       Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds, Span<float> values,
+                       Span<int32_t> indices, Span<int32_t> header, Span<uint32_t>, Queue) {
   indexable("take_above", value, "value");
   holds("take_above", value, "value", 1);
   if (velocity.given()) same_size("take_above", velocity, "velocity", value, "value");
   if (flag.given()) holds("take_above", flag, "flag", 1);
+  lines_of("take_above", peaks, "peaks", value, "value");
   holds("take_above", ends, "ends", 1);
   same_size("take_above", centers, "centers", ends, "ends");
   same_size("take_above", thresholds, "thresholds", ends, "ends");
@@ -147,7 +151,7 @@ inline void pack_sparse(Span<const float> values, Span<const int32_t> indices, S
 
 inline void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t>,
                        Span<const int32_t> header, float, Queue) {
-  lines_of("add_packed", marks, target, "target");
+  lines_of("add_packed", marks, "marks", target, "target");
   blocks_of("add_packed", blocks, target, "target");
   holds("add_packed", header, "header", 2);
 }

@@ -109,6 +109,7 @@ class Acc(NamedTuple):
     flag: int32[1], not 0 where a gradient was not finite; None where nobody looked.
     moments: float64[layers, kernels.MOMENTS], each layer's statistics, for a compressor that needs them; else None.
     rates: each layer's learning rate in this step; None where no optimizer is known.
+    peaks: the largest magnitude in each line of value, for takes on a CPU; None where nobody noted them.
     """
 
     value: Tensor
@@ -116,6 +117,7 @@ class Acc(NamedTuple):
     flag: Tensor | None = None
     moments: Tensor | None = None
     rates: tuple[float, ...] | None = None
+    peaks: Tensor | None = None
 
 
 class Compressor(ABC):
@@ -135,6 +137,11 @@ class Compressor(ABC):
     def moments(self) -> str | None:
         """Which statistics of each layer it reads: those of what has "accumulated", of the "raw" gradient, or none."""
         return None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether it takes the few largest entries: peaks then tell it where to look."""
+        return False
 
     @property
     def local_momentum(self) -> float:

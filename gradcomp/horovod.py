@@ -28,7 +28,7 @@ from gradcomp.reducer import Bucket, Reducer
 from gradcomp.slot import SPARSE, Slot, check_momentum, named_of, rates_of, slots
 
 Waiting = Callable[[], Reply]
-SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 500e-6  # seconds
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds
 
 
 class Network:

@@ -27,7 +27,9 @@ MOST_PIECES: int = _native.most_pieces
 MOMENTS: int = _native.moments
 """Numbers a layer's statistics consist of: mean, squared deviations, smallest, largest, how many are not zero."""
 LINE: int = _native.line
-"""Entries of a sparse update that share a mark."""
+"""Entries of a sparse update that share a mark, and of a value that share a peak."""
+UNKNOWN_PEAK = 0x7F800000
+"""The peak of a line that may hold anything: infinity's key."""
 
 BUILT_WITH_CUDA: bool = _native.built_with_cuda
 _scratch_buffers: dict[tuple[str, str, int, int], Array] = {}
@@ -182,12 +184,17 @@ def accumulate(
     scales: Array | None = None,
     moments: Array | None = None,
     raw: bool = False,
+    peaks: Array | None = None,
 ) -> None:
     """velocity <- momentum * velocity + scales * grads; value <- value + velocity; flag <- whether an entry was not finite.
 
     moments, float64[layers, MOMENTS]: statistics of each layer's new value (raw: of its gradient) from the same pass.
+    peaks: what peaks() gave; each line's largest magnitude, by which a take on a CPU leaves most of the value unread.
     """
     chunks = _chunks(grads)
+    if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
+        peaks[:] = UNKNOWN_PEAK
+        peaks = None
     flags = flag if len(chunks) == 1 else _scratch("flags", len(chunks), value)
     for i, (part, layers, place) in enumerate(chunks):
         _native.accumulate(
@@ -197,6 +204,7 @@ def accumulate(
             None if velocity is None else velocity[place],
             flags[i : i + 1],
             None if moments is None else moments[layers],
+            peaks,
             None if moments is None else _measuring(part, value),
             momentum,
             nesterov,
@@ -205,6 +213,11 @@ def accumulate(
         )
     if len(chunks) > 1:
         flag[:] = flags.max()
+
+
+def peaks(n: int, device: torch.device) -> Tensor | None:
+    """For accumulate to fill and takes to read, of an array of n entries; None on a GPU, where a take reads everything."""
+    return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32) if device.type == "cpu" else None
 
 
 def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0) -> None:
@@ -235,10 +248,12 @@ def take_topk(
     header: Array,
     velocity: Array | None = None,
     flag: Array | None = None,
+    peaks: Array | None = None,
 ) -> None:
     """Moves the k entries of largest magnitude out of value, in index order, ties to the lower index; header <- (k, flag)."""
     words = _native.take_topk_scratch(_on_cuda(value), _count(value), k)
-    _native.take_topk(value, velocity, flag, k, values, indices, header, _scratch("topk", words, value), **_queue(value))
+    scratch = _scratch("topk", words, value)
+    _native.take_topk(value, velocity, flag, peaks, k, values, indices, header, scratch, **_queue(value))
 
 
 def add_sparse(target: Array, values: Array, indices: Array, header: Array, scale: float = 1.0) -> None:
@@ -284,6 +299,7 @@ def take_above(
     header: Array,
     velocity: Array | None = None,
     flag: Array | None = None,
+    peaks: Array | None = None,
 ) -> None:
     """Moves the entries with |value - center| above their layer's threshold out of value, in index order.
 
@@ -292,7 +308,7 @@ def take_above(
     words = _native.take_above_scratch(_on_cuda(value), _count(value), _count(values))
     layers = (ends, centers, thresholds)
     scratch = _scratch("above", words, value)
-    _native.take_above(value, velocity, flag, *layers, values, indices, header, scratch, **_queue(value))
+    _native.take_above(value, velocity, flag, peaks, *layers, values, indices, header, scratch, **_queue(value))
 
 
 def pack_sparse(values: Array, indices: Array, header: Array, value: Array, blocks: Array, entries: Array) -> None:

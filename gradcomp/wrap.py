@@ -39,6 +39,7 @@ class Memory:
     inner: Any
     moments: Tensor | None = None
     squares: Tensor | None = None
+    peaks: Tensor | None = None
     steps: int = 0
 
 
@@ -138,6 +139,8 @@ class Feedback(Compressor):
         layers = len(layout.names)
         if self.inner.moments is not None:
             memory.moments = torch.zeros(layers, kernels.MOMENTS, dtype=torch.float64, device=layout.device)
+        if self.inner.sparse:
+            memory.peaks = kernels.peaks(layout.total, layout.device)
         if self.clip > 0:
             memory.squares = torch.zeros(layers, dtype=torch.float64, device=layout.device)
         return memory
@@ -155,8 +158,10 @@ class Feedback(Compressor):
             scales=self._scales(grads, memory, ranks),
             moments=memory.moments,
             raw=self.inner.moments == "raw",
+            peaks=memory.peaks,
         )
-        return Acc(memory.value, memory.velocity if self.masking else None, memory.flag, memory.moments, rates)
+        masked = memory.velocity if self.masking else None
+        return Acc(memory.value, masked, memory.flag, memory.moments, rates, memory.peaks)
 
     def exchange(self, acc: Acc, state: Memory, world: World) -> Steps:
         inner = self.stage(state.steps)

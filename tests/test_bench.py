@@ -105,7 +105,7 @@ def test_the_kernel_benchmark_measures_every_kernel(tmp_path: Path, capsys: pyte
         assert named[kernel]["ms"]["low"] > 0
     assert named[kernel_cases.ADD]["ratio_to_add"]["median"] == 1
     assert named[kernel_cases.COPY]["share_of_copy"] == 1
-    assert named[kernel_cases.FEEDBACK]["bytes"] == 16 * 20_000
+    assert named[kernel_cases.FEEDBACK]["bytes"] == 12 * 20_000
     assert {target["name"] for target in result["targets"]} == set(kernel_report.TARGETS)
     assert {"command", "date", "commit", "machine", "versions", "settings"} <= result.keys()
     assert str(tmp_path) not in out.read_text()

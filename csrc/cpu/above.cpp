@@ -54,14 +54,14 @@ int64_t count_wanted(Span<const float> x, const Beyond& beyond, int threads) {
 
 int64_t take_above_scratch(int64_t n, int64_t room) { return select_words(n, room); }
 
-void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const int32_t> ends,
-                Span<const float> centers, Span<const float> thresholds, Span<float> values, Span<int32_t> indices,
-                Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> peaks,
+                Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds, Span<float> values,
+                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const int64_t words = take_above_scratch(value.size, values.size);
   EXPECTS(scratch.size >= words, "take_above: scratch has ", scratch.size, " words; ", words, " are needed");
   const Span<const float> all{value.data, value.size};
   const Beyond beyond(value.data, ends, centers, thresholds);
-  const Found found = select(all, beyond, values.size, scratch, queue.threads);
+  const Found found = select(all, peaks, beyond, values.size, scratch, queue.threads);
   const int64_t passing = found.dropped ? count_wanted(all, beyond, queue.threads) : found.listed;
   move_out(value, velocity, scratch.data, found.listed, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(passing);

@@ -138,7 +138,8 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 }
 
 void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity, Span<int32_t> flag,
-                Span<double> moments, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw, Queue queue) {
+                Span<double> moments, Span<uint32_t> peaks, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw,
+                Queue queue) {
   const Runs runs(grads, moments.given() ? scratch : Span<uint32_t>{});
   std::atomic<bool> refused = false;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
@@ -155,6 +156,7 @@ void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value
                                                                      nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f)
                                                  : add(g, sums, count);
       mine |= refused_here;
+      if (peaks.given()) note_peaks(sums, at, count, peaks.data);
       if (!moments.given()) return;
       Measured found = measure(sums, count);
       if (raw) {

@@ -69,6 +69,28 @@ HOT Measured measure(const float* __restrict x, int64_t n) {
   return {found, pivot};
 }
 
+HOT void peaks_of(const float* __restrict x, int64_t lines, uint32_t* __restrict peaks) {
+  for (int64_t j = 0; j < lines; ++j) {
+    int32_t peak = 0;
+    for (int64_t i = 0; i < kLine; ++i) peak = std::max(peak, static_cast<int32_t>(magnitude_key(x[kLine * j + i])));
+    peaks[j] = static_cast<uint32_t>(peak);
+  }
+}
+
+// The peaks of the lines that a run lies in. It may begin inside a line, whose first part was noted before, and end inside one.
+inline void note_peaks(const float* x, int64_t begin, int64_t count, uint32_t* peaks) {
+  const auto note = [&](int64_t from, int64_t to) {
+    uint32_t& peak = peaks[from / kLine];
+    if (from % kLine == 0) peak = 0;
+    for (int64_t i = from; i < to; ++i) peak = std::max(peak, magnitude_key(x[i - begin]));
+  };
+  const int64_t end = begin + count, first = std::min((begin + kLine - 1) / kLine * kLine, end);
+  if (begin < first) note(begin, first);
+  const int64_t last = first + (end - first) / kLine * kLine;
+  peaks_of(x + (first - begin), (last - first) / kLine, peaks + first / kLine);
+  if (last < end) note(last, end);
+}
+
 HOT double squares_of(const float* __restrict x, int64_t n) {
   double sums[kLanes] = {};
   const int64_t whole = n / kLanes * kLanes;

@@ -1,5 +1,5 @@
 // Exact selection on CPUs. One vectorised read of the bucket lists, in index order, what may be among the k largest; the choice
-// is then made among the few. Bytes: 4 an entry, and what is listed.
+// is then made among the few. Bytes: 4 an entry, or with peaks 0.06 and those of the lines in which something is listed.
 //
 // What is wanted is said by a criterion: layers(begin, end, work) calls work(begin, end, center, bar) for each layer's part of
 // [begin, end), whose entries are wanted if key_of(entry, center) is above the bar; key(i) is the key of entry i.
@@ -20,15 +20,19 @@ namespace {
 // Compared as signed numbers, for which there is an instruction; every key is above a bar of -1.
 inline int32_t key_of(float x, float center) { return static_cast<int32_t>(magnitude_key(x - center)); }
 
-constexpr int64_t kStep = 64;  // entries that are passed over at once
-
-// marks[j] <- whether any entry of the j-th kStep is above the bar.
-HOT void mark_steps(const float* x, int64_t steps, float center, int32_t bar, uint8_t* marks) {
-  for (int64_t j = 0; j < steps; ++j) {
+// marks[j] <- whether any entry of line j is above the bar.
+HOT void mark_lines(const float* x, int64_t lines, float center, int32_t bar, uint8_t* marks) {
+  for (int64_t j = 0; j < lines; ++j) {
     uint32_t any = 0;
-    for (int64_t i = 0; i < kStep; ++i) any |= key_of(x[kStep * j + i], center) > bar ? 1u : 0u;
+    for (int64_t i = 0; i < kLine; ++i) any |= key_of(x[kLine * j + i], center) > bar ? 1u : 0u;
     marks[j] = any != 0;
   }
+}
+
+// The same without reading the lines: marks[j] <- whether an entry may be above the bar that has no larger magnitude than the
+// peak.
+HOT void mark_peaks(const uint32_t* peaks, int64_t lines, float center, int32_t bar, uint8_t* marks) {
+  for (int64_t j = 0; j < lines; ++j) marks[j] = key_of(float_of(peaks[j]) + float_of(magnitude_key(center)), 0.0f) > bar;
 }
 
 // The k-th largest of n keys: three passes of 11, 11 and 10 bits, each over those that share the digits found so far.
@@ -75,30 +79,39 @@ struct Found {
   bool dropped = false;
 };
 
-// Lists what is wanted of [begin, end). When the list is full, of at least k + kStep, all go but its k largest, and from then
+// Lists what is wanted of [begin, end). When the list is full, of at least k + kLine, all go but its k largest, and from then
 // on only what is larger than those gets in: none is lost that belongs to the k.
 template <class Criterion>
-Found search(const float* x, int64_t begin, int64_t end, const Criterion& criterion, int64_t k, uint32_t* list,
-             int64_t capacity) {
+Found search(Span<const float> x, Span<const uint32_t> peaks, int64_t begin, int64_t end, const Criterion& criterion, int64_t k,
+             uint32_t* list, int64_t capacity) {
+  constexpr int64_t kLines = kBlock / kLine;
   Found found;
   int32_t raised = -1;
-  criterion.layers(begin, end, [&](int64_t layer_begin, int64_t layer_end, float center, int32_t bar) {
-    for (int64_t block = layer_begin; block < layer_end; block += kBlock) {
-      const int64_t block_end = std::min(block + kBlock, layer_end), steps = (block_end - block) / kStep;
-      uint8_t marks[kBlock / kStep + 1] = {};
-      mark_steps(x + block, steps, center, std::max(bar, raised), marks);
-      marks[steps] = 1;  // what is left over is looked at one by one
-      for (int64_t j = 0; j <= steps; ++j) {
-        if (marks[j] == 0) continue;
-        if (found.listed + kStep > capacity) {
-          raised = keep_largest(list, found.listed, k, criterion);
-          found = {k, true};
-        }
-        const int64_t at = block + kStep * j, stop = std::min(at + kStep, block_end);
-        for (int64_t i = at; i < stop; ++i) {
-          list[found.listed] = static_cast<uint32_t>(i);
-          found.listed += key_of(x[i], center) > std::max(bar, raised) ? 1 : 0;
-        }
+  const auto look_at = [&](int64_t from, int64_t to, float center, int32_t bar) {
+    if (found.listed + kLine > capacity) {
+      raised = keep_largest(list, found.listed, k, criterion);
+      found = {k, true};
+    }
+    bar = std::max(bar, raised);
+    for (int64_t i = from; i < to; ++i) {
+      list[found.listed] = static_cast<uint32_t>(i);
+      found.listed += key_of(x.data[i], center) > bar ? 1 : 0;
+    }
+  };
+  criterion.layers(begin, end, [&](int64_t from, int64_t to, float center, int32_t bar) {
+    uint8_t marks[kLines];
+    for (int64_t line = from / kLine; line * kLine < to; line += kLines) {
+      const int64_t lines = std::min(kLines, (to + kLine - 1) / kLine - line);
+      if (peaks.given()) {
+        mark_peaks(peaks.data + line, lines, center, std::max(bar, raised), marks);
+      } else {
+        const int64_t whole = std::min(lines, x.size / kLine - line);  // of the bucket's last line, a part may be missing
+        mark_lines(x.data + line * kLine, whole, center, std::max(bar, raised), marks);
+        if (whole < lines) marks[whole] = 1;
+      }
+      for (int64_t j = 0; j < lines; ++j) {
+        const int64_t at = (line + j) * kLine;
+        if (marks[j] != 0) look_at(std::max(at, from), std::min(at + kLine, to), center, bar);
       }
     }
   });
@@ -106,17 +119,18 @@ Found search(const float* x, int64_t begin, int64_t end, const Criterion& criter
 }
 
 // 32-bit words for the k largest of n: enough for eight threads where k is small beside n.
-inline int64_t select_words(int64_t n, int64_t k) { return std::min(n, std::max<int64_t>(16 * k, 1 << 13)) + 8 * kStep; }
+inline int64_t select_words(int64_t n, int64_t k) { return std::min(n, std::max<int64_t>(16 * k, 1 << 13)) + 8 * kLine; }
 
 // Lists what is wanted, or the k largest of it, in index order, at the front of the list.
 template <class Criterion>
-Found select(Span<const float> x, const Criterion& criterion, int64_t k, Span<uint32_t> list, int threads) {
-  const int64_t most = std::max<int64_t>(1, list.size / (2 * (k + kStep)));
+Found select(Span<const float> x, Span<const uint32_t> peaks, const Criterion& criterion, int64_t k, Span<uint32_t> list,
+             int threads) {
+  const int64_t most = std::max<int64_t>(1, list.size / (2 * (k + kLine)));
   const int count = static_cast<int>(std::min<int64_t>(parts(x.size, threads), most));
   const int64_t share = list.size / count;
   std::vector<Found> found(static_cast<size_t>(count));
   parallel(x.size, count, [&](int part, int64_t begin, int64_t end) {
-    found[static_cast<size_t>(part)] = search(x.data, begin, end, criterion, k, list.data + part * share, share);
+    found[static_cast<size_t>(part)] = search(x, peaks, begin, end, criterion, k, list.data + part * share, share);
   });
   Found all;
   for (int part = 0; part < count; ++part) {

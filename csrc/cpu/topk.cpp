@@ -23,11 +23,11 @@ struct Magnitude {
 
 int64_t take_topk_scratch(int64_t n, int64_t k) { return select_words(n, k); }
 
-void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, int64_t k, Span<float> values,
-               Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> peaks, int64_t k,
+               Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const int64_t words = take_topk_scratch(value.size, k);
   EXPECTS(scratch.size >= words, "take_topk: scratch has ", scratch.size, " words; ", words, " are needed");
-  select({value.data, value.size}, Magnitude{value.data}, k, scratch, queue.threads);
+  select({value.data, value.size}, peaks, Magnitude{value.data}, k, scratch, queue.threads);
   move_out(value, velocity, scratch.data, k, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(k);
   header.data[1] = flag.given() ? flag.data[0] : 0;

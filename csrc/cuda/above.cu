@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(kThreads) take_or_list(Hand hand, Plan plan) {
 
 int64_t take_above_scratch(int64_t n, int64_t room) { return Plan(n, room, nullptr).words; }
 
-void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const int32_t> ends,
-                Span<const float> centers, Span<const float> thresholds, Span<float> values, Span<int32_t> indices,
-                Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> /* peaks */,
+                Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds, Span<float> values,
+                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const Plan plan(value.size, values.size, scratch.data);
   EXPECTS(scratch.size >= plan.words, "take_above: scratch has ", scratch.size, " words; ", plan.words, " are needed");
   const auto n = static_cast<uint32_t>(value.size);

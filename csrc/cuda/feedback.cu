@@ -178,7 +178,9 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
 }
 
 void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity, Span<int32_t> flag,
-                Span<double> moments, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw, Queue queue) {
+                Span<double> moments, Span<uint32_t> peaks, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw,
+                Queue queue) {
+  EXPECTS(!peaks.given(), "accumulate: peaks are for CPUs");
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? records_in<MomentsRecord>(scratch, grads, "accumulate") : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));

@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kThreads) list_candidates(Plan plan) {
 
 int64_t take_topk_scratch(int64_t n, int64_t k) { return Plan(n, k, nullptr).words; }
 
-void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, int64_t k, Span<float> values,
-               Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> /* peaks */, int64_t k,
+               Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const Plan plan(value.size, k, scratch.data);
   EXPECTS(scratch.size >= plan.words, "take_topk: scratch has ", scratch.size, " words; ", plan.words, " are needed");
   const auto n = static_cast<uint32_t>(value.size), wanted = static_cast<uint32_t>(k);

@@ -74,6 +74,10 @@ class Sdagc(Compressor):
         return self.stat
 
     @property
+    def sparse(self) -> bool:
+        return True
+
+    @property
     def local_momentum(self) -> float:
         return self.sam
 
@@ -135,7 +139,7 @@ class Sdagc(Compressor):
         )
         taken_room = paths.room(acc, capacity.room, self.wire)
         layers = (state.ends, state.centers, state.thresholds)
-        kernels.take_above(acc.value, *layers, **taken_room.arrays, velocity=acc.velocity, flag=acc.flag)
+        kernels.take_above(acc.value, *layers, **taken_room.arrays, velocity=acc.velocity, flag=acc.flag, peaks=acc.peaks)
         if target is not None:
             kernels.steer(state.lam, taken_room.header, target)
         if self.lr_revision in ("staleness", "per_layer"):

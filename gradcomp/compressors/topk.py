@@ -25,6 +25,10 @@ class TopK(Compressor):
             raise ValueError(f"topk: ratio must lie in (0, 1], not {self.ratio}")
         paths.check_wire("topk", self.wire)
 
+    @property
+    def sparse(self) -> bool:
+        return True
+
     def eased(self, progress: float) -> TopK:
         return replace(self, ratio=self.ratio**progress)
 
@@ -32,5 +36,5 @@ class TopK(Compressor):
         n = acc.value.numel()
         k = min(n, max(1, math.ceil(self.ratio * n)))
         taken = paths.room(acc, k, self.wire)
-        kernels.take_topk(acc.value, k, **taken.arrays, velocity=acc.velocity, flag=acc.flag)
+        kernels.take_topk(acc.value, k, **taken.arrays, velocity=acc.velocity, flag=acc.flag, peaks=acc.peaks)
         return (yield from paths.sparse_allgather(acc, taken, world))

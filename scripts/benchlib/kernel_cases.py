@@ -103,6 +103,11 @@ class Bench:
             Case("spread", lambda i: kernels.spread(self.input(i), out[i % len(out)], 0.5), 8 * n),
         ]
 
+    @property
+    def take_reads(self) -> int:
+        """Bytes an entry that a take reads: nearly none where peaks tell it where to look."""
+        return 4 if kernels.peaks(1, self.device) is None else 0
+
     def sparse(self) -> list[Case]:
         n, k = self.n, self.k
         value, target, update, own, scattered = self.empty(), self.empty(), self.empty(), self.payload(), self.payload()
@@ -111,18 +116,20 @@ class Bench:
         failed = torch.full((n,), math.nan, device=self.device)
         plain, pushed, velocity, payload = self.empty(), self.empty(), self.empty(), self.payload()
 
+        peaks = kernels.peaks(n, self.device)
+
         def feedback(i: int) -> None:
-            kernels.accumulate(self.grads(i), plain, None, self.flag)
-            kernels.take_topk(plain, k, **payload, flag=self.flag)
+            kernels.accumulate(self.grads(i), plain, None, self.flag, peaks=peaks)
+            kernels.take_topk(plain, k, **payload, flag=self.flag, peaks=peaks)
 
         def with_momentum(i: int) -> None:
-            kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9)
-            kernels.take_topk(pushed, k, **payload, velocity=velocity, flag=self.flag)
+            kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9, peaks=peaks)
+            kernels.take_topk(pushed, k, **payload, velocity=velocity, flag=self.flag, peaks=peaks)
 
         return [
             Case("take_topk", lambda i: kernels.take_topk(value, k, **own), 4 * n, before=lambda i: value.copy_(self.input(i))),
-            Case(FEEDBACK, feedback, 16 * n),
-            Case("accumulate, take_topk, momentum", with_momentum, 24 * n),
+            Case(FEEDBACK, feedback, (12 + self.take_reads) * n),
+            Case("accumulate, take_topk, momentum", with_momentum, (20 + self.take_reads) * n),
             Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
             Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *own_entries, update=update), 4),
             Case("settle_sparse", lambda i: kernels.settle_sparse(target, *own_entries, update=failed), 16 * k),
@@ -138,18 +145,18 @@ class Bench:
         payload, form = self.payload(), wire.packed_form(n, self.k)
         packed = wire.empty(form, self.device)
         value, pushed, velocity, target = (self.empty() for _ in range(4))
-        flag = self.flag
+        flag, peaks = self.flag, kernels.peaks(n, self.device)
 
         def take(acc: Tensor, velocity: Tensor | None) -> None:
             kernels.set_thresholds(moments, ends, lam, centers, thresholds)
-            kernels.take_above(acc, ends, centers, thresholds, **payload, velocity=velocity, flag=flag)
+            kernels.take_above(acc, ends, centers, thresholds, **payload, velocity=velocity, flag=flag, peaks=peaks)
 
         def plain(i: int) -> None:
-            kernels.accumulate(self.grads(i), value, None, flag, moments=moments)
+            kernels.accumulate(self.grads(i), value, None, flag, moments=moments, peaks=peaks)
             take(value, None)
 
         def with_momentum(i: int) -> None:
-            kernels.accumulate(self.grads(i), pushed, velocity, flag, 0.9, moments=moments)
+            kernels.accumulate(self.grads(i), pushed, velocity, flag, 0.9, moments=moments, peaks=peaks)
             take(pushed, velocity)
 
         def pack(i: int) -> None:
@@ -159,20 +166,20 @@ class Bench:
             kernels.take_above(target, ends, centers, thresholds, **payload, flag=flag)
 
         return [
-            Case(SDAGC, plain, 16 * n),
-            Case(f"{SDAGC}, momentum", with_momentum, 24 * n),
+            Case(SDAGC, plain, (12 + self.take_reads) * n),
+            Case(f"{SDAGC}, momentum", with_momentum, (20 + self.take_reads) * n),
             Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(self.input(i))),
             Case("pack_sparse", pack, 20 * self.k),
             Case("add_packed", lambda i: kernels.add_packed(target, **packed.arrays, scale=0.5), 12 * self.k),
         ]
 
     def steps(self) -> list[Case]:
-        """Whole steps; their bytes are the sum over the kernels in them (sparse: 12 + 4, and spread writes 4)."""
+        """Whole steps; their bytes are the sum over the kernels in them (sparse: 12, the take's, and spread writes 4)."""
         shapes = {f"layer{i}": (size,) for i, size in enumerate(self.sizes)}
         named = [dict(zip(shapes, pieces, strict=True)) for pieces in self.pieces]
         specs: list[tuple[str, str, int | None]] = [
-            (SIMULATED, f"topk:ratio={RATIO}", 20 * self.n),
-            (SDAGC_SIMULATED, "sdagc:small=none", 20 * self.n),
+            (SIMULATED, f"topk:ratio={RATIO}", (16 + self.take_reads) * self.n),
+            (SDAGC_SIMULATED, "sdagc:small=none", (16 + self.take_reads) * self.n),
             ("Simulation step, dense", "dense", None),
         ]
         found = []

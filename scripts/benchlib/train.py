@@ -17,6 +17,10 @@ from benchlib import report
 from benchlib.machine import ROOT
 from benchlib.rounds import Spread
 
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+"""Whether glibc gives gradients back to the system in every step, and a step then spends 10 ms on page faults, hangs on the order
+in which a spec frees them. For all specs, it does not."""
+
 PROGRESS, RESULT = "@progress ", "@result "
 """How lines of rank 0 begin that are meant for this program."""
 
@@ -48,7 +52,7 @@ def listen(lines: Iterable[str], progress: report.Progress, rate: str) -> tuple[
 def launch(chosen: argparse.Namespace, rate: str) -> dict[str, Any] | None:
     """Runs the ranks; None, with the reason on stderr, if they failed."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // chosen.hosts))
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**KEEPS_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1"}
     if chosen.launcher == "horovodrun":
         environment.setdefault("OMP_NUM_THREADS", threads)
     started = command(chosen, rate)
