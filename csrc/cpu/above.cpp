@@ -1,7 +1,5 @@
 // Taking what exceeds its layer's threshold, on CPUs.
 
-#include <atomic>
-
 #include "../check.h"
 #include "../ops.h"
 #include "select.h"
@@ -12,6 +10,8 @@ namespace {
 // Wanted is what is farther from its layer's center than the threshold.
 class Beyond {
  public:
+  static constexpr bool kCounted = true;
+
   Beyond(const float* x, Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds)
       : x_(x), ends_(ends), centers_(centers), thresholds_(thresholds) {}
 
@@ -34,22 +34,6 @@ class Beyond {
   Span<const float> centers_, thresholds_;
 };
 
-HOT int64_t count_above(const float* x, int64_t n, float center, int32_t bar) {
-  uint32_t count = 0;
-  for (int64_t i = 0; i < n; ++i) count += key_of(x[i], center) > bar ? 1u : 0u;
-  return count;
-}
-
-int64_t count_wanted(Span<const float> x, const Beyond& beyond, int threads) {
-  std::atomic<int64_t> count = 0;
-  parallel(x.size, parts(x.size, threads), [&](int, int64_t begin, int64_t end) {
-    beyond.layers(begin, end, [&](int64_t at, int64_t stop, float center, int32_t bar) {
-      count += count_above(x.data + at, stop - at, center, bar);
-    });
-  });
-  return count;
-}
-
 }  // namespace
 
 int64_t take_above_scratch(int64_t n, int64_t room) { return select_words(n, room); }
@@ -59,12 +43,10 @@ void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> fla
                 Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const int64_t words = take_above_scratch(value.size, values.size);
   EXPECTS(scratch.size >= words, "take_above: scratch has ", scratch.size, " words; ", words, " are needed");
-  const Span<const float> all{value.data, value.size};
   const Beyond beyond(value.data, ends, centers, thresholds);
-  const Found found = select(all, peaks, beyond, values.size, scratch, queue.threads);
-  const int64_t passing = found.dropped ? count_wanted(all, beyond, queue.threads) : found.listed;
+  const Found found = select({value.data, value.size}, peaks, beyond, values.size, scratch, queue.threads);
   move_out(value, velocity, scratch.data, found.listed, values.data, indices.data);
-  header.data[0] = static_cast<int32_t>(passing);
+  header.data[0] = static_cast<int32_t>(found.wanted);
   header.data[1] = flag.given() ? flag.data[0] : 0;
 }
 

@@ -73,10 +73,9 @@ int32_t keep_largest(uint32_t* list, int64_t n, int64_t k, const Criterion& crit
   return rank.key;
 }
 
-// What a search has listed, and whether some of what is wanted had to go.
+// How much a search has listed, and how much it has met that is wanted, where the criterion is kCounted.
 struct Found {
-  int64_t listed = 0;
-  bool dropped = false;
+  int64_t listed = 0, wanted = 0;
 };
 
 // Lists what is wanted of [begin, end). When the list is full, of at least k + kLine, all go but its k largest, and from then
@@ -90,23 +89,26 @@ Found search(Span<const float> x, Span<const uint32_t> peaks, int64_t begin, int
   const auto look_at = [&](int64_t from, int64_t to, float center, int32_t bar) {
     if (found.listed + kLine > capacity) {
       raised = keep_largest(list, found.listed, k, criterion);
-      found = {k, true};
+      found.listed = k;
     }
-    bar = std::max(bar, raised);
+    const int32_t least = std::max(bar, raised);
     for (int64_t i = from; i < to; ++i) {
+      const int32_t key = key_of(x.data[i], center);
       list[found.listed] = static_cast<uint32_t>(i);
-      found.listed += key_of(x.data[i], center) > bar ? 1 : 0;
+      found.listed += key > least ? 1 : 0;
+      found.wanted += key > bar ? 1 : 0;
     }
   };
   criterion.layers(begin, end, [&](int64_t from, int64_t to, float center, int32_t bar) {
     uint8_t marks[kLines];
     for (int64_t line = from / kLine; line * kLine < to; line += kLines) {
       const int64_t lines = std::min(kLines, (to + kLine - 1) / kLine - line);
+      const int32_t least = Criterion::kCounted ? bar : std::max(bar, raised);
       if (peaks.given()) {
-        mark_peaks(peaks.data + line, lines, center, std::max(bar, raised), marks);
+        mark_peaks(peaks.data + line, lines, center, least, marks);
       } else {
         const int64_t whole = std::min(lines, x.size / kLine - line);  // of the bucket's last line, a part may be missing
-        mark_lines(x.data + line * kLine, whole, center, std::max(bar, raised), marks);
+        mark_lines(x.data + line * kLine, whole, center, least, marks);
         if (whole < lines) marks[whole] = 1;
       }
       for (int64_t j = 0; j < lines; ++j) {
@@ -137,11 +139,11 @@ Found select(Span<const float> x, Span<const uint32_t> peaks, const Criterion& c
     const Found& its = found[static_cast<size_t>(part)];
     std::copy_n(list.data + part * share, its.listed, list.data + all.listed);
     all.listed += its.listed;
-    all.dropped |= its.dropped;
+    all.wanted += its.wanted;
   }
-  if (all.listed <= k) return all;
-  keep_largest(list.data, all.listed, k, criterion);
-  return {k, true};
+  if (all.listed > k) keep_largest(list.data, all.listed, k, criterion);
+  all.listed = std::min(all.listed, k);
+  return all;
 }
 
 // Moves the listed entries out of the bucket.

@@ -9,6 +9,8 @@ namespace {
 
 // Every entry is wanted, by its distance from zero.
 struct Magnitude {
+  static constexpr bool kCounted = false;
+
   const float* x;
 
   int32_t key(int64_t i) const { return key_of(x[i], 0.0f); }
