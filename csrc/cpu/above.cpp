@@ -10,12 +10,8 @@ namespace {
 // Wanted is what is farther from its layer's center than the threshold.
 class Beyond {
  public:
-  static constexpr bool kCounted = true;
-
-  Beyond(const float* x, Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds)
-      : x_(x), ends_(ends), centers_(centers), thresholds_(thresholds) {}
-
-  int32_t key(int64_t i) const { return key_of(x_[i], centers_.data[layer_of(i)]); }
+  Beyond(Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds)
+      : ends_(ends), centers_(centers), thresholds_(thresholds) {}
 
   template <class Work>
   void layers(int64_t begin, int64_t end, Work work) const {
@@ -29,7 +25,6 @@ class Beyond {
  private:
   int64_t layer_of(int64_t i) const { return std::upper_bound(ends_.data, ends_.data + ends_.size - 1, i) - ends_.data; }
 
-  const float* x_;
   Span<const int32_t> ends_;
   Span<const float> centers_, thresholds_;
 };
@@ -43,8 +38,11 @@ void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> fla
                 Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const int64_t words = take_above_scratch(value.size, values.size);
   EXPECTS(scratch.size >= words, "take_above: scratch has ", scratch.size, " words; ", words, " are needed");
-  const Beyond beyond(value.data, ends, centers, thresholds);
-  const Found found = select({value.data, value.size}, peaks, beyond, values.size, scratch, queue.threads);
+  const Beyond beyond(ends, centers, thresholds);
+  const Found found =
+      select(value.size, values.size, true, scratch, queue.threads, [&](Shortlist& shortlist, int64_t begin, int64_t end) {
+        look_through({value.data, value.size}, peaks, begin, end, beyond, shortlist);
+      });
   move_out(value, velocity, scratch.data, found.listed, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(found.wanted);
   header.data[1] = flag.given() ? flag.data[0] : 0;

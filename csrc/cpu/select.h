@@ -2,10 +2,12 @@
 // is then made among the few. Bytes: 4 an entry, or with peaks 0.06 and those of the lines in which something is listed.
 //
 // What is wanted is said by a criterion: layers(begin, end, work) calls work(begin, end, center, bar) for each layer's part of
-// [begin, end), whose entries are wanted if key_of(entry, center) is above the bar; key(i) is the key of entry i.
+// [begin, end), whose entries are wanted if key_of(entry, center) is above the bar; kCounted, whether all that is wanted is to
+// be counted.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -31,9 +33,21 @@ HOT void mark_lines(const float* x, int64_t lines, float center, int32_t bar, ui
 
 // The same without reading the lines: marks[j] <- whether an entry may be above the bar that has no larger magnitude than the
 // peak.
-HOT void mark_peaks(const uint32_t* peaks, int64_t lines, float center, int32_t bar, uint8_t* marks) {
+[[maybe_unused]] HOT void mark_peaks(const uint32_t* peaks, int64_t lines, float center, int32_t bar, uint8_t* marks) {
   for (int64_t j = 0; j < lines; ++j) marks[j] = key_of(float_of(peaks[j]) + float_of(magnitude_key(center)), 0.0f) > bar;
 }
+
+// What may be among the k largest, in index order: where it is, and how far from its center.
+struct Candidates {
+  uint32_t* places;
+  float* apart;
+
+  int32_t key(int64_t j) const { return key_of(apart[j], 0.0f); }
+  void copy(const Candidates& from, int64_t count) const {
+    std::copy_n(from.places, count, places);
+    std::copy_n(from.apart, count, apart);
+  }
+};
 
 // The k-th largest of n keys: three passes of 11, 11 and 10 bits, each over those that share the digits found so far.
 struct Rank {
@@ -41,8 +55,7 @@ struct Rank {
   int64_t above;  // how many keys are larger
 };
 
-template <class KeyAt>
-Rank radix_select(int64_t n, int64_t k, KeyAt key_at) {
+inline Rank radix_select(const Candidates& list, int64_t n, int64_t k) {
   uint32_t prefix = 0;
   int64_t above = 0;
   for (const auto& [shift, bits] : {std::pair{21, 11}, std::pair{10, 11}, std::pair{0, 10}}) {
@@ -50,7 +63,7 @@ Rank radix_select(int64_t n, int64_t k, KeyAt key_at) {
     const uint32_t mask = (1u << bits) - 1;
     const int known = shift + bits;
     for (int64_t j = 0; j < n; ++j) {
-      const auto key = static_cast<uint32_t>(key_at(j));
+      const auto key = static_cast<uint32_t>(list.key(j));
       const bool match = known == 32 || key >> known == prefix >> known;
       count[(key >> shift) & mask] += match;
     }
@@ -61,89 +74,164 @@ Rank radix_select(int64_t n, int64_t k, KeyAt key_at) {
   return {static_cast<int32_t>(prefix), above};
 }
 
-// Leaves of n listed entries the k largest, of equals the first ones, in index order. Returns the smallest key that is left.
-template <class Criterion>
-int32_t keep_largest(uint32_t* list, int64_t n, int64_t k, const Criterion& criterion) {
-  const Rank rank = radix_select(n, k, [&](int64_t j) { return criterion.key(list[j]); });
+// Leaves of n candidates the k largest, of equals the first ones, in index order. Returns the smallest key that is left.
+inline int32_t keep_largest(const Candidates& list, int64_t n, int64_t k) {
+  const Rank rank = radix_select(list, n, k);
   int64_t ties = k - rank.above, kept = 0;
   for (int64_t j = 0; j < n; ++j) {
-    const int32_t key = criterion.key(list[j]);
-    if (key > rank.key || (key == rank.key && ties-- > 0)) list[kept++] = list[j];
+    const int32_t key = list.key(j);
+    if (key < rank.key || (key == rank.key && ties-- <= 0)) continue;
+    list.places[kept] = list.places[j];
+    list.apart[kept++] = list.apart[j];
   }
   return rank.key;
 }
 
-// How much a search has listed, and how much it has met that is wanted, where the criterion is kCounted.
+// How much a search has listed, and how much it has met that is wanted, where that is counted.
 struct Found {
   int64_t listed = 0, wanted = 0;
 };
 
-// Lists what is wanted of [begin, end). When the list is full, of at least k + kLine, all go but its k largest, and from then
-// on only what is larger than those gets in: none is lost that belongs to the k.
-template <class Criterion>
-Found search(Span<const float> x, Span<const uint32_t> peaks, int64_t begin, int64_t end, const Criterion& criterion, int64_t k,
-             uint32_t* list, int64_t capacity) {
-  constexpr int64_t kLines = kBlock / kLine;
-  Found found;
-  int32_t raised = -1;
-  const auto look_at = [&](int64_t from, int64_t to, float center, int32_t bar) {
-    if (found.listed + kLine > capacity) {
-      raised = keep_largest(list, found.listed, k, criterion);
-      found.listed = k;
+// A list of candidates. When it is full, at no less than k + kLine, all go but its k largest, and from then on only what is
+// larger than those gets in: none is lost that belongs to the k.
+class Shortlist {
+ public:
+  Shortlist(const Candidates& list, int64_t capacity, int64_t k, bool counted)
+      : list_(list), capacity_(capacity), k_(k), counted_(counted) {}
+
+  // What marks must be made for: entries that are to be looked at.
+  int32_t least(int32_t bar) const { return counted_ ? bar : std::max(bar, raised_); }
+
+  // Looks at the marked lines of entries from .. to: x[0] is entry `at`, where a line begins.
+  void look_at(const uint8_t* marks, const float* x, int64_t at, int64_t from, int64_t to, float center, int32_t bar) {
+    for (int64_t line = from / kLine; line * kLine < to; ++line) {
+      if (marks[line - at / kLine] == 0) continue;
+      look_at_line(x - at, std::max(line * kLine, from), std::min((line + 1) * kLine, to), center, bar);
     }
-    const int32_t least = std::max(bar, raised);
+  }
+
+  Found found() const { return found_; }
+
+ private:
+  void look_at_line(const float* x, int64_t from, int64_t to, float center, int32_t bar) {
+    if (found_.listed + kLine > capacity_) {
+      raised_ = keep_largest(list_, found_.listed, k_);
+      found_.listed = k_;
+    }
+    const int32_t least = std::max(bar, raised_);
     for (int64_t i = from; i < to; ++i) {
-      const int32_t key = key_of(x.data[i], center);
-      list[found.listed] = static_cast<uint32_t>(i);
-      found.listed += key > least ? 1 : 0;
-      found.wanted += key > bar ? 1 : 0;
+      const float apart = x[i] - center;
+      const int32_t key = key_of(apart, 0.0f);
+      list_.places[found_.listed] = static_cast<uint32_t>(i);
+      list_.apart[found_.listed] = apart;
+      found_.listed += key > least ? 1 : 0;
+      found_.wanted += key > bar ? 1 : 0;
     }
-  };
+  }
+
+  Candidates list_;
+  int64_t capacity_, k_;
+  bool counted_;
+  int32_t raised_ = -1;
+  Found found_;
+};
+
+// Lines that are scattered in memory, on their way to the cache before they are looked at.
+inline void fetch_marked(const uint8_t* marks, int64_t lines, const float* x) {
+  constexpr int64_t kCacheLine = 16;
+  for (int64_t j = 0; j < lines; ++j) {
+    if (marks[j] == 0) continue;
+    for (int64_t i = 0; i < kLine; i += kCacheLine) __builtin_prefetch(x + j * kLine + i, 1);
+  }
+}
+
+// Looks through [begin, end) for what is wanted.
+template <class Criterion>
+void look_through(Span<const float> x, Span<const uint32_t> peaks, int64_t begin, int64_t end, const Criterion& criterion,
+                  Shortlist& shortlist) {
+  constexpr int64_t kLines = 128;
   criterion.layers(begin, end, [&](int64_t from, int64_t to, float center, int32_t bar) {
     uint8_t marks[kLines];
     for (int64_t line = from / kLine; line * kLine < to; line += kLines) {
-      const int64_t lines = std::min(kLines, (to + kLine - 1) / kLine - line);
-      const int32_t least = Criterion::kCounted ? bar : std::max(bar, raised);
+      const int64_t at = line * kLine, lines = std::min(kLines, (to + kLine - 1) / kLine - line);
       if (peaks.given()) {
-        mark_peaks(peaks.data + line, lines, center, least, marks);
+        mark_peaks(peaks.data + line, lines, center, shortlist.least(bar), marks);
+        fetch_marked(marks, lines, x.data + at);
       } else {
         const int64_t whole = std::min(lines, x.size / kLine - line);  // of the bucket's last line, a part may be missing
-        mark_lines(x.data + line * kLine, whole, center, least, marks);
+        mark_lines(x.data + at, whole, center, shortlist.least(bar), marks);
         if (whole < lines) marks[whole] = 1;
       }
-      for (int64_t j = 0; j < lines; ++j) {
-        const int64_t at = (line + j) * kLine;
-        if (marks[j] != 0) look_at(std::max(at, from), std::min(at + kLine, to), center, bar);
-      }
+      shortlist.look_at(marks, x.data + at, at, std::max(at, from), std::min(at + lines * kLine, to), center, bar);
     }
   });
-  return found;
 }
 
-// 32-bit words for the k largest of n: enough for eight threads where k is small beside n.
-inline int64_t select_words(int64_t n, int64_t k) { return std::min(n, std::max<int64_t>(16 * k, 1 << 13)) + 8 * kLine; }
+constexpr int64_t kSampled = 16;  // entries of one cache line: sampled together, they cost one miss
 
-// Lists what is wanted, or the k largest of it, in index order, at the front of the list.
-template <class Criterion>
-Found select(Span<const float> x, Span<const uint32_t> peaks, const Criterion& criterion, int64_t k, Span<uint32_t> list,
-             int threads) {
-  const int64_t most = std::max<int64_t>(1, list.size / (2 * (k + kLine)));
-  const int count = static_cast<int>(std::min<int64_t>(parts(x.size, threads), most));
-  const int64_t share = list.size / count;
+// A bar that about 1.25 k entries and five deviations of the sample are above: rarely fewer than k, rarely many more. -1 where
+// a sample would save nothing.
+template <class Sample>
+int32_t guess_bar(int64_t n, int64_t k, float* samples, int64_t room, Sample sample) {
+  constexpr int64_t kFew = 1 << 13, kMany = 1 << 16;
+  const int64_t wanted = std::min(std::clamp(n / 64, kFew, kMany), room) / kSampled * kSampled, runs = n / kSampled;
+  const double expected = static_cast<double>(wanted) * static_cast<double>(k) / static_cast<double>(n);
+  const auto rank = static_cast<int64_t>(1.25 * expected + 5 * std::sqrt(expected)) + 2;
+  if (n <= kFew || rank >= wanted) return -1;
+  for (int64_t i = 0; i < wanted; i += kSampled) {
+    const auto run = static_cast<int64_t>((uint64_t{mix(static_cast<uint32_t>(i))} * static_cast<uint64_t>(runs)) >> 32);
+    sample(run * kSampled, samples + i);
+  }
+  std::nth_element(samples, samples + rank, samples + wanted,
+                   [](float a, float b) { return key_of(a, 0.0f) > key_of(b, 0.0f); });
+  return key_of(samples[rank], 0.0f);
+}
+
+// How many candidates there is room for in so many 32-bit words, and words for the k largest of n: enough for eight threads
+// where k is small beside n.
+inline int64_t candidates_in(int64_t words) { return words / 2; }
+inline int64_t select_words(int64_t n, int64_t k) { return 2 * (std::min(n, std::max<int64_t>(16 * k, 1 << 13)) + 8 * kLine); }
+
+inline Candidates candidates(Span<uint32_t> scratch) {
+  return {scratch.data, reinterpret_cast<float*>(scratch.data + candidates_in(scratch.size))};
+}
+
+// Lists what is wanted, or the k largest of it: look(shortlist, begin, end) looks through a thread's part of n entries.
+template <class Look>
+Found select(int64_t n, int64_t k, bool counted, Span<uint32_t> scratch, int threads, Look look) {
+  const Candidates list = candidates(scratch);
+  const int64_t capacity = candidates_in(scratch.size), most = std::max<int64_t>(1, capacity / (2 * (k + kLine)));
+  const int count = static_cast<int>(std::min<int64_t>(parts(n, threads), most));
+  const int64_t share = capacity / count;
+  const auto part_of = [&](int part) { return Candidates{list.places + part * share, list.apart + part * share}; };
   std::vector<Found> found(static_cast<size_t>(count));
-  parallel(x.size, count, [&](int part, int64_t begin, int64_t end) {
-    found[static_cast<size_t>(part)] = search(x, peaks, begin, end, criterion, k, list.data + part * share, share);
+  parallel(n, count, [&](int part, int64_t begin, int64_t end) {
+    Shortlist shortlist(part_of(part), share, k, counted);
+    look(shortlist, begin, end);
+    found[static_cast<size_t>(part)] = shortlist.found();
   });
   Found all;
   for (int part = 0; part < count; ++part) {
     const Found& its = found[static_cast<size_t>(part)];
-    std::copy_n(list.data + part * share, its.listed, list.data + all.listed);
+    Candidates{list.places + all.listed, list.apart + all.listed}.copy(part_of(part), its.listed);
     all.listed += its.listed;
     all.wanted += its.wanted;
   }
-  if (all.listed > k) keep_largest(list.data, all.listed, k, criterion);
+  if (all.listed > k) keep_largest(list, all.listed, k);
   all.listed = std::min(all.listed, k);
   return all;
+}
+
+// The k largest: from a sample, sample(entry, to) of kSampled entries each, a bar is guessed that a few more than k are above,
+// and look(shortlist, begin, end, bar) looks for these. A guess that is wrong costs a second search, never a wrong result.
+template <class Sample, class Look>
+void select_largest(int64_t n, int64_t k, Span<uint32_t> scratch, int threads, Sample sample, Look look) {
+  const auto search = [&](int32_t bar) {
+    return select(n, k, false, scratch, threads,
+                  [&](Shortlist& shortlist, int64_t begin, int64_t end) { look(shortlist, begin, end, bar); });
+  };
+  const int32_t bar = guess_bar(n, k, candidates(scratch).apart, candidates_in(scratch.size), sample);
+  if (bar < 0 || search(bar).listed < k) search(-1);
 }
 
 // Moves the listed entries out of the bucket.

@@ -7,17 +7,13 @@
 namespace gradcomp::cpu {
 namespace {
 
-// Every entry is wanted, by its distance from zero.
+// Wanted is what is farther from zero than a bar.
 struct Magnitude {
-  static constexpr bool kCounted = false;
-
-  const float* x;
-
-  int32_t key(int64_t i) const { return key_of(x[i], 0.0f); }
+  int32_t bar;
 
   template <class Work>
   void layers(int64_t begin, int64_t end, Work work) const {
-    work(begin, end, 0.0f, -1);
+    work(begin, end, 0.0f, bar);
   }
 };
 
@@ -29,7 +25,11 @@ void take_topk(Span<float> value, Span<float> velocity, Span<const int32_t> flag
                Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
   const int64_t words = take_topk_scratch(value.size, k);
   EXPECTS(scratch.size >= words, "take_topk: scratch has ", scratch.size, " words; ", words, " are needed");
-  select({value.data, value.size}, peaks, Magnitude{value.data}, k, scratch, queue.threads);
+  const auto sample = [&](int64_t entry, float* to) { std::copy_n(value.data + entry, kSampled, to); };
+  select_largest(value.size, k, scratch, queue.threads, sample,
+                 [&](Shortlist& shortlist, int64_t begin, int64_t end, int32_t bar) {
+                   look_through({value.data, value.size}, peaks, begin, end, Magnitude{bar}, shortlist);
+                 });
   move_out(value, velocity, scratch.data, k, values.data, indices.data);
   header.data[0] = static_cast<int32_t>(k);
   header.data[1] = flag.given() ? flag.data[0] : 0;
