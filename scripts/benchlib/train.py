@@ -18,8 +18,8 @@ from benchlib.machine import ROOT
 from benchlib.rounds import Spread
 
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
-"""Whether glibc gives gradients back to the system in every step, and a step then spends 10 ms on page faults, hangs on the order
-in which a spec frees them. For all specs, it does not."""
+"""Whether glibc gives gradients back to the system in every step, which costs a step some 10 ms of page faults, hangs on the
+order in which a spec frees them. Here no spec does."""
 
 PROGRESS, RESULT = "@progress ", "@result "
 """How lines of rank 0 begin that are meant for this program."""

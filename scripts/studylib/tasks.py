@@ -103,7 +103,7 @@ TASKS = {
         "the same digits with a small convolutional net",
     ),
     "text": Task(
-        Settings(lr=1.0, steps=1500, momentum=0.9, batch=4, width=384, clip=1.0),
+        Settings(lr=0.4, steps=4000, momentum=0.9, batch=4, width=384, clip=1.0),
         "perplexity",
         False,
         text,
