@@ -176,10 +176,13 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   DEFINE(steer, "lam", "header", "target");
   DEFINE(take_above, "value", "velocity", "flag", "peaks", "ends", "centers", "thresholds", "values", "indices", "header",
          "scratch");
+  DEFINE(sketch, "value", "rows", "seed", "table");
+  DEFINE(heaviest, "table", "rows", "seed", "n", "indices", "estimates", "scratch");
   DEFINE(pack_sparse, "values", "indices", "header", "value", "blocks", "entries");
   DEFINE(add_packed, "target", "marks", "blocks", "entries", "header", "scale");
   DEFINE(settle_packed, "value", "blocks", "entries", "header", "update", "keep");
   DEFINE_SCRATCH(take_topk);
   DEFINE_SCRATCH(take_above);
+  DEFINE_SCRATCH(heaviest);
   DEFINE_SCRATCH(accumulate);
 }

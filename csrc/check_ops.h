@@ -133,6 +133,27 @@ inline void take_above(Span<float> value, Span<float> velocity, Span<const int32
 }
 
 template <class A>
+void is_table(const char* op, Span<A> table, int64_t rows) {
+  EXPECTS(rows >= 3 && rows <= 9 && rows % 2 == 1, op, ": rows = ", rows, " is not 3, 5, 7 or 9");
+  EXPECTS(table.size > 0 && table.size % (16 * rows) == 0, op, ": table has ", table.size,
+          " entries, which is not a multiple of ", 16 * rows, ": ", rows, " rows of columns in sixteens");
+}
+
+inline void sketch(Span<const float> value, int64_t rows, int64_t, Span<float> table, Queue) {
+  indexable("sketch", value, "value");
+  is_table("sketch", table, rows);
+}
+
+inline void heaviest(Span<const float> table, int64_t rows, int64_t, int64_t n, Span<int32_t> indices, Span<float> estimates,
+                     Span<uint32_t>, Queue) {
+  is_table("heaviest", table, rows);
+  EXPECTS(n >= 1 && n < (int64_t{1} << 31), "heaviest: n = ", n, " is outside 1 .. 2^31 - 1");
+  EXPECTS(indices.size >= 1 && indices.size <= n, "heaviest: indices has ", indices.size, " entries; 1 .. ", n,
+          " are possible");
+  same_size("heaviest", estimates, "estimates", indices, "indices");
+}
+
+template <class A>
 void blocks_of(const char* op, Span<const uint32_t> blocks, Span<A> flat, const char* name) {
   indexable(op, flat, name);
   holds(op, flat, name, 1);

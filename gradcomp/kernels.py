@@ -324,3 +324,14 @@ def add_packed(target: Array, blocks: Array, entries: Array, header: Array, scal
 def settle_packed(value: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
     """settle_sparse for entries in 32 bits."""
     _native.settle_packed(value, blocks, entries, header, update, keep, **_queue(value))
+
+
+def sketch(value: Array, rows: int, seed: int, table: Array) -> None:
+    """table <- a count sketch of value, rows x columns in one flat array; the columns are a multiple of 16."""
+    _native.sketch(value, rows, seed, table, **_queue(value))
+
+
+def heaviest(table: Array, rows: int, seed: int, n: int, indices: Array, estimates: Array) -> None:
+    """indices, estimates <- the entries of largest estimated magnitude of n, in index order, ties to the lower index."""
+    scratch = _scratch("heaviest", _native.heaviest_scratch(_on_cuda(table), n, _count(indices)), table)
+    _native.heaviest(table, rows, seed, n, indices, estimates, scratch, **_queue(table))

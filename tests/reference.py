@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +72,53 @@ def packed(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor, Ten
 def topk(value: Tensor, k: int) -> Tensor:
     """The places of the k entries of largest magnitude, ties to the lower index, in index order."""
     return torch.sort(value.abs(), descending=True, stable=True).indices[:k].sort().values
+
+
+def mix(x: np.ndarray | int) -> np.ndarray:
+    """A hash of 32-bit numbers."""
+    x = np.asarray(x, np.uint64) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def places(n: int, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where a count sketch puts each of n entries, and with which sign: two arrays of [rows, n]."""
+    tiles = columns // 16
+    drawn = start = int(mix(seed & 0xFFFFFFFF))
+    steps: list[int] = []  # those that permute the numbers below tiles
+    while len(steps) < 32:
+        drawn = int(mix(drawn + 1))
+        step = drawn * tiles >> 32
+        if math.gcd(step, tiles) == 1:
+            steps.append(step)
+    tile, lane = np.divmod(np.arange(n, dtype=np.uint64), 16)
+    round_, inside = np.divmod(tile, tiles)
+    column, sign = np.empty((rows, n), np.int64), np.empty((rows, n), np.float32)
+    for row in range(rows):
+        deal = mix(mix(start ^ (2 * row + 1)) ^ round_)
+        column_tile = (np.array(steps, np.uint64)[deal % 32] * inside + (mix(deal) * tiles >> 32)) % tiles
+        turn = mix(mix(start ^ (2 * row + 2)) + tile)
+        column_lane = lane ^ turn >> 28
+        column[row] = column_tile * 16 + column_lane
+        sign[row] = np.where(turn >> column_lane & 1, -1, 1)
+    return column, sign
+
+
+def sketch(value: Tensor, rows: int, columns: int, seed: int) -> Tensor:
+    """A count sketch, flat: each entry, in order, is added to one cell of each row."""
+    table = np.zeros((rows, columns), np.float32)
+    with np.errstate(over="ignore"):
+        for cells, column, sign in zip(table, *places(value.numel(), rows, columns, seed), strict=True):
+            np.add.at(cells, column, sign * value.cpu().numpy())
+    return torch.from_numpy(table).view(-1).to(value.device)
+
+
+def estimates(table: Tensor, rows: int, seed: int, n: int) -> Tensor:
+    """What a sketch says of each of n entries: the median over the rows."""
+    cells = table.cpu().numpy().reshape(rows, -1)
+    column, sign = places(n, rows, cells.shape[1], seed)
+    return torch.from_numpy(np.median(sign * np.take_along_axis(cells, column, 1), axis=0)).to(table.device)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -11,6 +11,7 @@
 
 #include "../math.h"
 #include "../ops.h"
+#include "bucket.cuh"
 #include "select.cuh"
 
 namespace gradcomp::cuda {
@@ -65,20 +66,19 @@ struct Passing {
   }
 };
 
-__global__ void __launch_bounds__(kThreads) mark_passing(const float* value, uint32_t n, Passing passing, uint32_t room,
-                                                         const int32_t* flag, int32_t* header, Plan plan) {
+__global__ void __launch_bounds__(kThreads)
+    mark_passing(BucketReader reader, MovingHand hand, uint32_t n, Passing passing, uint32_t room, Plan plan) {
   const uint32_t tile = blockIdx.x * kTile;
   const Passing its = passing.over(tile, n - tile < kTile ? n - 1 : tile + kTile - 1);
-  if (!mark_tile(value, n, plan, [&](float x, uint32_t index) { return its(x, index) != 0; })) return;
+  if (!mark_tile(reader, n, plan, [&](float x, uint32_t index) { return its(x, index) != 0; })) return;
   const uint32_t found = scan_in_place<kThreads>(plan.tile_listed, gridDim.x);
   if (threadIdx.x != 0) return;
   const bool listed = found <= plan.capacity;
   *plan.choice = {0, room, found <= room ? 0 : listed ? found : n, listed ? 1u : 0u};
-  header[0] = static_cast<int32_t>(found);
-  header[1] = flag != nullptr ? *flag : 0;
+  hand.announce(found);
 }
 
-__global__ void __launch_bounds__(kThreads) take_or_list(Hand hand, Plan plan) {
+__global__ void __launch_bounds__(kThreads) take_or_list(MovingHand hand, Plan plan) {
   if (plan.choice->sources == 0) {
     for_each_marked(plan, [&](uint32_t place, uint32_t index) { hand.take(place, index, hand.value[index]); });
   } else if (plan.choice->listed != 0) {
@@ -98,17 +98,18 @@ void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> fla
   const auto n = static_cast<uint32_t>(value.size);
   const auto room = static_cast<uint32_t>(values.size < value.size ? values.size : value.size);
   const unsigned tiles = blocks_for(n, kTile);
-  const Hand hand = {value.data, velocity.data, values.data, indices.data};
+  const BucketReader reader = {value.data};
+  const MovingHand hand = {value.data, velocity.data, values.data, indices.data, flag.data, header.data};
   const auto last_layer = static_cast<uint32_t>(ends.size - 1);
   const Passing passing = {ends.data, centers.data, thresholds.data, 0, last_layer, 0.0f, 0};
-  const auto count_first = count_digits<Passing, kFirstDigits>;
+  const auto count_first = count_digits<BucketReader, Passing, kFirstDigits>;
 
   CUDA_TRY(cudaMemsetAsync(scratch.data, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
-  LAUNCH(mark_passing, tiles, kThreads, 0, queue, value.data, n, passing, room, flag.data, header.data, plan);
+  LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, room, plan);
   LAUNCH(take_or_list, tiles, kThreads, 0, queue, hand, plan);
-  LAUNCH(count_first, source_blocks(n), kThreads, 0, queue, value.data, passing, kFirstShift, plan.first_counts,
-         plan.tickets + 0, plan);
-  choose_and_take(n, hand, passing, plan, queue);
+  LAUNCH(count_first, source_blocks(n), kThreads, 0, queue, reader, passing, kFirstShift, plan.first_counts, plan.tickets + 0,
+         plan);
+  choose_and_take(reader, hand, n, passing, plan, queue);
 }
 
 }  // namespace gradcomp::cuda

@@ -11,12 +11,14 @@
 // LAUNCH(kernel, blocks, threads, bytes of dynamic shared memory, queue, the kernel's arguments...);
 // DYNAMIC_SHARED(type, name); inside a kernel: `name` points to the dynamic shared memory.
 // The only ways to launch and to take dynamic shared memory: tests/simt replaces both, and nothing else in these files differs
-// between a GPU and the emulator.
+// between a GPU and the emulator, but that UNROLLED, before a loop whose arrays belong in registers, means nothing there.
 #ifdef GRADCOMP_SIMT
+#define UNROLLED
 #define LAUNCH_ON(kernel, blocks, threads, shared, stream, ...) \
   ::simt::launch(#kernel, kernel, blocks, threads, shared, stream, __VA_ARGS__)
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(::simt::dynamic_shared())
 #else
+#define UNROLLED _Pragma("unroll")
 #define LAUNCH_ON(kernel, blocks, threads, shared, stream, ...) kernel<<<blocks, threads, shared, stream>>>(__VA_ARGS__)
 #define DYNAMIC_SHARED(type, name)                     \
   extern __shared__ __align__(16) char name##_bytes[]; \

@@ -68,12 +68,12 @@ static __device__ __forceinline__ uint32_t join_bits(uint32_t four_bits) {
 }
 
 // A bit for each entry of this block's tile, passes(x, index), and how many there are; true in the last block to finish.
-template <class Passes>
-static __device__ __forceinline__ bool mark_tile(const float* value, uint32_t n, const Plan& plan, Passes passes) {
+template <class Reader, class Passes>
+static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t n, const Plan& plan, Passes passes) {
   const int64_t tile = int64_t{blockIdx.x} * kTile;
   uint32_t found = 0;
   for (uint32_t at = threadIdx.x * 4; at < kTile; at += 4 * kThreads) {
-    const Four four = load_four(value + tile + at, n - (tile + at));
+    const Four four = reader.read(tile + at, n - (tile + at));
     uint32_t four_bits = 0;
     for (int i = 0; i < 4; ++i) {
       const bool marked = tile + at + i < n && passes(four.x[i], static_cast<uint32_t>(tile + at + i));

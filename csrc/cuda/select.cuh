@@ -1,12 +1,19 @@
-// The k largest entries of a bucket, exactly, on a GPU: what take_topk and take_above share. A radix selection of the k-th
-// largest key, 11, 10 and 10 bits at a time, with all its state on the device; then what is chosen moves out, in index order.
+// The k largest entries, exactly, on a GPU: what take_topk, take_above and heaviest share. A radix selection of the k-th
+// largest key, 11, 10 and 10 bits at a time, with all its state on the device; then what is chosen is handed over, in index
+// order.
 //
-// The entries to choose from (the sources) are listed, from a bit for each entry of the bucket; where they are too many for the
-// list, all entries are read again and again instead, which is decided on the device. Blocks that finish last pick and scan for
-// all, so that no block waits.
+// The entries to choose from (the sources) are listed, from a bit for each entry; where they are too many for the list, all
+// entries are read again and again instead, which is decided on the device. Blocks that finish last pick and scan for all, so
+// that no block waits.
+//
+// A Reader says where entries come from: read(entry, count) gives the four from entry on, a multiple of four, and zeros for
+// those beyond count; at(index) gives one.
 //
 // A Key says what is compared. key.over(first, last), called by whole blocks, gives a key for entries from first to last; that
 // one's key(x, index) is 0 for an entry that is out of the question, and below 2^31.
+//
+// A Hand says where what is chosen goes: announce(found), by one thread, tells it how many entries passed or were asked for;
+// take(place, index, x) hands it one of them.
 #pragma once
 
 #include "block.cuh"
@@ -15,30 +22,15 @@
 
 namespace gradcomp::cuda {
 
-// Where what is chosen goes.
-struct Hand {
-  float* value;
-  float* velocity;
-  float* values;
-  int32_t* indices;
-
-  __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
-    values[place] = x;
-    indices[place] = static_cast<int32_t>(index);
-    value[index] = 0.0f;
-    if (velocity != nullptr) velocity[index] = 0.0f;
-  }
-};
-
 // Four sources in a row, this thread's of a small tile; all threads of the block make theirs together.
-template <class Key>
+template <class Reader, class Key>
 struct SourceTile {
   uint32_t index[4];
   Four value = {};
   uint32_t key[4];
   int count;  // of this thread's four, so many are there
 
-  __device__ __forceinline__ SourceTile(const float* all, const Plan& plan, uint32_t sources, bool listed, uint32_t tile,
+  __device__ __forceinline__ SourceTile(const Reader& reader, const Plan& plan, uint32_t sources, bool listed, uint32_t tile,
                                         const Key& keys) {
     const uint32_t last = (sources - tile < kSmallTile ? sources : tile + kSmallTile) - 1;
     const Key its = listed ? keys.over(plan.list[tile], plan.list[last]) : keys.over(tile, last);
@@ -49,11 +41,11 @@ struct SourceTile {
       for (int i = 0; i < 4; ++i) {
         if (i < count) index[i] = plan.list[first + i];
       }
-      for (int i = 0; i < 4; ++i) {
-        if (i < count) value.x[i] = all[index[i]];
+      UNROLLED for (int i = 0; i < 4; ++i) {
+        if (i < count) value.x[i] = reader.at(index[i]);
       }
     } else {
-      value = load_four(all + first, count);
+      value = reader.read(first, count);
     }
     for (int i = 0; i < 4; ++i) key[i] = i < count ? its(value.x[i], index[i]) : 0;
   }
@@ -71,9 +63,9 @@ static __device__ __forceinline__ uint32_t blocks_with_work(uint32_t sources) {
   return tiles < gridDim.x ? tiles : gridDim.x;
 }
 
-template <class Key, uint32_t kDigits>
+template <class Reader, class Key, uint32_t kDigits>
 static __global__ void __launch_bounds__(kThreads)
-    count_digits(const float* value, Key keys, int shift, uint32_t* all, uint32_t* ticket, Plan plan) {
+    count_digits(const __grid_constant__ Reader reader, Key keys, int shift, uint32_t* all, uint32_t* ticket, Plan plan) {
   __shared__ uint32_t counts[kDigits];
   __shared__ Digit picked;
   const uint32_t sources = plan.choice->sources;
@@ -84,7 +76,7 @@ static __global__ void __launch_bounds__(kThreads)
   const uint32_t wanted = plan.choice->wanted;
   clear_digits<kThreads, kDigits>(counts);
   for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
-    const SourceTile<Key> four(value, plan, sources, listed, tile, keys);
+    const SourceTile<Reader, Key> four(reader, plan, sources, listed, tile, keys);
     for (int i = 0; i < 4; ++i) {
       const uint32_t difference = (four.key[i] ^ digits) >> shift;
       if (i < four.count && difference < kDigits) count_digit(counts, difference);
@@ -98,15 +90,15 @@ static __global__ void __launch_bounds__(kThreads)
   plan.choice->wanted = wanted - picked.above;
 }
 
-template <class Key>
-static __global__ void __launch_bounds__(kThreads) count_taken(const float* value, Key keys, Plan plan) {
+template <class Reader, class Key>
+static __global__ void __launch_bounds__(kThreads) count_taken(const __grid_constant__ Reader reader, Key keys, Plan plan) {
   const uint32_t sources = plan.choice->sources;
   const uint32_t blocks = blocks_with_work(sources);
   if (blockIdx.x >= blocks) return;
   const bool listed = plan.choice->listed != 0;
   const uint32_t kth = plan.choice->digits;
   for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
-    const SourceTile<Key> four(value, plan, sources, listed, tile, keys);
+    const SourceTile<Reader, Key> four(reader, plan, sources, listed, tile, keys);
     uint32_t mine = 0;
     for (int i = 0; i < 4; ++i) mine += four.standing(i, kth);
     uint32_t total;
@@ -122,8 +114,9 @@ static __global__ void __launch_bounds__(kThreads) count_taken(const float* valu
   scan_in_place<kThreads>(plan.tile_equal, tiles);
 }
 
-template <class Key>
-static __global__ void __launch_bounds__(kThreads) take_chosen(Hand hand, Key keys, Plan plan) {
+template <class Reader, class Hand, class Key>
+static __global__ void __launch_bounds__(kThreads)
+    take_chosen(const __grid_constant__ Reader reader, Hand hand, Key keys, Plan plan) {
   const uint32_t sources = plan.choice->sources;
   const uint32_t blocks = blocks_with_work(sources);
   if (blockIdx.x >= blocks) return;
@@ -131,7 +124,7 @@ static __global__ void __launch_bounds__(kThreads) take_chosen(Hand hand, Key ke
   const uint32_t kth = plan.choice->digits;
   const uint32_t quota = plan.choice->wanted;
   for (uint32_t tile = blockIdx.x * kSmallTile; tile < sources; tile += blocks * kSmallTile) {
-    const SourceTile<Key> four(hand.value, plan, sources, listed, tile, keys);
+    const SourceTile<Reader, Key> four(reader, plan, sources, listed, tile, keys);
     uint32_t mine = 0;
     for (int i = 0; i < 4; ++i) mine += four.standing(i, kth);
     uint32_t total;
@@ -154,17 +147,19 @@ inline unsigned source_blocks(int64_t n) {
   return tiles < kMostBlocks ? tiles : kMostBlocks;
 }
 
-// The last four launches: the next two digits, then what is chosen moves.
-template <class Key>
-static void choose_and_take(int64_t n, Hand hand, Key keys, const Plan& plan, Queue queue) {
+// The last four launches: the next two digits, then what is chosen is handed over.
+template <class Reader, class Hand, class Key>
+static void choose_and_take(const Reader& reader, Hand hand, int64_t n, Key keys, const Plan& plan, Queue queue) {
   const unsigned blocks = source_blocks(n);
-  const auto count_next = count_digits<Key, kNextDigits>;
+  const auto count_next = count_digits<Reader, Key, kNextDigits>;
+  const auto count = count_taken<Reader, Key>;
+  const auto take = take_chosen<Reader, Hand, Key>;
   for (int pass = 0; pass < 2; ++pass) {
-    LAUNCH(count_next, blocks, kThreads, 0, queue, hand.value, keys, pass == 0 ? kNextBits : 0,
+    LAUNCH(count_next, blocks, kThreads, 0, queue, reader, keys, pass == 0 ? kNextBits : 0,
            plan.next_counts + pass * kNextDigits, plan.tickets + 2 + pass, plan);
   }
-  LAUNCH(count_taken<Key>, blocks, kThreads, 0, queue, hand.value, keys, plan);
-  LAUNCH(take_chosen<Key>, blocks, kThreads, 0, queue, hand, keys, plan);
+  LAUNCH(count, blocks, kThreads, 0, queue, reader, keys, plan);
+  LAUNCH(take, blocks, kThreads, 0, queue, reader, hand, keys, plan);
 }
 
 }  // namespace gradcomp::cuda

@@ -1,0 +1,101 @@
+// Finding the heaviest entries of a count sketch on a GPU: top-k over estimates that are worked out wherever they are read.
+//
+// The launches are those of largest.cuh. Bytes: a pass over the entries reads 4 times the number of rows an entry from the
+// table, 16 at a time, of which memory sees the table once where it fits into the second cache; two passes where the candidates
+// are listed, five where they are not. Beside that 0.3 bytes an entry, and 64 times the number of rows a candidate: it is read
+// four times, and each time with its three neighbours.
+
+#include "../ops.h"
+#include "../sketch.h"
+#include "largest.cuh"
+
+namespace gradcomp::cuda {
+namespace {
+
+__device__ __forceinline__ void swap_if(bool wanted, float& a, float& b) {
+  const float first = a;
+  a = wanted ? b : a;
+  b = wanted ? first : b;
+}
+
+// The middle one of kRows numbers, an odd number of them: sorted just as far as is needed, step by step as on CPUs.
+template <int kRows>
+__device__ __forceinline__ float median_of(float* x) {
+  UNROLLED for (int i = 0; i <= kRows / 2; ++i) {
+    UNROLLED for (int j = kRows - 1; j > i; --j) {
+      const float low = x[j - 1] < x[j] ? x[j - 1] : x[j];
+      x[j] = x[j - 1] < x[j] ? x[j] : x[j - 1];
+      x[j - 1] = low;
+    }
+  }
+  return x[kRows / 2];
+}
+
+template <int kRows>
+struct EstimateReader {
+  SketchHash hash;
+  const float* table;
+
+  // Four in a row, of which the first is a multiple of four, lie in one tile, and in each row in one such four of columns.
+  __device__ __forceinline__ Four read(int64_t entry, int64_t count) const {
+    Four four = {};
+    if (count <= 0) return four;
+    const auto tile = static_cast<uint32_t>(entry / kLanes), lane = static_cast<uint32_t>(entry % kLanes);
+    const uint32_t round = tile / hash.tiles, place = tile % hash.tiles;
+    float x[4][kRows];
+    UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
+      const Deal deal = hash.deal(row, round);
+      const Turn turn = SketchHash::turn(hash.turns_of(row), tile);
+      const uint32_t column_tile = static_cast<uint32_t>((uint64_t{deal.step} * place + deal.first) % hash.tiles);
+      const uint32_t column_lane = (lane ^ turn.flip()) & ~3u;
+      Four cells = load_four(table + (int64_t{row} * hash.tiles + column_tile) * kLanes + column_lane, 4);
+      for (uint32_t i = 0; i < 4; ++i) cells.x[i] = float_of(bits_of(cells.x[i]) ^ turn.sign(column_lane + i));
+      for (uint32_t i = 0; i < 4; i += 2) swap_if(turn.flip() & 1, cells.x[i], cells.x[i + 1]);
+      for (uint32_t i = 0; i < 2; ++i) swap_if(turn.flip() & 2, cells.x[i], cells.x[i + 2]);
+      for (uint32_t i = 0; i < 4; ++i) x[i][row] = cells.x[i];
+    }
+    UNROLLED for (int i = 0; i < 4; ++i) four.x[i] = i < count ? median_of<kRows>(x[i]) : 0.0f;
+    return four;
+  }
+
+  __device__ __forceinline__ float at(uint32_t index) const {
+    const Four four = read(index & ~3u, 4);
+    const float low = index & 1 ? four.x[1] : four.x[0], high = index & 1 ? four.x[3] : four.x[2];
+    return index & 2 ? high : low;
+  }
+};
+
+// Nothing moves: what is chosen is written down.
+struct NotingHand {
+  float* estimates;
+  int32_t* indices;
+
+  __device__ __forceinline__ void announce(uint32_t) const {}
+  __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
+    estimates[place] = x;
+    indices[place] = static_cast<int32_t>(index);
+  }
+};
+
+}  // namespace
+
+int64_t heaviest_scratch(int64_t n, int64_t k) { return Plan(n, k, nullptr).words; }
+
+void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Span<int32_t> indices, Span<float> estimates,
+              Span<uint32_t> scratch, Queue queue) {
+  const SketchHash hash(table.size / rows, seed);
+  const NotingHand hand = {estimates.data, indices.data};
+  const auto take = [&](const auto& reader) { take_largest("heaviest", reader, hand, n, indices.size, scratch, queue); };
+  switch (rows) {
+    case 3:
+      return take(EstimateReader<3>{hash, table.data});
+    case 5:
+      return take(EstimateReader<5>{hash, table.data});
+    case 7:
+      return take(EstimateReader<7>{hash, table.data});
+    default:
+      return take(EstimateReader<9>{hash, table.data});
+  }
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,73 @@
+// Where entries lie in a count sketch: the hash that both twins share.
+//
+// Entries and columns are dealt with in tiles of 16, so that every access is a vector's. As many tiles of entries as a row has
+// tiles of columns make a round, and a permutation of the round's own, x -> step * x + first modulo their number, deals them
+// out: every tile of columns gets one tile of each round. So both directions can be walked, and a table can be summed up
+// without atomics, in the order of the entries. Inside a tile, lanes are XORed with four hashed bits, and each entry has a
+// hashed sign.
+#pragma once
+
+#include <cstdint>
+#include <numeric>
+
+#include "math.h"
+
+namespace gradcomp {
+
+constexpr int64_t kLanes = 16;
+
+// What permutation deals out a round.
+struct Deal {
+  uint32_t step, first, inverse;  // of the step
+};
+
+// The lanes and signs of a tile in one row: lane `lane` of the entries is lane `lane ^ flip` of the columns, with its sign
+// there.
+struct Turn {
+  uint32_t bits;
+
+  SHARED_MATH uint32_t flip() const { return bits >> 28; }
+  SHARED_MATH uint32_t sign(uint32_t column_lane) const { return (bits >> column_lane & 1u) << 31; }
+};
+
+struct SketchHash {
+  static constexpr uint32_t kSteps = 32;
+
+  uint32_t seed, tiles;
+  uint32_t steps[kSteps], inverses[kSteps];
+
+  SketchHash(int64_t columns, int64_t seed_)
+      : seed(mix(static_cast<uint32_t>(seed_))), tiles(static_cast<uint32_t>(columns / kLanes)) {
+    uint32_t drawn = seed;
+    for (uint32_t i = 0; i < kSteps; ++i) {
+      do {
+        drawn = mix(drawn + 1);
+        steps[i] = static_cast<uint32_t>((uint64_t{drawn} * tiles) >> 32);
+      } while (std::gcd(steps[i], tiles) != 1);  // with one tile, the step is 0 and its own inverse
+      inverses[i] = inverse_of(steps[i]);
+    }
+  }
+
+  SHARED_MATH Deal deal(uint32_t row, uint32_t round) const {
+    const uint32_t drawn = mix(mix(seed ^ (2 * row + 1)) ^ round), which = drawn % kSteps;
+    return {steps[which], static_cast<uint32_t>((uint64_t{mix(drawn)} * tiles) >> 32), inverses[which]};
+  }
+
+  SHARED_MATH uint32_t turns_of(uint32_t row) const { return mix(seed ^ (2 * row + 2)); }
+  static SHARED_MATH Turn turn(uint32_t turns, uint32_t tile) { return {mix(turns + tile)}; }
+
+ private:
+  uint32_t inverse_of(uint32_t step) const {
+    int64_t a = tiles, b = step, x = 0, y = 1;
+    while (b > 1) {
+      const int64_t times = a / b;
+      a -= times * b;
+      x -= times * y;
+      std::swap(a, b);
+      std::swap(x, y);
+    }
+    return static_cast<uint32_t>(b == 0 ? 0 : (y % tiles + tiles) % tiles);
+  }
+};
+
+}  // namespace gradcomp

@@ -1,0 +1,189 @@
+"""Count sketches: a table is its definition to the last bit, and the heaviest entries are exactly those of its estimates."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradcomp import kernels
+
+SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
+ROWS = [3, 5, 7, 9]
+
+
+def sketch(value: Tensor, rows: int, columns: int, seed: int) -> Tensor:
+    table = torch.full((rows * columns,), 9.0, device=value.device)
+    kernels.sketch(value, rows, seed, table)
+    return table
+
+
+def heaviest(table: Tensor, rows: int, seed: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    indices = torch.full((k,), -1, dtype=torch.int32, device=table.device)
+    estimates = torch.full((k,), 9.0, device=table.device)
+    kernels.heaviest(table, rows, seed, n, indices, estimates)
+    return indices.long(), estimates
+
+
+def check_heaviest(table: Tensor, rows: int, seed: int, n: int, k: int) -> None:
+    estimates = reference.estimates(table, rows, seed, n)
+    wanted = reference.topk(estimates, k)
+    indices, found = heaviest(table, rows, seed, n, k)
+    assert torch.equal(indices, wanted)
+    assert torch.equal(found, estimates[wanted])  # 0 and -0 are equally heavy, and either may be a median
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("columns", [16, 32, 48, 1008, 4096])
+def test_a_sketch_is_its_definition(device: torch.device, rows: int, columns: int) -> None:
+    for n in SIZES:
+        value = torch.randn(n).to(device)
+        assert reference.same(sketch(value, rows, columns, n), reference.sketch(value, rows, columns, n)), n
+
+
+@given(
+    kind=gradients.kinds,
+    n=st.integers(0, 20_000),
+    rows=st.sampled_from(ROWS),
+    tiles=st.integers(1, 300),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(0, 3),
+)
+def test_a_sketch_is_its_definition_for_any_size(
+    device: torch.device, kind: str, n: int, rows: int, tiles: int, seed: int, offset: int
+) -> None:
+    value = gradients.draw(kind, n + offset, seed % 2**31)[offset:].to(device)  # not aligned to vectors
+    table = sketch(value, rows, 16 * tiles, seed)
+    assert reference.same(table, reference.sketch(value, rows, 16 * tiles, seed))
+    if n > 0:
+        check_heaviest(table, rows, seed, n, 1 + seed % n)
+
+
+def test_every_row_puts_each_entry_into_one_cell(device: torch.device) -> None:
+    """A sum over the table's magnitudes: no entry is lost, or counted twice; eighths add up exactly."""
+    value = torch.randint(1, 9, (5000,)).to(device) / 8
+    table = sketch(value, 7, 8192, seed=3).view(7, -1)  # no two entries of one round meet
+    assert (table.abs().sum(1) == value.sum()).all()
+    assert len({tuple(row.tolist()) for row in table}) == 7
+
+
+def test_sketches_add_up(device: torch.device) -> None:
+    a, b = torch.randn(30_000, device=device), torch.randn(30_000, device=device)
+    both = sketch(a, 5, 1008, 7) + sketch(b, 5, 1008, 7)
+    # A cell holds 30 of 30000 entries: as many roundings, each of a sum below 2^6 and so by at most 2^-19.
+    torch.testing.assert_close(sketch(a + b, 5, 1008, 7), both, rtol=0, atol=3 * 30 * 2.0**-19)
+    whole_a, whole_b = (x.round() for x in (a, b))
+    assert reference.same(
+        sketch(whole_a + whole_b, 5, 1008, 7) + 0.0, sketch(whole_a, 5, 1008, 7) + sketch(whole_b, 5, 1008, 7) + 0.0
+    )
+
+
+@pytest.mark.parametrize("rows,n", [(3, 1000), (5, 50_000), (7, 50_000), (9, 50_000)])
+def test_few_entries_are_recovered_exactly(device: torch.device, rows: int, n: int) -> None:
+    """An entry meets one of five others in most of its rows once in 10^5 times with 3 rows, and in 10^8 with 5."""
+    for seed in range(10):
+        value = torch.zeros(n, device=device)
+        places = torch.randperm(n)[:5].sort().values.to(device)
+        value[places] = torch.randn(5).to(device)
+        indices, found = heaviest(sketch(value, rows, 4096, seed), rows, seed, n, 5)
+        assert torch.equal(indices, places)
+        assert reference.same(found, value[places])
+
+
+@pytest.mark.parametrize("kind", gradients.KINDS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_heaviest_is_exact(device: torch.device, kind: str, rows: int) -> None:
+    for n, columns, k in ((1, 16, 1), (100, 16, 100), (5000, 1008, 1), (40_001, 4096, 400), (20_000, 48, 20_000)):
+        value = gradients.draw(kind, n, seed=n + k, ranks=n).to(device)  # so that no sum is infinite
+        check_heaviest(sketch(value, rows, columns, seed=k), rows, k, n, k)
+
+
+def test_heaviest_of_sums_that_are_infinite(device: torch.device) -> None:
+    value = gradients.draw("huge", 5000, seed=1).to(device)
+    table = sketch(value, 5, 48, seed=1)
+    assert reference.same(table, reference.sketch(value, 5, 48, 1)) and table.isinf().any()
+    check_heaviest(table, 5, 1, 5000, 300)
+
+
+def test_of_equals_the_first_are_taken(device: torch.device) -> None:
+    for n, k in ((100, 7), (40_000, 40_000), (40_000, 1)):
+        indices, found = heaviest(torch.zeros(3 * 48, device=device), 3, 5, n, k)
+        assert indices.tolist() == list(range(k)) and not found.any()
+
+
+def test_threads_do_not_matter() -> None:
+    """On CPUs, where each has 2^18 entries or more."""
+    value = gradients.draw("ties", 800_000, seed=4)
+    wanted = reference.sketch(value, 5, 4096, 11)
+    estimates = reference.estimates(wanted, 5, 11, value.numel())
+    largest = reference.topk(estimates, 999)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            table = sketch(value, 5, 4096, seed=11)
+            indices, found = heaviest(table, 5, 11, value.numel(), 999)
+            assert reference.same(table, wanted)
+            assert torch.equal(indices, largest) and torch.equal(found, estimates[largest])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_bad_arguments_are_refused(device: torch.device) -> None:
+    value = torch.zeros(100, device=device)
+    for rows in (-3, 1, 4, 11):
+        with pytest.raises(ValueError, match=f"sketch: rows = {rows} is not 3, 5, 7 or 9"):
+            kernels.sketch(value, rows, 0, torch.zeros(4 * 48, device=device))
+    with pytest.raises(ValueError, match="sketch: table has 120 entries, which is not a multiple of 48"):
+        sketch(value, 3, 40, 0)
+    with pytest.raises(ValueError, match="heaviest: table has 0 entries"):
+        heaviest(torch.zeros(0, device=device), 3, 0, 100, 1)
+    table = torch.zeros(3 * 48, device=device)
+    with pytest.raises(ValueError, match=r"heaviest: indices has 101 entries; 1 \.\. 100 are possible"):
+        heaviest(table, 3, 0, 100, 101)
+    with pytest.raises(ValueError, match="heaviest: indices has 0 entries"):
+        heaviest(table, 3, 0, 100, 0)
+    with pytest.raises(ValueError, match="heaviest: estimates has 2 entries, but indices has 3"):
+        kernels.heaviest(table, 3, 0, 100, torch.zeros(3, dtype=torch.int32, device=device), torch.zeros(2, device=device))
+
+
+def draw(kind: str, n: int, generator: torch.Generator) -> Tensor:
+    """Gradients with a shape that a hash dealing with tiles might fail on, and without."""
+    normal = torch.randn(n, generator=generator)
+    match kind:
+        case "hot columns":
+            return normal * torch.where(torch.arange(n) % 512 % 61 == 0, 8, 1)
+        case "laplace":
+            return torch.empty(n).exponential_(generator=generator) * normal.sign()
+        case "student":
+            return normal / torch.empty(n).exponential_(generator=generator).sqrt()  # 2 degrees of freedom
+        case "periods":
+            blocks = torch.randn(n // 1024, generator=generator).exp().repeat_interleave(1024)
+            return torch.randn(9, generator=generator)[torch.arange(n) % 9] * blocks * (1 + 0.1 * normal)
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("kind", ["hot columns", "laplace", "student", "periods"])
+def test_as_many_of_the_largest_are_found_as_with_a_hash_of_every_entry(kind: str) -> None:
+    """On CPUs only, for the twins agree. The share of the k largest that is found, dealing in tiles and entry by entry."""
+    n, rows, columns, k, draws = 1 << 18, 5, 4096, 256, 8
+    shares = torch.empty(draws, 2, dtype=torch.float64)
+    for seed in range(draws):
+        generator = torch.Generator().manual_seed(seed)
+        value = draw(kind, n, generator)
+        places = torch.randint(columns, (rows, n), generator=generator)
+        signs = torch.randint(2, (rows, n), generator=generator) * 2.0 - 1
+        cells = [torch.zeros(columns).index_add_(0, i, s * value)[i] * s for i, s in zip(places, signs, strict=True)]
+        classical = torch.stack(cells).median(0).values.abs().topk(k).indices
+        ours, _ = heaviest(sketch(value, rows, columns, seed), rows, seed, n, k)
+        true = torch.zeros(n, dtype=torch.bool)
+        true[value.abs().topk(k).indices] = True
+        shares[seed] = torch.tensor([true[ours].double().mean(), true[classical].double().mean()])
+    found, wanted = shares.mean(0).tolist()
+    chance = float((shares[:, 0] - shares[:, 1]).std()) / draws**0.5  # of the difference of the two means
+    assert chance < 0.02
+    assert found >= 0.98 * wanted - 2 * chance
