@@ -74,7 +74,8 @@ class Send(NamedTuple):
 Request = Gather | Reduce | Send
 Reply = list[Payload] | Tensor | dict[int, Payload]
 Steps = Generator[Request, Any, Tensor]
-"""An exchange under way. A yielded tensor is given away, a reply is read-only. All ranks yield the same sequence."""
+"""An exchange under way. A yielded tensor is given away, a reply is read-only. All ranks yield the same sequence of requests,
+one at least."""
 
 
 class Layer(NamedTuple):

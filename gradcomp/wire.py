@@ -90,5 +90,10 @@ def _malformed(sender: str, what: str) -> ValueError:
 
 
 def whole(array: Tensor) -> Payload:
-    """A payload of one array that is there already."""
-    return Payload((Field("bytes", array.dtype, array.numel()),), array.view(torch.uint8), {"bytes": array})
+    """A payload of one array that is there already; it is copied only where its length has to be rounded up."""
+    form = (Field("bytes", array.dtype, array.numel()),)
+    if array.numel() * array.element_size() % ALIGNMENT == 0:
+        return Payload(form, array.view(torch.uint8), {"bytes": array})
+    payload = empty(form, array.device)
+    payload["bytes"].copy_(array)
+    return payload

@@ -19,6 +19,7 @@ FLOORS = [
     "kernels",
     "wire",
     "paths",
+    "sketches",
     "staleness",
     "capacity",
     "wrap",

@@ -1,0 +1,104 @@
+"""gs_sgd: one sketch of the whole gradient, summed over the ranks; then exact values of what it shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.compressors.gs_sgd import GsSgd
+from gradcomp.wrap import Feedback
+
+
+def _bytes(ratio: float, rows: int = 5, columns: int = 0, candidates: int = 4) -> Callable[[int], int]:
+    """A table, a value for each candidate, behind both a flag; everything, where that is no more."""
+
+    def promised(n: int) -> int:
+        k = max(1, math.ceil(ratio * n))
+        looked_at = min(n, candidates * k)
+        cells = rows * (columns or max(1, 5 * k // 16) * 16)
+        return 4 * (n if cells + looked_at >= n else cells + 1 + looked_at + 1)
+
+    return promised
+
+
+PROMISED_BYTES = {
+    "gs_sgd": _bytes(0.001),
+    "gs_sgd:ratio=0.01,rows=3,columns=160,candidates=2": _bytes(0.01, 3, 160, 2),
+    "gs_sgd:ratio=0.002,rows=7": _bytes(0.002, 7),
+}
+
+
+def skewed(n: int, seed: int) -> torch.Tensor:
+    """A few entries that stand out, and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = 0.01 * torch.randn(n, generator=generator)
+    flat[torch.randperm(n, generator=torch.Generator().manual_seed(0))[:20]] += 5.0
+    return flat
+
+
+@pytest.mark.parametrize("how", ["allreduce", "tree"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+def test_the_update_is_the_exact_mean_of_what_is_heaviest_in_the_sum(world: int, how: str) -> None:
+    n = 20_000
+    simulation = gradcomp.Simulation(f"gs_sgd:ratio=0.001,columns=320,sum={how}", {"w": (n,)}, world)
+    grads = [skewed(n, rank + 1) for rank in range(world)]
+    mean = torch.stack(grads).double().mean(0)
+    update = simulation.step([{"w": grad} for grad in grads])["w"]
+    wanted = mean.abs().topk(20).indices
+    assert set(update.nonzero().flatten().tolist()) == set(wanted.tolist())
+    torch.testing.assert_close(update[wanted].double(), mean[wanted], rtol=1e-6, atol=0)  # sums of a few floats
+    for rank, grad in enumerate(grads):
+        grad[wanted] = 0
+        assert torch.equal(simulation.residual(rank)["w"], grad)
+
+
+def test_the_tree_sends_a_table_once_up_and_once_down() -> None:
+    n, cells = 20_000, 5 * 320
+    for world in (2, 3, 4, 8):
+        simulation = gradcomp.Simulation("gs_sgd:ratio=0.001,columns=320,sum=tree", {"w": (n,)}, world)
+        simulation.step([{"w": skewed(n, rank)} for rank in range(world)])
+        tables = [(sent - 4 * 81) // (4 * (cells + 1)) for sent in simulation.bytes_sent]
+        children = [
+            sum(1 for level in range(8) if rank % (2 << level) == 0 and rank + (1 << level) < world) for rank in range(world)
+        ]
+        assert tables == [children[rank] + (rank > 0) for rank in range(world)]
+        assert sum(tables) == 2 * (world - 1)
+
+
+def test_momentum_is_masked_where_something_was_sent() -> None:
+    n = 20_000
+    simulation = gradcomp.Simulation("gs_sgd:ratio=0.001,columns=320,momentum=0.5", {"w": (n,)}, 2)
+    grads = [skewed(n, 1), skewed(n, 2)]
+    sent = simulation.step([{"w": grad} for grad in grads])["w"].nonzero().flatten()
+    simulation.step([{"w": torch.zeros(n)}] * 2)
+    assert not simulation.residual(0)["w"][sent].any()
+
+
+@pytest.mark.parametrize(
+    "spec,n,columns",
+    [("gs_sgd", 1_000_000, 4992), ("gs_sgd:columns=640", 1_000_000, 640), ("gs_sgd:compression=50", 1_000_000, 3184)],
+)
+def test_columns_follow_from_what_is_wanted(spec: str, n: int, columns: int) -> None:
+    compressor = gradcomp.make(spec)
+    assert isinstance(compressor, Feedback) and isinstance(compressor.inner, GsSgd)
+    assert compressor.inner.sizes(n).columns == columns
+
+
+def test_compression_is_kept() -> None:
+    n = 500_000
+    simulation = gradcomp.Simulation("gs_sgd:compression=60", {"w": (n,)}, 2)
+    simulation.step([{"w": torch.randn(n)}] * 2)
+    assert 60 <= simulation.stats()["compression"] < 61
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["ratio=0", "ratio=2", "candidates=-1", "rows=4", "columns=17", "compression=0.5", "columns=16,compression=9", "sum=ring"],
+)
+def test_its_spec(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"gs_sgd: "):
+        gradcomp.make(f"gs_sgd:{bad}")

@@ -1,0 +1,102 @@
+"""gtopk: sparse sums meet in a tree, and only the k largest of each meeting go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.compressors.gtopk import meet
+from gradcomp.core import Payload
+from gradcomp.wire import empty, sparse_form
+
+
+def _bytes(ratio: float) -> Callable[[int, int, int], int]:
+    """Up once, but for the root; down to each child. A payload: a header of 8 bytes, k values, k places."""
+
+    def promised(n: int, rank: int, world: int) -> int:
+        k = max(1, math.ceil(ratio * n))
+        children = sum(1 for level in range(20) if rank % (2 << level) == 0 and rank + (1 << level) < world)
+        return ((rank > 0) + children) * (8 + 2 * 8 * math.ceil(k / 2))
+
+    return promised
+
+
+PROMISED_BYTES = {"gtopk": _bytes(0.001), "gtopk:ratio=0.03": _bytes(0.03), "gtopk:ratio=0.4": _bytes(0.4)}
+
+
+def sparse(entries: dict[int, float], flag: int = 0) -> Payload:
+    payload = empty(sparse_form(len(entries)), torch.device("cpu"))
+    payload["indices"].copy_(torch.tensor(sorted(entries), dtype=torch.int32))
+    payload["values"].copy_(torch.tensor([entries[place] for place in sorted(entries)]))
+    payload["header"].copy_(torch.tensor([len(entries), flag], dtype=torch.int32))
+    return payload
+
+
+def entries_of(payload: Payload) -> dict[int, float]:
+    return dict(zip(payload["indices"].tolist(), payload["values"].tolist(), strict=True))
+
+
+def test_a_meeting_lets_the_largest_sums_go_on_and_says_what_it_dropped() -> None:
+    met, left = meet(sparse({3: 1.0, 7: -5.0, 9: 2.0}), sparse({3: 1.5, 8: 2.5, 9: -1.0}, flag=1))
+    assert entries_of(met) == {3: 2.5, 7: -5.0, 8: 2.5}
+    assert met["header"].tolist() == [3, 1]
+    dropped = torch.zeros(10).index_add_(0, left.indices.long(), left.values)
+    assert dropped.tolist() == [0] * 9 + [1.0]
+
+
+def test_sums_that_vanish_are_entries_all_the_same() -> None:
+    met, left = meet(sparse({1: 2.0, 4: 0.0}), sparse({1: -2.0, 4: 0.0}))
+    assert entries_of(met) == {1: 0.0, 4: 0.0}
+    assert not left.values.any()
+
+
+def lost(spec: str, world: int) -> float:
+    """The share of what was applied that is neither applied nor waits, after 30 steps."""
+    n, generator = 3000, torch.Generator().manual_seed(world)
+    simulation = gradcomp.Simulation(spec, {"w": (n,)}, world)
+    common = torch.empty(n).exponential_(generator=generator)
+    given, applied = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    for _ in range(30):
+        grads = [torch.randn(n, generator=generator) * common for _ in range(world)]
+        applied += simulation.step([{"w": grad} for grad in grads])["w"].double() * world
+        given += torch.stack(grads).double().sum(0)
+    waits = torch.stack([simulation.residual(rank)["w"] for rank in range(world)]).double().sum(0)
+    return float((given - applied - waits).norm() / applied.norm())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
+def test_nothing_is_lost_where_the_published_form_loses(world: int) -> None:
+    assert lost("gtopk:ratio=0.02", world) < 1e-6
+    published = lost("gtopk:ratio=0.02,faithful=true", world)
+    assert published < 1e-6 if world == 2 else published > 1e-3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6, 7])
+def test_with_one_large_entry_everywhere_it_is_the_exact_mean(world: int) -> None:
+    grads = [torch.zeros(50) for _ in range(world)]
+    for rank, grad in enumerate(grads):
+        grad[7] = 10.0 + rank
+        grad[rank] = 0.1
+    update = gradcomp.Simulation("gtopk:ratio=0.02", {"w": (50,)}, world).step([{"w": grad} for grad in grads])["w"]
+    assert update.nonzero().flatten().tolist() == [7]
+    assert update[7].item() == pytest.approx(10 + (world - 1) / 2)
+
+
+def test_momentum_goes_on_where_an_entry_did_not_travel_to_the_end() -> None:
+    simulation = gradcomp.Simulation("gtopk:ratio=0.1,momentum=0.5", {"w": (10,)}, 2)
+    zeros = torch.zeros(10)
+    first, second = zeros.clone(), zeros.clone()
+    first[2], second[5] = 8.0, 4.0
+    assert simulation.step([{"w": first}, {"w": second}])["w"].nonzero().flatten().tolist() == [2]
+    assert simulation.residual(1)["w"][5] == 4
+    update = simulation.step([{"w": zeros}, {"w": zeros}])["w"]
+    assert update[5].item() == pytest.approx((4 + 2) / 2)  # what waited, and its momentum
+
+
+def test_its_spec() -> None:
+    with pytest.raises(ValueError, match=r"gtopk: ratio must"):
+        gradcomp.make("gtopk:ratio=0")
