@@ -139,6 +139,7 @@ Scratch pick(Scratch cpu, Scratch cuda, bool on_cuda) { return cpu == nullptr ||
 
 // Which twins were linked in: the emulator's module has no CPU twins, a build without nvcc no CUDA ones.
 #if defined(GRADCOMP_SIMT)
+#define WITH_CPU false
 #define TWINS(op) nullptr, cuda::op
 #elif defined(GRADCOMP_CUDA)
 #define TWINS(op) cpu::op, cuda::op
@@ -148,6 +149,9 @@ Scratch pick(Scratch cpu, Scratch cuda, bool on_cuda) { return cpu == nullptr ||
 #endif
 #ifndef WITH_CUDA
 #define WITH_CUDA false
+#endif
+#ifndef WITH_CPU
+#define WITH_CPU true
 #endif
 #define DEFINE(op, ...) define(m, #op, check::op, TWINS(op), {__VA_ARGS__})
 #define DEFINE_SCRATCH(op) \
@@ -160,6 +164,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("moments") = kMoments;
   m.attr("line") = kLine;
   m.attr("built_with_cuda") = WITH_CUDA;
+  m.attr("built_with_cpu") = WITH_CPU;
   DEFINE(flatten, "grads", "flat");
   DEFINE(sum_squares, "grads", "squares", "scratch");
   DEFINE(accumulate, "grads", "scales", "value", "velocity", "flag", "moments", "peaks", "scratch", "momentum", "nesterov",

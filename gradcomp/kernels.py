@@ -217,7 +217,9 @@ def accumulate(
 
 def peaks(n: int, device: torch.device) -> Tensor | None:
     """For accumulate to fill and takes to read, of an array of n entries; None on a GPU, where a take reads everything."""
-    return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32) if device.type == "cpu" else None
+    if device.type != "cpu" or not _native.built_with_cpu:
+        return None
+    return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32)
 
 
 def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0) -> None:
