@@ -46,7 +46,8 @@ def kernels(chosen: argparse.Namespace) -> int:
     print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
     print(kernel_report.table(found))
     for target in result.get("targets", []):
-        print(f"{target['name']}: {target['found']:.2f} x add_, promised at most {target['at_most']:g} x (one core, 16.8M)")
+        promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
+        print(f"{target['name']}: {target['found']:.2f} x add_, {promised}")
     return save(result, chosen.json or results() / f"kernels-{chosen.device}-{name}.json")
 
 

@@ -19,6 +19,8 @@ from gradcomp import kernels, wire
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
 FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
 SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
+SKETCH, HEAVIEST = "sketch", "heaviest"
+ROWS = 5
 RATIO = 0.001
 
 
@@ -60,7 +62,7 @@ class Bench:
         }
 
     def cases(self) -> list[Case]:
-        return [*self.yardsticks(), *self.passes(), *self.sparse(), *self.above(), *self.steps()]
+        return [*self.yardsticks(), *self.passes(), *self.sparse(), *self.above(), *self.sketches(), *self.steps()]
 
     def yardsticks(self) -> list[Case]:
         n, target, acc = self.n, self.empty(), self.empty()
@@ -171,6 +173,19 @@ class Bench:
             Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(self.input(i))),
             Case("pack_sparse", pack, 20 * self.k),
             Case("add_packed", lambda i: kernels.add_packed(target, **packed.arrays, scale=0.5), 12 * self.k),
+        ]
+
+    def sketches(self) -> list[Case]:
+        """Tables of five rows and five columns for each entry that is to be found. What is counted of the second kernel are the
+        cells that it reads: they come from a cache, mostly."""
+        columns = max(1, 5 * self.k // 16) * 16
+        filled, table = (torch.zeros(ROWS * columns, device=self.device) for _ in range(2))
+        kernels.sketch(self.input(0), ROWS, 0, filled)
+        places = torch.zeros(self.k, dtype=torch.int32, device=self.device)
+        estimates = torch.zeros(self.k, device=self.device)
+        return [
+            Case(SKETCH, lambda i: kernels.sketch(self.input(i), ROWS, 0, table), 4 * self.n),
+            Case(HEAVIEST, lambda i: kernels.heaviest(filled, ROWS, 0, self.n, places, estimates), 4 * ROWS * self.n),
         ]
 
     def steps(self) -> list[Case]:
