@@ -11,6 +11,7 @@
 #include "check_ops.h"
 #include "math.h"
 #include "ops.h"
+#include "sketch.h"
 #ifdef GRADCOMP_CUDA
 #include <cuda_runtime.h>
 #endif
@@ -163,6 +164,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("most_pieces") = Pieces::kMost;
   m.attr("moments") = kMoments;
   m.attr("line") = kLine;
+  m.attr("tile") = kSketchTile;
   m.attr("built_with_cuda") = WITH_CUDA;
   m.attr("built_with_cpu") = WITH_CPU;
   DEFINE(flatten, "grads", "flat");

@@ -5,6 +5,7 @@
 
 #include "check.h"
 #include "math.h"
+#include "sketch.h"
 #include "span.h"
 
 namespace gradcomp::check {
@@ -135,8 +136,8 @@ inline void take_above(Span<float> value, Span<float> velocity, Span<const int32
 template <class A>
 void is_table(const char* op, Span<A> table, int64_t rows) {
   EXPECTS(rows >= 3 && rows <= 9 && rows % 2 == 1, op, ": rows = ", rows, " is not 3, 5, 7 or 9");
-  EXPECTS(table.size > 0 && table.size % (16 * rows) == 0, op, ": table has ", table.size,
-          " entries, which is not a multiple of ", 16 * rows, ": ", rows, " rows of columns in sixteens");
+  EXPECTS(table.size > 0 && table.size % (kSketchTile * rows) == 0, op, ": table has ", table.size,
+          " entries, which is not a multiple of ", kSketchTile * rows, ": ", rows, " rows of columns in sixteens");
 }
 
 inline void sketch(Span<const float> value, int64_t rows, int64_t, Span<float> table, Queue) {

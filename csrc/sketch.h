@@ -9,12 +9,13 @@
 
 #include <cstdint>
 #include <numeric>
+#include <utility>
 
 #include "math.h"
 
 namespace gradcomp {
 
-constexpr int64_t kLanes = 16;
+constexpr int64_t kSketchTile = 16;  // entries, or columns
 
 // What permutation deals out a round.
 struct Deal {
@@ -37,7 +38,7 @@ struct SketchHash {
   uint32_t steps[kSteps], inverses[kSteps];
 
   SketchHash(int64_t columns, int64_t seed_)
-      : seed(mix(static_cast<uint32_t>(seed_))), tiles(static_cast<uint32_t>(columns / kLanes)) {
+      : seed(mix(static_cast<uint32_t>(seed_))), tiles(static_cast<uint32_t>(columns / kSketchTile)) {
     uint32_t drawn = seed;
     for (uint32_t i = 0; i < kSteps; ++i) {
       do {

@@ -28,6 +28,8 @@ MOMENTS: int = _native.moments
 """Numbers a layer's statistics consist of: mean, squared deviations, smallest, largest, how many are not zero."""
 LINE: int = _native.line
 """Entries of a sparse update that share a mark, and of a value that share a peak."""
+TILE: int = _native.tile
+"""A sketch's columns are a multiple of this."""
 UNKNOWN_PEAK = 0x7F800000
 """The peak of a line that may hold anything: infinity's key."""
 

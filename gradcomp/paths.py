@@ -25,6 +25,17 @@ class Taken(NamedTuple):
         return {"values": self.values, "indices": self.indices, "header": self.header}
 
 
+def count_of(ratio: float, n: int) -> int:
+    """How many entries this share of n is: one at least."""
+    return min(n, max(1, math.ceil(ratio * n)))
+
+
+def check_ratio(name: str, ratio: float) -> None:
+    """Refuses what is no share of the entries."""
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{name}: ratio must lie in (0, 1], not {ratio}")
+
+
 WIRES = ("compact", "exact")
 
 
@@ -107,14 +118,21 @@ def levels(ranks: int) -> list[int]:
 
 def tree_sum(tensor: Tensor, world: World) -> Steps:
     """Up the tree, each rank adding what comes to what it has, and down again."""
-    form, device = wire.whole(tensor).form, tensor.device
+    own = yield from up_the_tree(wire.whole(tensor), world, lambda a, b: wire.whole(a["bytes"] + b["bytes"]))
+    total = yield from down_the_tree(own, world)
+    return total["bytes"]
+
+
+def up_the_tree(
+    payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]
+) -> Generator[Request, Any, Payload]:
+    """On rank 0 all ranks' payloads joined, pair by pair; on the others what they sent."""
     for apart in levels(world.size):
         sends = world.rank % (2 * apart) == apart
-        came = yield Send({world.rank - apart: wire.whole(tensor)} if sends else {}, form, device)
-        for payload in came.values():
-            tensor = tensor + payload["bytes"]
-    total: Payload = yield from down_the_tree(wire.whole(tensor), world)
-    return total["bytes"]
+        came = yield Send({world.rank - apart: payload} if sends else {}, payload.form, payload.bytes.device)
+        for other in came.values():
+            payload = join(payload, other)
+    return payload
 
 
 def down_the_tree(payload: Payload, world: World) -> Generator[Request, Any, Payload]:

@@ -13,9 +13,6 @@ from torch import Tensor
 from gradcomp import kernels, paths
 from gradcomp.core import Acc, Compressor, Layout, Steps, World
 
-TILE = 16
-"""Columns come in sixteens."""
-
 COLUMNS_FOR_ONE = 5
 """Columns for each entry that is sent, where nothing else is said."""
 
@@ -45,14 +42,13 @@ class Sketching(Compressor):
 
     def __post_init__(self) -> None:
         name = type(self).__module__.rpartition(".")[2]
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"{name}: ratio must lie in (0, 1], not {self.ratio}")
+        paths.check_ratio(name, self.ratio)
         if self.candidates < 0:
             raise ValueError(f"{name}: candidates must be 1 or more, or 0 for estimates alone, not {self.candidates}")
         if self.rows not in (3, 5, 7, 9):
             raise ValueError(f"{name}: rows must be 3, 5, 7 or 9, not {self.rows}")
-        if self.columns < 0 or self.columns % TILE:
-            raise ValueError(f"{name}: columns must be a multiple of {TILE}, not {self.columns}")
+        if self.columns < 0 or self.columns % kernels.TILE:
+            raise ValueError(f"{name}: columns must be a multiple of {kernels.TILE}, not {self.columns}")
         if self.columns and self.compression:
             raise ValueError(f"{name}: compression is what columns follow from; set one of them to 0")
         if not (self.compression == 0 or self.compression > 1):
@@ -63,12 +59,12 @@ class Sketching(Compressor):
         return True
 
     def sizes(self, n: int) -> Sizes:
-        k = min(n, max(1, math.ceil(self.ratio * n)))
+        k = paths.count_of(self.ratio, n)
         looked_at = min(n, self.candidates * k)
         columns = self.columns or COLUMNS_FOR_ONE * k
         if self.compression:
             columns = math.floor((n / self.compression - looked_at - 1) / self.rows)
-        return Sizes(k, looked_at, self.rows, max(1, columns // TILE) * TILE)
+        return Sizes(k, looked_at, self.rows, max(1, columns // kernels.TILE) * kernels.TILE)
 
     def init(self, layout: Layout, seed: int) -> Table:
         return Table(layout.total, self.sizes(layout.total), seed, layout.device)
@@ -107,10 +103,7 @@ class Table:
 
 
 def _flag(acc: Acc, buffer: Tensor) -> None:
-    if acc.flag is None:
-        buffer[-1:] = 0
-    else:
-        buffer[-1:] = acc.flag
+    buffer[-1:] = 0 if acc.flag is None else acc.flag
 
 
 def values_at(acc: Acc, places: Tensor) -> Tensor:

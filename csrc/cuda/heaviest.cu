@@ -40,7 +40,7 @@ struct EstimateReader {
   __device__ __forceinline__ Four read(int64_t entry, int64_t count) const {
     Four four = {};
     if (count <= 0) return four;
-    const auto tile = static_cast<uint32_t>(entry / kLanes), lane = static_cast<uint32_t>(entry % kLanes);
+    const auto tile = static_cast<uint32_t>(entry / kSketchTile), lane = static_cast<uint32_t>(entry % kSketchTile);
     const uint32_t round = tile / hash.tiles, place = tile % hash.tiles;
     float x[4][kRows];
     UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
@@ -48,7 +48,7 @@ struct EstimateReader {
       const Turn turn = SketchHash::turn(hash.turns_of(row), tile);
       const uint32_t column_tile = static_cast<uint32_t>((uint64_t{deal.step} * place + deal.first) % hash.tiles);
       const uint32_t column_lane = (lane ^ turn.flip()) & ~3u;
-      Four cells = load_four(table + (int64_t{row} * hash.tiles + column_tile) * kLanes + column_lane, 4);
+      Four cells = load_four(table + (int64_t{row} * hash.tiles + column_tile) * kSketchTile + column_lane, 4);
       for (uint32_t i = 0; i < 4; ++i) cells.x[i] = float_of(bits_of(cells.x[i]) ^ turn.sign(column_lane + i));
       for (uint32_t i = 0; i < 4; i += 2) swap_if(turn.flip() & 1, cells.x[i], cells.x[i + 1]);
       for (uint32_t i = 0; i < 2; ++i) swap_if(turn.flip() & 2, cells.x[i], cells.x[i + 2]);

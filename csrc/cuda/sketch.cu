@@ -14,7 +14,7 @@ namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 128;
-constexpr uint32_t kWidth = kLanes;
+constexpr uint32_t kWidth = kSketchTile;
 constexpr uint32_t kTilesOfBlock = kThreads / kWidth;
 
 // Which tile of its round is dealt to this tile of columns.

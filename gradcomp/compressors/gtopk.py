@@ -8,7 +8,6 @@ rank that dropped it keeps it then. faithful=true is the published form.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import kernels, paths, wire
-from gradcomp.core import Acc, Compressor, Payload, Send, Steps, World
+from gradcomp.core import Acc, Compressor, Payload, Steps, World
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,7 @@ class GTopK(Compressor):
     faithful: bool = False  # the published form, which loses what an inner rank drops
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"gtopk: ratio must lie in (0, 1], not {self.ratio}")
+        paths.check_ratio("gtopk", self.ratio)
 
     @property
     def whole_model(self) -> bool:
@@ -43,16 +41,16 @@ class GTopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         n = acc.value.numel()
-        own = wire.empty(wire.sparse_form(min(n, max(1, math.ceil(self.ratio * n)))), acc.value.device)
+        own = wire.empty(wire.sparse_form(paths.count_of(self.ratio, n)), acc.value.device)
         kernels.take_topk(acc.value, **own.arrays, k=len(own["values"]), flag=acc.flag, peaks=acc.peaks)
         dropped: list[Entries] = []
-        result = own
-        for apart in paths.levels(world.size):
-            sends = world.rank % (2 * apart) == apart
-            came = yield Send({world.rank - apart: result} if sends else {}, own.form, acc.value.device)
-            for payload in came.values():
-                result, left = meet(result, payload)
-                dropped.append(left)
+
+        def join(ours: Payload, theirs: Payload) -> Payload:
+            met, left = meet(ours, theirs)
+            dropped.append(left)
+            return met
+
+        result = yield from paths.up_the_tree(own, world, join)
         result = yield from paths.down_the_tree(result, world)
         update = kernels.sparse_zeros(n, acc.value.device)
         kernels.add_sparse(update, **result.arrays, scale=1 / world.size)

@@ -6,7 +6,6 @@ Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice is exact, per bu
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from gradcomp import kernels, paths
@@ -21,8 +20,7 @@ class TopK(Compressor):
     wire: str = "compact"  # compact = 32 bits an entry, what rounding loses waits; exact = 32-bit values and 32-bit indices
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"topk: ratio must lie in (0, 1], not {self.ratio}")
+        paths.check_ratio("topk", self.ratio)
         paths.check_wire("topk", self.wire)
 
     @property
@@ -34,7 +32,7 @@ class TopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         n = acc.value.numel()
-        k = min(n, max(1, math.ceil(self.ratio * n)))
+        k = paths.count_of(self.ratio, n)
         taken = paths.room(acc, k, self.wire)
         kernels.take_topk(acc.value, k, **taken.arrays, velocity=acc.velocity, flag=acc.flag, peaks=acc.peaks)
         return (yield from paths.sparse_allgather(acc, taken, world))

@@ -15,12 +15,12 @@ from torch import Tensor
 import gradcomp
 from benchlib.rounds import Case
 from gradcomp import kernels, wire
+from gradcomp.compressors.gs_sgd import GsSgd
 
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
 FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
 SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
 SKETCH, HEAVIEST = "sketch", "heaviest"
-ROWS = 5
 RATIO = 0.001
 
 
@@ -178,14 +178,15 @@ class Bench:
     def sketches(self) -> list[Case]:
         """Tables of five rows and five columns for each entry that is to be found. What is counted of the second kernel are the
         cells that it reads: they come from a cache, mostly."""
-        columns = max(1, 5 * self.k // 16) * 16
-        filled, table = (torch.zeros(ROWS * columns, device=self.device) for _ in range(2))
-        kernels.sketch(self.input(0), ROWS, 0, filled)
+        sizes = GsSgd(ratio=RATIO).sizes(self.n)
+        rows = sizes.rows
+        filled, table = (torch.zeros(sizes.cells, device=self.device) for _ in range(2))
+        kernels.sketch(self.input(0), rows, 0, filled)
         places = torch.zeros(self.k, dtype=torch.int32, device=self.device)
         estimates = torch.zeros(self.k, device=self.device)
         return [
-            Case(SKETCH, lambda i: kernels.sketch(self.input(i), ROWS, 0, table), 4 * self.n),
-            Case(HEAVIEST, lambda i: kernels.heaviest(filled, ROWS, 0, self.n, places, estimates), 4 * ROWS * self.n),
+            Case(SKETCH, lambda i: kernels.sketch(self.input(i), rows, 0, table), 4 * self.n),
+            Case(HEAVIEST, lambda i: kernels.heaviest(filled, rows, 0, self.n, places, estimates), 4 * rows * self.n),
         ]
 
     def steps(self) -> list[Case]:

@@ -1,0 +1,116 @@
+// The heaviest entries of a count sketch, on CPUs: a block of estimates at a time, from which a shortlist picks. Bytes: for
+// each entry and row 4 of the table, which come from the second cache.
+
+#include "../check.h"
+#include "../ops.h"
+#include "select.h"
+#include "walk.h"
+
+namespace gradcomp::cpu {
+namespace {
+
+constexpr int64_t kMostRows = 9;
+
+HOT void read_tiles(const float* row, int64_t count, const Places& places, float* x) {
+  for (int64_t i = 0; i < count; ++i) {
+    const Words bits = Words{} + places.turns[i], lanes = *reinterpret_cast<const Words*>(kFlipped[places.flips[i]]);
+    const uint32_t half = places.halves[i];
+    const float* from = row + int64_t{places.columns[i]} * kSketchTile;
+    float* to = x + i * kSketchTile;
+    const Floats low = *reinterpret_cast<const Floats*>(from), high = *reinterpret_cast<const Floats*>(from + 8);
+    *reinterpret_cast<Floats*>(to + half) = exchange(with_signs(low, bits, false), lanes);
+    *reinterpret_cast<Floats*>(to + (half ^ 8)) = exchange(with_signs(high, bits, true), lanes);
+  }
+}
+
+INLINE void order(Floats& a, Floats& b) {
+  const Floats low = a < b ? a : b;
+  b = a < b ? b : a;
+  a = low;
+}
+
+// The middle one of kRows numbers, an odd number of them: sorted just as far as is needed for that.
+template <int kRows>
+INLINE Floats median_of(Floats* x) {
+  for (int i = 0; i <= kRows / 2; ++i) {
+    for (int j = kRows - 1; j > i; --j) order(x[j - 1], x[j]);
+  }
+  return x[kRows / 2];
+}
+
+template <int kRows>
+INLINE void medians(const float* rows, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += 8) {
+    Floats x[kRows];
+    for (int row = 0; row < kRows; ++row) x[row] = *reinterpret_cast<const Floats*>(rows + row * kSketchBlock + i);
+    *reinterpret_cast<Floats*>(to + i) = median_of<kRows>(x);
+  }
+}
+
+HOT void medians_of(int64_t rows, const float* read, int64_t count, float* to) {
+  switch (rows) {
+    case 3:
+      return medians<3>(read, count, to);
+    case 5:
+      return medians<5>(read, count, to);
+    case 7:
+      return medians<7>(read, count, to);
+    default:
+      return medians<9>(read, count, to);
+  }
+}
+
+// The estimates of a sketch's entries, from one on.
+class Estimates {
+ public:
+  Estimates(Span<const float> table, int64_t rows, const SketchHash& hash, int64_t begin)
+      : table_(table.data), columns_(table.size / rows), walks_(walks(hash, 0, rows, begin / kSketchTile)) {}
+
+  // Those of the next tiles, at most a block of them.
+  void next(int64_t count, float* to) {
+    const auto rows = static_cast<int64_t>(walks_.size());
+    for (int64_t row = 0; row < rows; ++row) {
+      walks_[static_cast<size_t>(row)].next(count, places_);
+      read_tiles(table_ + row * columns_, count, places_, read_ + row * kSketchBlock);
+    }
+    medians_of(rows, read_, count * kSketchTile, to);
+  }
+
+ private:
+  const float* table_;
+  int64_t columns_;
+  std::vector<Walk> walks_;
+  Places places_;
+  float read_[kMostRows * kSketchBlock];
+};
+
+}  // namespace
+
+int64_t heaviest_scratch(int64_t n, int64_t k) { return select_words(n, k); }
+
+void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Span<int32_t> indices, Span<float> estimates,
+              Span<uint32_t> scratch, Queue queue) {
+  const int64_t k = indices.size, words = heaviest_scratch(n, k);
+  EXPECTS(scratch.size >= words, "heaviest: scratch has ", scratch.size, " words; ", words, " are needed");
+  const int64_t columns = table.size / rows;
+  const SketchHash hash(columns, seed);
+  const auto sample = [&](int64_t entry, float* to) { Estimates(table, rows, hash, entry).next(1, to); };
+  const auto look = [&](Shortlist& shortlist, int64_t begin, int64_t end, int32_t bar) {
+    Estimates estimates_from(table, rows, hash, begin);
+    uint8_t marks[kSketchBlock / kLine];
+    float block[kSketchBlock];
+    for (int64_t at = begin; at < end; at += kSketchBlock) {
+      const int64_t to = std::min(at + kSketchBlock, end), lines = (to - at) / kLine;
+      estimates_from.next((to - at + kSketchTile - 1) / kSketchTile, block);
+      mark_lines(block, lines, 0.0f, shortlist.least(bar), marks);
+      if (at + lines * kLine < to) marks[lines] = 1;
+      shortlist.look_at(marks, block, at, at, to, 0.0f, bar);
+    }
+  };
+  select_largest(n, k, scratch, queue.threads, sample, look);
+  const Candidates list = candidates(scratch);
+  std::copy_n(list.places, k, indices.data);
+  std::copy_n(list.apart, k, estimates.data);
+}
+
+}  // namespace gradcomp::cpu
