@@ -186,6 +186,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   DEFINE(sketch, "value", "rows", "seed", "table");
   DEFINE(heaviest, "table", "rows", "seed", "n", "indices", "estimates", "scratch");
   DEFINE(pack_sparse, "values", "indices", "header", "value", "blocks", "entries");
+  DEFINE(unpack_sparse, "blocks", "entries", "header", "values", "indices");
   DEFINE(add_packed, "target", "marks", "blocks", "entries", "header", "scale");
   DEFINE(settle_packed, "value", "blocks", "entries", "header", "update", "keep");
   DEFINE_SCRATCH(take_topk);

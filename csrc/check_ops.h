@@ -165,10 +165,19 @@ void blocks_of(const char* op, Span<const uint32_t> blocks, Span<A> flat, const 
 
 inline void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header, Span<float> value,
                         Span<uint32_t> blocks, Span<uint32_t> entries, Queue) {
-  blocks_of("pack_sparse", {blocks.data, blocks.size}, value, "value");
+  holds("pack_sparse", blocks, "blocks", 1);
+  if (value.given()) blocks_of("pack_sparse", {blocks.data, blocks.size}, value, "value");
   same_size("pack_sparse", values, "values", indices, "indices");
   same_size("pack_sparse", values, "values", entries, "entries");
   holds("pack_sparse", header, "header", 2);
+}
+
+inline void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<int32_t> header, Span<float> values,
+                          Span<int32_t> indices, Queue) {
+  holds("unpack_sparse", blocks, "blocks", 1);
+  same_size("unpack_sparse", values, "values", entries, "entries");
+  same_size("unpack_sparse", indices, "indices", entries, "entries");
+  holds("unpack_sparse", header, "header", 2);
 }
 
 inline void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t>,

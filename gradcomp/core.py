@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Container, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +17,20 @@ from torch import Tensor
 
 
 class World(NamedTuple):
-    """The ranks that exchange with one another, and this one's place among them."""
+    """The ranks that exchange with one another, and this one's place among them. hosts: a number for each rank's host."""
 
     rank: int
     size: int
+    hosts: tuple[int, ...] | None = None
+
+    @property
+    def elsewhere(self) -> frozenset[int]:
+        """The ranks on other hosts; all others, where nobody has said what hosts there are."""
+        return frozenset(
+            rank
+            for rank in range(self.size)
+            if rank != self.rank and (not self.hosts or self.hosts[rank] != self.hosts[self.rank])
+        )
 
 
 class Field(NamedTuple):
@@ -186,12 +196,12 @@ class Compressor(ABC):
         """
 
 
-def bytes_of(request: Request) -> int:
-    """What a rank hands to the network: a gather's full capacity, a reduction's tensor, all parts of a send."""
+def bytes_of(request: Request, ranks: Container[int] | None = None) -> int:
+    """What a rank hands to the network: a gather's full capacity, a reduction's tensor, all parts of a send (to ranks)."""
     match request:
         case Gather(payload):
             return payload.bytes.numel()
         case Reduce(tensor):
             return tensor.numel() * tensor.element_size()
         case Send(parts):
-            return sum(payload.bytes.numel() for payload in parts.values())
+            return sum(payload.bytes.numel() for rank, payload in parts.items() if ranks is None or rank in ranks)

@@ -7,7 +7,10 @@ stock optimizer and hands the gradients over itself, so that no carrier travels.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,10 +40,22 @@ class Network:
     def __init__(self, process_set: hvd.ProcessSet):
         self.process_set = process_set
         self.prefix = ""
+        self._hosts: tuple[int, ...] | None = None
 
     @property
     def world(self) -> World:
-        return World(self.process_set.rank(), self.process_set.size())
+        return World(self.process_set.rank(), self.process_set.size(), self._hosts)
+
+    def find_hosts(self) -> None:
+        """Asks all ranks on which host they are."""
+        own = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        if mpi_ops.is_homogeneous():  # then the launcher has numbered the hosts, and names may be as they like
+            own += f" {hvd.cross_rank()}"
+        digest = hashlib.blake2b(own.encode(), digest_size=8).digest()
+        record = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        replies = self.start(Gather(wire.whole(record)), "hosts")()
+        assert isinstance(replies, list)
+        self._hosts = tuple(int(reply["bytes"]) for reply in replies)
 
     def start(self, request: Request, name: str) -> Waiting:
         """Sets an operation going; calling the result waits for its answer."""
@@ -237,6 +252,7 @@ class Compression:
         records = self._network.start(Gather(wire.whole(agreement.record(self._terms))), "agreement")()
         assert isinstance(records, list)
         agreement.check(self._terms, [record.bytes for record in records])
+        self._network.find_hosts()
         self._session = session
 
     @contextmanager

@@ -315,9 +315,14 @@ def take_above(
     _native.take_above(value, velocity, flag, peaks, *layers, values, indices, header, scratch, **_queue(value))
 
 
-def pack_sparse(values: Array, indices: Array, header: Array, value: Array, blocks: Array, entries: Array) -> None:
-    """Sparse entries in 32 bits each (gradcomp/wire.md); what the rounding leaves over goes back into value."""
-    _native.pack_sparse(values, indices, header, value, blocks, entries, **_queue(value))
+def pack_sparse(values: Array, indices: Array, header: Array, value: Array | None, blocks: Array, entries: Array) -> None:
+    """Sparse entries in 32 bits each (gradcomp/wire.md); what the rounding leaves over goes back into value, if given."""
+    _native.pack_sparse(values, indices, header, value, blocks, entries, **_queue(values))
+
+
+def unpack_sparse(values: Array, indices: Array, header: Array, blocks: Array, entries: Array) -> None:
+    """values, indices <- what packed entries say; a malformed payload sets the flag in header, which is to be a copy."""
+    _native.unpack_sparse(blocks, entries, header, values, indices, **_queue(values))
 
 
 def add_packed(target: Array, blocks: Array, entries: Array, header: Array, scale: float = 1.0) -> None:

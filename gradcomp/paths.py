@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
-from gradcomp import kernels, wire
-from gradcomp.core import Acc, Gather, Payload, Reduce, Request, Send, Steps, World
+from gradcomp import kernels, tree, wire
+from gradcomp.core import Acc, Gather, Payload, Reduce, Send, Steps, World
 
 
 class Taken(NamedTuple):
@@ -65,8 +65,19 @@ def dense_allreduce(acc: Acc, world: World, buffer: Tensor, keep: float = 0.0, m
     return update
 
 
+def check_replies(replies: Mapping[int, Payload], target: Tensor, n: int) -> None:
+    """Once sparse payloads for n entries were added up: on a CPU a malformed one, of which a NaN tells, gets a sentence."""
+    if target.device.type == "cpu" and not math.isfinite(target[0]):
+        for rank, reply in replies.items():
+            wire.check_sparse(reply, n, f"rank {rank}")
+
+
 def sparse_allgather(
-    acc: Acc, taken: Taken, world: World, keep: float = 0.0, seen: Callable[[Sequence[Payload]], None] | None = None
+    acc: Acc,
+    taken: Taken,
+    world: World,
+    keep: float = 0.0,
+    seen: Callable[[Sequence[Payload]], None] = lambda came: None,
 ) -> Steps:
     """Everybody's entries to everybody, added up rank by rank: the same sum, in the same order, on all ranks.
 
@@ -81,67 +92,21 @@ def sparse_allgather(
     update = kernels.sparse_zeros(acc.value.numel(), acc.value.device)
     for reply in replies:
         (kernels.add_packed if packed else kernels.add_sparse)(update, **reply.arrays, scale=1 / world.size)
-    if update.device.type == "cpu" and not math.isfinite(update[0]):
-        for rank, reply in enumerate(replies):
-            wire.check_sparse(reply, acc.value.numel(), f"rank {rank}")
+    check_replies(dict(enumerate(replies)), update, update.numel())
     (kernels.settle_packed if packed else kernels.settle_sparse)(acc.value, **payload.arrays, update=update, keep=keep)
-    if seen is not None:
-        seen(replies)
+    seen(replies)
     return update
 
 
-SUMS = ("auto", "allreduce", "tree")
+SUMS = ("allreduce", "tree")
 
 
-def sum_over_ranks(tensor: Tensor, world: World, how: str = "auto") -> Steps:
+def sum_over_ranks(tensor: Tensor, world: World, how: str) -> Steps:
     """The sum of all ranks' tensors, to the same bits everywhere. The tensor is given away."""
-    if how == "tree" or (how == "auto" and tree_is_faster(4 * tensor.numel(), world.size)):
-        return (yield from tree_sum(tensor, world))
+    if how == "tree":
+        return (yield from tree.dense_sum(tensor, world))
     total: Tensor = yield Reduce(tensor)
     return total
-
-
-LATENCY, ROUND, BYTE = 50e-6, 2e-3, 8e-9
-"""Seconds, for an estimate: of a ring's hop, of an operation of Horovod's from its announcement to its end, and of a byte."""
-
-
-def tree_is_faster(size: int, ranks: int) -> bool:
-    """A ring sends 2 (P - 1) / P of the bytes in 2 (P - 1) hops; a tree sends them whole, in 2 log2 P operations."""
-    ring = ROUND + 2 * (ranks - 1) * (LATENCY + size / ranks * BYTE)
-    return 2 * max(1, (ranks - 1).bit_length()) * (ROUND + size * BYTE) < ring
-
-
-def levels(ranks: int) -> list[int]:
-    """How far apart those are who meet on each level of a binary tree, whose root is rank 0; one level at least."""
-    return [1 << level for level in range(max(1, (ranks - 1).bit_length()))]
-
-
-def tree_sum(tensor: Tensor, world: World) -> Steps:
-    """Up the tree, each rank adding what comes to what it has, and down again."""
-    own = yield from up_the_tree(wire.whole(tensor), world, lambda a, b: wire.whole(a["bytes"] + b["bytes"]))
-    total = yield from down_the_tree(own, world)
-    return total["bytes"]
-
-
-def up_the_tree(
-    payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]
-) -> Generator[Request, Any, Payload]:
-    """On rank 0 all ranks' payloads joined, pair by pair; on the others what they sent."""
-    for apart in levels(world.size):
-        sends = world.rank % (2 * apart) == apart
-        came = yield Send({world.rank - apart: payload} if sends else {}, payload.form, payload.bytes.device)
-        for other in came.values():
-            payload = join(payload, other)
-    return payload
-
-
-def down_the_tree(payload: Payload, world: World) -> Generator[Request, Any, Payload]:
-    """Rank 0's payload, on all ranks."""
-    for apart in reversed(levels(world.size)):
-        sends = world.rank % (2 * apart) == 0 and world.rank + apart < world.size
-        came = yield Send({world.rank + apart: payload} if sends else {}, payload.form, payload.bytes.device)
-        payload = next(iter(came.values()), payload)
-    return payload
 
 
 def sum_at_server(tensor: Tensor, world: World) -> Steps:

@@ -60,9 +60,9 @@ class Board:
 class Seat:
     """One rank's access to the board: the network its reducer sees."""
 
-    def __init__(self, board: Board, rank: int):
+    def __init__(self, board: Board, rank: int, ranks_per_host: int):
         self._board = board
-        self.world = World(rank, board.world)
+        self.world = World(rank, board.world, tuple(rank // ranks_per_host for rank in range(board.world)))
 
     def start(self, request: Request, name: str) -> str:
         self._board.post(name, self.world.rank, request)
@@ -84,9 +84,12 @@ class Simulation:
         *,
         bucket_mb: float = 25,
         device: str | torch.device = "cpu",
+        ranks_per_host: int = 1,
     ):
         if world < 1:
             raise ValueError(f"a simulation needs at least one rank, not {world}")
+        if ranks_per_host < 1:
+            raise ValueError(f"a host has at least one rank, not {ranks_per_host}")
         self.spec = str(spec)
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.bytes_sent = [0] * world
@@ -96,12 +99,13 @@ class Simulation:
         self._updates = _Recycled(self._layout)
         self._update: dict[str, Tensor] = {}
         self._layers, self._options, self._board = layers, (bucket_mb, seed), Board(world)
+        self._seats = [Seat(self._board, rank, ranks_per_host) for rank in range(world)]
         self.reducers = self._reducers(make(spec))
 
     def _reducers(self, compressor: Compressor) -> list[Reducer]:
         return [
-            Reducer(compressor, self._layers, Seat(self._board, rank), partial(self._deliver, rank), *self._options)
-            for rank in range(self._board.world)
+            Reducer(compressor, self._layers, seat, partial(self._deliver, rank), *self._options)
+            for rank, seat in enumerate(self._seats)
         ]
 
     def change(self, spec: str | Compressor) -> None:

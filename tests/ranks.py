@@ -63,20 +63,23 @@ def launch(
     seconds: float = 200,
     dies: Mapping[int, int] | None = None,
     anew: int = 0,
+    hosts: int = 1,
 ) -> list:
     """Runs tests/programs/<program>.py on so many ranks; gives their reports in rank order.
 
     seconds: the time by which all must have ended. dies: ranks that are meant to end with these exit codes, without a report.
-    anew: how often the program calls start_anew().
+    anew: how often the program calls start_anew(). hosts: that Horovod takes the ranks to be on, equally many on each.
     """
     dies = dict(dies or {})
     command = [sys.executable, str(PROGRAMS / f"{program}.py"), json.dumps(argument)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
-        shared, *later = [servers.enter_context(_rendezvous(count)) for _ in range(1 + anew)]
+        shared, *later = [servers.enter_context(_rendezvous(count, hosts)) for _ in range(1 + anew)]
         shared[PORTS] = ",".join(each["HOROVOD_GLOO_RENDEZVOUS_PORT"] for each in later)
         running = []
         for rank in range(count):
-            own = {f"HOROVOD_{key}": str(rank) for key in ("RANK", "LOCAL_RANK")}
+            host, local = divmod(rank, count // hosts)
+            own = {"HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(local)}
+            own |= {"HOROVOD_CROSS_RANK": str(host), "HOROVOD_HOSTNAME": _names(hosts)[host]}
             with (Path(folder) / f"{rank}.out").open("wb") as output:
                 environment = _environment(folder) | shared | own
                 running.append(
@@ -137,8 +140,12 @@ def _environment(folder: str) -> dict[str, str]:
     }
 
 
+def _names(hosts: int) -> list[str]:
+    return ["localhost", *(f"127.0.0.{1 + host}" for host in range(1, hosts))]
+
+
 @contextmanager
-def _rendezvous(count: int) -> Iterator[dict[str, str]]:
+def _rendezvous(count: int, hosts: int) -> Iterator[dict[str, str]]:
     """The server by which the ranks find one another, and the variables that lead them to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -147,7 +154,7 @@ def _rendezvous(count: int) -> Iterator[dict[str, str]]:
 
     server = RendezvousServer()
     port = server.start()
-    server.init(get_host_assignments(parse_hosts(f"localhost:{count}"), count))
+    server.init(get_host_assignments(parse_hosts(",".join(f"{name}:{count // hosts}" for name in _names(hosts))), count))
     try:
         yield {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
@@ -155,11 +162,9 @@ def _rendezvous(count: int) -> Iterator[dict[str, str]]:
             "HOROVOD_GLOO_IFACE": "lo",
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_HOSTNAME": "localhost",
             "HOROVOD_SIZE": str(count),
-            "HOROVOD_LOCAL_SIZE": str(count),
-            "HOROVOD_CROSS_RANK": "0",
-            "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_LOCAL_SIZE": str(count // hosts),
+            "HOROVOD_CROSS_SIZE": str(hosts),
         }
     finally:
         server.stop()

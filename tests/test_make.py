@@ -26,7 +26,7 @@ def test_specs_mean_what_they_say() -> None:
     [
         ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: dense"),
         ("", "there is no compressor ''"),
-        ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, wire, momentum"),
+        ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, route, wire, momentum"),
         ("dense:ratio=1", "dense has no knob 'ratio'; known: momentum"),
         ("topk:ratio", "'ratio' is not of the form knob=value"),
         ("topk:ratio=", "'ratio=' is not of the form knob=value"),

@@ -9,9 +9,10 @@
 namespace gradcomp::cpu {
 namespace {
 
-// Adds the payload's entries; false where it is malformed. Whatever the bytes, nothing outside the arrays is touched.
-bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
-                 int32_t count, float scale) {
+// Calls use(i, index, value) for each of the payload's entries, which says whether that is well; false where something was not,
+// or where the payload is malformed. Whatever the bytes, nothing outside the arrays is touched.
+template <class Use>
+bool for_entries(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, const Use& use) {
   if (count < 0) return false;
   const int64_t there = entries_there(count, entries.size);
   int64_t at = 0;
@@ -21,10 +22,16 @@ bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> b
     if (!word.sound || at + word.count > there) return false;
     for (const int64_t stop = at + word.count; at < stop; ++at) {
       const int64_t index = b << kBlockBits | (entries.data[at] & (kBlockEntries - 1));
-      well_formed &= add_at(target, marks, index, scale * entry_value(entries.data[at], word.exponent));
+      well_formed &= use(at, index, entry_value(entries.data[at], word.exponent));
     }
   }
   return well_formed && at == there;
+}
+
+bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
+                 int32_t count, float scale) {
+  return for_entries(blocks, entries, count,
+                     [&](int64_t, int64_t index, float x) { return add_at(target, marks, index, scale * x); });
 }
 
 }  // namespace
@@ -44,9 +51,19 @@ void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<con
     for (int64_t i = begin; i < at; ++i) {
       const auto index = static_cast<uint32_t>(indices.data[i]);
       entries.data[i] = pack_entry(values.data[i], exponent, index);
-      value.data[index] += values.data[i] - entry_value(entries.data[i], exponent);
+      if (value.given()) value.data[index] += values.data[i] - entry_value(entries.data[i], exponent);
     }
   }
+}
+
+void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<int32_t> header, Span<float> values,
+                   Span<int32_t> indices, Queue) {
+  const bool well_formed = for_entries(blocks, entries, header.data[0], [&](int64_t i, int64_t index, float x) {
+    values.data[i] = x;
+    indices.data[i] = static_cast<int32_t>(index);
+    return true;
+  });
+  if (!well_formed) header.data[1] = 1;
 }
 
 void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,

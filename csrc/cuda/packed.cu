@@ -1,7 +1,8 @@
 // Sparse entries in 32 bits, on a GPU: packing, adding up, and putting back. One launch each: a block of threads for every 2^16
 // entries of the bucket, which finds its part of the payload by itself.
 //
-// Bytes an entry of the payload: pack_sparse 16, add_packed and settle_packed 4, and a scattered read and write of 4.
+// Bytes an entry of the payload: pack_sparse and unpack_sparse 12, add_packed and settle_packed 4; all but unpack_sparse, and
+// pack_sparse without a value, also a scattered read and write of 4.
 
 #include "../math.h"
 #include "../ops.h"
@@ -42,14 +43,16 @@ __global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values
     const auto index = static_cast<uint32_t>(indices[i]);
     const uint32_t entry = pack_entry(x, exponent, index);
     entries[i] = entry;
-    value[index] += x - entry_value(entry, exponent);
+    if (value != nullptr) value[index] += x - entry_value(entry, exponent);
   }
 }
 
-// Adds the entries of this block's word; false, in one thread at least of one block at least, where the payload is malformed.
-// Up to the first block whose word is unsound or promises too much, all is added; nothing outside the arrays is ever touched.
-__device__ bool add_block(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
-                          int32_t count, float scale) {
+// Calls use(i, index, value) for the entries of this block's word, which says whether that is well; false, in one thread at
+// least of one block at least, where something was not, or the payload is malformed. Entries are used up to the first block
+// whose word is unsound or promises too much; nothing outside the arrays is ever touched.
+template <class Use>
+__device__ __forceinline__ bool for_block(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count,
+                                          const Use& use) {
   if (count < 0) return blockIdx.x + threadIdx.x != 0;
   const auto there = static_cast<uint32_t>(entries_there(count, entries.size));
   uint32_t sum = 0;  // no more than 2^31: of 2^15 words that count up to 2^16 each
@@ -67,9 +70,25 @@ __device__ bool add_block(Span<float> target, Span<uint8_t> marks, Span<const ui
   for (uint32_t i = end - word.count + threadIdx.x; i < end; i += kThreads) {
     const uint32_t entry = __ldg(entries.data + i);
     const uint32_t index = blockIdx.x << kBlockBits | (entry & (kBlockEntries - 1));
-    well_formed &= add_at(target, marks, index, scale * entry_value(entry, word.exponent));
+    well_formed &= use(i, index, entry_value(entry, word.exponent));
   }
   return well_formed;
+}
+
+__device__ bool add_block(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
+                          int32_t count, float scale) {
+  return for_block(blocks, entries, count,
+                   [&](uint32_t, uint32_t index, float x) { return add_at(target, marks, index, scale * x); });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    unpack_blocks(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t* header, float* values, int32_t* indices) {
+  const bool well_formed = for_block(blocks, entries, header[0], [&](uint32_t i, uint32_t index, float x) {
+    values[i] = x;
+    indices[i] = static_cast<int32_t>(index);
+    return true;
+  });
+  if (!well_formed) header[1] = 1;
 }
 
 __global__ void __launch_bounds__(kThreads) add_blocks(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks,
@@ -91,8 +110,14 @@ __global__ void __launch_bounds__(kThreads)
 
 void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header, Span<float> value,
                  Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
-  LAUNCH(pack_blocks, blocks_for(value.size, kBlockEntries), kThreads, 0, queue, values, indices.data, header.data, value.data,
+  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data, value.data,
          blocks.data, entries.data);
+}
+
+void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<int32_t> header, Span<float> values,
+                   Span<int32_t> indices, Queue queue) {
+  LAUNCH(unpack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, blocks, entries, header.data, values.data,
+         indices.data);
 }
 
 void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,

@@ -11,9 +11,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradcomp.core import Compressor
+from gradcomp.hosts import ByHost
 from gradcomp.wrap import ByLayer, Feedback
 
-_WRAPPER_KNOBS = {field.name: field for field in dataclasses.fields(Feedback) if field.name != "inner"}
+
+@dataclasses.dataclass
+class _Hosts:
+    """A knob of make()'s own."""
+
+    by_host: bool = False  # dense inside a host, compressed between hosts: for hosts with several ranks
+
+
+_WRAPPER_KNOBS = {
+    field.name: field for kind in (Feedback, _Hosts) for field in dataclasses.fields(kind) if field.name != "inner"
+}
 
 
 @functools.cache
@@ -85,6 +96,8 @@ def _one(spec: str) -> Compressor:
             known = [*fields, *_WRAPPER_KNOBS]
             raise ValueError(f"{spec!r}: {name} has no knob {knob!r}{_suggest(knob, known)}; known: {', '.join(known)}")
     compressor = kind(**own)
+    if wrapper.pop("by_host", False):
+        compressor = ByHost(compressor)
     return compressor if compressor.unbiased and not wrapper else Feedback(compressor, **wrapper)
 
 

@@ -23,7 +23,7 @@ from gradcomp.core import Acc, Reduce, Steps, World
 class GsSgd(sketches.Sketching):
     """Tables and values are summed up by all ranks together."""
 
-    sum: str = "auto"  # how tables are: allreduce, tree, or by size and number of ranks
+    sum: str = "allreduce"  # how tables are summed: tree sends less on links that are slow to answer, but never over Horovod
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp import kernels, paths, staleness
+from gradcomp import kernels, paths, routes, staleness
 from gradcomp.capacity import Capacity
 from gradcomp.compressors.dense import Dense
 from gradcomp.core import Acc, Compressor, Gather, Layer, Layout, Steps, World
@@ -49,6 +49,7 @@ class Sdagc(Compressor):
     flush: int = 0  # every so many steps all of the residual travels; 0 = never
     sam: float = 0.0  # SAMomentum: what is sent leaves this times itself behind; in place of momentum=, and a buffer less
     lr_revision: str = "none"  # what a changing or late learning rate does to what waits
+    route: str = "allgather"  # tree and split send as many sums on as a rank takes, however many ranks there are
     wire: str = "compact"  # compact = 32 bits an entry, what rounding loses waits; exact = 32-bit values and 32-bit indices
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ class Sdagc(Compressor):
             ("lr_revision", REVISIONS),
         ):
             _in(name, getattr(self, name), getattr(self, name) in known, "one of " + ", ".join(known))
-        paths.check_wire("sdagc", self.wire)
+        routes.check("sdagc", self.route, self.wire)
 
     @property
     def moments(self) -> str:
@@ -116,15 +117,15 @@ class Sdagc(Compressor):
         capacity = self._capacity(state, target)
         # In a flush, and where entries would cost what a dense exchange costs, everything goes.
         entry = 4 if self.wire == "compact" else 8
+        moments = acc.moments
+        assert moments is not None
+        if self.shared:  # also where everything goes: the parts of a host ask for the same, whatever room each has found
+            replies = yield Gather(whole(moments.view(-1)))
+            moments = together([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
         if (self.flush and state.steps % self.flush == 0) or entry * capacity.room >= 4 * acc.value.numel():
             # A buffer of its own only where it is needed: most buckets never are.
             state.buffer = torch.empty_like(acc.value) if state.buffer is None else state.buffer
             return (yield from paths.dense_allreduce(acc, world, state.buffer, keep=self.sam, mask=True))
-        moments = acc.moments
-        assert moments is not None
-        if self.shared:
-            replies = yield Gather(whole(moments.view(-1)))
-            moments = together([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
         kernels.set_thresholds(
             moments,
             state.ends,
@@ -137,15 +138,16 @@ class Sdagc(Compressor):
             live=self.live,
             pooled=self.per == "bucket",
         )
-        taken_room = paths.room(acc, capacity.room, self.wire)
+        taken_room = routes.room(acc, capacity.room, self.wire, self.route)
         layers = (state.ends, state.centers, state.thresholds)
-        kernels.take_above(acc.value, *layers, **taken_room.arrays, velocity=acc.velocity, flag=acc.flag, peaks=acc.peaks)
+        masked = routes.masked(acc, self.route)
+        kernels.take_above(acc.value, *layers, **taken_room.arrays, velocity=masked, flag=acc.flag, peaks=acc.peaks)
         if target is not None:
             kernels.steer(state.lam, taken_room.header, target)
         if self.lr_revision in ("staleness", "per_layer"):
             state.ages = state.ages or staleness.Ages(acc.value.numel(), state.ends)
             state.ages.revise(taken_room, state.steps, by_layer=self.lr_revision == "per_layer")
-        return (yield from paths.sparse_allgather(acc, taken_room, world, keep=self.sam, seen=capacity.see))
+        return (yield from routes.send(acc, taken_room, world, self.route, keep=self.sam, seen=capacity.see))
 
     def save(self, state: State) -> dict[str, Any]:
         kept: dict[str, Any] = {"steps": state.steps, "lam": float(state.lam), "set_for": state.set_for, "rates": state.rates}

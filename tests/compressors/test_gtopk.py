@@ -7,22 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from compressors.test_topk import tree_bytes
 
 import gradcomp
-from gradcomp.compressors.gtopk import meet
 from gradcomp.core import Payload
+from gradcomp.tree import meet
 from gradcomp.wire import empty, sparse_form
 
 
 def _bytes(ratio: float) -> Callable[[int, int, int], int]:
-    """Up once, but for the root; down to each child. A payload: a header of 8 bytes, k values, k places."""
-
-    def promised(n: int, rank: int, world: int) -> int:
-        k = max(1, math.ceil(ratio * n))
-        children = sum(1 for level in range(20) if rank % (2 << level) == 0 and rank + (1 << level) < world)
-        return ((rank > 0) + children) * (8 + 2 * 8 * math.ceil(k / 2))
-
-    return promised
+    return lambda n, rank, world: tree_bytes(n, max(1, math.ceil(ratio * n)), rank, world)
 
 
 PROMISED_BYTES = {"gtopk": _bytes(0.001), "gtopk:ratio=0.03": _bytes(0.03), "gtopk:ratio=0.4": _bytes(0.4)}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import gradients
 import pytest
 import torch
+from compressors.test_topk import payload, split_bytes, tree_bytes
 from torch import Tensor
 
 import gradcomp
@@ -18,12 +19,13 @@ SMALL = 248
 """Entries of the laws' layers that are small; the other 2640 are in two matrices. Their other model is one layer of 60."""
 
 
+def _room(n: int, lam: float) -> int:
+    return math.ceil(1.25 * laplace_density(lam) * n)
+
+
 def _sparse(n: int, lam: float, wire: str) -> int:
-    room = math.ceil(1.25 * laplace_density(lam) * n)
-    if (4 if wire == "compact" else 8) * room >= 4 * n:
-        return 4 * n
-    entries = 8 * math.ceil(room / 2)
-    return 8 + (8 * math.ceil(math.ceil(n / 65536) / 2) + entries if wire == "compact" else 2 * entries)
+    room = _room(n, lam)
+    return 4 * n if (4 if wire == "compact" else 8) * room >= 4 * n else payload(n, room, wire)
 
 
 def _bytes(lam: float, small: str = "dense", wire: str = "compact") -> Callable[[int], int]:
@@ -39,7 +41,7 @@ def _density(share: float) -> Callable[[int], int]:
     return lambda n: 16 + 8 * math.ceil(math.ceil(1.1 * math.ceil(share * n)) / 2)
 
 
-PROMISED_BYTES = {
+PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "sdagc": _bytes(3.3),
     "sdagc:lam=2,small=pool": _bytes(2.0, "pool"),
     "sdagc:lam=1.5,small=none,wire=exact": _bytes(1.5, "none", "exact"),
@@ -47,6 +49,9 @@ PROMISED_BYTES = {
     "sdagc:lam=2.5,small=none,live=false,flush=7": _bytes(2.5, "none"),
     "sdagc:density=0.05,small=none": _density(0.05),
     "sdagc:lam=0": lambda n: 4 * n,
+    "sdagc:lam=2,small=none,route=split": lambda n, rank, world: split_bytes(n, _room(n, 2.0), world),
+    "sdagc:lam=2.5,small=none,route=tree": lambda n, rank, world: tree_bytes(n, _room(n, 2.5), rank, world),
+    "sdagc:lam=2,small=none,by_host=true": lambda n, rank, world: (world - 1) * payload(n, _room(n, 2.0)),
 }
 
 TABLE = {"normal": {100: 2.576, 433: 3.047, 600: 3.144, 1000: 3.291, 2021: 3.484}}

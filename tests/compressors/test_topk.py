@@ -10,24 +10,50 @@ import torch
 
 import gradcomp
 from gradcomp.compressors.topk import TopK
+from gradcomp.split import Parts
 from gradcomp.wrap import Feedback
 
 
-def _bytes(ratio: float, wire: str = "compact") -> Callable[[int], int]:
+def payload(n: int, k: int, wire: str = "compact") -> int:
     """A header of 8 bytes; k entries and a word for every 2^16, or k values and k indices; each array rounded up to 8 bytes."""
+    entries = 8 * math.ceil(k / 2)
+    return 8 + (entries + 8 * math.ceil(math.ceil(n / 65536) / 2) if wire == "compact" else 2 * entries)
 
-    def promised(n: int) -> int:
-        k = 8 * math.ceil(max(1, math.ceil(ratio * n)) / 2)
-        return 8 + (k + 8 * math.ceil(math.ceil(n / 65536) / 2) if wire == "compact" else 2 * k)
+
+def _bytes(ratio: float, wire: str = "compact") -> Callable[[int], int]:
+    return lambda n: payload(n, max(1, math.ceil(ratio * n)), wire)
+
+
+def split_bytes(n: int, k: int, world: int, wire: str = "compact") -> int:
+    """A payload to each other rank, and one to all; where a part has less than a line for certain, one of everything to all."""
+    parts = Parts(n, world)
+    room = min(k, math.ceil(1.1 * k / world + 3 * math.sqrt(k / world)), n // (64 * world) * 64)
+    return world * payload(parts.size, room, wire) if room else payload(n, k, wire)
+
+
+def tree_bytes(n: int, k: int, rank: int, world: int) -> int:
+    """Up once, but for the root; down to each child."""
+    children = sum(1 for level in range(20) if rank % (2 << level) == 0 and rank + (1 << level) < world)
+    return ((rank > 0) + children) * payload(n, k, "exact")
+
+
+def _routed(ratio: float, route: str, wire: str = "compact") -> Callable[[int, int, int], int]:
+    def promised(n: int, rank: int, world: int) -> int:
+        k = max(1, math.ceil(ratio * n))
+        return tree_bytes(n, k, rank, world) if route == "tree" else split_bytes(n, k, world, wire)
 
     return promised
 
 
-PROMISED_BYTES = {
+PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "topk": _bytes(0.001),
     "topk:ratio=0.03": _bytes(0.03),
     "topk:ratio=0.5": _bytes(0.5),
     "topk:ratio=1,wire=exact": _bytes(1.0, "exact"),
+    "topk:ratio=0.03,route=split": _routed(0.03, "split"),
+    "topk:ratio=0.2,route=split,wire=exact": _routed(0.2, "split", "exact"),
+    "topk:ratio=0.03,route=tree": _routed(0.03, "tree"),
+    "topk:ratio=0.03,by_host=true": lambda n, rank, world: (world - 1) * payload(n, math.ceil(0.03 * n)),
 }
 
 
@@ -61,6 +87,6 @@ def test_the_ratio_holds_per_bucket() -> None:
 
 def test_its_spec() -> None:
     assert gradcomp.make("topk:ratio=0.01,momentum=0.9") == Feedback(TopK(ratio=0.01), momentum=0.9)
-    for bad in ("topk:ratio=0", "topk:ratio=1.1", "topk:ratio=-1", "topk:ratio=nan", "topk:wire=morse"):
-        with pytest.raises(ValueError, match=r"topk: (ratio|wire) must"):
+    for bad in ("topk:ratio=0", "topk:ratio=1.1", "topk:ratio=-1", "topk:ratio=nan", "topk:wire=morse", "topk:route=ring"):
+        with pytest.raises(ValueError, match=r"topk: (ratio|wire|route) must"):
             gradcomp.make(bad)

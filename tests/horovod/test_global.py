@@ -1,4 +1,4 @@
-"""Algorithms that see the whole model, on real ranks, an odd number of them: what the simulator says, to the last bit."""
+"""Exchanges that are more than one gather, on real ranks: what the simulator says, to the last bit."""
 
 from __future__ import annotations
 
@@ -14,30 +14,48 @@ import gradcomp
 
 pytestmark = pytest.mark.slow
 
-N, STEPS, WORLD = 20_000, 3, 3
+N, STEPS = 20_000, 3
 SENT = [
     "gtopk:ratio=0.01",
     "gtopk:ratio=0.01,faithful=true",
     "sketched_sgd:ratio=0.005",
     "sketched_sgd:ratio=0.005,candidates=0",
+    "topk:ratio=0.01,route=split",
+    "topk:ratio=0.01,route=tree",
+    "sdagc:lam=2,small=none,route=split,wire=exact",
+    "sdagc:lam=2,small=none,route=tree",
 ]
 REDUCED = ["gs_sgd:ratio=0.005", "gs_sgd:ratio=0.005,sum=tree", "gs_sgd:ratio=0.005,candidates=0"]
+BY_HOST = [
+    "topk:ratio=0.01,by_host=true",
+    "topk:ratio=0.01,route=split,momentum=0.9,by_host=true",
+    "sdagc:lam=2,small=none,shared=true,by_host=true",
+    "gs_sgd:ratio=0.005,by_host=true",
+    "dense:by_host=true",
+]
+ROUNDS = [(spec, 3, 1) for spec in SENT + REDUCED] + [(spec, 4, 2) for spec in BY_HOST]
+"""Spec, ranks, and hosts with equally many of them."""
 
 
 @ranks.once
-def found() -> list[dict[str, Any]]:
-    return ranks.launch("horovod_global", WORLD, {"specs": SENT + REDUCED, "n": N, "steps": STEPS})
+def found(world: int, hosts: int) -> list[dict[str, Any]]:
+    specs = [spec for spec, *where in ROUNDS if where == [world, hosts]]
+    return ranks.launch("horovod_global", world, {"specs": specs, "n": N, "steps": STEPS}, hosts=hosts)
 
 
-@pytest.mark.parametrize("spec", SENT + REDUCED)
-def test_real_ranks_do_what_simulated_ones_do(spec: str) -> None:
-    simulation = gradcomp.Simulation(spec, {"w": (N,)}, WORLD)
+@pytest.mark.parametrize("spec,world,hosts", ROUNDS)
+def test_real_ranks_do_what_simulated_ones_do(spec: str, world: int, hosts: int) -> None:
+    simulation = gradcomp.Simulation(spec, {"w": (N,)}, world, ranks_per_host=world // hosts)
     for step in range(STEPS):
-        update = simulation.step([{"w": gradients.draw("heavy", N, 100 * step + rank)} for rank in range(WORLD)])["w"]
-        real = [rank[spec]["updates"][step] for rank in found()]
+        update = simulation.step([{"w": gradients.draw("heavy", N, 100 * step + rank)} for rank in range(world)])["w"]
+        real = [rank[spec]["updates"][step] for rank in found(world, hosts)]
         assert all(reference.same(own, real[0]) for own in real)
-        if spec in SENT:
+        if spec not in REDUCED:
             assert reference.same(real[0], update)
         else:
             torch.testing.assert_close(real[0], update, rtol=1e-4, atol=1e-4)  # a reduction adds in an order of its own
-    assert [rank[spec]["bytes"] for rank in found()] == simulation.bytes_sent
+    assert [rank[spec]["bytes"] for rank in found(world, hosts)] == simulation.bytes_sent
+    if hosts > 1:
+        between = [rank[spec]["between"] for rank in found(world, hosts)]
+        assert between == [reducer.bytes_between_hosts for reducer in simulation.reducers]
+        assert spec.startswith("dense") or max(between) < min(simulation.bytes_sent) / 10

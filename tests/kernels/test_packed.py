@@ -45,6 +45,12 @@ def test_packing_is_its_definition_and_exact(device: torch.device, kind: str, n:
     kernels.add_packed(target, **payload.arrays)
     assert torch.equal(target[taken["indices"].long()].cpu(), said)
     assert torch.equal(value + target, before)
+    values, indices = torch.empty_like(taken["values"]), torch.empty_like(taken["indices"])
+    kernels.unpack_sparse(values, indices, payload["header"].clone(), payload["blocks"], payload["entries"])
+    assert torch.equal(values.cpu(), said) and torch.equal(indices, taken["indices"])
+    again = wire.empty(payload.form, device)
+    kernels.pack_sparse(**taken, value=None, blocks=again["blocks"], entries=again["entries"])
+    assert torch.equal(again["blocks"], payload["blocks"]) and torch.equal(again["entries"], payload["entries"])
     big = taken["values"].abs() >= 2**-14 * taken["values"].abs().max()
     close = (said.to(device) - taken["values"]).abs() <= 2**-11 * taken["values"].abs()
     assert close[big].all()
@@ -110,6 +116,15 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
     on_cpu = Payload(payload.form, payload.bytes.cpu(), {name: array.cpu() for name, array in payload.arrays.items()})
     if flagged or not sound(on_cpu, n):
         assert target[0].isnan()
+    if form == "compact":
+        unpacked = torch.ones(k + 64, device=device)
+        places = torch.ones(k + 64, dtype=torch.int32, device=device)
+        header = payload["header"].clone()
+        kernels.unpack_sparse(unpacked[32 : 32 + k], places[32 : 32 + k], header, payload["blocks"], payload["entries"])
+        for around in (unpacked, places):
+            assert (around[:32] == 1).all() and (around[32 + k :] == 1).all()
+        inside = (places[32 : 32 + k][: int(header[0])] < n).all()
+        assert flagged or sound(on_cpu, n) == bool(header[1] == 0 and inside)
     own = torch.randn(n + 64, device=device)
     before = own.clone()
     update = torch.full((n,), float("nan"), device=device)

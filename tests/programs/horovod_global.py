@@ -1,4 +1,4 @@
-"""Exchanges given gradients by algorithms that see the whole model, and reports the updates and the bytes."""
+"""Exchanges given gradients by algorithms that are more than one gather, and reports the updates and the bytes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ for number, spec in enumerate(asked["specs"]):
         optimizer.step()
         assert w.grad is not None
         updates.append(w.grad.clone())
-    found[spec] = {"updates": updates, "bytes": optimizer.stats()["bytes_sent"]}
+    stats = optimizer.stats()
+    found[spec] = {"updates": updates, "bytes": stats["bytes_sent"], "between": stats["bytes_between_hosts"]}
 ranks.report(found)
 hvd.barrier()

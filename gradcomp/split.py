@@ -1,0 +1,189 @@
+"""A sparse sum whose traffic does not grow with the ranks: each rank adds up a part of the entries, and sends the largest on.
+
+S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022), have parts of one range each,
+whose borders they move every so often to where the entries are. Here runs of 64 entries are dealt out by a hash, so that no
+part is ever much fuller than another, wherever the large entries lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp import kernels, paths, wire
+from gradcomp.core import Acc, Form, Gather, Payload, Send, Steps, World
+from gradcomp.paths import Taken
+
+SLACK, DEVIATIONS = 1.1, 3
+"""Room for a part's entries: over the mean, and for so many deviations of a count by chance."""
+
+
+class Parts(NamedTuple):
+    """Who adds up which entries. Of every group of as many runs as there are ranks, each rank has one."""
+
+    n: int
+    ranks: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.n // (self.ranks * kernels.LINE))
+
+    @property
+    def size(self) -> int:
+        """Entries of a part; those of the last group's runs need not all be there."""
+        return self.groups * kernels.LINE
+
+    def room(self, capacity: int) -> int:
+        """For how many entries a payload has room when a rank takes so many: no more than any part has for certain."""
+        certain = self.n // (self.ranks * kernels.LINE) * kernels.LINE
+        mean = capacity / self.ranks
+        return min(certain, capacity, math.ceil(SLACK * mean + DEVIATIONS * math.sqrt(mean)))
+
+    def find(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Of entries of the bucket: whose part each is in, and where it is there."""
+        run = places // kernels.LINE
+        group = run // self.ranks
+        return (run + _turn(group)) % self.ranks, group * kernels.LINE + places % kernels.LINE
+
+    def places(self, rank: int, local: Tensor) -> Tensor:
+        """Where in the bucket entries of a rank's part are."""
+        return self._runs(rank, local // kernels.LINE) * kernels.LINE + local % kernels.LINE
+
+    def put_back(self, rank: int, part: Tensor, value: Tensor) -> None:
+        """value += part, where that rank's part lies."""
+        runs = self._runs(rank, torch.arange(self.groups, device=part.device))
+        whole = self.n // kernels.LINE
+        last = int(self._runs(rank, torch.tensor([self.groups - 1])))  # of the runs only this one need not be there
+        there = self.groups - (last >= whole)
+        lines = part.view(-1, kernels.LINE)
+        value[: whole * kernels.LINE].view(-1, kernels.LINE).index_add_(0, runs[:there], lines[:there])
+        if last == whole:
+            value[whole * kernels.LINE :] += lines[-1, : self.n - whole * kernels.LINE]
+
+    def _runs(self, rank: int, group: Tensor) -> Tensor:
+        return group * self.ranks + (rank - _turn(group)) % self.ranks
+
+
+def _turn(group: Tensor) -> Tensor:
+    """By how much further on a group is dealt out; hashed, so that no stride of a matrix always meets the same rank."""
+    return (group * 0x9E3779B1 >> 16) & 0xFFFF
+
+
+def sparse_sum(
+    acc: Acc,
+    taken: Taken,
+    world: World,
+    packed: bool,
+    keep: float = 0.0,
+    seen: Callable[[list[Payload]], None] = lambda results: None,
+) -> Steps:
+    """The mean update of what all ranks took: of each part the entries of largest sums, as many as it has room for.
+
+    What has no room on the way to its part goes back to the rank that took it; a sum that is not sent on stays with the rank
+    that added it up. What went leaves keep times itself behind. seen() is shown the results, whose counts say for how many
+    entries there should have been room.
+    """
+    n, device = acc.value.numel(), acc.value.device
+    parts = Parts(n, world.size)
+    dealt = _deal(taken, parts)
+    form = _form(parts, dealt.values.shape[1], packed)
+    own = [_payload(dealt.values[rank], dealt.local[rank], dealt.headers[rank], form) for rank in range(world.size)]
+    sent = torch.stack([_entries(payload)[0] for payload in own])
+    came = yield Send({rank: payload for rank, payload in enumerate(own) if rank != world.rank}, form, device)
+    came = {**came, world.rank: own[world.rank]}
+    sums = torch.zeros(parts.size, device=device)
+    for rank in sorted(came):
+        (kernels.add_packed if packed else kernels.add_sparse)(sums, **came[rank].arrays)
+    paths.check_replies(came, sums, parts.size)
+    results: list[Payload] = yield Gather(_result(sums, torch.stack([each["header"] for each in came.values()]), form))
+    update = kernels.sparse_zeros(n, device)
+    for rank, result in enumerate(results):
+        values, local, header = _entries(result)
+        kernels.add_sparse(update, values, parts.places(rank, local).int(), header, scale=1 / world.size)
+    paths.check_replies(dict(enumerate(results)), update, parts.size)
+    failed = ~update[:1].isfinite()
+    left = torch.where(failed, dealt.values, dealt.values - sent + keep * sent)
+    acc.value.index_add_(0, dealt.places.flatten(), left.masked_fill(~dealt.there, 0.0).flatten())
+    acc.value.index_add_(0, dealt.over_places, dealt.over_values)
+    parts.put_back(world.rank, torch.where(failed, 0.0, sums * (1 - keep)), acc.value)
+    seen(results)
+    return update
+
+
+class Dealt(NamedTuple):
+    """What a rank took, by parts: [ranks, room] of each but the headers. over: what has no room, or zeros."""
+
+    values: Tensor
+    places: Tensor
+    local: Tensor
+    there: Tensor
+    headers: Tensor
+    over_values: Tensor
+    over_places: Tensor
+
+
+def _deal(taken: Taken, parts: Parts) -> Dealt:
+    capacity, device = taken.values.numel(), taken.values.device
+    room, at = parts.room(capacity), torch.arange(taken.values.numel(), device=device)
+    used = at < taken.header[0]
+    places = torch.where(used, taken.indices, 0).long()
+    owner, local = parts.find(places)
+    owner, order = torch.where(used, owner, parts.ranks).sort(stable=True)
+    values, places, local = (each.index_select(0, order) for each in (taken.values, places, local))
+    begins = torch.searchsorted(owner, torch.arange(parts.ranks + 1, device=device))
+    slots = begins[:-1, None] + torch.arange(room, device=device)
+    there = slots < begins[1:, None]
+    slots = slots.clamp(max=capacity - 1)
+    over = (at - begins.index_select(0, owner) >= room) & (owner < parts.ranks)
+    headers = torch.stack([begins[1:] - begins[:-1], taken.header[1].expand(parts.ranks)], 1).int()
+    return Dealt(
+        values[slots].masked_fill(~there, 0.0),
+        places[slots].masked_fill(~there, 0),
+        local[slots].masked_fill(~there, 0).int(),
+        there,
+        headers,
+        values.masked_fill(~over, 0.0),
+        places.masked_fill(~over, 0),
+    )
+
+
+def _result(sums: Tensor, headers: Tensor, form: Form) -> Payload:
+    """The largest of a part's sums, moved out of it; what rounding leaves over stays. headers: of those who sent to it."""
+    room, device = form[-1].length, sums.device
+    values, local = torch.empty(room, device=device), torch.empty(room, dtype=torch.int32, device=device)
+    header = torch.empty(2, dtype=torch.int32, device=device)
+    kernels.take_topk(sums, room, values, local, header)
+    header[:1] = (len(headers) * headers[:, 0].max()).clamp(min=room)
+    header[1:] = torch.maximum(headers[:, 1].max(), ~values.isfinite().all())
+    return _payload(values.nan_to_num_(0.0, 0.0, 0.0), local, header, form, sums)  # flagged, where there was anything to change
+
+
+def _form(parts: Parts, room: int, packed: bool) -> Form:
+    return wire.packed_form(parts.size, room) if packed else wire.sparse_form(room)
+
+
+def _payload(values: Tensor, local: Tensor, header: Tensor, form: Form, rest: Tensor | None = None) -> Payload:
+    """Entries of a part, to be sent; what packing leaves over is added to rest, if given."""
+    payload = wire.empty(form, values.device)
+    payload["header"].copy_(header)
+    if "blocks" in payload.arrays:
+        kernels.pack_sparse(values, local, payload["header"], rest, payload["blocks"], payload["entries"])
+    else:
+        payload["values"].copy_(values)
+        payload["indices"].copy_(local)
+    return payload
+
+
+def _entries(payload: Payload) -> tuple[Tensor, Tensor, Tensor]:
+    """Values, places in the part, and the header, of what was sent."""
+    if "blocks" not in payload.arrays:
+        return payload["values"], payload["indices"], payload["header"]
+    header = payload["header"].clone()
+    values = torch.zeros(payload.form[-1].length, device=header.device)
+    local = torch.zeros(values.shape, dtype=torch.int32, device=header.device)
+    kernels.unpack_sparse(values, local, header, payload["blocks"], payload["entries"])
+    return values, local, header

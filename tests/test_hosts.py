@@ -1,0 +1,123 @@
+"""by_host: dense inside a host, compressed between hosts; the laws once more, with several ranks on a host."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from test_laws import SHAPES, check_conservation, draw
+
+import gradcomp
+from gradcomp.core import World
+from gradcomp.hosts import place_of
+
+PLACES = [(2, 2), (4, 2), (6, 3), (8, 4), (8, 2)]
+"""Ranks, and ranks on each host."""
+SPECS = [
+    "dense",
+    "topk:ratio=0.03",
+    "topk:ratio=0.03,route=split,wire=exact",
+    "topk:ratio=0.03,route=tree",
+    "sdagc:lam=2",
+    "sdagc:lam=2.5,small=none,shared=true,flush=3",
+    "gtopk:ratio=0.03",
+    "gs_sgd:ratio=0.01,rows=3,columns=160,candidates=2",
+    "sketched_sgd:ratio=0.01,rows=3,columns=160",
+]
+places = pytest.mark.parametrize("world,per_host", PLACES)
+specs = pytest.mark.parametrize("spec", [f"{spec}{',' if ':' in spec else ':'}by_host=true" for spec in SPECS])
+
+
+@places
+@specs
+def test_nothing_is_lost_and_all_agree(spec: str, world: int, per_host: int) -> None:
+    for bucket_mb in (25, 0.004):
+        simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb, ranks_per_host=per_host)
+        for step, kind in enumerate(("normal", "heavy", "zeros", "laplace")):
+            check_conservation(simulation, draw(kind, 17 * step, world))
+
+
+@places
+def test_dense_is_the_mean(world: int, per_host: int) -> None:
+    grads = draw("normal", 1, world)
+    update = gradcomp.Simulation("dense:by_host=true", SHAPES, world, ranks_per_host=per_host).step(grads)
+    for name in SHAPES:
+        torch.testing.assert_close(update[name], torch.stack([own[name] for own in grads]).mean(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.03", "sdagc:lam=2,small=none"])
+def test_a_host_is_one_sender(spec: str) -> None:
+    """Between hosts goes what as many single ranks would send, shared among the ranks of a host."""
+    alone = gradcomp.Simulation(spec, {"w": (40, 100)}, 2)
+    alone.step([{"w": torch.randn(40, 100)} for _ in range(2)])
+    shared = gradcomp.Simulation(f"{spec},by_host=true", {"w": (40, 100)}, 8, ranks_per_host=4)
+    shared.step([{"w": torch.randn(40, 100)} for _ in range(8)])
+    of_host = sum(reducer.bytes_between_hosts for reducer in shared.reducers[:4])
+    assert alone.bytes_sent[0] <= of_host <= 1.3 * alone.bytes_sent[0]
+    stats = shared.stats()
+    assert stats["compression"] == stats["bytes_dense"] / stats["bytes_between_hosts"]
+    assert stats["bytes_sent"] > stats["bytes_between_hosts"] + 4 * 4000
+
+
+@specs
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_reaches_all_hosts_and_no_residual(spec: str, bad: float) -> None:
+    world = 4
+    simulation = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
+    simulation.step(draw("normal", 1, world))
+    grads = draw("normal", 2, world)
+    grads[-1]["weight"][3, 4] = bad
+    update = simulation.step(grads)
+    assert not all(part.isfinite().all() for part in update.values())
+    assert all(part.isfinite().all() for rank in range(world) for part in simulation.residual(rank).values())
+    check_conservation(simulation, draw("normal", 3, world))
+
+
+@specs
+def test_a_checkpoint_continues_to_the_bit(spec: str) -> None:
+    world = 4
+    first = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
+    for step in range(3):
+        first.step(draw("normal", step, world))
+    second = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
+    second.load_state_dict(first.state_dict())
+    for step in range(3, 6):
+        grads = draw("laplace", step, world)
+        ours, theirs = first.step(grads), second.step(grads)
+        assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+
+
+def test_other_hosts_take_over_what_waits() -> None:
+    """As after an elastic reset: parts lie elsewhere then, and what waited in the old ones moves with the next gradients."""
+    spec, world = "topk:ratio=0.03,by_host=true", 4
+    first = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=4)
+    first.step(draw("normal", 0, world))
+    second = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
+    second.load_state_dict(first.state_dict())
+    for step in range(3):
+        check_conservation(second, draw("normal", step, world))
+
+
+def test_momentum_is_masked_on_all_ranks_of_a_host() -> None:
+    spec = "topk:ratio=0.1,momentum=0.5,by_host=true"
+    simulation = gradcomp.Simulation(spec, {"w": (20,)}, 4, ranks_per_host=2)
+    gradient, zeros = torch.zeros(20), torch.zeros(20)
+    gradient[[3, 13]] = 8.0  # one for each rank's part
+    simulation.step([{"w": gradient} for _ in range(4)])
+    assert not simulation.step([{"w": zeros} for _ in range(4)])["w"].any()
+
+
+def test_places() -> None:
+    scattered = World(2, 4, (7, 9, 9, 7))
+    place = place_of(scattered)
+    assert (place.host, place.peers, place.part, place.world) == ((1, 2), (3, 2), 1, World(1, 2))
+    assert place_of(World(1, 3)).host == (1,)
+    with pytest.raises(ValueError, match="by_host needs as many ranks on every host, but there are 2, 1"):
+        place_of(World(0, 3, (0, 0, 1)))
+
+
+def test_its_spec() -> None:
+    for bad in ("sdagc:stat=raw", "sdagc:lr_revision=keep"):
+        with pytest.raises(ValueError, match="by_host and"):
+            gradcomp.make(f"{bad},by_host=true")
+    assert gradcomp.make("topk:by_host=false") == gradcomp.make("topk")
