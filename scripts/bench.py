@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures gradcomp: its kernels against plain torch, and the training of a real job on an emulated cluster."""
+"""Measures gradcomp: its kernels against plain torch, and on an emulated cluster the training of a real job, and traffic."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ import sys
 from pathlib import Path
 
 import torch
-from benchlib import kernel_cases, kernel_report, machine, options, report, rounds, train
+from benchlib import kernel_cases, kernel_report, machine, options, report, rounds, traffic_report, train
 
 EXAMPLES = """\
 examples:
   scripts/bench.py kernels --size 16.8M --threads 1
   scripts/bench.py kernels --device cuda --size 64M --json kernels.json
   scripts/bench.py train --hosts 4 --rate 1gbit,100mbit --specs none,horovod,fp16,dense,topk:ratio=0.001
+  scripts/bench.py traffic --hosts 2,4,8 --specs dense,topk:ratio=0.001,gtopk:ratio=0.001
 
 Results are written to benchmarks/results/ unless --json names another file. Times are medians over interleaved rounds."""
+
+SPECS = [
+    "dense",
+    "topk:ratio=0.001",
+    "topk:ratio=0.001,wire=exact",
+    "sdagc:density=0.001,small=pool",
+    "gtopk:ratio=0.001",
+    "sketched_sgd:ratio=0.001",
+    "gs_sgd:ratio=0.001,sum=allreduce",
+    "gs_sgd:ratio=0.001,sum=tree",
+]
+"""Whose traffic is measured; any other spec is counted and measured without more ado."""
 
 
 def kernels(chosen: argparse.Namespace) -> int:
@@ -64,6 +77,26 @@ def training(chosen: argparse.Namespace) -> int:
     return save(result, chosen.json or results() / f"train-{machine.slug(machine.cpu_name())}.json")
 
 
+def traffic(chosen: argparse.Namespace) -> int:
+    runs = []
+    for hosts in chosen.hosts:
+        run = traffic_report.launch(chosen, hosts)
+        if run is None:
+            return 1
+        runs.append(run)
+        idle = f"an idle rank sends {run['idle_bytes_per_cycle']:,} bytes a cycle of Horovod's"
+        print(f"\n{hosts} ranks, {chosen.size:,} entries, bytes a step; {idle}\n\n{traffic_report.table(run)}\n", flush=True)
+    progress = report.Progress()
+    simulated = traffic_report.curves(chosen, progress)
+    progress.end()
+    settings = {"hosts": chosen.hosts, "size": chosen.size, "steps": chosen.steps, "ranks": chosen.ranks}
+    result = {"what": "traffic", **machine.origin(chosen.written), "settings": settings, "runs": runs, "simulated": simulated}
+    picture = chosen.json.with_suffix(".png") if chosen.json else results() / "traffic.png"
+    traffic_report.draw(chosen.size, runs, simulated, picture)
+    print(f"drawn: {picture}")
+    return save(result, chosen.json or results() / f"traffic-{machine.slug(machine.cpu_name())}.json")
+
+
 def results() -> Path:
     return machine.ROOT / "benchmarks" / "results"
 
@@ -82,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    kinds = made.add_subparsers(required=True, metavar="kernels|train")
+    kinds = made.add_subparsers(required=True, metavar="kernels|train|traffic")
     one = kinds.add_parser("kernels", help="every kernel against copy_, add_ and plain torch", allow_abbrev=False)
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--size", type=options.size, default=16_800_000, help="entries (default 16.8M)")
@@ -110,7 +143,14 @@ def parser() -> argparse.ArgumentParser:
         help="horovodrun: ranks on this machine alone, without root and without shaped links",
     )
     two.set_defaults(run=training)
-    for each in (one, two):
+    three = kinds.add_parser("traffic", help="what ranks send, against the formula", allow_abbrev=False)
+    three.add_argument("--hosts", type=options.hosts, default=[2, 4, 8], help="of each cluster, one rank each (default 2,4,8)")
+    three.add_argument("--size", type=options.size, default=500_000, help="entries of the model (default 500k)")
+    three.add_argument("--steps", type=options.positive, default=20, help="(default 20)")
+    three.add_argument("--ranks", type=options.positive, default=1024, help="that are simulated, at most (default 1024)")
+    three.add_argument("--specs", type=options.own_specs, default=SPECS, help="what is measured, specs of gradcomp")
+    three.set_defaults(run=traffic)
+    for each in (one, two, three):
         each.add_argument("--json", type=Path, metavar="FILE", help="where the result goes")
     return made
 

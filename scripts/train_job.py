@@ -11,8 +11,8 @@ from typing import Any
 import digits
 import horovod.torch as hvd
 import torch
+from benchlib.ranks import PROGRESS, RESULT
 from benchlib.rounds import turned
-from benchlib.train import PROGRESS, RESULT
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench  # noqa: E402
-from benchlib import kernel_cases, kernel_report, machine, options, report, rounds, train  # noqa: E402
+from benchlib import kernel_cases, kernel_report, machine, options, ranks, report, rounds, train  # noqa: E402
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
@@ -141,8 +141,8 @@ def test_training_is_summed_up_against_none() -> None:
 
 
 def test_results_are_told_from_what_else_the_ranks_say() -> None:
-    lines = ["hello\n", "[1,0]<stdout>:@progress round 1\n", f"[1,0]<stdout>:{train.RESULT}{json.dumps(raw())}\n", "bye\n"]
-    result, rest = train.listen(lines, report.Progress(), "1gbit")
+    lines = ["hello\n", "[1,0]<stdout>:@progress round 1\n", f"[1,0]<stdout>:{ranks.RESULT}{json.dumps(raw())}\n", "bye\n"]
+    result, rest = ranks.listen(lines, report.Progress(), "1gbit")
     assert result == raw()
     assert rest == ["hello\n", "bye\n"]
 

@@ -30,6 +30,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def hosts(text: str) -> list[int]:
+    """Sizes of emulated clusters whose hosts send to one another."""
+    found = [positive(part.strip()) for part in text.split(",")]
+    if not all(2 <= count <= 250 for count in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a cluster has from 2 to 250 hosts here; write for example 2,4,8")
+    return found
+
+
 def rates(text: str) -> list[str]:
     """Links of the emulated cluster, as scripts/cluster writes them."""
     found = [part.strip().lower() for part in text.split(",")]
@@ -64,4 +72,13 @@ def specs(text: str) -> list[str]:
         except ValueError as error:
             own = ", ".join(BUILT_IN)
             raise argparse.ArgumentTypeError(f"{error} (beside gradcomp's specs there are {own})") from None
+    return found
+
+
+def own_specs(text: str) -> list[str]:
+    """Specs of gradcomp alone."""
+    found = specs(text)
+    for spec in found:
+        if spec in BUILT_IN:
+            raise argparse.ArgumentTypeError(f"{spec!r} is not a spec of gradcomp: its requests cannot be counted")
     return found

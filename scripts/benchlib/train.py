@@ -1,19 +1,14 @@
-"""`bench.py train` on the near side: launches the ranks of scripts/train_job.py, passes their progress on, makes the table."""
+"""`bench.py train` on the near side: launches the ranks of scripts/train_job.py, makes the table."""
 
 from __future__ import annotations
 
 import argparse
-import collections
-import json
 import os
-import shlex
-import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchlib import report
+from benchlib import ranks, report
 from benchlib.machine import ROOT
 from benchlib.rounds import Spread
 
@@ -21,32 +16,13 @@ KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_"
 """Whether glibc gives gradients back to the system in every step, which costs a step some 10 ms of page faults, hangs on the
 order in which a spec frees them. Here no spec does."""
 
-PROGRESS, RESULT = "@progress ", "@result "
-"""How lines of rank 0 begin that are meant for this program."""
-
 
 def command(chosen: argparse.Namespace, rate: str) -> list[str]:
     job = [sys.executable, str(ROOT / "scripts" / "train_job.py"), "--rounds", str(chosen.rounds), "--steps", str(chosen.steps)]
     job += ["--width", str(chosen.width), *chosen.specs]
     if chosen.launcher == "cluster":
-        cluster = [sys.executable, str(ROOT / "scripts" / "cluster"), "--hosts", str(chosen.hosts), "--rate", rate]
-        return [*cluster, "--output", "0", "--", *job]
+        return ranks.on_cluster(chosen.hosts, rate, job)
     return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(chosen.hosts), *job]
-
-
-def listen(lines: Iterable[str], progress: report.Progress, rate: str) -> tuple[dict[str, Any] | None, list[str]]:
-    """The result, and the last lines that were neither result nor progress."""
-    result = None
-    rest: collections.deque[str] = collections.deque(maxlen=25)
-    for line in lines:
-        if RESULT in line:
-            result = json.loads(line.partition(RESULT)[2])
-        elif PROGRESS in line:
-            progress(f"{rate}: {line.partition(PROGRESS)[2].strip()}")
-        else:
-            rest.append(line)
-    progress.end()
-    return result, list(rest)
 
 
 def launch(chosen: argparse.Namespace, rate: str) -> dict[str, Any] | None:
@@ -55,28 +31,8 @@ def launch(chosen: argparse.Namespace, rate: str) -> dict[str, Any] | None:
     environment = {**KEEPS_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1"}
     if chosen.launcher == "horovodrun":
         environment.setdefault("OMP_NUM_THREADS", threads)
-    started = command(chosen, rate)
-    try:
-        process = subprocess.Popen(
-            started, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        )
-    except OSError as error:
-        print(f"bench.py: the ranks could not be started: {error}; run scripts/setup first", file=sys.stderr)
-        return None
-    with process:
-        assert process.stdout is not None
-        try:
-            result, rest = listen(process.stdout, report.Progress(), rate)
-            status = process.wait()
-        except BaseException:
-            process.terminate()
-            raise
-    if status == 0 and result is not None:
-        return summary(result)
-    sys.stderr.writelines(rest)
-    launcher = shlex.join([Path(started[1 if chosen.launcher == "cluster" else 0]).name])
-    print(f"bench.py: the ranks did not come to their end ({launcher} ended with {status}); see above", file=sys.stderr)
-    return None
+    result = ranks.run(command(chosen, rate), environment, chosen.launcher, rate)
+    return None if result is None else summary(result)
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,271 @@
+"""What ranks send: the formula against gloo's own loops, every compressor and form against its own sum, and the interface."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp import kernels, wire
+from gradcomp.core import Gather, Reduce, Send, World
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench  # noqa: E402
+from benchlib import options, traffic, traffic_report  # noqa: E402
+
+N = 4096
+MODEL = {"w": (64, 64)}
+WORLDS = [1, 2, 3, 4, 6, 8, 64, 1024]
+LACKING = [
+    tool for tool in ("ip", "tc") if not shutil.which(tool, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+]
+
+
+class Own(NamedTuple):
+    """What a rank sends in a step: operations by kind, messages, bytes."""
+
+    operations: Counter[str]
+    messages: int
+    bytes: int
+
+
+Way = Callable[[int, int], Own]
+"""Of a rank and the number of ranks."""
+
+
+def gather(size: int) -> Way:
+    return lambda rank, ranks: Own(Counter(Gather=1), ranks - 1, (ranks - 1) * size)
+
+
+def reduce(size: int) -> Way:
+    return lambda rank, ranks: Own(Counter(Reduce=1), *gloo_ring(size, rank, ranks))
+
+
+def send(size: Callable[[int, int], int], rounds: Callable[[int], int]) -> Way:
+    """An alltoall and its lengths: two messages to each of the others, in every round."""
+    return lambda rank, ranks: Own(Counter(Send=rounds(ranks)), rounds(ranks) * 2 * (ranks - 1), size(rank, ranks))
+
+
+def tree(size: int) -> Way:
+    """One up, but for the root, and one down to each child; up and down as many rounds as there are levels."""
+
+    def sent(rank: int, ranks: int) -> int:
+        return ((rank > 0) + sum(rank % (2 << i) == 0 and rank + (1 << i) < ranks for i in range(10))) * size
+
+    return send(sent, lambda ranks: 2 * max(1, math.ceil(math.log2(ranks))))
+
+
+def server(sizes_up: list[int], sizes_down: list[int]) -> Way:
+    """Rank 0 sends to all others, they send to it."""
+    return send(
+        lambda rank, ranks: sum(sizes_up) if rank else (ranks - 1) * sum(sizes_down),
+        lambda ranks: len(sizes_up) + len(sizes_down),
+    )
+
+
+@functools.cache
+def gloo_ring(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Messages and bytes of the loops in gloo's allreduce.cc, step by step as they stand there; entries have 4 bytes."""
+    if ranks == 1:
+        return 0, 0
+    most = 1024 * 1024
+    count = max((size + most - 1) // most, ranks * 2)
+    count = (count + ranks - 1) // ranks * ranks
+    each = count // ranks
+    segment = ((size + count - 1) // count + 3) // 4 * 4
+    lengths = [
+        min(segment, size - ((rank + first) * each + i) * segment % (count * segment))
+        for first in (1, 0)
+        for i in range(count - each)
+    ]
+    return sum(length > 0 for length in lengths), sum(length for length in lengths if length > 0)
+
+
+def padded(words: int) -> int:
+    return 8 * math.ceil(words / 2)
+
+
+K, ROOM, CANDIDATES = 41, 46, 164  # a hundredth of the entries; room for a tenth more of them; four times as many
+CELLS = 5 * 192
+ANSWER = padded(2 * K + 1)
+LAYER = 8 * kernels.MOMENTS
+
+WAYS: dict[str, list[Way]] = {
+    "dense": [reduce(4 * N)],
+    "topk:ratio=0.01": [gather(8 + 8 + padded(K))],
+    "topk:ratio=0.01,wire=exact": [gather(8 + 2 * padded(K))],
+    "sdagc:density=0.01": [gather(8 + 8 + padded(ROOM))],
+    "sdagc:density=0.01,wire=exact": [gather(8 + 2 * padded(ROOM))],
+    "sdagc:density=0.01,shared=true": [gather(LAYER), gather(8 + 8 + padded(ROOM))],
+    "sdagc:lam=0": [reduce(4 * N)],
+    "gtopk:ratio=0.01": [tree(8 + 2 * padded(K))],
+    "gs_sgd:ratio=0.01,sum=allreduce": [reduce(4 * (CELLS + 1)), reduce(4 * (CANDIDATES + 1))],
+    "gs_sgd:ratio=0.01,sum=tree": [tree(padded(CELLS + 1)), reduce(4 * (CANDIDATES + 1))],
+    "gs_sgd:ratio=0.01,sum=tree,candidates=0": [tree(padded(CELLS + 1))],
+    "sketched_sgd:ratio=0.01": [
+        server([padded(CELLS + 1), padded(CANDIDATES + 1)], [padded(CANDIDATES), ANSWER]),
+    ],
+    "sketched_sgd:ratio=0.01,candidates=0": [server([padded(CELLS + 1)], [ANSWER])],
+}
+"""Spec -> the ways its bytes go, one after the other."""
+
+
+def expected(spec: str, rank: int, ranks: int) -> Own:
+    parts = [way(rank, ranks) for way in WAYS[spec]]
+    operations = sum((part.operations for part in parts), Counter[str]())
+    return Own(operations, sum(part.messages for part in parts), sum(part.bytes for part in parts))
+
+
+def test_every_compressor_is_counted() -> None:
+    assert {spec.partition(":")[0] for spec in WAYS} == set(gradcomp.names())
+
+
+CASES = [(spec, ranks) for spec in WAYS for ranks in WORLDS if ranks < 1000 or "shared" not in spec]
+"""Not a thousand ranks that each put a thousand ranks' statistics together: 20 seconds."""
+
+
+@pytest.mark.parametrize(("spec", "ranks"), CASES)
+def test_every_rank_sends_what_the_formula_says(spec: str, ranks: int) -> None:
+    counted = traffic.simulate(spec, MODEL, ranks)
+    assert len(counted) == ranks
+    for rank in range(ranks) if ranks < 100 else (0, 1, 2, 5, 8, 511, 512, 768, 1023):
+        own = counted[rank]
+        assert Own(own.operations, own.sent.messages, own.sent.bytes) == expected(spec, rank, ranks), f"rank {rank}"
+
+
+@pytest.mark.parametrize("spec", WAYS)
+def test_counting_a_step_cut_short_is_counting_a_step(spec: str) -> None:
+    simulation = gradcomp.Simulation(spec, MODEL, 5)
+    networks = [traffic.Counting(reducer.network) for reducer in simulation.reducers]
+    for reducer, network in zip(simulation.reducers, networks, strict=True):
+        reducer.network = network
+    simulation.step([traffic.random(MODEL, rank) for rank in range(5)])
+    cut = traffic.simulate(spec, MODEL, 5)
+    assert [(own.operations, own.sent) for own in networks] == [(own.operations, own.sent) for own in cut]
+
+
+def test_buckets_that_end_in_different_rounds_are_counted_to_their_ends() -> None:
+    counted = traffic.simulate("sdagc:density=0.01,shared=true", {"w": (64, 64), "bias": (64,)}, 4)
+    for rank, own in enumerate(counted):
+        assert own.operations == {"Gather": 2, "Reduce": 1}
+        assert own.sent.bytes == expected("sdagc:density=0.01,shared=true", rank, 4).bytes + gloo_ring(4 * 64, rank, 4)[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 64])
+@pytest.mark.parametrize("count", [1, 2, 7, 40, 1000, 262_144, 1_000_003, 5_000_000])
+def test_a_ring_is_gloos(count: int, ranks: int) -> None:
+    sent = [traffic.ring(count, 4, World(rank, ranks)) for rank in range(ranks)]
+    assert [(own.messages, own.bytes) for own in sent] == [gloo_ring(4 * count, rank, ranks) for rank in range(ranks)]
+    assert sum(own.bytes for own in sent) == 2 * (ranks - 1) * 4 * count
+
+
+def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
+    payload = wire.whole(torch.zeros(10))
+    request = Send({0: payload, 2: payload}, payload.form, torch.device("cpu"))
+    assert traffic.sent(request, World(2, 4)) == traffic.Sent(messages=6, bytes=40, lengths=3)
+    assert traffic.sent(request, World(1, 4)) == traffic.Sent(messages=6, bytes=80, lengths=3)
+    assert traffic.Sent(6, 80, 3).framing == 6 * 144 + 3 * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_hollow_operations_are_as_many_messages(ranks: int) -> None:
+    world, payload = World(1, ranks), wire.whole(torch.zeros(1000))
+    requests = [Gather(payload), Reduce(torch.zeros(100_000)), Reduce(torch.zeros(3))]
+    for request in (*requests, Send({0: payload}, payload.form, torch.device("cpu"))):
+        full, hollow = traffic.sent(request, world), traffic.sent(traffic.hollow(request, world), world)
+        assert (hollow.messages, hollow.lengths) == (full.messages, full.lengths)
+        assert hollow.bytes <= 16 * ranks
+
+
+def test_a_model_has_its_size() -> None:
+    for size in (1000, 1001, 500_000):
+        assert sum(math.prod(shape) for shape in traffic.model(size).values()) == size
+
+
+def test_hosts_are_told_by_their_number() -> None:
+    assert options.hosts("2, 4,8") == [2, 4, 8]
+    for text in ("1", "2,300", "two", "2,"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            options.hosts(text)
+
+
+def test_only_requests_of_gradcomp_can_be_counted() -> None:
+    assert options.own_specs("dense,topk:ratio=0.1,wire=exact") == ["dense", "topk:ratio=0.1,wire=exact"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'horovod' is not a spec of gradcomp"):
+        options.own_specs("dense,horovod")
+
+
+def measured(payload: int, formula: int) -> dict[str, dict[str, float]]:
+    """A rank whose hollow step sends 10 packets, 300 bytes beside them and 16 of its own."""
+    shared = {"messages": 4, "framing": 576, "operations": 1, "seconds": 0.1}
+    hollow = {"wire": 660 + 300 + 16, "packets": 10, "bytes": 16}
+    return {"full": {"wire": 1320 + 300 + payload, "packets": 20, "bytes": formula, **shared}, "hollow": hollow | shared}
+
+
+def test_what_was_measured_is_taken_apart() -> None:
+    rank = measured(1050, 1000)
+    apart = traffic_report.apart(rank["full"], rank["hollow"])
+    assert apart == {"wire": 2670, "headers": 1320, "beside": 300, "payload": 1050, "formula": 1000}
+
+
+def test_a_line_is_judged_by_the_rank_that_is_furthest() -> None:
+    raw = {"idle": [{"wire": 100, "seconds": 0.2}] * 2, "specs": {"topk": [measured(1050, 1000), measured(880, 1000)]}}
+    run = traffic_report.summary(raw)
+    (line,) = run["lines"]
+    assert (run["ranks"], run["idle_bytes_per_cycle"]) == (2, round(500 * traffic_report.CYCLE))
+    assert line["ratio"] == pytest.approx(0.965) and line["furthest"] == pytest.approx(-0.12) and not line["within"]
+    assert line["of_ranks"]["payload"] == [1050, 880]
+    assert traffic_report.table(run).splitlines()[-1].split()[-3:] == ["0.965", "-12.0%", "NO"]
+    within = traffic_report.line("topk", [measured(1050, 1000), measured(12, 0)])
+    assert within["furthest"] == pytest.approx(0.05) and within["within"]  # of a rank without bytes: by the mean
+
+
+def test_curves_end_where_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = argparse.Namespace(size=2000, ranks=8, specs=["dense", "gtopk:ratio=0.01"])
+    curves = traffic_report.curves(chosen, lambda text: None)
+    assert [point["ranks"] for point in curves["dense"]] == [2, 4, 8]
+    assert curves["dense"][2]["bytes"] == {"most": 14_000, "mean": 14_000}
+    assert curves["gtopk:ratio=0.01"][1]["operations"] == {"Send": 4}
+    monkeypatch.setattr(traffic_report, "MOST", 8000)
+    assert [point["ranks"] for point in traffic_report.curves(chosen, lambda text: None)["dense"]] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="traffic on emulated hosts was NOT measured: it needs root")
+@pytest.mark.skipif(bool(LACKING), reason=f"traffic on emulated hosts was NOT measured: {LACKING} missing, install iproute2")
+def test_an_interface_sends_what_the_formula_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("horovod.torch", reason="traffic on emulated hosts was NOT measured: Horovod is not installed")
+    out = tmp_path / "traffic.json"
+    specs = "dense,topk:ratio=0.1,sketched_sgd:ratio=0.01"
+    few = ["--hosts", "2", "--size", "100k", "--steps", "4", "--ranks", "4", "--specs", specs, "--json", str(out)]
+    assert bench.main(["traffic", *few]) == 0, capfd.readouterr().err
+    result = json.loads(out.read_text())
+    (run,) = result["runs"]
+    for line in run["lines"]:
+        simulated = {point["ranks"]: point["bytes"] for point in result["simulated"][line["spec"]]}
+        assert simulated[2] == {"most": max(line["of_ranks"]["formula"]), "mean": line["formula"]}
+        assert line["within"], line
+    assert out.with_suffix(".png").stat().st_size > 0
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_ranks_that_fail_leave_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(traffic_report.ranks, "on_cluster", lambda hosts, rate, job: broken)
+    out = tmp_path / "traffic.json"
+    assert bench.main(["traffic", "--hosts", "2", "--json", str(out)]) == 1
+    assert not out.exists()
