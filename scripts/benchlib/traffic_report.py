@@ -132,7 +132,7 @@ def draw(
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("ranks")
         axes.grid(which="both", alpha=0.25)
-    figure.suptitle(f"What the busiest rank (dotted: the mean one) sends for {size:,} entries, without headers")
+    figure.suptitle(f"What the busiest rank (dotted: the mean one) sends for {size:,} entries, without headers and preambles")
     figure.legend(loc="outside lower center", ncols=3, fontsize="small", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
