@@ -69,6 +69,19 @@ def tree(size: int) -> Way:
     return send(sent, lambda ranks: 2 * max(1, math.ceil(math.log2(ranks))))
 
 
+def split(k: int) -> Way:
+    """A payload for each of the others and one to all; where a part has not a line of 64 entries for certain, an allgather."""
+
+    def own(rank: int, ranks: int) -> Own:
+        certain = N // (64 * ranks) * 64
+        if not certain:
+            return gather(8 + 8 + padded(k))(rank, ranks)
+        size = 8 + 8 + padded(min(certain, k, math.ceil(1.1 * k / ranks + 3 * math.sqrt(k / ranks))))
+        return Own(Counter(Send=1, Gather=1), 3 * (ranks - 1), 2 * (ranks - 1) * size)
+
+    return own
+
+
 def server(sizes_up: list[int], sizes_down: list[int]) -> Way:
     """Rank 0 sends to all others, they send to it."""
     return send(
@@ -108,6 +121,13 @@ WAYS: dict[str, list[Way]] = {
     "dense": [reduce(4 * N)],
     "topk:ratio=0.01": [gather(8 + 8 + padded(K))],
     "topk:ratio=0.01,wire=exact": [gather(8 + 2 * padded(K))],
+    "topk:ratio=0.01,route=split": [split(K)],
+    "topk:ratio=0.01,route=tree": [tree(8 + 2 * padded(K))],
+    "topk:ratio=0.01,by_host=true": [  # with a host for each rank: nothing to move, and sends to all in a gather's stead
+        send(lambda rank, ranks: (ranks - 1) * (8 + 8 + padded(K)), lambda ranks: 3)
+    ],
+    "sdagc:density=0.01,route=split": [split(ROOM)],
+    "sdagc:density=0.01,route=tree": [tree(8 + 2 * padded(ROOM))],
     "sdagc:density=0.01": [gather(8 + 8 + padded(ROOM))],
     "sdagc:density=0.01,wire=exact": [gather(8 + 2 * padded(ROOM))],
     "sdagc:density=0.01,shared=true": [gather(LAYER), gather(8 + 8 + padded(ROOM))],
