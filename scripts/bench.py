@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from benchlib import kernel_cases, kernel_report, machine, options, report, rounds, traffic_report, train
+from benchlib import kernel_cases, kernel_report, machine, options, ranks, report, rounds, traffic_report, train
 
 EXAMPLES = """\
 examples:
@@ -70,9 +70,10 @@ def kernels(chosen: argparse.Namespace) -> int:
 def training(chosen: argparse.Namespace) -> int:
     runs = []
     for rate in chosen.rate if chosen.launcher == "cluster" else ["loopback"]:
-        run = train.launch(chosen, rate)
-        if run is None:
-            return 1
+        launch = train.Launch(
+            chosen.launcher, chosen.hosts, rate, chosen.width, chosen.specs, rounds=chosen.rounds, steps=chosen.steps
+        )
+        run = train.perform(launch, rate)
         runs.append({"rate": rate, **run})
         print(f"\n{run['ranks']} ranks, {rate}\n\n{train.table(run)}\n", flush=True)
     settings = {"launcher": chosen.launcher, "hosts": chosen.hosts, "rounds": chosen.rounds, "steps": chosen.steps}
@@ -84,8 +85,6 @@ def traffic(chosen: argparse.Namespace) -> int:
     runs = []
     for hosts in chosen.hosts:
         run = traffic_report.launch(chosen, hosts)
-        if run is None:
-            return 1
         runs.append(run)
         idle = f"an idle rank sends {run['idle_bytes_per_cycle']:,} bytes a cycle of Horovod's"
         print(f"\n{hosts} ranks, {chosen.size:,} entries, bytes a step; {idle}\n\n{traffic_report.table(run)}\n", flush=True)
@@ -161,7 +160,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     chosen = parser().parse_args(arguments)
     chosen.written = shlex.join(["scripts/bench.py", *without_paths(arguments)])
-    return int(chosen.run(chosen))
+    try:
+        return int(chosen.run(chosen))
+    except ranks.RanksFailed as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 1
 
 
 def without_paths(arguments: list[str]) -> list[str]:

@@ -7,7 +7,6 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,7 @@ def run(chosen: argparse.Namespace) -> int:
         "ranks": chosen.ranks,
     }
     report.write_json(plan_path(chosen), plan)
-    every = all_runs(plan)
-    missing = [each for each in every if each.load(chosen.cache) is None]
-    finished, began = len(every) - len(missing), time.monotonic()
-    print(f"{len(every)} runs, {finished} of them already there", flush=True)
-
-    def tell(each: runs.Run, record: dict[str, Any]) -> None:
-        nonlocal finished
-        finished += 1
-        left, made = len(every) - finished, finished - len(every) + len(missing)
-        eta = (time.monotonic() - began) / made * left / 60
-        what = f"{each.task}  {each.spec}  seed {each.seed}  loss {record['losses'][-1]}  score {record['score']:.2f}"
-        print(f"run {finished} of {len(every)}  {what}  {record['seconds']:.0f} s, {eta:.0f} min left", flush=True)
-
-    runs.perform_all(missing, chosen.cache, chosen.jobs, tell)
+    runs.complete(all_runs(plan), chosen.cache, chosen.jobs)
     return write(plan, chosen)
 
 
@@ -77,12 +63,9 @@ def all_runs(plan: dict[str, Any]) -> list[runs.Run]:
 
 def write(plan: dict[str, Any], chosen: argparse.Namespace) -> int:
     """The table, the result file and the pictures, of all runs of the plan that are there."""
-    records: dict[str, dict[str, dict[int, Any]]] = {task: {spec: {} for spec in plan["specs"]} for task in plan["tasks"]}
-    every, commits = all_runs(plan), set()
-    for each in every:
-        if (record := each.load(chosen.cache)) is not None:
-            records[each.task][each.spec][each.seed] = record
-            commits.add(str(record["commit"]))
+    every = all_runs(plan)
+    records = {task: runs.records([each for each in every if each.task == task], chosen.cache) for task in plan["tasks"]}
+    commits = {str(r["commit"]) for by_spec in records.values() for by_seed in by_spec.values() for r in by_seed.values()}
     tasks: dict[str, Any] = {}
     for task, settings in plan["tasks"].items():
         lines = summary.summarize(task, records[task])

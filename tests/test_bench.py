@@ -149,11 +149,11 @@ def test_results_are_told_from_what_else_the_ranks_say() -> None:
 
 def test_ranks_that_fail_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [sys.executable, "-c", "print('something broke'); raise SystemExit(3)"]
-    monkeypatch.setattr(train, "command", lambda chosen, rate: broken)
-    chosen = argparse.Namespace(hosts=2, launcher="cluster")
-    assert train.launch(chosen, "1gbit") is None
+    monkeypatch.setattr(train, "command", lambda launch: broken)
+    assert bench.main(["train", "--hosts", "2"]) == 1
     said = capsys.readouterr().err
     assert "something broke" in said
+    assert "bench.py: the ranks did not come to their end" in said
     assert "ended with 3" in said
 
 

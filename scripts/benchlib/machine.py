@@ -38,6 +38,12 @@ def describe() -> dict[str, Any]:
     }
 
 
+def memory_available() -> float:
+    """Bytes that programs can still have, with what the system would give back."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return 1024 * float(found[1]) if found else float("inf")
+
+
 def describe_gpu() -> dict[str, Any]:
     import torch
 

@@ -16,6 +16,10 @@ PROGRESS, RESULT = "@progress ", "@result "
 """How lines of rank 0 begin that are meant for this program."""
 
 
+class RanksFailed(RuntimeError):
+    """The ranks did not come to their end."""
+
+
 def on_cluster(hosts: int, rate: str, job: Sequence[str]) -> list[str]:
     """The command that runs a job as one rank on each of so many emulated hosts."""
     options = ["--hosts", str(hosts), "--rate", rate, "--output", "0"]
@@ -37,15 +41,14 @@ def listen(lines: Iterable[str], progress: report.Progress, label: str) -> tuple
     return result, list(rest)
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], launcher: str, label: str) -> dict[str, Any] | None:
-    """What rank 0 reports; None, with the reason on stderr, if the ranks failed."""
+def run(command: Sequence[str], environment: Mapping[str, str], launcher: str, label: str) -> dict[str, Any]:
+    """What rank 0 reports."""
     try:
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
     except OSError as error:
-        print(f"bench.py: the ranks could not be started: {error}; run scripts/setup first", file=sys.stderr)
-        return None
+        raise RanksFailed(f"the ranks could not be started: {error}; run scripts/setup first") from None
     with process:
         assert process.stdout is not None
         try:
@@ -57,5 +60,4 @@ def run(command: Sequence[str], environment: Mapping[str, str], launcher: str, l
     if status == 0 and result is not None:
         return result
     sys.stderr.writelines(rest)
-    print(f"bench.py: the ranks did not come to their end ({launcher} ended with {status}); see above", file=sys.stderr)
-    return None
+    raise RanksFailed(f"the ranks did not come to their end ({launcher} ended with {status}); see above")

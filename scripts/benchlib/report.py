@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,19 @@ class Progress:
     def end(self) -> None:
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+class Left:
+    """How long the rest of a list of work will take, if it goes on as it went so far."""
+
+    def __init__(self, work: Iterable[float]):
+        self._began, self._done, self._left = time.monotonic(), 0.0, sum(work)
+
+    def after(self, work: float) -> str:
+        """Says so, now that this piece is done."""
+        self._done += work
+        self._left -= work
+        return f"{(time.monotonic() - self._began) / self._done * self._left / 60:.0f} min left"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -28,12 +28,11 @@ MOST = 1 << 29
 """Entries of all ranks together that are simulated, at 4 bytes each, or 8."""
 
 
-def launch(chosen: argparse.Namespace, hosts: int) -> dict[str, Any] | None:
-    """Runs the ranks; None, with the reason on stderr, if they failed."""
+def launch(chosen: argparse.Namespace, hosts: int) -> dict[str, Any]:
+    """Runs the ranks, and sums up what they measured."""
     job = [sys.executable, str(ROOT / "scripts" / "traffic_job.py"), "--size", str(chosen.size), "--steps", str(chosen.steps)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HOROVOD_CYCLE_TIME": str(1000 * CYCLE)}
-    result = ranks.run(ranks.on_cluster(hosts, RATE, [*job, *chosen.specs]), environment, "cluster", f"{hosts} ranks")
-    return None if result is None else summary(result)
+    return summary(ranks.run(ranks.on_cluster(hosts, RATE, [*job, *chosen.specs]), environment, "cluster", f"{hosts} ranks"))
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchlib import ranks, report
 from benchlib.machine import ROOT
 from benchlib.rounds import Spread
 
-KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 32), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 36), "MALLOC_MMAP_MAX_": "0"}
 """Whether glibc gives gradients back to the system in every step, which costs a step some 10 ms of page faults, hangs on the
-order in which a spec frees them. Here no spec does."""
+order in which a spec frees them, and those above 32 MB it gives back in any order. Here no spec does."""
 
 
-def command(chosen: argparse.Namespace, rate: str) -> list[str]:
-    job = [sys.executable, str(ROOT / "scripts" / "train_job.py"), "--rounds", str(chosen.rounds), "--steps", str(chosen.steps)]
-    job += ["--width", str(chosen.width), *chosen.specs]
-    if chosen.launcher == "cluster":
-        return ranks.on_cluster(chosen.hosts, rate, job)
-    return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(chosen.hosts), *job]
+class Launch(NamedTuple):
+    """What is launched: on how many hosts with which links, and what each of their ranks measures."""
+
+    launcher: str
+    hosts: int
+    rate: str
+    width: int
+    specs: Sequence[str]
+    rounds: int
+    steps: int
+    batch: int = 64
+    momentum: float = 0.0
+    turn: float = 1e9
 
 
-def launch(chosen: argparse.Namespace, rate: str) -> dict[str, Any] | None:
-    """Runs the ranks; None, with the reason on stderr, if they failed."""
-    threads = str(max(1, len(os.sched_getaffinity(0)) // chosen.hosts))
+def command(launch: Launch) -> list[str]:
+    options = {name: getattr(launch, name) for name in ("rounds", "steps", "width", "batch", "momentum", "turn")}
+    job = [sys.executable, str(ROOT / "scripts" / "train_job.py")]
+    job += [f"--{name}={value}" for name, value in options.items()] + list(launch.specs)
+    if launch.launcher == "cluster":
+        return ranks.on_cluster(launch.hosts, launch.rate, job)
+    return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(launch.hosts), *job]
+
+
+def perform(launch: Launch, where: str) -> dict[str, Any]:
+    """Runs the ranks, and sums up what they measured; `where` begins every line of progress."""
+    threads = str(max(1, len(os.sched_getaffinity(0)) // launch.hosts))
     environment = {**KEEPS_MEMORY, **os.environ, "PYTHONUNBUFFERED": "1"}
-    if chosen.launcher == "horovodrun":
+    if launch.launcher == "horovodrun":
         environment.setdefault("OMP_NUM_THREADS", threads)
-    result = ranks.run(command(chosen, rate), environment, chosen.launcher, rate)
-    return None if result is None else summary(result)
+    return summary(ranks.run(command(launch), environment, launch.launcher, where))
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:

@@ -139,13 +139,17 @@ def parser(about: str | None, examples: str, do: Mapping[str, Callable[[argparse
     )
     two = kinds.add_parser("report", help="the report alone, of the runs that are there", allow_abbrev=False)
     for kind, command in (("run", one), ("report", two)):
-        command.add_argument("--name", type=name, default="compare", help="of the study (default compare)")
-        command.add_argument("--cache", type=Path, default=machine.ROOT / "build" / "study", help="(default build/study)")
-        command.add_argument(
-            "--out", type=Path, default=machine.ROOT / "benchmarks" / "results", help="(default benchmarks/results)"
-        )
+        add_places(command, "compare", machine.ROOT / "build" / "study")
         command.set_defaults(do=do[kind])
     return made
+
+
+def add_places(command: argparse.ArgumentParser, called: str, cache: Path) -> None:
+    """What the result is called, where results go, and where what took long is kept."""
+    out = machine.ROOT / "benchmarks" / "results"
+    command.add_argument("--name", type=name, default=called, help=f"of the result (default {called})")
+    command.add_argument("--cache", type=Path, default=cache, help=f"(default {cache.relative_to(machine.ROOT)})")
+    command.add_argument("--out", type=Path, default=out, help=f"(default {out.relative_to(machine.ROOT)})")
 
 
 def _told_tasks() -> list[str]:

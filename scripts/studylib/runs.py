@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from benchlib import machine, report
+from benchlib import machine, report, store
+from benchlib.train import KEEPS_MEMORY
 
 from studylib import train
 from studylib.tasks import Settings
@@ -31,18 +31,11 @@ class Run(NamedTuple):
         return {**self._asdict(), "settings": self.settings._asdict()}
 
     def path(self, folder: Path) -> Path:
-        told_apart = hashlib.sha256(json.dumps(self.key(), sort_keys=True).encode()).hexdigest()[:12]
-        return folder / f"{self.task}-{machine.slug(self.spec)[:80]}-seed{self.seed}-{told_apart}.json"
+        return store.path(folder, f"{self.task}-{machine.slug(self.spec)[:80]}-seed{self.seed}", self.key())
 
     def load(self, folder: Path) -> train.Record | None:
         """What is on record of this run; None if it has not come to its end yet."""
-        try:
-            kept = json.loads(self.path(folder).read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            raise ValueError(f"{self.path(folder).name} in {folder.name} is no JSON; delete it, and it is made again") from None
-        return dict(kept)
+        return store.load(self.path(folder))
 
 
 def perform(run: Run, folder: Path, commit: str | None) -> train.Record:
@@ -50,6 +43,33 @@ def perform(run: Run, folder: Path, commit: str | None) -> train.Record:
     record = {"run": run.key(), "commit": commit, **train.run(run.task, run.spec, run.seed, run.ranks, run.settings)}
     report.write_json(run.path(folder), record)
     return record
+
+
+BySpec = dict[str, dict[int, train.Record]]
+
+
+def records(runs: Sequence[Run], folder: Path) -> BySpec:
+    """What is on record of these runs, by spec and seed; a spec of which nothing is there has an empty place."""
+    found: BySpec = {run.spec: {} for run in runs}
+    for run in runs:
+        if (record := run.load(folder)) is not None:
+            found[run.spec][run.seed] = record
+    return found
+
+
+def complete(runs: Sequence[Run], folder: Path, jobs: int, work: Callable[[Run], float] = lambda run: 1.0) -> None:
+    """Performs those that are missing, and says after each how far it is. work() is how long each takes, in whatever unit."""
+    missing = [run for run in runs if run.load(folder) is None]
+    finished, left = len(runs) - len(missing), report.Left(map(work, missing))
+    print(f"{len(runs)} runs, {finished} of them already there", flush=True)
+
+    def tell(run: Run, record: train.Record) -> None:
+        nonlocal finished
+        finished += 1
+        what = f"{run.task}  {run.spec}  seed {run.seed}  loss {record['losses'][-1]}  score {record['score']:.2f}"
+        print(f"run {finished} of {len(runs)}  {what}  {record['seconds']:.0f} s, {left.after(work(run))}", flush=True)
+
+    perform_all(missing, folder, jobs, tell)
 
 
 def perform_all(
@@ -72,6 +92,8 @@ def _here(runs: Sequence[Run], folder: Path, jobs: int, commit: str | None) -> I
 
 
 def _together(runs: Sequence[Run], folder: Path, jobs: int, commit: str | None) -> Iterator[tuple[Run, train.Record]]:
+    for name, value in KEEPS_MEMORY.items():
+        os.environ.setdefault(name, value)  # for the new processes: a gradient's page faults cost as much as its backward pass
     fresh = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(runs) or 1), mp_context=fresh, initializer=_begin)
     try:

@@ -36,6 +36,8 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float:
+    if not all(map(math.isfinite, values)):
+        return math.nan  # statistics would raise
     return statistics.stdev(values) / math.sqrt(len(values))
 
 

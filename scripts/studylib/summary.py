@@ -30,9 +30,9 @@ def summarize(task: str, records: Mapping[str, BySeed]) -> list[Line]:
 def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     seeds = sorted(by_seed.keys() & dense.keys())
     own, its = [by_seed[seed] for seed in seeds], [dense[seed] for seed in seeds]
-    scores = [_number(record["score"]) for record in own]
+    scores = [number(record["score"]) for record in own]
     sign = -1 if TASKS[task].higher_is_better else 1
-    worse = [sign * (a - _number(b["score"])) for a, b in zip(scores, its, strict=True)]
+    worse = [sign * (a - number(b["score"])) for a, b in zip(scores, its, strict=True)]
     losses, dense_losses = (stats.smooth(stats.mean_curve([_losses(r) for r in records])) for records in (own, its))
     steps = max(1, round(GOAL_AT * len(dense_losses)))
     reached = stats.steps_to(losses, dense_losses[steps - 1])
@@ -41,11 +41,11 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     return {
         "spec": spec,
         "seeds": seeds,
-        "scores": [_or_none(score) for score in scores],
-        "score": _or_none(statistics.fmean(scores)),
-        "score_error": _or_none(stats.standard_error(scores)),
-        "worse_than_dense": _or_none(statistics.fmean(worse)),
-        "worse_at_most": _or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
+        "scores": [or_none(score) for score in scores],
+        "score": or_none(statistics.fmean(scores)),
+        "score_error": or_none(stats.standard_error(scores)),
+        "worse_than_dense": or_none(statistics.fmean(worse)),
+        "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
         "bytes_sent": round(bytes_sent[-1]),
         "compression": sum(r["dense_bytes"] for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": reached,
@@ -54,22 +54,22 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "curve": {
             "step": [i + 1 for i in kept],
             "bytes": [round(bytes_sent[i]) for i in kept],
-            "loss": [_or_none(losses[i]) for i in kept],
+            "loss": [or_none(losses[i]) for i in kept],
         },
     }
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
     """A figure of a record, in which null stands for what is not a number."""
     return math.nan if value is None else value
 
 
-def _or_none(value: float) -> float | None:
+def or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
 def _losses(record: Record) -> list[float]:
-    return [_number(loss) for loss in record["losses"]]
+    return [number(loss) for loss in record["losses"]]
 
 
 def markdown(task: str, lines: Sequence[Line]) -> str:

@@ -1,0 +1,1 @@
+"""What scripts/compare.py is made of."""

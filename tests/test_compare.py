@@ -1,0 +1,271 @@
+"""The comparison: what it launches and trains, its arithmetic on made-up figures, its refusals, and a small one, real."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sklearn", reason="the comparison was NOT tested: scikit-learn is not installed")
+pytest.importorskip("matplotlib", reason="the comparison was NOT tested: matplotlib is not installed")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import compare  # noqa: E402
+from benchlib import report, train  # noqa: E402
+from comparelib import plan, steptimes, summary, tables  # noqa: E402
+
+GS, GTOPK, SKETCHED = "gs_sgd:ratio=0.01", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
+SPECS = ["dense", GTOPK, SKETCHED, GS]
+SMALL = ["--hosts", "2", "--widths", "8,12", "--steps", "4", "--seeds", "2", "--ranks", "2", "--rounds", "2", "--turn", "0.01"]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    places = ["--cache", str(folder / "cache"), "--out", str(folder / "out"), "--name", "try"]
+    return ["run", *SMALL, "--jobs", "1", "--specs", ";".join(SPECS), *places, *more]
+
+
+def a_plan(**changes: Any) -> plan.Plan:
+    given = ["run", *SMALL, "--specs", ";".join(SPECS), "--rate", "1gbit"]
+    return compare.plan_of(compare.parser().parse_args(given))._replace(**changes)
+
+
+def measured(launch: train.Launch, ms: dict[str, list[float]]) -> dict[str, Any]:
+    """What a launch leaves behind, with these medians of its rounds."""
+    raw = {
+        "ranks": launch.hosts,
+        "batch": launch.batch,
+        "parameters": 100,
+        "bytes_dense": 400,
+        "specs": {
+            spec: {"rounds": [[value / 1000] for value in ms[spec]], "bytes": 8 * i, "loss": 1.0}
+            for i, spec in enumerate(launch.specs)
+        },
+    }
+    return {"commit": "abc", "run": train.summary(raw)}
+
+
+ROUNDS = {"none": [10.0, 20.0], "dense": [300.0, 600.0], GTOPK: [26.0, 60.0], SKETCHED: [21.0, 42.0], GS: [20.0, 40.0]}
+
+
+def test_what_claims_are_about_is_launched_together() -> None:
+    (launch,) = a_plan().launches(2, "1gbit", 8)
+    assert launch.specs == ["none", GTOPK, SKETCHED, GS, "dense"]
+    assert (launch.batch, launch.momentum) == (8, 0.9)
+    needed = plan.bytes_needed(2, 8, 3)
+    first, second = a_plan(memory=needed / 1e9 + 1e-6).launches(2, "1gbit", 8)
+    assert (first.specs, second.specs) == (["none", GTOPK, SKETCHED], ["none", GS, "dense"])
+    assert [launch.specs[1:] for launch in a_plan(memory=1e-9).launches(2, "1gbit", 8)] == [
+        [GTOPK],
+        [SKETCHED],
+        [GS],
+        ["dense"],
+    ]
+
+
+def test_models_have_the_sizes_that_are_promised() -> None:
+    assert [round(plan.parameters(width) / 1e6, 1) for width in (2048, 3520)] == [8.5, 25.1]
+
+
+def test_peers_send_the_same_share() -> None:
+    specs = [*SPECS, "gtopk:ratio=0.02,momentum=0.9"]
+    assert plan.peer(GS, "gtopk", specs) == GTOPK
+    assert plan.peer("topk:ratio=0.02", "gtopk", specs) == specs[-1]
+    assert plan.peer("topk:ratio=0.3", "gtopk", specs) is None
+    assert plan.peer("dense", "gtopk", specs) == GTOPK
+
+
+@pytest.mark.parametrize("memory", [17.0, 1e-9])
+def test_throughput_is_compared_within_rounds_also_between_launches(memory: float) -> None:
+    launches = a_plan(memory=memory).launches(2, "1gbit", 8)
+    timed = steptimes.together([measured(launch, ROUNDS) for launch in launches])
+    assert timed.keys() == ROUNDS.keys()
+    assert timed[GS].ms == (30, 20, 40)
+    assert steptimes.throughput(timed[GS], timed[GTOPK]) == pytest.approx((1.4, 1.3, 1.5))
+
+
+def test_claims_are_judged_on_each_cluster() -> None:
+    timed = steptimes.together([measured(launch, ROUNDS) for launch in a_plan().launches(2, "1gbit", 8)])
+    one = summary.model(a_plan(), 8, [timed], {})
+    assert [(claim["against"], claim["at_least"], claim["holds"]) for claim in one["claims"]] == [
+        (GTOPK, 1.3, True),
+        (SKETCHED, 1.1, False),
+    ]
+    assert [tables.verdict(claim) for claim in one["claims"]] == ["holds: 1.40 x", "does not hold: 1.05 x"]
+    said = tables.markdown(one, 4)
+    assert "| `gs_sgd:ratio=0.01`: 1.1 x the throughput of `sketched_sgd:ratio=0.01` | does not hold: 1.05 x |" in said
+    assert "| `dense` | 450 | 32 |" in said
+    assert "| `gs_sgd:ratio=0.01` | 1.40 / 1.05 |" in said
+
+
+def record(losses: list[float]) -> dict[str, Any]:
+    sent = {"sent": [4] * len(losses), "dense_bytes": 400 * len(losses)}
+    return {"score": 90.0, "losses": losses, "seconds": 1.0, "commit": "abc", **sent}
+
+
+def test_seconds_are_steps_times_the_step() -> None:
+    falling, slow = [100.0 - step for step in range(1, 101)], [60.0] * 100  # dense is at 24.5 after 80 of its steps, smoothed
+    later = [max(losses, 0.0) for losses in (110.0 - step for step in range(1, 101))]
+    records = {
+        "dense": {seed: record(falling) for seed in range(3)},
+        GTOPK: {0: record(slow), 1: record([value + 2 for value in slow])},
+        GS: {seed: record(later) for seed in range(3)},
+    }
+    timed = steptimes.together([measured(launch, ROUNDS) for launch in a_plan().launches(2, "1gbit", 8)])
+    dense, gtopk, gs = summary.model(a_plan(), 8, [timed], records)["training"]
+    assert (dense["steps_to_loss"], dense["seconds_to_loss"]) == (80, [pytest.approx(80 * 0.45)])
+    assert (gs["steps_to_loss"], gs["seconds_to_loss"]) == (90, [pytest.approx(90 * 0.03)])
+    assert (gtopk["steps_to_loss"], gtopk["seconds_to_loss"]) == (None, [None])
+    assert (gtopk["loss"], gtopk["loss_error"]) == (61, 1)
+    assert [line["steps_to_common"] for line in (dense, gtopk, gs)] == [44, 1, 54]  # down at 61, which gtopk never leaves
+    assert gs["seconds_to_common"] == [pytest.approx(54 * 0.03)]
+    assert gtopk["curve"]["error"] == [1] * summary.POINTS
+    assert gs["curve"]["step"][-1] == 100
+
+
+def test_a_spec_that_diverges_counts_as_far_as_it_came() -> None:
+    curves = {"dense": [2.0, 1.0], GS: [2.0, math.nan]}
+    records = {spec: {seed: record(curve) for seed in (0, 1)} for spec, curve in curves.items()}
+    dense, gs = summary.training_of(records, [])
+    assert (dense["loss"], dense["common_loss"], gs["loss"], gs["steps_to_common"]) == (1.5, 2, None, 1)
+
+
+def test_without_two_seeds_of_dense_nothing_is_said_of_training() -> None:
+    records: dict[str, dict[int, Any]] = {"dense": {0: record([1.0])}, GS: {0: record([1.0]), 1: record([1.0])}}
+    assert summary.training_of(records, []) == []
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[train.Launch]:
+    """Launches are listed instead of performed."""
+    made: list[train.Launch] = []
+
+    def perform(launch: train.Launch, where: str) -> dict[str, Any]:
+        made.append(launch)
+        run: dict[str, Any] = measured(launch, ROUNDS)["run"]
+        return run
+
+    monkeypatch.setattr(train, "perform", perform)
+    return made
+
+
+def test_a_comparison_continues_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = stand_in(monkeypatch)
+    assert compare.main(command(tmp_path, "--rate", "1gbit")) == 0
+    said = capsys.readouterr().out
+    assert "step times: 2 launches, 0 of them" in said
+    assert "launch 2 of 2" in said
+    assert "training: 16 runs, 0 of them" in said
+    assert len(made) == 2
+    folder = tmp_path / "out"
+    for name in ("8.png", "12.png", "times.png"):
+        assert (folder / f"compare-try-{name}").read_bytes().startswith(b"\x89PNG")
+    text = (folder / "compare-try.json").read_text()
+    assert str(tmp_path) not in text
+    result = json.loads(text)
+    assert {"command", "date", "commit", "machine", "versions", "settings"} <= result.keys()
+    assert [len(model["claims"]) for model in result["models"]] == [2, 2]
+
+    monkeypatch.setattr(compare.plots, "losses", lambda plan, model, path: path)
+    monkeypatch.setattr(compare.plots, "times", lambda models, path: path)
+    next((tmp_path / "cache" / "compare").glob("*.json")).unlink()
+    next((tmp_path / "cache" / "study").glob("*.json")).unlink()
+    assert compare.main(command(tmp_path, "--rate", "1gbit")) == 0
+    said = capsys.readouterr().out
+    assert "2 launches, 1 of them" in said
+    assert "16 runs, 15 of them" in said
+    assert len(made) == 3
+
+    (folder / "compare-try.json").unlink()
+    assert compare.main(["report", "--name", "try", "--cache", str(tmp_path / "cache"), "--out", str(folder)]) == 0
+    assert json.loads((folder / "compare-try.json").read_text())["models"][0]["claims"] == result["models"][0]["claims"]
+
+
+def test_a_report_is_made_of_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = compare.parser().parse_args(command(tmp_path, "--rate", "1gbit,100mbit"))
+    made = compare.plan_of(chosen)
+    report.write_json(compare.plan_path(chosen), {"command": "compare.py", "plan": made._asdict()})
+    at = ["report", "--name", "try", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    assert compare.main(at) == 1
+    assert "nothing is measured or trained yet" in capsys.readouterr().err
+    (launch,) = made.launches(2, "100mbit", 12)
+    report.write_json(steptimes.file_of(launch, tmp_path / "cache" / "compare"), measured(launch, ROUNDS))
+    assert compare.main(at) == 0
+    said = capsys.readouterr().out
+    assert "| spec | 2 hosts, 100mbit |" in said
+    assert "Training" not in said
+
+
+def test_what_was_done_outlives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stand_in(monkeypatch)
+    whole = train.perform
+
+    def interrupted(launch: train.Launch, where: str) -> dict[str, Any]:
+        if made:
+            raise KeyboardInterrupt
+        return whole(launch, where)
+
+    monkeypatch.setattr(train, "perform", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare.main(command(tmp_path, "--rate", "1gbit,100mbit"))
+    assert len(list((tmp_path / "cache" / "compare").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--hosts", "4,"], "not a whole number above 0"),
+        (["--hosts", "4,4"], "names something twice"),
+        (["--rate", "fast"], "is not a rate"),
+        (["--specs", "dense;gs_sdg"], "did you mean 'gs_sgd'"),
+        (["--seeds", "1"], "at least two seeds"),
+        (["--turn", "0"], "not a number above 0"),
+        (["--name", "../x"], "part of a file's name"),
+    ],
+)
+def test_bad_options_end_with_a_sentence(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.main(["run", *given])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compare.main(command(tmp_path, "--steps", "4,5,6")) == 2
+    assert "--steps has 3 numbers, but --widths 2" in capsys.readouterr().err
+    assert compare.main(["report", "--name", "other", "--cache", str(tmp_path)]) == 2
+    assert "there is no comparison 'other'" in capsys.readouterr().err
+    monkeypatch.setattr(steptimes.machine, "memory_available", lambda: 1e8)
+    assert compare.main(command(tmp_path)) == 2
+    assert "give a smaller --memory" in capsys.readouterr().err
+
+
+def test_ranks_that_fail_end_the_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "command", lambda launch: [sys.executable, "-c", "raise SystemExit(3)"])
+    assert compare.main(command(tmp_path)) == 1
+    assert "compare.py: the ranks did not come to their end" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_are_really_compared(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="compare.py was NOT tested with ranks: Horovod is not installed")
+    made = [sys.executable, "scripts/compare.py", *command(tmp_path, "--launcher", "horovodrun", "--widths", "16")]
+    done = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (model,) = json.loads((tmp_path / "out" / "compare-try.json").read_text())["models"]
+    (cluster,) = model["clusters"]
+    lines = {line["spec"]: line for line in cluster["lines"]}
+    assert lines["none"]["bytes_per_step"] == 0
+    assert lines["dense"]["bytes_per_step"] == 4 * model["parameters"]
+    assert lines[GTOPK]["bytes_per_step"] < lines[SKETCHED]["bytes_per_step"] < lines["dense"]["bytes_per_step"]
+    assert all(len(line["seconds_to_loss"]) == 1 for line in model["training"])
+    assert len(model["claims"]) == 2
