@@ -99,9 +99,9 @@ def places(n: int, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.n
         deal = mix(mix(start ^ (2 * row + 1)) ^ round_)
         column_tile = (np.array(steps, np.uint64)[deal % 32] * inside + (mix(deal) * tiles >> 32)) % tiles
         turn = mix(mix(start ^ (2 * row + 2)) + tile)
-        column_lane = lane ^ turn >> 28
+        column_lane = lane ^ turn % 16
         column[row] = column_tile * 16 + column_lane
-        sign[row] = np.where(turn >> column_lane & 1, -1, 1)
+        sign[row] = np.where(turn >> (31 - column_lane) & 1, -1, 1)
     return column, sign
 
 

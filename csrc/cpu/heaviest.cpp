@@ -13,13 +13,14 @@ constexpr int64_t kMostRows = 9;
 
 HOT void read_tiles(const float* row, int64_t count, const Places& places, float* x) {
   for (int64_t i = 0; i < count; ++i) {
-    const Words bits = Words{} + places.turns[i], lanes = *reinterpret_cast<const Words*>(kFlipped[places.flips[i]]);
-    const uint32_t half = places.halves[i];
+    fetch_ahead(row, places, i);
+    const Words bits = Words{} + places.turns[i];
+    const uint32_t half = places.turns[i] & 8;
     const float* from = row + int64_t{places.columns[i]} * kSketchTile;
     float* to = x + i * kSketchTile;
     const Floats low = *reinterpret_cast<const Floats*>(from), high = *reinterpret_cast<const Floats*>(from + 8);
-    *reinterpret_cast<Floats*>(to + half) = exchange(with_signs(low, bits, false), lanes);
-    *reinterpret_cast<Floats*>(to + (half ^ 8)) = exchange(with_signs(high, bits, true), lanes);
+    *reinterpret_cast<Floats*>(to + half) = exchange(with_signs(low, bits, false), bits);
+    *reinterpret_cast<Floats*>(to + (half ^ 8)) = exchange(with_signs(high, bits, true), bits);
   }
 }
 

@@ -1,5 +1,6 @@
 // Count sketches on CPUs: a block of entries at a time, which stays in the cache while each row in turn takes it up. Bytes: 4
-// an entry; the table's cells come from the second cache, 64 bytes at a time.
+// an entry; the table's cells come from the second cache, 64 bytes at a time. The processor foresees neither what tiles of the
+// table are next nor that another block is, so it is told.
 
 #include "../ops.h"
 #include "walk.h"
@@ -9,15 +10,21 @@ namespace {
 
 HOT void add_tiles(const float* x, int64_t count, const Places& places, float* row) {
   for (int64_t i = 0; i < count; ++i) {
-    const Words bits = Words{} + places.turns[i], lanes = *reinterpret_cast<const Words*>(kFlipped[places.flips[i]]);
-    const uint32_t half = places.halves[i];
+    fetch_ahead(row, places, i);
+    const Words bits = Words{} + places.turns[i];
+    const uint32_t half = places.turns[i] & 8;
     const float* from = x + i * kSketchTile;
     float* to = row + int64_t{places.columns[i]} * kSketchTile;
     const Floats low = *reinterpret_cast<const Floats*>(from + half),
                  high = *reinterpret_cast<const Floats*>(from + (half ^ 8));
-    *reinterpret_cast<Floats*>(to) += with_signs(exchange(low, lanes), bits, false);
-    *reinterpret_cast<Floats*>(to + 8) += with_signs(exchange(high, lanes), bits, true);
+    *reinterpret_cast<Floats*>(to) += with_signs(exchange(low, bits), bits, false);
+    *reinterpret_cast<Floats*>(to + 8) += with_signs(exchange(high, bits), bits, true);
   }
+}
+
+// Asks memory for entries that are added later.
+void fetch(const float* begin, const float* end) {
+  for (; begin < end; begin += kSketchTile) __builtin_prefetch(begin);
 }
 
 }  // namespace
@@ -31,16 +38,21 @@ void sketch(Span<const float> value, int64_t rows, int64_t seed, Span<float> tab
   const auto work = [&](int64_t row, int64_t last_row) {
     std::vector<Walk> through = walks(hash, row, last_row, 0);
     Places places;
-    const auto add = [&](const float* x, int64_t count) {
-      for (size_t i = 0; i < through.size(); ++i) {
-        through[i].next(count, places);
-        add_tiles(x, count, places, table.data + (row + static_cast<int64_t>(i)) * columns);
+    const int64_t own = last_row - row;
+    // Beside each row, its share of the tiles that come next is fetched.
+    const auto add = [&](const float* x, int64_t count, int64_t coming) {
+      const float* next = x + count * kSketchTile;
+      for (int64_t i = 0; i < own; ++i) {
+        through[static_cast<size_t>(i)].next(count, places);
+        fetch(next + coming * i / own * kSketchTile, next + coming * (i + 1) / own * kSketchTile);
+        add_tiles(x, count, places, table.data + (row + i) * columns);
       }
     };
     for (int64_t tile = 0; tile < whole; tile += kBlockTiles) {
-      add(value.data + tile * kSketchTile, std::min(kBlockTiles, whole - tile));
+      const int64_t count = std::min(kBlockTiles, whole - tile);
+      add(value.data + tile * kSketchTile, count, std::min(kBlockTiles, whole - tile - count));
     }
-    if (whole * kSketchTile < n) add(last, 1);
+    if (whole * kSketchTile < n) add(last, 1, 0);
   };
   // A thread has rows of its own.
   const int count = std::min(parts(n, queue.threads), static_cast<int>(rows));

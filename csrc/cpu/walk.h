@@ -20,34 +20,39 @@ using Floats = float __attribute__((vector_size(32), aligned(4), may_alias));
 using Words = uint32_t __attribute__((vector_size(32), may_alias));
 using Unaligned = uint32_t __attribute__((vector_size(32), aligned(4), may_alias));
 
+constexpr Words kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
+
 #define INLINE inline __attribute__((always_inline))
 
-INLINE Floats exchange(const Floats& x, const Words& lanes) {
+// Lane i of half a tile comes from lane i ^ flip. Only the lowest three bits count, so all those of a turn may be given.
+INLINE Floats exchange(const Floats& x, const Words& bits) {
+  const Words lanes = bits ^ kLanes;
 #ifdef __clang__
   Floats y;
-  for (int i = 0; i < 8; ++i) y[i] = x[lanes[i]];
+  for (int i = 0; i < 8; ++i) y[i] = x[lanes[i] % 8];
   return y;
 #else
   return __builtin_shuffle(x, lanes);
 #endif
 }
 
-// The signs of eight lanes: the lowest bits, or for the upper half of a tile the next eight.
+// The signs of eight lanes: the highest bits, or for the upper half of a tile the next eight.
 INLINE Floats with_signs(const Floats& x, const Words& bits, bool upper) {
-  const Words shifts = upper ? Words{23, 22, 21, 20, 19, 18, 17, 16} : Words{31, 30, 29, 28, 27, 26, 25, 24};
+  const Words shifts = upper ? kLanes + 8 : kLanes;
   return reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ (bits << shifts & 0x80000000u));
 }
 
-// Lane i of the lower or upper half of a tile comes from lane i ^ flip.
-alignas(32) constexpr uint32_t kFlipped[8][8] = {{0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5},
-                                                 {3, 2, 1, 0, 7, 6, 5, 4}, {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2},
-                                                 {6, 7, 4, 5, 2, 3, 0, 1}, {7, 6, 5, 4, 3, 2, 1, 0}};
-
-// Where a block's tiles lie in a row, and how they are turned. Columns are written eight at a time.
+// Where a block's tiles lie in a row, and how they are turned. Columns are written eight at a time, so some others follow.
 struct Places {
-  uint32_t columns[kBlockTiles + 8];
-  uint32_t turns[kBlockTiles], halves[kBlockTiles], flips[kBlockTiles];
+  uint32_t columns[kBlockTiles + 8] = {};
+  uint32_t turns[kBlockTiles];
 };
+
+// Asks the second cache for the columns of a tile to come, or behind the last one for some others.
+INLINE void fetch_ahead(const float* row, const Places& places, int64_t i) {
+  constexpr int64_t kAhead = 5;
+  __builtin_prefetch(row + int64_t{places.columns[i + kAhead]} * kSketchTile);
+}
 
 // numbers[i] <- (first + i * step) mod tiles, of numbers below tiles.
 HOT void step_along(uint32_t first, uint32_t step, uint32_t tiles, int64_t count, uint32_t* numbers) {
@@ -68,12 +73,7 @@ HOT void step_along(uint32_t first, uint32_t step, uint32_t tiles, int64_t count
 }
 
 HOT void turn_tiles(uint32_t turns, uint32_t first, int64_t count, Places& places) {
-  for (int64_t i = 0; i < count; ++i) {
-    const Turn turn = SketchHash::turn(turns, first + static_cast<uint32_t>(i));
-    places.turns[i] = turn.bits;
-    places.halves[i] = turn.flip() & 8;
-    places.flips[i] = turn.flip() & 7;
-  }
+  for (int64_t i = 0; i < count; ++i) places.turns[i] = SketchHash::turn(turns, first + static_cast<uint32_t>(i)).bits;
 }
 
 // A walk through the tiles of one row.
