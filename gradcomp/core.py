@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,14 +23,9 @@ class World(NamedTuple):
     size: int
     hosts: tuple[int, ...] | None = None
 
-    @property
-    def elsewhere(self) -> frozenset[int]:
-        """The ranks on other hosts; all others, where nobody has said what hosts there are."""
-        return frozenset(
-            rank
-            for rank in range(self.size)
-            if rank != self.rank and (not self.hosts or self.hosts[rank] != self.hosts[self.rank])
-        )
+    def apart(self, rank: int) -> bool:
+        """Whether a rank is on another host; of others nobody knows better where it is not said what hosts there are."""
+        return rank != self.rank if self.hosts is None else self.hosts[rank] != self.hosts[self.rank]
 
 
 class Field(NamedTuple):
@@ -196,12 +191,12 @@ class Compressor(ABC):
         """
 
 
-def bytes_of(request: Request, ranks: Container[int] | None = None) -> int:
-    """What a rank hands to the network: a gather's full capacity, a reduction's tensor, all parts of a send (to ranks)."""
+def bytes_of(request: Request, goes: Callable[[int], bool] = lambda rank: True) -> int:
+    """What a rank hands to the network: a gather's capacity, a reduction's tensor, of a send the parts that go somewhere."""
     match request:
         case Gather(payload):
             return payload.bytes.numel()
         case Reduce(tensor):
             return tensor.numel() * tensor.element_size()
         case Send(parts):
-            return sum(payload.bytes.numel() for rank, payload in parts.items() if ranks is None or rank in ranks)
+            return sum(payload.bytes.numel() for rank, payload in parts.items() if goes(rank))

@@ -7,6 +7,7 @@ the host again. All of it is sends, so that no process sets are needed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,17 +43,20 @@ class Place(NamedTuple):
     world: World
 
 
+@functools.cache
 def place_of(world: World) -> Place:
     """Refuses hosts with unequal numbers of ranks."""
     hosts = world.hosts if world.hosts is not None else tuple(range(world.size))
-    by_host = {host: tuple(rank for rank in range(world.size) if hosts[rank] == host) for host in dict.fromkeys(hosts)}
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
     counts = [len(ranks) for ranks in by_host.values()]
     if len(set(counts)) > 1:
         raise ValueError(f"by_host needs as many ranks on every host, but there are {', '.join(map(str, counts))}")
     own = by_host[hosts[world.rank]]
     part = own.index(world.rank)
     peers = tuple(ranks[part] for ranks in by_host.values())
-    return Place(own, peers, part, World(peers.index(world.rank), len(peers)))
+    return Place(tuple(own), peers, part, World(peers.index(world.rank), len(peers)))
 
 
 @dataclass(frozen=True)

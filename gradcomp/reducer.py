@@ -185,7 +185,7 @@ class Reducer:
             bucket.grads.clear()
         else:
             self._sending += bytes_of(request)
-            self._leaving += bytes_of(request, self.network.world.elsewhere)
+            self._leaving += bytes_of(request, self.network.world.apart)
             bucket.handle = self.network.start(request, f"{bucket.index}.{bucket.round}")
             bucket.round += 1
 
