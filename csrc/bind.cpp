@@ -189,6 +189,10 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   DEFINE(unpack_sparse, "blocks", "entries", "header", "values", "indices");
   DEFINE(add_packed, "target", "marks", "blocks", "entries", "header", "scale");
   DEFINE(settle_packed, "value", "blocks", "entries", "header", "update", "keep");
+  DEFINE(find_levels, "value", "bounds", "form", "group", "count", "levels", "cuts");
+  DEFINE(take_levels, "value", "levels", "cuts", "group", "count", "key", "words");
+  DEFINE(add_levels, "target", "levels", "words", "header", "group", "count", "scale");
+  DEFINE(settle_levels, "value", "levels", "words", "group", "count", "update", "keep");
   DEFINE_SCRATCH(take_topk);
   DEFINE_SCRATCH(take_above);
   DEFINE_SCRATCH(heaviest);

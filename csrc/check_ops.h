@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "check.h"
+#include "levels.h"
 #include "math.h"
 #include "sketch.h"
 #include "span.h"
@@ -192,6 +193,52 @@ inline void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<c
   blocks_of("settle_packed", blocks, value, "value");
   same_size("settle_packed", update, "update", value, "value");
   holds("settle_packed", header, "header", 2);
+}
+
+inline void groups_of(const char* op, Span<const float> value, int64_t group, int64_t count, Span<const float> levels) {
+  indexable(op, value, "value");
+  holds(op, value, "value", 1);
+  EXPECTS(group >= Groups::kShortest, op, ": group = ", group, " must be at least ", Groups::kShortest);
+  EXPECTS(packing_of(count) != nullptr, op, ": there are 2, 3, 5 or 9 levels, not ", count);
+  holds(op, levels, "levels", Groups{value.size, group}.count() * count);
+}
+
+inline void words_of(const char* op, Span<const float> value, int64_t group, int64_t count, Span<const uint64_t> words) {
+  holds(op, words, "words", packing_of(count)->words(Groups{value.size, group}));
+}
+
+inline void find_levels(Span<const float> value, Span<const float> bounds, int64_t form, int64_t group, int64_t count,
+                        Span<float> levels, Span<float> cuts, Queue) {
+  groups_of("find_levels", value, group, count, {levels.data, levels.size});
+  const int64_t groups = Groups{value.size, group}.count();
+  if (bounds.given()) holds("find_levels", bounds, "bounds", 2 * groups);
+  holds("find_levels", cuts, "cuts", groups);
+  EXPECTS(form >= 0 && form < kForms, "find_levels: form = ", form, " is outside [0, ", kForms, ")");
+}
+
+inline void take_levels(Span<float> value, Span<const float> levels, Span<const float> cuts, int64_t group, int64_t count,
+                        int64_t, Span<uint64_t> words, Queue) {
+  const Span<const float> entries{value.data, value.size};
+  groups_of("take_levels", entries, group, count, levels);
+  words_of("take_levels", entries, group, count, {words.data, words.size});
+  EXPECTS(!cuts.given() || count == 2, "take_levels: cuts are for 2 levels, not ", count);
+  if (cuts.given()) holds("take_levels", cuts, "cuts", Groups{value.size, group}.count());
+}
+
+inline void add_levels(Span<float> target, Span<const float> levels, Span<const uint64_t> words, Span<const int32_t> header,
+                       int64_t group, int64_t count, float, Queue) {
+  const Span<const float> entries{target.data, target.size};
+  groups_of("add_levels", entries, group, count, levels);
+  words_of("add_levels", entries, group, count, words);
+  holds("add_levels", header, "header", 2);
+}
+
+inline void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
+                          Span<const float> update, float, Queue) {
+  const Span<const float> entries{value.data, value.size};
+  groups_of("settle_levels", entries, group, count, levels);
+  words_of("settle_levels", entries, group, count, words);
+  same_size("settle_levels", update, "update", entries, "value");
 }
 
 }  // namespace gradcomp::check

@@ -344,3 +344,29 @@ def heaviest(table: Array, rows: int, seed: int, n: int, indices: Array, estimat
     """indices, estimates <- the entries of largest estimated magnitude of n, in index order, ties to the lower index."""
     scratch = _scratch("heaviest", _native.heaviest_scratch(_on_cuda(table), n, _count(indices)), table)
     _native.heaviest(table, rows, seed, n, indices, estimates, scratch, **_queue(table))
+
+
+FORMS = ("orq", "partly", "mean", "lloyd", "peak", "norm", "range", "quantile", "sign")
+"""What a group's levels can follow from; csrc/levels.h has them in the same order."""
+
+
+def find_levels(
+    value: Array, form: str, group: int, count: int, levels: Array, cuts: Array, bounds: Array | None = None
+) -> None:
+    """levels <- so many for each group of entries; cuts <- where two levels that are not drawn meet."""
+    _native.find_levels(value, bounds, FORMS.index(form), group, count, levels, cuts, **_queue(value))
+
+
+def take_levels(value: Array, levels: Array, group: int, count: int, key: int, words: Array, cuts: Array | None = None) -> None:
+    """Rounds value to its groups' levels, by draws or at cuts; value <- what that leaves over, words <- the levels' numbers."""
+    _native.take_levels(value, levels, cuts, group, count, key, words, **_queue(value))
+
+
+def add_levels(target: Array, levels: Array, words: Array, header: Array, group: int, count: int, scale: float = 1.0) -> None:
+    """target += scale * the levels that words name; where the header is flagged, target[0] becomes NaN."""
+    _native.add_levels(target, levels, words, header, group, count, scale, **_queue(target))
+
+
+def settle_levels(value: Array, levels: Array, words: Array, group: int, count: int, update: Array, keep: float = 0.0) -> None:
+    """What was taken leaves keep times itself behind; all of it goes back if the update is not finite (update[0] says so)."""
+    _native.settle_levels(value, levels, words, group, count, update, keep, **_queue(value))

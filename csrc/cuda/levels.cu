@@ -1,0 +1,108 @@
+// The levels of each group, on a GPU: a warp for a group, which looks through it as often as its form needs, out of the first
+// cache. Bytes: 4 an entry, and 4 more from the first cache for each look.
+
+#include "../levels.h"
+#include "../ops.h"
+#include "block.cuh"
+#include "launch.cuh"
+
+namespace gradcomp::cuda {
+namespace {
+
+constexpr unsigned kThreads = 128;
+constexpr unsigned kGroups = kThreads / kWarp;  // of a block
+
+__device__ __forceinline__ double in_pairs(double sum) {
+  for (unsigned step = kWarp / 2; step > 0; step /= 2) sum += __shfl_down_sync(kWholeWarp, sum, step);
+  return __shfl_sync(kWholeWarp, sum, 0);
+}
+
+template <class T, class Join>
+__device__ __forceinline__ T joined(T x, Join join) {
+  for (unsigned step = 1; step < kWarp; step *= 2) x = join(x, __shfl_xor_sync(kWholeWarp, x, step));
+  return x;
+}
+
+// A group's entries, between bounds; what a lane sees of them is every 32nd. All lanes get the same answers.
+struct View {
+  const float* x;
+  int64_t n;
+  Ends bounds;
+  bool positive;
+
+  template <class Use>
+  __device__ __forceinline__ void each(Use use) const {
+    for (int64_t i = threadIdx.x % kWarp; i < n; i += kWarp) {
+      float its = __ldg(x + i);
+      its = its < bounds.low ? bounds.low : its;
+      its = its > bounds.high ? bounds.high : its;
+      use(positive ? float_of(magnitude_key(its)) : its);
+    }
+  }
+
+  __device__ bool finite() const {
+    bool all = true;
+    each([&](float its) { all = all && is_finite(its); });
+    return __all_sync(kWholeWarp, all);
+  }
+  __device__ Ends ends() const {
+    float low = INFINITY, high = -INFINITY;
+    each([&](float its) {
+      low = its < low ? its : low;
+      high = its > high ? its : high;
+    });
+    return {joined(low, [](float a, float b) { return a < b ? a : b; }),
+            joined(high, [](float a, float b) { return a > b ? a : b; })};
+  }
+  __device__ double squares() const {
+    double sum = 0;
+    each([&](float its) { sum += static_cast<double>(its) * its; });
+    return in_pairs(sum);
+  }
+  __device__ int64_t count_from(float low) const {
+    unsigned count = 0;
+    each([&](float its) { count += its >= low; });
+    return joined(count, [](unsigned a, unsigned b) { return a + b; });
+  }
+  __device__ float least_from(float low) const {
+    float least = INFINITY;
+    each([&](float its) { least = its >= low && its < least ? its : least; });
+    return joined(least, [](float a, float b) { return a < b ? a : b; });
+  }
+  __device__ Part between(float low, float high, float from) const {
+    unsigned count = 0;
+    double sum = 0;
+    each([&](float its) {
+      const bool inside = its >= low && its <= high;
+      count += inside;
+      sum += static_cast<double>(inside ? its - from : 0.0f);
+    });
+    return {joined(count, [](unsigned a, unsigned b) { return a + b; }), in_pairs(sum)};
+  }
+  __device__ Part above(float low, float from) const { return between(nextafterf(low, INFINITY), INFINITY, from); }
+  __device__ View magnitudes() const { return {x, n, bounds, true}; }
+};
+
+__global__ void __launch_bounds__(kThreads) find(const float* value, const float* bounds, const __grid_constant__ Groups groups,
+                                                 Form form, int64_t count, float* levels, float* cuts) {
+  const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
+  if (group >= groups.count()) return;
+  const Ends ends = bounds == nullptr ? Ends{-INFINITY, INFINITY} : Ends{bounds[2 * group], bounds[2 * group + 1]};
+  const View view{value + groups.begin(group), groups.end(group) - groups.begin(group), ends, false};
+  float own[9], cut;
+  levels_of(view, form, count, own, cut);
+  if (threadIdx.x % kWarp != 0) return;
+  for (int64_t i = 0; i < count; ++i) levels[group * count + i] = own[i];
+  cuts[group] = cut;
+}
+
+}  // namespace
+
+void find_levels(Span<const float> value, Span<const float> bounds, int64_t form, int64_t group, int64_t count,
+                 Span<float> levels, Span<float> cuts, Queue queue) {
+  const Groups groups{value.size, group};
+  LAUNCH(find, blocks_for(groups.count(), kGroups), kThreads, 0, queue, value.data, bounds.data, groups,
+         static_cast<Form>(form), count, levels.data, cuts.data);
+}
+
+}  // namespace gradcomp::cuda

@@ -1,0 +1,177 @@
+"""Levels of groups, rounding to them, and the words that codes travel in; brute force where there is an optimum."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import gradients
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradcomp import kernels
+
+NATIVE = kernels._native
+PER_WORD = {2: 64, 3: 40, 5: 27, 9: 20}
+SHORTEST = 32
+
+
+def ends_of(n: int, group: int) -> list[int]:
+    """Where the groups end: what is left over is a group of its own, or the end of the last one."""
+    ends = list(range(group, n + 1, group))
+    if not ends or n - ends[-1] >= SHORTEST:
+        return [*ends, n]
+    return [*ends[:-1], n]
+
+
+def words_of(n: int, group: int, count: int) -> int:
+    ends = ends_of(n, group)
+    return sum(math.ceil((end - begin) / PER_WORD[count]) for begin, end in zip([0, *ends], ends, strict=False))
+
+
+class Quantised(NamedTuple):
+    levels: Tensor
+    cuts: Tensor
+    words: Tensor
+    rest: Tensor
+    said: Tensor
+
+
+def quantise(value: Tensor, form: str, group: int, count: int, key: int = 1, bounds: Tensor | None = None) -> Quantised:
+    n, device = value.numel(), value.device
+    groups = len(ends_of(n, group))
+    levels, cuts = torch.empty(groups * count, device=device), torch.empty(groups, device=device)
+    words = torch.empty(words_of(n, group, count), dtype=torch.int64, device=device)
+    kernels.find_levels(value, form, group, count, levels, cuts, bounds)
+    rest = value.clone()
+    kernels.take_levels(rest, levels, group, count, key, words, cuts if form in ("mean", "lloyd", "sign") else None)
+    said = torch.zeros(n, device=device)
+    header = torch.zeros(2, dtype=torch.int32, device=device)
+    kernels.add_levels(said, levels, words, header, group, count)
+    return Quantised(levels.view(groups, count), cuts, words, rest, said)
+
+
+CASES = [
+    *(("orq", count) for count in (3, 5, 9)),
+    *((form, count) for form in ("peak", "norm") for count in (3, 5, 9)),
+    *((form, count) for form in ("range", "quantile") for count in (2, 3, 5, 9)),
+    *((form, 2) for form in ("partly", "mean", "lloyd", "sign")),
+]
+forms = pytest.mark.parametrize("form,count", CASES)
+
+
+def error_of(x: Tensor, levels: Tensor) -> float:
+    """The expected squared error of rounding at random, outside the levels to the nearest."""
+    x, levels = x.double(), levels.double()
+    inside = x.clamp(levels[0], levels[-1])
+    at = torch.searchsorted(levels, inside, right=True).clamp(1, len(levels) - 1)
+    low, high = levels[at - 1], levels[at]
+    return float(((inside - low) * (high - inside) + (x - inside) ** 2).sum())
+
+
+@forms
+@pytest.mark.parametrize("n,group", [(1, 64), (33, 64), (1000, 128), (1300, 512), (1000, 2048), (2079, 2048)])
+def test_twins_agree_and_nothing_is_lost(
+    device: torch.device, form: str, count: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = kernels._native
+    for kind in gradients.KINDS[n % 2 :: 2] if native is not NATIVE else gradients.KINDS:  # the emulator takes its time
+        value = gradients.draw(kind, n, seed=n + count).to(device)
+        monkeypatch.setattr(kernels, "_native", native)
+        found = quantise(value, form, group, count)
+        monkeypatch.setattr(kernels, "_native", NATIVE)
+        wanted = quantise(value.cpu(), form, group, count)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert reference.same(ours.cpu(), theirs) if ours.dtype == torch.float32 else torch.equal(ours.cpu(), theirs)
+        assert torch.equal(found.levels.sort(1).values, found.levels)
+        near = 1e-6 * (value.abs() + found.said.abs()) + 1e-44
+        assert ((found.said + found.rest - value).abs() <= near).all()
+        ends = ends_of(n, group)
+        for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            assert torch.isin(found.said[begin:end], found.levels[i]).all()
+
+
+@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 90))
+def test_orq_is_the_best_there_is(seed: int, kind: str, n: int) -> None:
+    """With three levels by trying every entry as the middle one; with more, each against its neighbours on its way."""
+    value = gradients.draw(kind, n, seed)
+    (levels,) = quantise(value, "orq", 128, 3).levels
+    assert levels[0] == value.min() and levels[2] == value.max()
+    best = min(error_of(value, torch.tensor([levels[0], middle, levels[2]])) for middle in value)
+    assert error_of(value, levels) <= best * (1 + 1e-6) + 1e-40
+    (nine,) = quantise(value, "orq", 128, 9).levels
+    (five,) = quantise(value, "orq", 128, 5).levels
+    assert torch.equal(nine[::2], five) and torch.equal(five[::2], levels)
+
+
+@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(2, 300))
+def test_partly_is_its_fixed_point(seed: int, kind: str, n: int) -> None:
+    value = gradients.draw(kind, n, seed)
+    b = float(quantise(value, "partly", 512, 2).levels[0, 1])
+    magnitudes = value.double().abs()
+    sums = [float(magnitudes[magnitudes > at].sum()) / n for at in (b * (1 - 1e-6), b)]
+    assert sums[1] * (1 - 1e-5) <= b <= sums[0] * (1 + 1e-5) + 1e-42
+
+
+@pytest.mark.parametrize("form", ["mean", "lloyd"])
+@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))
+def test_levels_that_are_means_keep_the_sum(form: str, seed: int, kind: str, n: int) -> None:
+    value = gradients.draw(kind, n, seed)
+    found = quantise(value, form, 512, 2)
+    room = 1e-5 * float(value.double().abs().sum()) + 1e-40
+    assert abs(float(found.said.double().sum() - value.double().sum())) <= room
+    low, high = (float(level) for level in found.levels[0])
+    if form == "lloyd" and low < high:
+        half = (low + high) / 2
+        upper = value.double()[value.double() >= half * (1 + 1e-6) if half > 0 else value.double() >= half]
+        assert float(found.cuts[0]) == pytest.approx(half, rel=1e-4, abs=1e-4 * (high - low))
+        assert high == pytest.approx(float(upper.mean()), rel=1e-3, abs=1e-3 * (high - low))
+
+
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_rounding_at_random_is_right_in_the_mean(count: int, device: torch.device) -> None:
+    n, tries = 256, 400
+    value = gradients.draw("laplace", n, 7).to(device)
+    runs = [quantise(value, "orq", 128, count, key=key << 32 | 5) for key in range(tries)]
+    mean = torch.stack([run.said.cpu().double() for run in runs]).mean(0)
+    x, levels = value.cpu().double(), runs[0].levels.cpu().double().repeat_interleave(128, 0)
+    at = (x[:, None] >= levels).sum(1).clamp(1, count - 1)[:, None]
+    low, high = levels.gather(1, at - 1)[:, 0], levels.gather(1, at)[:, 0]
+    deviation = ((x - low) * (high - x) / tries).sqrt()
+    often = torch.minimum(x - low, high - x) * tries > 5 * (high - low)  # rounded either way several times
+    z = ((mean - x) / deviation)[often]
+    assert often.sum() > n / 2 and z.abs().max() < 5 and abs(float(z.mean())) < 5 / math.sqrt(len(z))
+
+
+@forms
+@given(seed=gradients.seeds, power=st.integers(-20, 20))
+def test_a_scaled_group_has_scaled_levels(form: str, count: int, seed: int, power: int) -> None:
+    value = gradients.draw("laplace", 700, seed)
+    first, second = quantise(value, form, 256, count), quantise(2.0**power * value, form, 256, count)
+    assert torch.equal(2.0**power * first.levels, second.levels)
+    assert torch.equal(first.words, second.words)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+def test_codes_come_out_as_they_went_in(device: torch.device, count: int) -> None:
+    for n in [*range(1, 66), 100]:
+        check_codes(device, count, n)
+
+
+def check_codes(device: torch.device, count: int, n: int) -> None:
+    torch.manual_seed(n)
+    levels = torch.arange(float(count), device=device)
+    codes = torch.randint(0, count, (n,), device=device).float()
+    rest, words = codes.clone(), torch.empty(words_of(n, 128, count), dtype=torch.int64, device=device)
+    kernels.take_levels(rest, levels, 128, count, 1, words)
+    assert not rest.any()
+    said = torch.zeros(n, device=device)
+    kernels.add_levels(said, levels, words, torch.zeros(2, dtype=torch.int32, device=device), 128, count)
+    assert torch.equal(said, codes)
+    for i in range(len(words)):  # c0 + s c1 + s^2 c2 ...
+        own = codes[i * PER_WORD[count] : (i + 1) * PER_WORD[count]].long().tolist()
+        assert int(words[i]) & (1 << 64) - 1 == sum(code * count**place for place, code in enumerate(own))
