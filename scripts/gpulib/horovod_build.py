@@ -29,7 +29,10 @@ def unpack(prepared: Path, folder: Path) -> Path:
     if not sdists:
         raise Impossible("Horovod is not installed here; run `scripts/gpu_check --prepare` where there is a package registry")
     with tarfile.open(sdists[0]) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # as of Python 3.11.4
+        if hasattr(tarfile, "data_filter"):  # as of Python 3.11.4
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)
     tree = folder / f"horovod-{VERSION}"
     for name, old, new in PATCHES:
         text = (tree / name).read_text()
