@@ -164,7 +164,9 @@ class Share:
 
     def payload(self, part: Tensor, flag: Tensor | None) -> Payload:
         payload = wire.empty(self.form, part.device)
-        payload["flag"].copy_(torch.zeros(1) if flag is None else flag)
+        payload["flag"].zero_()
+        if flag is not None:
+            payload["flag"].copy_(flag)
         payload["values"].copy_(part)
         return payload
 

@@ -24,6 +24,11 @@ class Taken(NamedTuple):
     def arrays(self) -> dict[str, Tensor]:
         return {"values": self.values, "indices": self.indices, "header": self.header}
 
+    @property
+    def packed(self) -> bool:
+        """Whether it travels in 32 bits an entry."""
+        return "blocks" in self.payload.arrays
+
 
 def count_of(ratio: float, n: int) -> int:
     """How many entries this share of n is: one at least."""
@@ -84,8 +89,7 @@ def sparse_allgather(
     If a rank met a gradient that is not finite, the update is not finite on all ranks and every rank takes its entries back.
     Otherwise what was taken leaves keep times itself behind. seen() is shown what came.
     """
-    payload = taken.payload
-    packed = "blocks" in payload.arrays
+    payload, packed = taken.payload, taken.packed
     if packed:
         kernels.pack_sparse(**taken.arrays, value=acc.value, blocks=payload["blocks"], entries=payload["entries"])
     replies = yield Gather(payload)

@@ -46,5 +46,5 @@ def send(
     if route == "tree":
         return (yield from tree.sparse_sum(acc, taken.payload, world, keep=keep, seen=seen))
     if route == "split" and split.Parts(acc.value.numel(), world.size).room(len(taken.values)) > 0:
-        return (yield from split.sparse_sum(acc, taken, world, "blocks" in taken.payload.arrays, keep, seen))
+        return (yield from split.sparse_sum(acc, taken, world, keep, seen))
     return (yield from paths.sparse_allgather(acc, taken, world, keep, seen))

@@ -77,7 +77,6 @@ def sparse_sum(
     acc: Acc,
     taken: Taken,
     world: World,
-    packed: bool,
     keep: float = 0.0,
     seen: Callable[[list[Payload]], None] = lambda results: None,
 ) -> Steps:
@@ -90,14 +89,15 @@ def sparse_sum(
     n, device = acc.value.numel(), acc.value.device
     parts = Parts(n, world.size)
     dealt = _deal(taken, parts)
-    form = _form(parts, dealt.values.shape[1], packed)
+    room = dealt.values.shape[1]
+    form = wire.packed_form(parts.size, room) if taken.packed else wire.sparse_form(room)
     own = [_payload(dealt.values[rank], dealt.local[rank], dealt.headers[rank], form) for rank in range(world.size)]
     sent = torch.stack([_entries(payload)[0] for payload in own])
     came = yield Send({rank: payload for rank, payload in enumerate(own) if rank != world.rank}, form, device)
     came = {**came, world.rank: own[world.rank]}
     sums = torch.zeros(parts.size, device=device)
     for rank in sorted(came):
-        (kernels.add_packed if packed else kernels.add_sparse)(sums, **came[rank].arrays)
+        (kernels.add_packed if taken.packed else kernels.add_sparse)(sums, **came[rank].arrays)
     paths.check_replies(came, sums, parts.size)
     results: list[Payload] = yield Gather(_result(sums, torch.stack([each["header"] for each in came.values()]), form))
     update = kernels.sparse_zeros(n, device)
@@ -160,10 +160,6 @@ def _result(sums: Tensor, headers: Tensor, form: Form) -> Payload:
     header[:1] = (len(headers) * headers[:, 0].max()).clamp(min=room)
     header[1:] = torch.maximum(headers[:, 1].max(), ~values.isfinite().all())
     return _payload(values.nan_to_num_(0.0, 0.0, 0.0), local, header, form, sums)  # flagged, where there was anything to change
-
-
-def _form(parts: Parts, room: int, packed: bool) -> Form:
-    return wire.packed_form(parts.size, room) if packed else wire.sparse_form(room)
 
 
 def _payload(values: Tensor, local: Tensor, header: Tensor, form: Form, rest: Tensor | None = None) -> Payload:
