@@ -26,8 +26,8 @@ def save(reducer: Reducer) -> dict[str, Any]:
         "residual": _by_layer(reducer, "value"),
         "velocity": _by_layer(reducer, "velocity"),
         "buckets": [
-            {"layers": bucket.layout.names, "steps": bucket.memory.steps, "own": _inner(bucket).save(bucket.memory.inner)}
-            for bucket in _with_feedback(reducer)
+            {"layers": bucket.layout.names, "steps": bucket.memory.steps, "own": bucket.source.inner.save(bucket.memory.inner)}
+            for bucket in reducer.buckets
         ],
     }
 
@@ -42,11 +42,11 @@ def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
     _restore(reducer, "velocity", state["velocity"])
     reducer.steps_done = state["steps"]
     saved = {tuple(own["layers"]): own for own in state["buckets"]}
-    for bucket in _with_feedback(reducer):
+    for bucket in reducer.buckets:
         bucket.memory.steps = reducer.steps_done
         if own := saved.get(bucket.layout.names):
             bucket.memory.steps = own["steps"]
-            _inner(bucket).load(bucket.memory.inner, own["own"])
+            bucket.source.inner.load(bucket.memory.inner, own["own"])
 
 
 def carrying(compressor: Compressor, old: Reducer) -> Compressor:
@@ -77,11 +77,6 @@ def same_spec(saved: str, present: str) -> None:
 
 def _with_feedback(reducer: Reducer) -> list[Bucket]:
     return [bucket for bucket in reducer.buckets if isinstance(bucket.source, Feedback)]
-
-
-def _inner(bucket: Bucket) -> Compressor:
-    assert isinstance(bucket.source, Feedback)
-    return bucket.source.inner
 
 
 def _views(bucket: Bucket, what: str) -> dict[str, Tensor]:

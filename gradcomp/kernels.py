@@ -350,6 +350,22 @@ FORMS = ("orq", "partly", "mean", "lloyd", "peak", "norm", "range", "quantile", 
 """What a group's levels can follow from; csrc/levels.h has them in the same order."""
 
 
+SHORTEST_GROUP = 32
+PER_WORD = {2: 64, 3: 40, 5: 27, 9: 20}
+"""How many numbers of so many levels a word of 64 bits holds."""
+
+
+def groups(n: int, group: int) -> int:
+    """How many groups n entries make: what is left over is one of its own, or if it is short, the end of the last one."""
+    return 1 if n < group else n // group + (n % group >= SHORTEST_GROUP)
+
+
+def words(n: int, group: int, count: int) -> int:
+    """Words that the numbers of n entries' levels take: each group begins with a new one."""
+    last = groups(n, group) - 1
+    return last * -(-group // PER_WORD[count]) + -(-(n - last * group) // PER_WORD[count])
+
+
 def find_levels(
     value: Array, form: str, group: int, count: int, levels: Array, cuts: Array, bounds: Array | None = None
 ) -> None:

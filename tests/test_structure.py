@@ -23,6 +23,7 @@ FLOORS = [
     "split",
     "routes",
     "sketches",
+    "quantising",
     "staleness",
     "capacity",
     "hosts",

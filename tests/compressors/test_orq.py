@@ -1,0 +1,145 @@
+"""orq: the levels that err least with rounding at random; and what all that round to levels have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import gradcomp
+from gradcomp import kernels
+from gradcomp.compressors.orq import Orq
+from gradcomp.quantising import Parts
+from gradcomp.wrap import Feedback
+
+
+def payload(n: int, group: int, count: int, each: int) -> int:
+    """A header of 8 bytes; for each group the levels that travel, rounded up to 8 bytes; words of 64 bits."""
+    return 8 + 8 * -(-kernels.groups(n, group) * each // 2) + 8 * kernels.words(n, group, count)
+
+
+def rounded_bytes(group: int, count: int, each: int, route: str = "allgather") -> Callable[[int, int, int], int]:
+    """By alltoall a payload of the longest part to each rank, and one to all; where not all ranks have a part, one of all."""
+
+    def promised(n: int, rank: int, world: int) -> int:
+        parts = Parts(n, group, world)
+        if route == "allgather" or not parts.all_full:
+            return payload(n, group, count, each)
+        return world * max(payload(parts.length(i), group, count, each) for i in range(world))
+
+    return promised
+
+
+PROMISED_BYTES: dict[str, Callable[..., int]] = {
+    "orq:levels=9,group=64,masking=true,route=allgather": rounded_bytes(64, 9, 9),
+    "orq:levels=5,group=128,masking=true,route=alltoall": rounded_bytes(128, 5, 5, "alltoall"),
+    "orq:sigmas=1.5,group=64,route=alltoall": rounded_bytes(64, 3, 3, "alltoall"),
+    "orq:sigmas=1.5,group=512,per=group": rounded_bytes(512, 3, 3),
+}
+
+
+def error_of(rows: Tensor, levels: Tensor) -> Tensor:
+    """The expected squared error of each row when it is rounded at random to its levels."""
+    rows, levels = rows.double(), levels.double()
+    at = (rows[:, :, None] >= levels[:, None, :]).sum(2).clamp(1, levels.shape[1] - 1)
+    low, high = levels.gather(1, at - 1), levels.gather(1, at)
+    return ((rows - low) * (high - rows)).sum(1)
+
+
+def levels_by(rule: str, rows: Tensor, count: int) -> Tensor:
+    levels, cuts = torch.empty(len(rows) * count), torch.empty(len(rows))
+    kernels.find_levels(rows.flatten(), rule, rows.shape[1], count, levels, cuts)
+    return levels.view(-1, count)
+
+
+@pytest.mark.parametrize("kind", ["normal", "laplace", "t3", "skewed"])
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_no_other_levels_err_less(kind: str, count: int) -> None:
+    torch.manual_seed(count)
+    rows = torch.randn(200, 512)
+    if kind == "laplace":
+        rows = torch.distributions.Laplace(0.0, 1.0).sample((200, 512))
+    elif kind == "t3":
+        rows = torch.distributions.StudentT(3.0).sample((200, 512))
+    elif kind == "skewed":
+        rows = torch.distributions.Gamma(2.0, 1.0).sample((200, 512)) - 2
+    ours = error_of(rows, levels_by("orq", rows, count))
+    for rule in ("norm", "peak", "range", "quantile"):
+        theirs = error_of(rows, levels_by(rule, rows, count))
+        assert float((ours <= theirs * (1 + 1e-6)).float().mean()) >= (1 if count == 3 else 0.99)
+        assert ours.mean() < theirs.mean()
+
+
+@pytest.mark.parametrize(
+    "spec,at_512,at_2048",
+    [("bingrad", 28.4, 31.0), ("orq", 17.7, 19.1), ("orq:levels=5", 11.9, 13.0), ("orq:levels=9", 8.4, 9.5)],
+)
+def test_bytes_on_the_wire(spec: str, at_512: float, at_2048: float) -> None:
+    n = 2048 * 50
+    for group, ratio in ((512, at_512), (2048, at_2048)):
+        simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}group={group},route=allgather", {"w": (n,)}, 2)
+        simulation.step([{"w": torch.randn(n)}] * 2)
+        assert simulation.stats()["compression"] == pytest.approx(ratio, rel=0.005)
+
+
+@pytest.mark.parametrize("route", ["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    "spec", ["orq", "qsgd:levels=9", "linear:levels=5", "linear:levels=3,spacing=quantile", "terngrad:sigmas=0"]
+)
+def test_unbiased_means_right_in_the_mean(spec: str, route: str) -> None:
+    """Over many steps with the same gradients; ranks draw for themselves, so more of them err less."""
+    n, steps = 256, 150
+    spec += f"{',' if ':' in spec else ':'}group=64,route={route}"
+    assert not isinstance(gradcomp.make(spec), Feedback)
+    torch.manual_seed(1)
+    grad = torch.distributions.Laplace(0.0, 1.0).sample((n,))
+    errors = {}
+    for world in (1, 4):
+        simulation = gradcomp.Simulation(spec, {"w": (n,)}, world)
+        updates = torch.stack([simulation.step([{"w": grad}] * world)["w"] for _ in range(steps)]).double()
+        spread = updates.std(0) / steps**0.5
+        off, once = updates.mean(0) - grad, float(updates.abs().max()) / steps  # a level that is rarely drawn
+        assert (off.abs() <= 5 * spread + 6 * once).all()
+        for weights in (torch.ones(n), grad, grad.abs()):
+            assert abs(float((off * weights).sum())) < 5 * float((spread * weights).norm()) + 1e-6
+        errors[world] = float((updates - grad).square().mean())
+    assert route == "alltoall" or errors[4] < 0.3 * errors[1]  # by parts the sum is rounded once more
+
+
+def test_draws_go_on_after_a_checkpoint_and_differ_between_steps() -> None:
+    first = gradcomp.Simulation("orq:group=64", {"w": (500,)}, 2)
+    grads = [{"w": torch.randn(500)} for _ in range(2)]
+    updates = [first.step(grads)["w"].clone() for _ in range(2)]
+    assert not torch.equal(*updates)
+    second = gradcomp.Simulation("orq:group=64", {"w": (500,)}, 2)
+    second.load_state_dict(first.state_dict())
+    assert reference.same(first.step(grads)["w"], second.step(grads)["w"])
+
+
+def test_alltoall_does_not_grow_with_the_ranks() -> None:
+    n = 2048 * 64
+    sent = []
+    for world in (4, 16):
+        simulation = gradcomp.Simulation("orq:route=alltoall", {"w": (n,)}, world)
+        simulation.step([{"w": torch.randn(n)}] * world)
+        sent.append(simulation.bytes_sent[0])
+    assert sent[1] < 1.05 * sent[0] < 1.2 * payload(n, 2048, 3, 3)
+
+
+def test_a_layer_that_is_far_wider_has_bounds_of_its_own() -> None:
+    narrow, wide = torch.randn(1024), 100 * torch.randn(1024)
+    simulation = gradcomp.Simulation("orq:sigmas=1.5,group=128,levels=9", {"narrow": (1024,), "wide": (1024,)}, 1)
+    update = simulation.step([{"narrow": narrow, "wide": wide}])
+    for name, grad in (("narrow", narrow), ("wide", wide)):
+        assert update[name].abs().max() == pytest.approx(1.5 * float(grad.std()), rel=0.01)
+
+
+def test_its_spec() -> None:
+    assert gradcomp.make("orq:levels=5") == Orq(levels=5)
+    assert gradcomp.make("orq:sigmas=2") == Feedback(Orq(sigmas=2.0))
+    for bad in ("levels=4", "group=8", "sigmas=-1", "per=model", "route=ring"):
+        with pytest.raises(ValueError, match="orq: "):
+            gradcomp.make(f"orq:{bad}")
