@@ -82,6 +82,18 @@ def split(k: int) -> Way:
     return own
 
 
+def shards(groups: int, size: Callable[[int], int]) -> Way:
+    """The longest part's payload to each of the others, and one to all; where not all ranks have a group, a gather of all."""
+
+    def own(rank: int, ranks: int) -> Own:
+        each = -(-groups // ranks)
+        if (ranks - 1) * each >= groups:
+            return gather(size(groups))(rank, ranks)
+        return Own(Counter(Send=1, Gather=1), 3 * (ranks - 1), 2 * (ranks - 1) * size(each))
+
+    return own
+
+
 def server(sizes_up: list[int], sizes_down: list[int]) -> Way:
     """Rank 0 sends to all others, they send to it."""
     return send(
@@ -128,6 +140,13 @@ WAYS: dict[str, list[Way]] = {
     ],
     "sdagc:density=0.01,route=split": [split(ROOM)],
     "sdagc:density=0.01,route=tree": [tree(8 + 2 * padded(ROOM))],
+    "bingrad:group=64,route=allgather": [gather(8 + 8 * 64 + 8 * 64)],
+    "orq:group=64,route=allgather": [gather(8 + 12 * 64 + 8 * 2 * 64)],
+    "linear:group=64,route=allgather": [gather(8 + 8 * 64 + 8 * 3 * 64)],
+    "qsgd:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 3 * 64)],
+    "terngrad:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 2 * 64)],
+    "sign:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 64)],
+    "orq:group=64,route=alltoall": [shards(64, lambda groups: 8 + padded(3 * groups) + 8 * 2 * groups)],
     "sdagc:density=0.01": [gather(8 + 8 + padded(ROOM))],
     "sdagc:density=0.01,wire=exact": [gather(8 + 2 * padded(ROOM))],
     "sdagc:density=0.01,shared=true": [gather(LAYER), gather(8 + 8 + padded(ROOM))],
