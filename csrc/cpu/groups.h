@@ -1,7 +1,7 @@
 // Threads for groups: each takes some of them, one after the other.
 #pragma once
 
-#include "../levels.h"
+#include "../rounding.h"
 #include "parallel.h"
 
 namespace gradcomp::cpu {
@@ -15,6 +15,11 @@ void parallel_groups(const Groups& groups, int threads, const Work& work) {
   for (int i = 1; i < count; ++i) others.emplace_back(work, all * i / count, all * (i + 1) / count);
   work(0, all / count);
   for (std::thread& thread : others) thread.join();
+}
+
+// Asks memory for the group after this one.
+inline void fetch_next(const float* x, const Groups& groups, int64_t group) {
+  if (group + 1 < groups.count()) fetch(x + groups.begin(group + 1), x + groups.end(group + 1));
 }
 
 }  // namespace gradcomp::cpu

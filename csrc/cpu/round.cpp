@@ -2,47 +2,56 @@
 
 #include <array>
 
-#include "../levels.h"
 #include "../math.h"
 #include "../ops.h"
+#include "../rounding.h"
+#include "eight.h"
 #include "groups.h"
 #include "spoil.h"
 
 namespace gradcomp::cpu {
 namespace {
 
-// A group's levels, and one over what is between each and the next; 0 where nothing is.
 template <int kLevels>
-struct Table {
-  float level[kLevels], inverse[kLevels - 1];
+using Levels = std::array<float, kLevels>;
 
-  explicit Table(const float* levels) {
-    std::copy_n(levels, kLevels, level);
-    for (int i = 0; i + 1 < kLevels; ++i) inverse[i] = level_inverse(level[i], level[i + 1]);
-  }
+struct Around {
+  float low, high;
+  uint32_t code;  // of the lower one
 };
+
+template <size_t... kAt>
+inline Levels<sizeof...(kAt)> half_of(const auto& level, bool upper, std::index_sequence<kAt...>) {
+  return {either(upper, level[kAt + sizeof...(kAt) - 1], level[kAt])...};
+}
+
+// The two levels around x, from one half of all to the next.
+template <size_t kLevels>
+inline Around around(float x, const std::array<float, kLevels>& level, uint32_t code = 0) {
+  if constexpr (kLevels == 2) {
+    return {level[0], level[1], code};
+  } else {
+    constexpr size_t kHalf = kLevels / 2;
+    const bool upper = x >= level[kHalf];
+    return around(x, half_of(level, upper, std::make_index_sequence<kHalf + 1>()), 2 * code + upper);
+  }
+}
 
 // codes <- the level each entry is rounded to, by its draw; x <- what that leaves over.
 template <int kLevels>
-HOT void round_by_draws(float* x, int64_t n, const Table<kLevels>& table, uint32_t draws, uint32_t* codes) {
+HOT void round_by_draws(float* x, int64_t n, const float* levels, uint32_t draws, uint8_t* codes) {
+  Levels<kLevels> level;  // a copy: x may be anything but these
+  std::copy_n(levels, kLevels, level.begin());
   for (int64_t i = 0; i < n; ++i) {
-    float low = table.level[0], high = table.level[1], inverse = table.inverse[0];
-    uint32_t code = 0;
-    for (int level = 1; level + 1 < kLevels; ++level) {
-      const bool beyond = x[i] >= table.level[level];
-      low = beyond ? table.level[level] : low;
-      high = beyond ? table.level[level + 1] : high;
-      inverse = beyond ? table.inverse[level] : inverse;
-      code += beyond;
-    }
-    const bool up = draw(draws, static_cast<uint32_t>(i)) < (x[i] - low) * inverse;
-    codes[i] = code + up;
-    x[i] -= up ? high : low;
+    const auto [low, high, code] = around(x[i], level);
+    const bool up = rounds_up(x[i], low, high, draw(draws++));
+    codes[i] = static_cast<uint8_t>(code + up);
+    x[i] -= either(up, high, low);
   }
 }
 
 // The same for two levels, by which side of the cut an entry is on.
-HOT void round_at(float* x, int64_t n, float low, float high, float cut, uint32_t* codes) {
+HOT void round_at(float* x, int64_t n, float low, float high, float cut, uint8_t* codes) {
   for (int64_t i = 0; i < n; ++i) {
     const bool up = x[i] >= cut;
     codes[i] = up;
@@ -51,53 +60,70 @@ HOT void round_at(float* x, int64_t n, float low, float high, float cut, uint32_
 }
 
 template <int kLevels>
-constexpr Packing packing = *packing_of(kLevels);
-
-template <int kLevels>
-void pack(const uint32_t* codes, int64_t n, uint64_t* words) {
-  constexpr Packing kPacking = packing<kLevels>;
-  for (int64_t at = 0; at < n; at += kPacking.per_word()) {
-    uint64_t word = 0;
-    for (int64_t digit = kPacking.digits - 1; digit >= 0; --digit) {
-      uint64_t one = 0;
-      for (int64_t i = kPacking.codes - 1; i >= 0; --i) one = one * kLevels + codes[at + digit * kPacking.codes + i];
-      word = word * kPacking.base + one;
-    }
-    *words++ = word;
-  }
-}
-
-// The codes of each digit, one a byte.
-template <int kLevels>
-constexpr std::array<std::array<uint8_t, 8>, packing<kLevels>.base> codes_of_digits() {
-  std::array<std::array<uint8_t, 8>, packing<kLevels>.base> found{};
-  for (uint64_t digit = 0; digit < packing<kLevels>.base; ++digit) {
-    uint64_t left = digit;
-    for (int64_t i = 0; i < packing<kLevels>.codes; ++i) {
-      found[digit][static_cast<size_t>(i)] = static_cast<uint8_t>(left % kLevels);
-      left /= kLevels;
-    }
-  }
-  return found;
-}
-
-template <int kLevels>
-constexpr auto kCodes = codes_of_digits<kLevels>();
-
-template <int kLevels>
-void add_words(const uint64_t* words, int64_t n, const float* levels, float scale, float* target) {
-  constexpr Packing kPacking = packing<kLevels>;
+HOT void add_codes(const uint8_t* codes, int64_t n, const float* levels, float scale, float* target) {
   float scaled[kLevels];
   for (int i = 0; i < kLevels; ++i) scaled[i] = scale * levels[i];
-  for (int64_t at = 0; at < n; at += kPacking.per_word()) {
-    uint64_t word = *words++;
-    const int64_t there = std::min(n - at, kPacking.per_word());
-    for (int64_t begin = 0; begin < there; begin += kPacking.codes) {
-      const auto& codes = kCodes<kLevels>[word % kPacking.base];
-      word /= kPacking.base;
-      float* to = target + at + begin;
-      for (int64_t i = 0; i < std::min(there - begin, kPacking.codes); ++i) to[i] += scaled[codes[static_cast<size_t>(i)]];
+  Floats first{}, last;
+  for (int i = 0; i < 8; ++i) {
+    if (i < kLevels) first[i] = scaled[i];
+    last[i] = scaled[kLevels - 1];
+  }
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const Words eight = eight_bytes(codes + i);
+    Floats its = chosen(first, eight);
+    if constexpr (kLevels > 8) its = eight == 8 ? last : its;
+    *reinterpret_cast<Floats*>(target + i) += its;
+  }
+  for (; i < n; ++i) target[i] += scaled[codes[i]];
+}
+
+template <int kLevels>
+constexpr Packing packing = *packing_of(kLevels);
+
+// part <- the number that each word's codes make up.
+template <int kLevels>
+HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* part) {
+  std::fill_n(part, count, 0u);
+  for (int64_t digit = packing<kLevels>.digits - 1; digit >= 0; --digit) {
+    const uint8_t* own = codes + digit * count;
+    for (int64_t word = 0; word < count; ++word) part[word] = part[word] * kLevels + own[word];
+  }
+}
+
+template <int kLevels>
+HOT void part_digits(uint32_t* part, int64_t count, uint8_t* codes) {
+  for (int64_t digit = 0; digit < packing<kLevels>.digits; ++digit) {
+    uint8_t* own = codes + digit * count;
+    for (int64_t word = 0; word < count; ++word) {
+      const uint32_t left = part[word] / kLevels;
+      own[word] = static_cast<uint8_t>(part[word] - left * kLevels);
+      part[word] = left;
     }
+  }
+}
+
+// part: room for as many.
+template <int kLevels>
+void pack(const uint8_t* codes, int64_t count, uint32_t* part, uint64_t* words) {
+  constexpr Packing kPacking = packing<kLevels>;
+  std::fill_n(words, count, uint64_t{0});
+  for (int64_t i = kPacking.parts - 1; i >= 0; --i) {
+    join_digits<kLevels>(codes + i * kPacking.digits * count, count, part);
+    for (int64_t word = 0; word < count; ++word) words[word] = words[word] * kPacking.base + part[word];
+  }
+}
+
+template <int kLevels>
+void unpack(const uint64_t* words, int64_t count, uint64_t* left, uint32_t* part, uint8_t* codes) {
+  constexpr Packing kPacking = packing<kLevels>;
+  std::copy_n(words, count, left);
+  for (int64_t i = 0; i < kPacking.parts; ++i) {
+    for (int64_t word = 0; word < count; ++word) {
+      part[word] = static_cast<uint32_t>(left[word] % kPacking.base);
+      left[word] /= kPacking.base;
+    }
+    part_digits<kLevels>(part, count, codes + i * kPacking.digits * count);
   }
 }
 
@@ -116,14 +142,32 @@ void with_levels(int64_t levels, const Work& work) {
   }
 }
 
+// Room for any group's codes, and for its words and their parts.
+template <int kLevels>
+struct Room {
+  std::vector<uint64_t> left;
+  std::vector<uint32_t> part;
+  std::vector<uint8_t> codes;
+
+  explicit Room(const Groups& groups)
+      : left(static_cast<size_t>(packing<kLevels>.words(groups.longest()))),
+        part(left.size()),
+        codes(left.size() * packing<kLevels>.per_word()) {}
+};
+
 void add_groups(Span<float> target, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
                 float scale, Queue queue) {
   const Groups groups{target.size, group};
   with_levels(count, [&]<int kLevels>() {
+    constexpr Packing kPacking = packing<kLevels>;
     parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
+      Room<kLevels> room(groups);
       for (int64_t g = begin; g < end; ++g) {
-        add_words<kLevels>(words.data + g * packing<kLevels>.words(group), groups.end(g) - groups.begin(g),
-                           levels.data + g * kLevels, scale, target.data + groups.begin(g));
+        const int64_t n = groups.end(g) - groups.begin(g);
+        fetch_next(target.data, groups, g);
+        unpack<kLevels>(words.data + g * kPacking.words(group), kPacking.words(n), room.left.data(), room.part.data(),
+                        room.codes.data());
+        add_codes<kLevels>(room.codes.data(), n, levels.data + g * kLevels, scale, target.data + groups.begin(g));
       }
     });
   });
@@ -135,19 +179,22 @@ void take_levels(Span<float> value, Span<const float> levels, Span<const float> 
                  Span<uint64_t> words, Queue queue) {
   const Groups groups{value.size, group};
   with_levels(count, [&]<int kLevels>() {
+    constexpr Packing kPacking = packing<kLevels>;
     parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
-      std::vector<uint32_t> codes(static_cast<size_t>(groups.longest() + packing<kLevels>.per_word()));
+      Room<kLevels> room(groups);
       for (int64_t g = begin; g < end; ++g) {
+        fetch_next(value.data, groups, g);
         float* x = value.data + groups.begin(g);
-        const int64_t n = groups.end(g) - groups.begin(g);
+        const int64_t n = groups.end(g) - groups.begin(g), there = kPacking.words(n);
         const float* own = levels.data + g * kLevels;
+        uint8_t* codes = room.codes.data();
         if (cuts.given()) {
-          round_at(x, n, own[0], own[1], cuts.data[g], codes.data());
+          round_at(x, n, own[0], own[1], cuts.data[g], codes);
         } else {
-          round_by_draws<kLevels>(x, n, Table<kLevels>(own), draws_of(key, g), codes.data());
+          round_by_draws<kLevels>(x, n, own, draws_of(key, g), codes);
         }
-        std::fill_n(codes.begin() + n, packing<kLevels>.per_word(), 0u);
-        pack<kLevels>(codes.data(), n, words.data + g * packing<kLevels>.words(group));
+        std::fill_n(codes + n, there * kPacking.per_word() - n, uint8_t{0});
+        pack<kLevels>(codes, there, room.part.data(), words.data + g * kPacking.words(group));
       }
     });
   });

@@ -5,9 +5,8 @@
 #include <vector>
 
 #include "../sketch.h"
+#include "eight.h"
 #include "parallel.h"
-
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between functions of one file only
 
 namespace gradcomp::cpu {
 namespace {
@@ -15,26 +14,8 @@ namespace {
 constexpr int64_t kBlockTiles = 64;
 constexpr int64_t kSketchBlock = kBlockTiles * kSketchTile;
 
-// Half a tile.
-using Floats = float __attribute__((vector_size(32), aligned(4), may_alias));
-using Words = uint32_t __attribute__((vector_size(32), may_alias));
-using Unaligned = uint32_t __attribute__((vector_size(32), aligned(4), may_alias));
-
-constexpr Words kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
-
-#define INLINE inline __attribute__((always_inline))
-
-// Lane i of half a tile comes from lane i ^ flip. Only the lowest three bits count, so all those of a turn may be given.
-INLINE Floats exchange(const Floats& x, const Words& bits) {
-  const Words lanes = bits ^ kLanes;
-#ifdef __clang__
-  Floats y;
-  for (int i = 0; i < 8; ++i) y[i] = x[lanes[i] % 8];
-  return y;
-#else
-  return __builtin_shuffle(x, lanes);
-#endif
-}
+// Half a tile, of which lane i comes from lane i ^ flip. Only the lowest three bits count, so all those of a turn may be given.
+INLINE Floats exchange(const Floats& x, const Words& bits) { return chosen(x, bits ^ kLanes); }
 
 // The signs of eight lanes: the highest bits, or for the upper half of a tile the next eight.
 INLINE Floats with_signs(const Floats& x, const Words& bits, bool upper) {

@@ -12,15 +12,20 @@ namespace {
 constexpr unsigned kThreads = 128;
 constexpr unsigned kGroups = kThreads / kWarp;  // of a block
 
-__device__ __forceinline__ double in_pairs(double sum) {
-  for (unsigned step = kWarp / 2; step > 0; step /= 2) sum += __shfl_down_sync(kWholeWarp, sum, step);
-  return __shfl_sync(kWholeWarp, sum, 0);
-}
-
 template <class T, class Join>
 __device__ __forceinline__ T joined(T x, Join join) {
   for (unsigned step = 1; step < kWarp; step *= 2) x = join(x, __shfl_xor_sync(kWholeWarp, x, step));
   return x;
+}
+
+template <class T>
+__device__ __forceinline__ T warp_sum(T x) {
+  return joined(x, [](T a, T b) { return a + b; });
+}
+
+template <class T>
+__device__ __forceinline__ T warp_least(T x) {
+  return joined(x, [](T a, T b) { return a < b ? a : b; });
 }
 
 // A group's entries, between bounds; what a lane sees of them is every 32nd. All lanes get the same answers.
@@ -40,46 +45,43 @@ struct View {
     }
   }
 
-  __device__ bool finite() const {
-    bool all = true;
-    each([&](float its) { all = all && is_finite(its); });
-    return __all_sync(kWholeWarp, all);
-  }
   __device__ Ends ends() const {
-    float low = INFINITY, high = -INFINITY;
+    int32_t low = INT32_MAX, high = INT32_MAX;
     each([&](float its) {
-      low = its < low ? its : low;
-      high = its > high ? its : high;
+      const int32_t order = order_of(its);
+      low = order < low ? order : low;
+      high = ~order < high ? ~order : high;
     });
-    return {joined(low, [](float a, float b) { return a < b ? a : b; }),
-            joined(high, [](float a, float b) { return a > b ? a : b; })};
-  }
-  __device__ double squares() const {
-    double sum = 0;
-    each([&](float its) { sum += static_cast<double>(its) * its; });
-    return in_pairs(sum);
+    return {at_order(warp_least(low)), at_order(~warp_least(high))};
   }
   __device__ int64_t count_from(float low) const {
     unsigned count = 0;
     each([&](float its) { count += its >= low; });
-    return joined(count, [](unsigned a, unsigned b) { return a + b; });
+    return warp_sum(count);
   }
   __device__ float least_from(float low) const {
-    float least = INFINITY;
-    each([&](float its) { least = its >= low && its < least ? its : least; });
-    return joined(least, [](float a, float b) { return a < b ? a : b; });
-  }
-  __device__ Part between(float low, float high, float from) const {
-    unsigned count = 0;
-    double sum = 0;
+    uint32_t least = UINT32_MAX;
     each([&](float its) {
-      const bool inside = its >= low && its <= high;
-      count += inside;
-      sum += static_cast<double>(inside ? its - from : 0.0f);
+      const uint32_t order = order_from(low, its);
+      least = order < least ? order : least;
     });
-    return {joined(count, [](unsigned a, unsigned b) { return a + b; }), in_pairs(sum)};
+    return at_order_from(low, warp_least(least));
   }
-  __device__ Part above(float low, float from) const { return between(nextafterf(low, INFINITY), INFINITY, from); }
+  __device__ Part from(float low, double unit) const {
+    unsigned count = 0;
+    long long sum = 0;
+    each([&](float its) {
+      const bool there = its >= low;
+      count += there;
+      sum += whole(there ? its : 0.0f, unit);
+    });
+    return {warp_sum(count), warp_sum(sum)};
+  }
+  __device__ int64_t squares(double unit) const {
+    long long sum = 0;
+    each([&](float its) { sum += whole(static_cast<double>(its) * its, unit); });
+    return warp_sum(sum);
+  }
   __device__ View magnitudes() const { return {x, n, bounds, true}; }
 };
 

@@ -1,9 +1,9 @@
 // Rounding to levels, and adding up what was rounded, on a GPU: a thread for each word. Bytes an entry: take_levels 8,
 // add_levels 8, and 8 a word.
 
-#include "../levels.h"
 #include "../math.h"
 #include "../ops.h"
+#include "../rounding.h"
 #include "block.cuh"
 #include "launch.cuh"
 #include "spoil.cuh"
@@ -13,18 +13,22 @@ namespace {
 
 constexpr unsigned kThreads = 128;
 
-// A word's place: its group, and which entries it names.
+// A word's place: its group, of as many words, and its number among them.
 struct Place {
-  int64_t group, begin, end;  // of the value
-  uint32_t first;             // of the group
+  int64_t group, words, word;
 };
 
 __device__ __forceinline__ Place place_of(const Groups& groups, const Packing& packing, int64_t word) {
   const int64_t each = packing.words(groups.size), last = groups.count() - 1;
   const int64_t group = word / each < last ? word / each : last;
-  const int64_t first = (word - group * each) * packing.per_word();
-  const int64_t begin = groups.begin(group) + first, end = groups.end(group);
-  return {group, begin, begin + packing.per_word() < end ? begin + packing.per_word() : end, static_cast<uint32_t>(first)};
+  return {group, packing.words(groups.end(group) - groups.begin(group)), word - group * each};
+}
+
+// use(i) for all entries of a group that the word has codes of, in their order.
+template <class Use>
+__device__ __forceinline__ void each_entry(const Groups& groups, const Place& place, Use use) {
+  const int64_t n = groups.end(place.group) - groups.begin(place.group);
+  for (int64_t i = place.word; i < n; i += place.words) use(i);
 }
 
 struct Rounded {
@@ -36,7 +40,7 @@ __device__ __forceinline__ Rounded by_draw(float x, const float* levels, int64_t
   int64_t code = 0;
   for (int64_t level = 1; level + 1 < count; ++level) code += x >= levels[level];
   const float low = levels[code], high = levels[code + 1];
-  const bool up = drawn < (x - low) * level_inverse(low, high);
+  const bool up = rounds_up(x, low, high, drawn);
   return {static_cast<uint32_t>(code + up), up ? high : low};
 }
 
@@ -48,20 +52,20 @@ __global__ void __launch_bounds__(kThreads)
   const Place place = place_of(groups, packing, at);
   const float* own = levels + place.group * packing.levels;
   const uint32_t draws = draws_of(key, place.group);
+  float* x = value + groups.begin(place.group);
   uint64_t word = 0, unit = 1;
-  for (int64_t i = place.begin; i < place.end; ++i) {
-    const float x = value[i];
+  each_entry(groups, place, [&](int64_t i) {
     Rounded rounded;
     if (cuts != nullptr) {
-      const bool up = x >= cuts[place.group];
+      const bool up = x[i] >= cuts[place.group];
       rounded = {up, own[up]};
     } else {
-      rounded = by_draw(x, own, packing.levels, draw(draws, place.first + static_cast<uint32_t>(i - place.begin)));
+      rounded = by_draw(x[i], own, packing.levels, draw(draws + static_cast<uint32_t>(i)));
     }
-    value[i] = x - rounded.level;
+    x[i] -= rounded.level;
     word += unit * rounded.code;
     unit *= static_cast<uint64_t>(packing.levels);
-  }
+  });
   words[at] = word;
 }
 
@@ -71,14 +75,15 @@ __device__ void add_word(float* target, const float* levels, const uint64_t* wor
   if (at >= count) return;
   const Place place = place_of(groups, packing, at);
   const float* own = levels + place.group * packing.levels;
+  float* to = target + groups.begin(place.group);
   uint64_t word = words[at];
-  for (int64_t i = place.begin; i < place.end; ++i) {
-    target[i] += scale * own[word % static_cast<uint64_t>(packing.levels)];
+  each_entry(groups, place, [&](int64_t i) {
+    to[i] += scale * own[word % static_cast<uint64_t>(packing.levels)];
     word /= static_cast<uint64_t>(packing.levels);
-  }
+  });
 }
 
-// The first entry is added to and spoiled by the same thread.
+// The first entry is added to and spoiled by the same thread: that of the first word.
 __global__ void __launch_bounds__(kThreads)
     add_words(float* target, const float* levels, const uint64_t* words, const int32_t* header,
               const __grid_constant__ Groups groups, const __grid_constant__ Packing packing, int64_t count, float scale) {

@@ -1,0 +1,50 @@
+// What compilers do not vectorise by themselves: choices without branches, and vectors of eight.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../math.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between functions of one file only
+
+namespace gradcomp::cpu {
+namespace {
+
+using Floats = float __attribute__((vector_size(32), aligned(4), may_alias));
+using Longs = uint64_t __attribute__((vector_size(32), may_alias));
+using Words = uint32_t __attribute__((vector_size(32), may_alias));
+using Unaligned = uint32_t __attribute__((vector_size(32), aligned(4), may_alias));
+
+constexpr Words kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
+
+#define INLINE inline __attribute__((always_inline))
+
+// yes or no, without a branch that would keep a loop from being vectorised.
+inline float either(bool which, float yes, float no) {
+  const uint32_t mask = which ? ~0u : 0u;
+  return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
+}
+
+// Lane i comes from lane lanes[i], of which the lowest three bits count.
+INLINE Floats chosen(const Floats& x, const Words& lanes) {
+#ifdef __clang__
+  Floats y;
+  for (int i = 0; i < 8; ++i) y[i] = x[lanes[i] % 8];
+  return y;
+#else
+  return __builtin_shuffle(x, lanes);
+#endif
+}
+
+// Eight bytes, each in a lane (of little-endian machines).
+INLINE Words eight_bytes(const uint8_t* bytes) {
+  uint64_t all;
+  memcpy(&all, bytes, sizeof all);
+  const Longs four = Longs{} + all;
+  const Words halves = reinterpret_cast<Words>(chosen(reinterpret_cast<Floats>(four), kLanes / 4));
+  return halves >> (kLanes % 4 * 8) & 0xff;
+}
+
+}  // namespace
+}  // namespace gradcomp::cpu

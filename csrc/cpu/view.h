@@ -1,0 +1,79 @@
+// A group's entries as a View shows them (csrc/levels.h), on CPUs.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "../levels.h"
+#include "eight.h"
+#include "parallel.h"
+
+namespace gradcomp::cpu {
+namespace {
+
+HOT int64_t count_from(const float* x, int64_t n, float low) {
+  int32_t found = 0;
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < n; ++i) found += x[i] >= low;
+  return found;
+}
+
+HOT Part sum_from(const float* x, int64_t n, float low, double unit) {
+  int32_t count = 0;
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool there = x[i] >= low;
+    count += there;
+    sum += last_bits(either(there, x[i], 0.0f), unit);
+  }
+  return {count, static_cast<int64_t>(sum - static_cast<uint64_t>(n) * last_bits(0, unit))};
+}
+
+HOT int64_t sum_squares(const float* x, int64_t n, double unit) {
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += last_bits(static_cast<double>(x[i]) * x[i], unit);
+  return static_cast<int64_t>(sum - static_cast<uint64_t>(n) * last_bits(0, unit));
+}
+
+HOT float least_from(const float* x, int64_t n, float low) {
+  uint32_t least = UINT32_MAX;
+  for (int64_t i = 0; i < n; ++i) least = std::min(least, order_from(low, x[i]));
+  return at_order_from(low, least);
+}
+
+HOT Ends ends_of(const float* x, int64_t n) {
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int64_t i = 0; i < n; ++i) {
+    low = std::min(low, order_of(x[i]));
+    high = std::max(high, order_of(x[i]));
+  }
+  return {at_order(low), at_order(high)};
+}
+
+HOT void copy_between(const float* x, int64_t n, Ends ends, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = std::min(std::max(x[i], ends.low), ends.high);
+}
+
+HOT void copy_magnitudes(const float* x, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = std::fabs(x[i]);
+}
+
+// A group's entries; and room for their magnitudes.
+struct View {
+  const float* x;
+  int64_t n;
+  float* room;
+
+  Ends ends() const { return ends_of(x, n); }
+  int64_t count_from(float low) const { return cpu::count_from(x, n, low); }
+  float least_from(float low) const { return cpu::least_from(x, n, low); }
+  Part from(float low, double unit) const { return sum_from(x, n, low, unit); }
+  int64_t squares(double unit) const { return sum_squares(x, n, unit); }
+  View magnitudes() const {
+    copy_magnitudes(x, n, room);
+    return {room, n, nullptr};
+  }
+};
+
+}  // namespace
+}  // namespace gradcomp::cpu

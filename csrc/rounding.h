@@ -1,0 +1,56 @@
+// Quantisation, as both twins know it: groups of entries that share levels, the draws that round, and codes in words.
+#pragma once
+
+#include <cstdint>
+
+#include "math.h"
+
+namespace gradcomp {
+
+// n entries are cut into groups of `size`; what is left over is a group of its own, or the end of the last if it is short.
+struct Groups {
+  static constexpr int64_t kShortest = 32;
+
+  int64_t n, size;
+
+  SHARED_MATH int64_t count() const { return n < size ? 1 : n / size + (n % size >= kShortest); }
+  SHARED_MATH int64_t begin(int64_t group) const { return group * size; }
+  SHARED_MATH int64_t end(int64_t group) const { return group + 1 == count() ? n : (group + 1) * size; }
+  SHARED_MATH int64_t longest() const { return (n < size ? n : size) + kShortest - 1; }
+};
+
+// How codes lie in words of 64 bits: as the digits of a number, which first comes in parts of 32 bits. A group's first codes
+// are the first digits of its words, in order, then come the second ones.
+struct Packing {
+  int64_t levels, digits, parts;
+  uint64_t base;  // of parts: levels to the power of digits
+
+  SHARED_MATH int64_t per_word() const { return digits * parts; }
+  SHARED_MATH int64_t words(int64_t entries) const { return (entries + per_word() - 1) / per_word(); }
+  SHARED_MATH int64_t words(const Groups& groups) const {
+    const int64_t last = groups.count() - 1;
+    return last * words(groups.size) + words(groups.n - groups.begin(last));
+  }
+};
+
+constexpr Packing kPackings[] = {{2, 32, 2, 1ull << 32}, {3, 20, 2, 3486784401}, {5, 9, 3, 1953125}, {9, 10, 2, 3486784401}};
+
+constexpr const Packing* packing_of(int64_t levels) {
+  for (const Packing& packing : kPackings) {
+    if (packing.levels == levels) return &packing;
+  }
+  return nullptr;
+}
+
+// The first of a group's draws; one after the other is for its entries, each a number in [0, 1).
+SHARED_MATH uint32_t draws_of(int64_t key, int64_t group) {
+  return mix(mix(static_cast<uint32_t>(key)) ^ mix(static_cast<uint32_t>(key >> 32) + 0x9e3779b9u) ^
+             static_cast<uint32_t>(group));
+}
+SHARED_MATH float draw(uint32_t which) { return static_cast<float>(mix(which) >> 8) * 0x1p-24f; }
+
+// Whether an entry between two levels goes to the upper one: as often as it is on the way to it. What is outside never goes
+// further.
+SHARED_MATH bool rounds_up(float x, float low, float high, float drawn) { return drawn * (high - low) < x - low; }
+
+}  // namespace gradcomp
