@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("sklearn", reason="the study was NOT tested: scikit-learn is not installed")
 pytest.importorskip("matplotlib", reason="the study was NOT tested: matplotlib is not installed")
@@ -15,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import study  # noqa: E402
-from studylib import arguments, corpus, stats, summary, train  # noqa: E402
+from studylib import arguments, corpus, errors, plots, stats, summary, train  # noqa: E402
+
+import gradcomp  # noqa: E402
 
 WIDTHS = {"mlp": 8, "conv": 2, "text": 4}
 SPEC = "topk:ratio=0.5,momentum=0.9"
@@ -45,6 +48,7 @@ def test_a_study_of_every_task_is_made_and_not_made_again(tmp_path: Path, capsys
         assert dense["compression"] == 1
         assert 1.7 < topk["compression"] < 2.1  # half of the entries, 32 bits each
         assert len(topk["curve"]["loss"]) == 1
+        assert dense["squared_error"] == 0 <= topk["squared_error"] < 0.5  # the smaller half of the entries stays
 
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.json")}
     lost = next(path for path in made if path.name.startswith("conv"))
@@ -101,6 +105,77 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
     table = summary.markdown("mlp", [dense, a, b]).splitlines()
     assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x "]
     assert table[-1].endswith("| never |")
+
+
+FALLING = [4.0] * 32 + [1.0] * 32
+FEW = [3.0, -4.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "grads", "squares"),
+    [
+        ("dense", [FEW], {"meant": [30], "left": [0]}),
+        ("topk:ratio=0.5", [FEW], {"meant": [30], "left": [1 + 4]}),
+        ("topk:ratio=0.5", [FEW, FEW], {"meant": [30, 9 + 16 + 4 + 16], "left": [5, 9 + 4]}),  # with the residual 0, 0, 1, 2
+        ("topk:ratio=0.5,momentum=0.5", [FEW, [0.0] * 4], {"meant": [30, 2.25 + 9], "left": [5, 0]}),  # 1 + 0.5, 2 + 1
+        ("gs_sgd:ratio=0.5", [FEW], {"meant": [30], "left": [0]}),  # too small for a table: reduced whole
+        ("sign", [FALLING], {"meant": [32 * 17], "left": [64 * 1.5**2]}),  # the mean magnitude is 2.5
+        ("sign", [[-2.0, 2.0] * 32], {"meant": [256], "left": [0]}),
+        ("bingrad", [FALLING], {"meant": [32 * 17], "left": [0]}),
+        ("linear:levels=5", [[-1.0, 1.0, *[0.25] * 62]], {"meant": [2 + 62 / 16], "left": [62 / 16]}),  # to 0 or to 0.5
+        ("orq:levels=3", [[-1.0, 1.0, *[0.25] * 62]], {"meant": [2 + 62 / 16], "left": [0]}),
+    ],
+)
+def test_what_is_left_of_what_was_to_be_sent(
+    spec: str, grads: list[list[float]], squares: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same on both ranks, so that the sums are twice one rank's; the updates are those of nobody looking."""
+    monkeypatch.setattr(errors, "EVERY", 1)
+    watched, plain = (gradcomp.Simulation(spec, {"w": (len(grads[0]),)}, 2) for _ in range(2))
+    noted = errors.Errors(watched)
+    for step, grad in enumerate(grads, 1):
+        noted.begin(step)
+        given = [{"w": torch.tensor(grad)}] * 2
+        assert torch.equal(watched.step(given)["w"], plain.step(given)["w"])
+    assert noted.squares() == {name: [2 * value for value in values] for name, values in squares.items()}
+
+
+def test_every_tenth_step_is_looked_at() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.5", {"w": (4,)}, 1)
+    noted = errors.Errors(simulation)
+    for step in range(1, 22):
+        noted.begin(step)
+        simulation.step([{"w": torch.tensor(FEW)}])
+    assert len(noted.squares()["left"]) == 3
+
+
+def test_errors_are_means_over_steps_and_seeds_where_all_of_them_have_one() -> None:
+    def runs(*left: list[float] | None) -> dict[int, Any]:
+        made = record(98.0, [1.0], 4)
+        return {
+            seed: made if of_seed is None else made | {"squares": {"meant": [4.0, 0.0, 8.0], "left": of_seed}}
+            for seed, of_seed in enumerate(left)
+        }
+
+    records = {"dense": runs([0, 0, 0], [0, 0, 0]), "a": runs([1, 0, 4], [3, 0, 12]), "b": runs([1, 0, 4], None)}
+    records["c"] = runs([1, 0, math.nan], [1, 0, 4])
+    lines = summary.summarize("mlp", records)
+    assert [line["squared_error"] for line in lines] == [0, (0.375 + 1.125) / 2, None, None]
+    head, _, *rows = summary.markdown("mlp", lines).splitlines()[2:]
+    assert head.endswith("| relative squared error |")
+    assert [row.split("|")[-2].strip() for row in rows] == ["0.000", "0.750", "", ""]
+    assert len({row.count("|") for row in (head, *rows)}) == 1
+    assert "squared error" not in summary.markdown("mlp", lines[2:])
+
+
+def test_many_specs_can_be_told_apart_in_a_picture() -> None:
+    styles = [plots.style(i, "dense" if i == 0 else "topk") for i in range(30)]
+    assert len(set(styles)) == len({(style.colour, style.mark) for style in styles}) == 30
+
+
+def test_scores_of_the_same_bytes_stand_side_by_side() -> None:
+    factors = plots.beside([400.0, 20.0, 21.0, 40.0, 20.0])
+    assert factors == [1, 1 / plots.APART, plots.APART, 1, 1]
 
 
 def test_a_higher_perplexity_is_worse() -> None:

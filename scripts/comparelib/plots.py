@@ -45,9 +45,10 @@ def losses(plan: Plan, model: Model, path: Path) -> Path:
 
 
 def _curve(axes: Any, i: int, line: Line, x: Sequence[float], label: str | None = None) -> None:
-    colour, mark = style(i, line["spec"])
+    colour, mark, dashes = style(i, line["spec"])
     mean, error = gaps(line["curve"]["loss"]), gaps(line["curve"]["error"])
-    axes.plot(x, mean, color=colour, marker=mark, markevery=max(1, len(x) // 10), markersize=4, linewidth=1.2, label=label)
+    marked = {"marker": mark, "markevery": max(1, len(x) // 10), "markersize": 4}
+    axes.plot(x, mean, color=colour, linestyle=dashes, **marked, linewidth=1.2, label=label)
     low = [max(m - e, 0.05 * m) for m, e in zip(mean, error, strict=True)]
     axes.fill_between(x, low, [m + e for m, e in zip(mean, error, strict=True)], color=colour, alpha=0.18, linewidth=0)
 
@@ -86,7 +87,7 @@ def _bars(axes: Any, lines: Sequence[Line], specs: Sequence[str]) -> None:
     for line in lines:
         ms, at = line["ms"], specs.index(line["spec"])
         # Where a model was trained its curves have the colours of the same specs: those of the list without none.
-        colour = "lightgrey" if line["spec"] == "none" else style(at - specs.count("none"), line["spec"])[0]
+        colour = "lightgrey" if line["spec"] == "none" else style(at - specs.count("none"), line["spec"]).colour
         reach = [[ms["median"] - ms["low"]], [ms["high"] - ms["median"]]]
         axes.barh(at, ms["median"], xerr=reach, color=colour, alpha=0.8, error_kw={"elinewidth": 1, "ecolor": "grey"})
         told = {"xytext": (3, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}

@@ -46,6 +46,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "score_error": or_none(stats.standard_error(scores)),
         "worse_than_dense": or_none(statistics.fmean(worse)),
         "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
+        "squared_error": _squared_error(own),
         "bytes_sent": round(bytes_sent[-1]),
         "compression": sum(r["dense_bytes"] for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": reached,
@@ -68,6 +69,20 @@ def or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
+def _squared_error(records: Sequence[Record]) -> float | None:
+    """The mean over runs; None if one of them was made before squares were noted."""
+    if any("squares" not in record for record in records):
+        return None
+    return or_none(statistics.fmean(relative(**record["squares"]) for record in records))
+
+
+def relative(meant: Sequence[float], left: Sequence[float]) -> float:
+    """What is left of what was to be sent, as a mean over steps of their quotients: sums over all steps would be those of the
+    steps in which gradients, or residuals, are largest, and which these are differs from spec to spec."""
+    quotients = [of_left / of_meant for of_meant, of_left in zip(meant, left, strict=True) if of_meant]
+    return statistics.fmean(quotients) if quotients else math.nan
+
+
 def _losses(record: Record) -> list[float]:
     return [number(loss) for loss in record["losses"]]
 
@@ -76,11 +91,15 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
     """The table of one task."""
     kind = TASKS[task]
     seeds = {len(line["seeds"]) for line in lines}
+    heads = ["spec", kind.score_name, "worse than dense", "at most (95 %)", "bytes, dense / sent", "steps to dense's loss"]
+    with_errors = any(line["squared_error"] is not None for line in lines)
+    if with_errors:
+        heads.append("relative squared error")
     rows = [
         f"{task}: {kind.about}; {'/'.join(map(str, sorted(seeds)))} seeds",
         "",
-        f"| spec | {kind.score_name} | worse than dense | at most (95 %) | bytes, dense / sent | steps to dense's loss |",
-        "|---|--:|--:|--:|--:|--:|",
+        f"| {' | '.join(heads)} |",
+        f"|---|{'--:|' * (len(heads) - 1)}",
     ]
     for line in lines:
         named = line["spec"] == "dense"
@@ -92,6 +111,8 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
             f"{line['compression']:,.1f} x",
             "never" if line["times_the_steps"] is None else f"{line['times_the_steps']:.2f} x",
         ]
+        if with_errors:
+            cells.append("" if line["squared_error"] is None else f"{line['squared_error']:.3f}")
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

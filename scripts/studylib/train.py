@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from studylib.errors import Errors
 from studylib.tasks import TASKS, Settings
 
 WARM_UP = 0.05  # the share of the steps in which the learning rate rises from nothing
@@ -35,6 +36,7 @@ def run(task: str, spec: str, seed: int, ranks: int, settings: Settings) -> Reco
     job = TASKS[task].make(settings, seed, ranks)
     parameters = dict(job.model.named_parameters())
     simulation = gradcomp.Simulation(spec, {name: p.shape for name, p in parameters.items()}, ranks, seed)
+    errors = Errors(simulation)
     optimizer = torch.optim.SGD(
         parameters.values(), lr=settings.lr, momentum=0.0 if keeps_momentum(spec) else settings.momentum
     )
@@ -50,6 +52,7 @@ def run(task: str, spec: str, seed: int, ranks: int, settings: Settings) -> Reco
             loss += float(own.detach()) / ranks
             found = _clipped(torch.autograd.grad(own, list(parameters.values())), settings.clip)
             grads.append(dict(zip(parameters, found, strict=True)))
+        errors.begin(step)
         for name, update in simulation.step(grads).items():
             parameters[name].grad = update
         optimizer.step()
@@ -59,6 +62,7 @@ def run(task: str, spec: str, seed: int, ranks: int, settings: Settings) -> Reco
     return {
         "losses": losses,
         "sent": sent,
+        "squares": errors.squares(),
         "dense_bytes": 4 * sum(p.numel() for p in parameters.values()) * settings.steps,
         "score": job.score(),
         "parameters": sum(p.numel() for p in parameters.values()),
