@@ -139,6 +139,10 @@ class Compressor(ABC):
         """Whether what this configured instance sends is right in the mean without error feedback."""
         return False
 
+    def against_feedback(self) -> str | None:
+        """Why there must be no error feedback around it; None if there may be."""
+        return None
+
     @property
     def moments(self) -> str | None:
         """Which statistics of each layer it reads: those of what has "accumulated", of the "raw" gradient, or none."""

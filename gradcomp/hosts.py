@@ -81,6 +81,9 @@ class ByHost(Compressor):
     def unbiased(self) -> bool:
         return self.inner.unbiased
 
+    def against_feedback(self) -> str | None:
+        return self.inner.against_feedback()
+
     @property
     def local_momentum(self) -> float:
         return self.inner.local_momentum

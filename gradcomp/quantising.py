@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,6 +18,12 @@ from gradcomp.core import Acc, Compressor, Field, Form, Gather, Layout, Payload,
 ROUTES = ("auto", "allgather", "alltoall")
 SCOPES = ("layer", "group")
 TRAVEL = ("all", "top", "ends")
+
+MOST_FED_BACK = 1.2
+"""Of the squares of normal entries, what rounding may leave for error feedback. Below 1 the residual stays bounded; up to here
+it grows like a random walk, as errors without feedback do; well above, by a factor each step."""
+MOST_ROUNDED_TWICE = 0.8
+"""The same, of what is not unbiased, for route=auto to choose parts, whose sums are rounded again."""
 
 ROUND, BYTE = 2e-3, 8e-9
 """Seconds, for an estimate: of an operation of Horovod's, and of a byte on a link of 1 Gbit/s."""
@@ -68,6 +75,17 @@ class Quantising(Compressor):
     def unbiased(self) -> bool:
         return self.drawn and self.sigmas == 0
 
+    def against_feedback(self) -> str | None:
+        error = _error_of(self)
+        if error <= MOST_FED_BACK:
+            return None
+        name = type(self).__module__.rpartition(".")[2]
+        return (
+            f"{name}: with error feedback, which momentum, masking, clip and sigmas need, what is left would grow without end: "
+            f"rounding leaves {error:.1f} times the squares of what it is given. Less is left with fewer sigmas (1.5), more "
+            f"levels, or of qsgd with norm=max"
+        )
+
     @property
     def moments(self) -> str | None:
         return "accumulated" if self.sigmas and self.per == "layer" else None
@@ -85,7 +103,7 @@ class Quantising(Compressor):
         state.steps += 1
         bounds = None if not self.sigmas else self._bounds(acc, state)
         whole = self.rounding(acc.value.numel())
-        if self.route == "alltoall" or (self.route == "auto" and _alltoall_is_faster(wire.size(whole.form), world.size)):
+        if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(whole.form, world.size)):
             parts = Parts(acc.value.numel(), self.group, world.size)
             if parts.all_full:
                 return (yield from self._by_parts(acc, state, world, parts, bounds))
@@ -117,7 +135,8 @@ class Quantising(Compressor):
             mine.add(sums, came[rank], 1.0)
         flags = [payload["header"][1:] for payload in came.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
-        results = yield Gather(mine.take(sums, None, flag, state.key(world.rank, 0), wire.empty(form, acc.value.device)))
+        limits = self._within(state.deviations(sums)) if self.sigmas else None  # layers' deviations are not those of sums
+        results = yield Gather(mine.take(sums, limits, flag, state.key(world.rank, 0), wire.empty(form, acc.value.device)))
         update = state.zeros(acc.value)
         for rank, result in enumerate(results):
             roundings[rank].add(parts.cut(update, rank), result, 1 / world.size)
@@ -126,15 +145,23 @@ class Quantising(Compressor):
         own.copy_(torch.where(parts.cut(update, world.rank)[:1].isfinite(), sums, own))
         return update
 
+    def _prefers_parts(self, form: Form, ranks: int) -> bool:
+        """A gather sends a payload P - 1 times; parts there and back are 2 (P - 1) / P of it, in two operations. But where the
+        residual hardly shrinks, it would not with a second rounding."""
+        sooner = (ranks - 1) * (1 - 2 / ranks) * wire.size(form) * BYTE > ROUND
+        return sooner and (self.unbiased or _error_of(self) < MOST_ROUNDED_TWICE)
+
     def _bounds(self, acc: Acc, state: State) -> Tensor:
         """Two for each group: no entry counts as further from 0 than so many deviations of its layer, or of the group."""
         if self.per == "group":
-            deviations = state.deviations(acc.value)
-        else:
-            assert acc.moments is not None
-            of_layers = (acc.moments[:, 1] / state.sizes).clamp(min=0).sqrt().float()
-            deviations = torch.zeros(state.groups, device=acc.value.device)
-            deviations.scatter_reduce_(0, state.touched, of_layers[state.touching], "amax")
+            return self._within(state.deviations(acc.value))
+        assert acc.moments is not None
+        of_layers = (acc.moments[:, 1] / state.sizes).clamp(min=0).sqrt().float()
+        deviations = torch.zeros(state.groups, device=acc.value.device)
+        deviations.scatter_reduce_(0, state.touched, of_layers[state.touching], "amax")
+        return self._within(deviations)
+
+    def _within(self, deviations: Tensor) -> Tensor:
         most = self.sigmas * deviations
         return torch.stack([-most, most], 1).flatten()
 
@@ -216,7 +243,8 @@ class State:
         return self.update.zero_()
 
     def deviations(self, value: Tensor) -> Tensor:
-        whole = (self.groups - 1) * self.group
+        """Each group's; of the bucket, or a part of it."""
+        whole = (kernels.groups(value.numel(), self.group) - 1) * self.group
         last = value[whole:].std(0, correction=0, keepdim=True)
         return torch.cat([value[:whole].view(-1, self.group).std(1, correction=0), last]) if whole else last
 
@@ -262,11 +290,16 @@ def check_levels(name: str, levels: int, least: int = 3) -> None:
         raise ValueError(f"{name}: levels must be one of {', '.join(map(str, known))}, not {levels}")
 
 
+@functools.cache
+def _error_of(how: Quantising) -> float:
+    """What rounding leaves of a group of normal entries, as a share of their squares."""
+    value = torch.randn(how.group, generator=torch.Generator().manual_seed(0))
+    whole = value.square().sum()
+    bounds = how._within(value.std(0, correction=0, keepdim=True)) if how.sigmas else None
+    how.rounding(how.group).take(value, bounds, None, key=0)
+    return float(value.square().sum() / whole)
+
+
 def _spans(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return list(zip([0, *ends], ends, strict=False))
-
-
-def _alltoall_is_faster(size: int, ranks: int) -> bool:
-    """A gather sends a payload P - 1 times; parts there and back are 2 (P - 1) / P of it, in two operations."""
-    return (ranks - 1) * (1 - 2 / ranks) * size * BYTE > ROUND

@@ -109,6 +109,8 @@ class Feedback(Compressor):
             raise ValueError(f"{type(self.inner).__name__.lower()} has nothing to warm up: it has no gentler form")
         if self.momentum and self.inner.local_momentum:
             raise ValueError("momentum and sam would act twice; set one of them to 0")
+        if reason := self.inner.against_feedback():
+            raise ValueError(reason)
 
     @property
     def whole_model(self) -> bool:
@@ -223,4 +225,8 @@ class ByLayer(Compressor):
 
 def source(compressor: Compressor) -> Source:
     """What drives this compressor: error feedback where it has it, else the gradients as they are."""
-    return compressor if isinstance(compressor, Feedback) else Flat(compressor)
+    if isinstance(compressor, Feedback):
+        return compressor
+    if compressor.moments is not None:
+        raise ValueError(f"{compressor} reads statistics that are kept by error feedback: put Feedback around it")
+    return Flat(compressor)

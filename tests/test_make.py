@@ -24,7 +24,7 @@ def test_specs_mean_what_they_say() -> None:
 @pytest.mark.parametrize(
     "spec,sentence",
     [
-        ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: dense"),
+        ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: bingrad, dense"),
         ("", "there is no compressor ''"),
         ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, route, wire, momentum"),
         ("dense:ratio=1", "dense has no knob 'ratio'; known: momentum"),

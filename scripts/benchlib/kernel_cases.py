@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ from torch import Tensor
 import gradcomp
 from benchlib.rounds import Case
 from gradcomp import kernels, wire
+from gradcomp.compressors.bingrad import BinGrad
 from gradcomp.compressors.gs_sgd import GsSgd
+from gradcomp.compressors.orq import Orq
+from gradcomp.quantising import Rounding
 
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
 FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
 SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
 SKETCH, HEAVIEST = "sketch", "heaviest"
+ORQ_3, ORQ_9, BINGRAD_B = "ORQ-3, round and add", "ORQ-9, round and add", "BinGrad-b, round and add"
 RATIO = 0.001
 
 
@@ -62,7 +67,15 @@ class Bench:
         }
 
     def cases(self) -> list[Case]:
-        return [*self.yardsticks(), *self.passes(), *self.sparse(), *self.above(), *self.sketches(), *self.steps()]
+        return [
+            *self.yardsticks(),
+            *self.passes(),
+            *self.sparse(),
+            *self.above(),
+            *self.sketches(),
+            *self.levels(),
+            *self.steps(),
+        ]
 
     def yardsticks(self) -> list[Case]:
         n, target, acc = self.n, self.empty(), self.empty()
@@ -188,6 +201,20 @@ class Bench:
             Case(SKETCH, lambda i: kernels.sketch(self.input(i), rows, 0, table), 4 * self.n),
             Case(HEAVIEST, lambda i: kernels.heaviest(filled, rows, 0, self.n, places, estimates), 4 * rows * self.n),
         ]
+
+    def levels(self) -> list[Case]:
+        """Levels of groups of 2,048, every entry's code in words, and these decoded and added. Words are 1.6 bits an entry, or 3.2,
+        or 1, and are not counted."""
+        value, target = self.empty(), self.empty()
+        hows = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
+        roundings = {name: Rounding(how, self.n) for name, how in hows.items()}
+        payloads = {name: wire.empty(rounding.form, self.device) for name, rounding in roundings.items()}
+
+        def both(name: str, i: int) -> None:
+            rounding, payload = roundings[name], payloads[name]
+            rounding.add(target, rounding.take(value, None, None, i, payload), 0.5)
+
+        return [Case(name, partial(both, name), 20 * self.n, before=lambda i: value.copy_(self.input(i))) for name in roundings]
 
     def steps(self) -> list[Case]:
         """Whole steps; their bytes are the sum over the kernels in them (sparse: 12, the take's, and spread writes 4)."""

@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchlib import report
-from benchlib.kernel_cases import ADD, COPY, FEEDBACK, HEAVIEST, SDAGC, SDAGC_SIMULATED, SIMULATED, SKETCH
+from benchlib.kernel_cases import (
+    ADD,
+    BINGRAD_B,
+    COPY,
+    FEEDBACK,
+    HEAVIEST,
+    ORQ_3,
+    ORQ_9,
+    SDAGC,
+    SDAGC_SIMULATED,
+    SIMULATED,
+    SKETCH,
+)
 from benchlib.rounds import Case, Spread, ratio
 
 
@@ -24,6 +36,9 @@ TARGETS = {
     SDAGC_SIMULATED: Target(4.5, "16.8M"),
     SKETCH: Target(3.5, "4.2M"),
     HEAVIEST: Target(6.0, "4.2M"),
+    ORQ_3: Target(6.0, "16.8M"),
+    ORQ_9: Target(14.0, "16.8M"),
+    BINGRAD_B: Target(4.0, "16.8M"),
 }
 
 Line = dict[str, Any]

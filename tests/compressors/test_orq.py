@@ -137,6 +137,44 @@ def test_a_layer_that_is_far_wider_has_bounds_of_its_own() -> None:
         assert update[name].abs().max() == pytest.approx(1.5 * float(grad.std()), rel=0.01)
 
 
+@pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb", "sign"])
+@pytest.mark.parametrize("route", ["allgather", "alltoall"])
+def test_what_is_left_stays_bounded(spec: str, route: str) -> None:
+    """Though the sums of parts are rounded, too, and one rank keeps what that leaves over."""
+    n, world = 2048, 4
+    simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}group=512,route={route}", {"w": (n,)}, world)
+    torch.manual_seed(0)
+    left = []
+    for _ in range(60):
+        simulation.step([{"w": torch.randn(n)} for _ in range(world)])
+        left.append(sum(float(simulation.residual(rank)["w"].square().mean()) for rank in range(world)) / world)
+    assert sum(left[40:]) < 1.25 * sum(left[20:40])
+    assert max(left) < 10
+
+
+def test_auto_does_not_round_twice_what_hardly_shrinks() -> None:
+    """Unclipped and unbiased, or clipped so that little is left: by parts; TernGrad's wide bounds with feedback: not."""
+    n, world = 2048 * 500, 4
+    for spec, by_parts in (("orq", True), ("orq:sigmas=1.5", True), ("terngrad", False)):
+        simulation = gradcomp.Simulation(spec, {"w": (n,)}, world)
+        simulation.step([{"w": torch.randn(n)}] * world)
+        whole = payload(n, 2048, 3, 1 if spec == "terngrad" else 3)
+        assert (simulation.bytes_sent[0] != whole) == by_parts
+
+
+@pytest.mark.parametrize(
+    "spec", ["orq:momentum=0.9", "qsgd:levels=9,sigmas=2", "terngrad:sigmas=4", "linear:levels=3,masking=true"]
+)
+def test_feedback_that_would_grow_is_refused(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"would grow without end.* times the squares"):
+        gradcomp.make(spec)
+
+
+def test_clipping_by_layers_needs_feedback() -> None:
+    with pytest.raises(ValueError, match="put Feedback around it"):
+        gradcomp.Simulation(Orq(sigmas=1.5), {"w": (100,)}, 1)
+
+
 def test_its_spec() -> None:
     assert gradcomp.make("orq:levels=5") == Orq(levels=5)
     assert gradcomp.make("orq:sigmas=2") == Feedback(Orq(sigmas=2.0))

@@ -24,6 +24,10 @@ SENT = [
     "topk:ratio=0.01,route=tree",
     "sdagc:lam=2,small=none,route=split,wire=exact",
     "sdagc:lam=2,small=none,route=tree",
+    "orq:group=512,route=alltoall",
+    "orq:sigmas=1.5,group=512,route=alltoall",
+    "bingrad:group=512",
+    "qsgd:levels=9,group=128,route=allgather",
 ]
 REDUCED = ["gs_sgd:ratio=0.005", "gs_sgd:ratio=0.005,sum=tree", "gs_sgd:ratio=0.005,candidates=0"]
 BY_HOST = [
@@ -32,6 +36,7 @@ BY_HOST = [
     "sdagc:lam=2,small=none,shared=true,by_host=true",
     "gs_sgd:ratio=0.005,by_host=true",
     "dense:by_host=true",
+    "bingrad:form=pb,group=512,by_host=true",
 ]
 ROUNDS = [(spec, 3, 1) for spec in SENT + REDUCED] + [(spec, 4, 2) for spec in BY_HOST]
 """Spec, ranks, and hosts with equally many of them."""
