@@ -17,9 +17,4 @@ void parallel_groups(const Groups& groups, int threads, const Work& work) {
   for (std::thread& thread : others) thread.join();
 }
 
-// Asks memory for the group after this one.
-inline void fetch_next(const float* x, const Groups& groups, int64_t group) {
-  if (group + 1 < groups.count()) fetch(x + groups.begin(group + 1), x + groups.end(group + 1));
-}
-
 }  // namespace gradcomp::cpu

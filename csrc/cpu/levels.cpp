@@ -17,7 +17,6 @@ void find_levels(Span<const float> value, Span<const float> bounds, int64_t form
   parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
     std::vector<float> within(static_cast<size_t>(groups.longest())), room(within.size());
     for (int64_t g = begin; g < end; ++g) {
-      fetch_next(value.data, groups, g);
       const float* x = value.data + groups.begin(g);
       const int64_t n = groups.end(g) - groups.begin(g);
       if (bounds.given()) {

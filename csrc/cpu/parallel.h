@@ -26,13 +26,6 @@ inline int parts(int64_t n, int threads) { return static_cast<int>(std::clamp<in
 // What loops do at once: it stays in the fastest cache.
 constexpr int64_t kBlock = 2048;
 
-constexpr int64_t kCacheLine = 16;  // floats
-
-// Asks memory for entries that are needed soon.
-inline void fetch(const float* begin, const float* end) {
-  for (; begin < end; begin += kCacheLine) __builtin_prefetch(begin);
-}
-
 // Where part i of count begins; parts meet between blocks, so that no two threads share a block or a cache line.
 inline int64_t part_begin(int64_t n, int i, int count) { return i == count ? n : n / count * i / kBlock * kBlock; }
 

@@ -39,7 +39,7 @@ inline Around around(float x, const std::array<float, kLevels>& level, uint32_t 
 
 // codes <- the level each entry is rounded to, by its draw; x <- what that leaves over.
 template <int kLevels>
-HOT void round_by_draws(float* x, int64_t n, const float* levels, uint32_t draws, uint8_t* codes) {
+HOT void round_by_draws(float* __restrict x, int64_t n, const float* levels, uint32_t draws, uint8_t* codes) {
   Levels<kLevels> level;  // a copy: x may be anything but these
   std::copy_n(levels, kLevels, level.begin());
   for (int64_t i = 0; i < n; ++i) {
@@ -51,7 +51,7 @@ HOT void round_by_draws(float* x, int64_t n, const float* levels, uint32_t draws
 }
 
 // The same for two levels, by which side of the cut an entry is on.
-HOT void round_at(float* x, int64_t n, float low, float high, float cut, uint8_t* codes) {
+HOT void round_at(float* __restrict x, int64_t n, float low, float high, float cut, uint8_t* codes) {
   for (int64_t i = 0; i < n; ++i) {
     const bool up = x[i] >= cut;
     codes[i] = up;
@@ -83,7 +83,7 @@ constexpr Packing packing = *packing_of(kLevels);
 
 // part <- the number that each word's codes make up.
 template <int kLevels>
-HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* part) {
+HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* __restrict part) {
   std::fill_n(part, count, 0u);
   for (int64_t digit = packing<kLevels>.digits - 1; digit >= 0; --digit) {
     const uint8_t* own = codes + digit * count;
@@ -92,7 +92,7 @@ HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* part) {
 }
 
 template <int kLevels>
-HOT void part_digits(uint32_t* part, int64_t count, uint8_t* codes) {
+HOT void part_digits(uint32_t* __restrict part, int64_t count, uint8_t* codes) {
   for (int64_t digit = 0; digit < packing<kLevels>.digits; ++digit) {
     uint8_t* own = codes + digit * count;
     for (int64_t word = 0; word < count; ++word) {
@@ -164,7 +164,6 @@ void add_groups(Span<float> target, Span<const float> levels, Span<const uint64_
       Room<kLevels> room(groups);
       for (int64_t g = begin; g < end; ++g) {
         const int64_t n = groups.end(g) - groups.begin(g);
-        fetch_next(target.data, groups, g);
         unpack<kLevels>(words.data + g * kPacking.words(group), kPacking.words(n), room.left.data(), room.part.data(),
                         room.codes.data());
         add_codes<kLevels>(room.codes.data(), n, levels.data + g * kLevels, scale, target.data + groups.begin(g));
@@ -183,7 +182,6 @@ void take_levels(Span<float> value, Span<const float> levels, Span<const float> 
     parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
       Room<kLevels> room(groups);
       for (int64_t g = begin; g < end; ++g) {
-        fetch_next(value.data, groups, g);
         float* x = value.data + groups.begin(g);
         const int64_t n = groups.end(g) - groups.begin(g), there = kPacking.words(n);
         const float* own = levels.data + g * kLevels;

@@ -138,6 +138,7 @@ class Shortlist {
 
 // Lines that are scattered in memory, on their way to the cache before they are looked at.
 inline void fetch_marked(const uint8_t* marks, int64_t lines, const float* x) {
+  constexpr int64_t kCacheLine = 16;
   for (int64_t j = 0; j < lines; ++j) {
     if (marks[j] == 0) continue;
     for (int64_t i = 0; i < kLine; i += kCacheLine) __builtin_prefetch(x + j * kLine + i, 1);

@@ -22,6 +22,11 @@ HOT void add_tiles(const float* x, int64_t count, const Places& places, float* r
   }
 }
 
+// Asks memory for entries that are added later.
+void fetch(const float* begin, const float* end) {
+  for (; begin < end; begin += kSketchTile) __builtin_prefetch(begin);
+}
+
 }  // namespace
 
 void sketch(Span<const float> value, int64_t rows, int64_t seed, Span<float> table, Queue queue) {

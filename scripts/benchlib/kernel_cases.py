@@ -203,8 +203,8 @@ class Bench:
         ]
 
     def levels(self) -> list[Case]:
-        """Levels of groups of 2,048, every entry's code in words, and these decoded and added. Words are 1.6 bits an entry, or 3.2,
-        or 1, and are not counted."""
+        """Levels of groups of 2,048, every entry's code in words, and these decoded and added. Words, of 1 to 3.2 bits an entry,
+        are not counted."""
         value, target = self.empty(), self.empty()
         hows = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
         roundings = {name: Rounding(how, self.n) for name, how in hows.items()}
