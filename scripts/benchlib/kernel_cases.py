@@ -203,7 +203,7 @@ class Bench:
         ]
 
     def levels(self) -> list[Case]:
-        """Levels of groups of 2,048, every entry's code in words, and these decoded and added. Words, of 1 to 3.2 bits an entry,
+        """Levels of groups of 2,048, every entry's code in words, and these decoded and added. Words, 1 to 3.2 bits an entry,
         are not counted."""
         value, target = self.empty(), self.empty()
         hows = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
