@@ -56,3 +56,12 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(kernels, "_native", request.getfixturevalue("emulator"))
     torch.manual_seed(0)
     yield torch.device("cuda" if request.param == "cuda" else "cpu")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For many small tensors: where the machine has other work too, torch's threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

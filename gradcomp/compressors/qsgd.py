@@ -23,6 +23,8 @@ class Qsgd(Quantising):
         check_levels("qsgd", self.levels)
         if self.norm not in ("l2", "max"):
             raise ValueError(f"qsgd: norm must be l2 or max, not {self.norm!r}")
+        if self.norm == "l2" and self.sigmas:
+            raise ValueError("qsgd: sigmas clips at the outer levels, and those of norm=l2 lie further out; set norm=max")
 
     @property
     def rule(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from compressors.test_orq import rounded_bytes
+from torch import Tensor
 
 import gradcomp
 
@@ -17,26 +18,35 @@ PROMISED_BYTES: dict[str, Callable[..., int]] = {
 }
 
 
-@pytest.mark.parametrize("kind,error", [("normal", 0.363), ("laplace", 0.504), ("shifted", 0.299)])
-def test_its_error_is_the_known_one(kind: str, error: float) -> None:
-    """Over the squares of the entries: a Gaussian's is 1 - 2 / pi."""
+def draw(kind: str, n: int) -> Tensor:
     torch.manual_seed(0)
-    n = 2048 * 40
-    value = torch.randn(n) + (0.5 if kind == "shifted" else 0.0)
     if kind == "laplace":
-        value = torch.distributions.Laplace(0.0, 1.0).sample((n,))
-    simulation = gradcomp.Simulation("bingrad", {"w": (n,)}, 1)
-    update = simulation.step([{"w": value}])["w"]
-    assert float((update - value).square().sum() / value.square().sum()) == pytest.approx(error, abs=0.01)
+        return torch.distributions.Laplace(0.0, 1.0).sample((n,))
+    return torch.randn(n) + (0.5 if kind == "shifted" else 0.0)
+
+
+def error_of(update: Tensor, value: Tensor) -> float:
+    return float((update - value).square().sum() / value.square().sum())
+
+
+@pytest.mark.parametrize("threshold", ["mean", "lloyd"])
+@pytest.mark.parametrize("kind,error", [("normal", 0.363), ("laplace", 0.504), ("shifted", 0.299)])
+def test_its_error_is_the_known_one(kind: str, error: float, threshold: str) -> None:
+    """Over the squares of the entries: a Gaussian's is 1 - 2 / pi."""
+    value = draw(kind, 2048 * 40)
+    update = gradcomp.Simulation(f"bingrad:threshold={threshold}", {"w": (len(value),)}, 1).step([{"w": value}])["w"]
+    assert error_of(update, value) == pytest.approx(error, abs=0.01)
     sums = update.view(-1, 2048).double().sum(1) - value.view(-1, 2048).double().sum(1)
     assert sums.abs().max() < 1e-2
 
 
-def test_partly_biased_has_one_level_of_a_known_size() -> None:
-    torch.manual_seed(0)
-    update = gradcomp.Simulation("bingrad:form=pb", {"w": (2048 * 40,)}, 1).step([{"w": torch.randn(2048 * 40)}])["w"]
-    assert float(update.abs().mean()) == pytest.approx(0.6471, abs=0.01)
+@pytest.mark.parametrize("kind,level,error", [("normal", 0.6471, 0.455), ("laplace", 0.8065, 0.583)])
+def test_partly_biased_has_one_level_of_a_known_size(kind: str, level: float, error: float) -> None:
+    value = draw(kind, 2048 * 40)
+    update = gradcomp.Simulation("bingrad:form=pb", {"w": (len(value),)}, 1).step([{"w": value}])["w"]
+    assert float(update.abs().mean()) == pytest.approx(level, abs=0.01)
     assert len(update.abs().unique()) == 40
+    assert error_of(update, value) == pytest.approx(error, abs=0.01)
 
 
 def test_its_spec() -> None:

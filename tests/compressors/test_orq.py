@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import reference
 import torch
-from torch import Tensor
 
 import gradcomp
 from gradcomp import kernels
@@ -39,38 +38,6 @@ PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "orq:sigmas=1.5,group=64,route=alltoall": rounded_bytes(64, 3, 3, "alltoall"),
     "orq:sigmas=1.5,group=512,per=group": rounded_bytes(512, 3, 3),
 }
-
-
-def error_of(rows: Tensor, levels: Tensor) -> Tensor:
-    """The expected squared error of each row when it is rounded at random to its levels."""
-    rows, levels = rows.double(), levels.double()
-    at = (rows[:, :, None] >= levels[:, None, :]).sum(2).clamp(1, levels.shape[1] - 1)
-    low, high = levels.gather(1, at - 1), levels.gather(1, at)
-    return ((rows - low) * (high - rows)).sum(1)
-
-
-def levels_by(rule: str, rows: Tensor, count: int) -> Tensor:
-    levels, cuts = torch.empty(len(rows) * count), torch.empty(len(rows))
-    kernels.find_levels(rows.flatten(), rule, rows.shape[1], count, levels, cuts)
-    return levels.view(-1, count)
-
-
-@pytest.mark.parametrize("kind", ["normal", "laplace", "t3", "skewed"])
-@pytest.mark.parametrize("count", [3, 5, 9])
-def test_no_other_levels_err_less(kind: str, count: int) -> None:
-    torch.manual_seed(count)
-    rows = torch.randn(200, 512)
-    if kind == "laplace":
-        rows = torch.distributions.Laplace(0.0, 1.0).sample((200, 512))
-    elif kind == "t3":
-        rows = torch.distributions.StudentT(3.0).sample((200, 512))
-    elif kind == "skewed":
-        rows = torch.distributions.Gamma(2.0, 1.0).sample((200, 512)) - 2
-    ours = error_of(rows, levels_by("orq", rows, count))
-    for rule in ("norm", "peak", "range", "quantile"):
-        theirs = error_of(rows, levels_by(rule, rows, count))
-        assert float((ours <= theirs * (1 + 1e-6)).float().mean()) >= (1 if count == 3 else 0.99)
-        assert ours.mean() < theirs.mean()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +130,7 @@ def test_auto_does_not_round_twice_what_hardly_shrinks() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["orq:momentum=0.9", "qsgd:levels=9,sigmas=2", "terngrad:sigmas=4", "linear:levels=3,masking=true"]
+    "spec", ["orq:momentum=0.9", "qsgd:levels=9,masking=true", "terngrad:sigmas=4", "linear:levels=3,masking=true"]
 )
 def test_feedback_that_would_grow_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"would grow without end.* times the squares"):

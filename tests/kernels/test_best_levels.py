@@ -1,0 +1,123 @@
+"""The levels that err least, against brute force: orq's, BinGrad's, and with three levels all others."""
+
+from __future__ import annotations
+
+import gradients
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels.test_levels import ends_of, quantise
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = ("laplace", "heavy", "sparse")
+
+
+def error_of(x: Tensor, levels: Tensor) -> float:
+    """The expected squared error of rounding at random, outside the levels to the nearest."""
+    x, levels = x.double(), levels.double()
+    inside = x.clamp(levels[0], levels[-1])
+    at = torch.searchsorted(levels, inside, right=True).clamp(1, len(levels) - 1)
+    low, high = levels[at - 1], levels[at]
+    return float(((inside - low) * (high - inside) + (x - inside) ** 2).sum())
+
+
+def bounds_of(value: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:
+    """So many deviations of the group to either side; also where float32 cannot hold their squares."""
+    if deviations is None:
+        return None
+    each = [deviations * value[begin:end].double().std(correction=0) for begin, end in zip([0, *ends], ends, strict=False)]
+    most = torch.stack(each).float()
+    return torch.stack([-most, most], 1).flatten()
+
+
+def check_between(x: Tensor, low: Tensor, level: Tensor, high: Tensor) -> None:
+    """The optimal condition, P(v in [level, high]) (high - low) = E[v - low; v in [low, high]]; no entry would do better."""
+    inside = x[(x >= low) & (x <= high)]
+    if low == high:
+        assert level == low
+        return
+    wanted = float((inside - low).sum() / (high - low))
+    above, from_it_on = int((inside > level).sum()), int((inside >= level).sum())
+    assert above <= wanted * (1 + 1e-6) and wanted * (1 - 1e-6) <= from_it_on  # kernels subtract floats
+    tried, entries = inside.unique(), inside[:, None]
+    errors = torch.cat(
+        [
+            torch.where(entries <= some, (entries - low) * (some - entries), (entries - some) * (high - entries)).sum(0)
+            for some in tried.split(64)
+        ]
+    )
+    own = errors[tried == level]
+    assert len(own) == 1 and float(own) <= float(errors.min()) * (1 + 1e-6) + 1e-12 * len(inside) * float(high - low) ** 2
+
+
+def check_best(value: Tensor, group: int, deviations: float | None) -> None:
+    """Every level of every group, against the two between which it was put; fewer levels are the first of more."""
+    ends = ends_of(len(value), group)
+    bounds = bounds_of(value, ends, deviations)
+    three, five, nine = (quantise(value, "orq", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))
+    assert torch.equal(nine[:, ::2], five) and torch.equal(five[:, ::2], three)
+    for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        x = value[begin:end].double()
+        if bounds is not None:
+            x = x.clamp(*bounds.view(-1, 2)[i].double())
+        assert nine[i, 0] == x.min() and nine[i, 8] == x.max()
+        for step in (8, 4, 2):
+            for at in range(0, 8, step):
+                check_between(x, nine[i, at], nine[i, at + step // 2], nine[i, at + step])
+
+
+@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 90), deviations=st.sampled_from([None, 0.5, 1.5, 2.5]))
+def test_orq_is_the_best_there_is(seed: int, kind: str, n: int, deviations: float | None) -> None:
+    check_best(gradients.draw(kind, n, seed), 128, deviations)
+
+
+@pytest.mark.parametrize("deviations", [None, 1.5])
+@pytest.mark.parametrize(
+    "n,group,kind", [*((1124, 512, kind) for kind in KINDS), (532, 512, "laplace"), (2748, 2048, "laplace")]
+)
+def test_orq_is_the_best_there_is_in_every_group(n: int, group: int, kind: str, deviations: float | None) -> None:
+    """Also where the last one is shorter, or longer."""
+    check_best(gradients.draw(kind, n, n), group, deviations)
+
+
+@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300), deviations=st.sampled_from([None, 0.5, 1.5, 2.5]))
+def test_no_other_three_levels_err_less(seed: int, kind: str, n: int, deviations: float | None) -> None:
+    value = gradients.draw(kind, n, seed)
+    bounds = bounds_of(value, [n], deviations)
+    x = value if bounds is None else value.clamp(*bounds)
+    least = error_of(x, quantise(value, "orq", 512, 3, bounds=bounds).levels[0])
+    for form in ("norm", "peak", "range", "quantile"):
+        other = error_of(x, quantise(value, form, 512, 3, bounds=bounds).levels[0])
+        assert least <= other * (1 + 1e-6) + 1e-12 * float(x.double().square().sum())  # levels are floats
+
+
+@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))
+def test_partly_is_the_best_there_is(seed: int, kind: str, n: int) -> None:
+    """A fixed point, or where the sum jumps across b; and of all magnitudes, and all sums of the largest, none errs less."""
+    value = gradients.draw(kind, n, seed)
+    b = float(quantise(value, "partly", 512, 2).levels[0, 1])
+    magnitudes = value.double().abs().sort(descending=True).values
+    sums = [float(magnitudes[magnitudes > at].sum()) / n for at in (b * (1 - 1e-6), b)]
+    assert sums[1] * (1 - 1e-5) <= b <= sums[0] * (1 + 1e-5) + 1e-42
+    tried = torch.cat([torch.tensor([b]).double(), magnitudes, magnitudes.cumsum(0) / n])
+    x = magnitudes[:, None]
+    errors = torch.where(x <= tried, tried.square() - x.square(), (x - tried).square()).sum(0)
+    assert errors[0] <= errors.min() * (1 + 1e-6) + 1e-80
+
+
+@pytest.mark.parametrize("kind", ["normal", "laplace", "skewed"])
+def test_lloyd_errs_least(kind: str) -> None:
+    """Of all ways to part a group in two."""
+    n, group = 40 * 512, 512
+    value = gradients.draw("laplace", n, 3).abs() + gradients.draw("laplace", n, 4).abs()  # Gamma(2)
+    if kind != "skewed":
+        value = gradients.draw(kind, n, 3)
+    rows = value.double().view(-1, group)
+    below = rows.sort(1).values.cumsum(1)
+    counts, whole = torch.arange(1.0, group).double(), below[:, -1:]
+    parted = below[:, :-1].square() / counts + (whole - below[:, :-1]).square() / (group - counts)
+    least = rows.square().sum(1) - parted.max(1).values
+    lloyd, mean = ((quantise(value, form, group, 2).said.view_as(rows) - rows).square().sum(1) for form in ("lloyd", "mean"))
+    assert (lloyd >= least * (1 - 1e-6)).all() and (lloyd <= least * (1 + 1e-6)).all() and lloyd.sum() < mean.sum()
