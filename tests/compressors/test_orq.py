@@ -137,6 +137,16 @@ def test_feedback_that_would_grow_is_refused(spec: str) -> None:
         gradcomp.make(spec)
 
 
+@pytest.mark.parametrize(
+    "spec", ["orq", "orq:sigmas=2", "qsgd:norm=max", "qsgd", "linear", "terngrad", "bingrad:form=pb", "sign"]
+)
+def test_entries_further_apart_than_the_largest_float(spec: str) -> None:
+    simulation = gradcomp.Simulation(spec, {"w": (4,)}, 1)
+    update = simulation.step([{"w": torch.tensor([3e38, -3e38, 1e38, -1e38])}])["w"]
+    assert update.isfinite().all() and update[0] > 0 > update[1]
+    assert all(left.isfinite().all() for left in simulation.residual(0).values())
+
+
 def test_clipping_by_layers_needs_feedback() -> None:
     with pytest.raises(ValueError, match="put Feedback around it"):
         gradcomp.Simulation(Orq(sigmas=1.5), {"w": (100,)}, 1)
