@@ -112,6 +112,15 @@ def test_orq_is_the_best_there_is_in_every_group(n: int, group: int, kind: str, 
     check_best(gradients.draw(kind, n, n), group, deviations)
 
 
+def test_a_group_of_very_many_has_its_best_level() -> None:
+    """Of more entries than exact sums have room for in units of the smallest size."""
+    n = 200_000
+    value = gradients.draw("laplace", n, 5)
+    low, level, high = quantise(value, "orq", n, 3).levels[0].double()
+    wanted = float((value.double() - low).sum() / (high - low))
+    assert int((value > level).sum()) <= wanted * (1 + 1e-9) and wanted * (1 - 1e-9) <= int((value >= level).sum())
+
+
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300), deviations=st.sampled_from([None, 0.5, 1.5, 2.5]))
 def test_no_other_three_levels_err_less(seed: int, kind: str, n: int, deviations: float | None) -> None:
     value = gradients.draw(kind, n, seed)
