@@ -51,6 +51,12 @@ def plan_path(chosen: argparse.Namespace) -> Path:
     return Path(chosen.cache) / "studies" / f"{chosen.name}.json"
 
 
+def picture(task: str, plan: dict[str, Any], chosen: argparse.Namespace) -> Path:
+    """Beside the result file; with the task in its name where there are several."""
+    of_task = f"-{task}" if len(plan["tasks"]) > 1 else ""
+    return Path(chosen.out) / f"study-{chosen.name}{of_task}.png"
+
+
 def all_runs(plan: dict[str, Any]) -> list[runs.Run]:
     """Seed by seed, so that every spec has come as far as the others whenever the study is interrupted."""
     return [
@@ -76,7 +82,7 @@ def write(plan: dict[str, Any], chosen: argparse.Namespace) -> int:
         tasks[task] = {"settings": settings, "parameters": parameters, "score": TASKS[task].score_name, "lines": lines}
         print(f"\n{summary.markdown(task, lines)}\n")
         said = f"{parameters:,} parameters, {plan['ranks']} ranks of {settings['batch']}, {settings['steps']} steps"
-        print(f"drawn: {plots.draw(task, said, lines, chosen.out / f'study-{task}.png')}")
+        print(f"drawn: {plots.draw(task, said, lines, picture(task, plan, chosen))}")
     if len(commits) > 1:
         print(f"study.py: the runs are of {len(commits)} commits: {', '.join(sorted(commits))}", file=sys.stderr)
     if not tasks:

@@ -42,7 +42,7 @@ def test_a_study_of_every_task_is_made_and_not_made_again(tmp_path: Path, capsys
     assert {"date", "commit", "commits_of_runs", "machine", "versions"} <= result.keys()
     for task in ("mlp", "conv", "text"):
         assert f"\n{task}: " in said
-        assert (tmp_path / "out" / f"study-{task}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "out" / f"study-compare-{task}.png").read_bytes().startswith(b"\x89PNG")
         dense, topk = result["tasks"][task]["lines"]
         assert (dense["spec"], topk["spec"]) == ("dense", SPEC)
         assert dense["compression"] == 1
