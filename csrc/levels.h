@@ -65,7 +65,7 @@ SHARED_MATH void bisect(const View& view, double unit, Ladder& ladder) {
 
 // Each level in turn to where it errs least between its neighbours, and again.
 template <class View>
-SHARED_MATH void settle(const View& view, double unit, Ladder& ladder) {
+SHARED_MATH void refine(const View& view, double unit, Ladder& ladder) {
   for (int turn = 0; turn < 2; ++turn) {
     for (int64_t i = 1; i < ladder.last; ++i) {
       const float before = ladder.at[i];
@@ -75,7 +75,7 @@ SHARED_MATH void settle(const View& view, double unit, Ladder& ladder) {
   }
 }
 
-// ORQ, by halves. Five levels err up to 1 % less when they settle once all are there, nine hardly. Both may err by half less if
+// ORQ, by halves. Five levels err up to 1 % less when they are refined once all are there, nine hardly. Both may err by half less if
 // they begin in even steps where the middle one has less than a third of the entries on a side: the first level found is then
 // near an end, and half of the others beside it, where little is. What errs less is taken.
 template <class View>
@@ -92,14 +92,14 @@ SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_
   const bool lopsided = last > 2 && 3 * (above < below ? above : below) < view.n;
   if (last == 4 || lopsided) {
     for (int64_t i = 1; i < last; i += 2) ladder.from[i] = view.from(ladder.at[i], unit);
-    settle(view, unit, ladder);
+    refine(view, unit, ladder);
   }
   if (lopsided) {
     for (int64_t i = 1; i < last; ++i) {
       other.at[i] = even(ends, i, last);
       other.from[i] = view.from(other.at[i], unit);
     }
-    settle(view, unit, other);
+    refine(view, unit, other);
     if (error_of(other, unit) < error_of(ladder, unit)) ladder = other;
   }
   for (int64_t i = 0; i < count; ++i) levels[i] = ladder.at[i];
@@ -206,7 +206,7 @@ SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
 // Two levels are never further apart than the largest float.
 constexpr float kFurthest = 0x1.fffffep126f;
 
-// The Euclidean norm; of an overflow, the largest float.
+// The Euclidean norm, or what levels may be at most.
 template <class View>
 SHARED_MATH float norm_of(const View& view, float peak) {
   const double unit = ldexp(unit_for(peak, view.n), 1 + exponent_of(magnitude_key(peak)));

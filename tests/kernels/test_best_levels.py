@@ -76,8 +76,8 @@ def is_lopsided(x: Tensor, middle: Tensor) -> bool:
 
 
 def check_best(value: Tensor, group: int, deviations: float | None) -> None:
-    """Each of three levels, and of nine, is the best between the two that it was put between; five have settled, and err no
-    more than if they had not. The same of nine in groups with few entries on one side of the middle."""
+    """Each of three levels, and of nine, is the best between the two that it was put between; five are refined, and err no
+    more than if they were not. The same of nine in groups with few entries on one side of the middle."""
     ends = ends_of(len(value), group)
     bounds = bounds_of(value, ends, deviations)
     three, five, nine = (quantise(value, "orq", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))

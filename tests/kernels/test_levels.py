@@ -161,7 +161,7 @@ def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, sh
 @settings(max_examples=15)
 @given(seed=gradients.seeds)
 def test_a_mirrored_group_has_mirrored_levels(seed: int) -> None:
-    """Three of them; more settle from the lowest to the highest."""
+    """Three of them; more are refined from the lowest to the highest."""
     value = gradients.draw("laplace", 700, seed)
     assert torch.equal(quantise(-value, "orq", 256, 3).levels, -quantise(value, "orq", 256, 3).levels.flip(1))
 
