@@ -75,9 +75,9 @@ SHARED_MATH void refine(const View& view, double unit, Ladder& ladder) {
   }
 }
 
-// ORQ, by halves. Five levels err up to 1 % less when they are refined once all are there, nine hardly. Both may err by half less if
-// they begin in even steps where the middle one has less than a third of the entries on a side: the first level found is then
-// near an end, and half of the others beside it, where little is. What errs less is taken.
+// ORQ, by halves. Five levels err up to 1 % less when they are refined once all are there, nine hardly. Both may err by half
+// less if they begin in even steps where the middle one has less than a third of the entries on a side: the first level found
+// is then near an end, and half of the others beside it, where little is. What errs less is taken.
 template <class View>
 SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_t count, float* levels) {
   const int64_t last = count - 1, middle = last / 2, largest = view.count_from(ends.high);
