@@ -102,10 +102,15 @@ class Layout(NamedTuple):
     def total(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each layer begins and ends."""
+        ends = itertools.accumulate(self.sizes)
+        return [(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each layer's part of the bucket's flat array."""
-        ends = list(itertools.accumulate(self.sizes))
-        return {name: flat[end - size : end] for name, size, end in zip(self.names, self.sizes, ends, strict=True)}
+        return {name: flat[begin:end] for name, (begin, end) in zip(self.names, self.spans, strict=True)}
 
 
 class Acc(NamedTuple):

@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from gradcomp.core import Acc, Compressor, Field, Form, Gather, Layout, Payload,
 
 ROUTES = ("auto", "allgather", "alltoall")
 SCOPES = ("layer", "group")
-TRAVEL = ("all", "top", "ends")
 
 MOST_FED_BACK = 1.2
 """Of the squares of normal entries, what rounding may leave for error feedback. Below 1 the residual stays bounded; up to here
@@ -41,15 +40,19 @@ class Quantising(Compressor):
     )
 
     def __post_init__(self) -> None:
-        name = type(self).__module__.rpartition(".")[2]
         if self.group < 32:
-            raise ValueError(f"{name}: group must be 32 or more, not {self.group}")
+            raise ValueError(f"{self.name}: group must be 32 or more, not {self.group}")
         if not 0 <= self.sigmas < math.inf:
-            raise ValueError(f"{name}: sigmas must be 0 (off) or more, not {self.sigmas}")
+            raise ValueError(f"{self.name}: sigmas must be 0 (off) or more, not {self.sigmas}")
         if self.per not in SCOPES:
-            raise ValueError(f"{name}: per must be one of {', '.join(SCOPES)}, not {self.per!r}")
+            raise ValueError(f"{self.name}: per must be one of {', '.join(SCOPES)}, not {self.per!r}")
         if self.route not in ROUTES:
-            raise ValueError(f"{name}: route must be one of {', '.join(ROUTES)}, not {self.route!r}")
+            raise ValueError(f"{self.name}: route must be one of {', '.join(ROUTES)}, not {self.route!r}")
+
+    @property
+    def name(self) -> str:
+        """As a spec says it."""
+        return type(self).__module__.rpartition(".")[2]
 
     @property
     @abstractmethod
@@ -79,11 +82,10 @@ class Quantising(Compressor):
         error = _error_of(self)
         if error <= MOST_FED_BACK:
             return None
-        name = type(self).__module__.rpartition(".")[2]
         return (
-            f"{name}: with error feedback, which momentum, masking, clip and sigmas need, what is left would grow without end: "
-            f"rounding leaves {error:.1f} times the squares of what it is given. Less is left with fewer sigmas (1.5), more "
-            f"levels, or of qsgd with norm=max"
+            f"{self.name}: with error feedback, which momentum, masking, clip and sigmas need, what is left would grow without "
+            f"end: rounding leaves {error:.1f} times the squares of what it is given. Less is left with fewer sigmas (1.5), "
+            "more levels, or of qsgd with norm=max"
         )
 
     @property
@@ -102,7 +104,7 @@ class Quantising(Compressor):
     def exchange(self, acc: Acc, state: State, world: World) -> Steps:
         state.steps += 1
         bounds = None if not self.sigmas else self._bounds(acc, state)
-        whole = self.rounding(acc.value.numel())
+        whole = Rounding(self, acc.value.numel())
         if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(whole.form, world.size)):
             parts = Parts(acc.value.numel(), self.group, world.size)
             if parts.all_full:
@@ -115,12 +117,9 @@ class Quantising(Compressor):
         whole.settle(acc.value, own, update)
         return update
 
-    def rounding(self, n: int) -> Rounding:
-        return Rounding(self, n)
-
     def _by_parts(self, acc: Acc, state: State, world: World, parts: Parts, bounds: Tensor | None) -> Steps:
         """Every rank adds up a part, its own entries as they are, and rounds the sum; what that leaves over stays with it."""
-        roundings = [self.rounding(parts.length(rank)) for rank in range(world.size)]
+        roundings = [Rounding(self, parts.length(rank)) for rank in range(world.size)]
         form = max((rounding.form for rounding in roundings), key=wire.size)
         own = parts.cut(acc.value, world.rank)
         sent = {}
@@ -166,18 +165,35 @@ class Quantising(Compressor):
         return torch.stack([-most, most], 1).flatten()
 
 
+@dataclass(frozen=True)
+class Multilevel(Quantising):
+    """With as many levels as a knob says."""
+
+    levels: int = 5
+    least: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = [count for count in kernels.PER_WORD if count >= self.least]
+        if self.levels not in known:
+            raise ValueError(f"{self.name}: levels must be one of {', '.join(map(str, known))}, not {self.levels}")
+
+    @property
+    def count(self) -> int:
+        return self.levels
+
+
 class Rounding:
     """The payload of so many entries, and what is done with it."""
 
     def __init__(self, how: Quantising, n: int):
-        self.how, self.n = how, n
+        self.how = how
         self.groups = kernels.groups(n, how.group)
         self.each = {"all": how.count, "top": 1, "ends": 2}[how.travels]
-        words = kernels.words(n, how.group, how.count)
         self.form: Form = (
             Field("header", torch.int32, 2),
             Field("levels", torch.float32, self.groups * self.each),
-            Field("words", torch.int64, words),
+            Field("words", torch.int64, kernels.words(n, how.group, how.count)),
         )
 
     def take(
@@ -195,17 +211,19 @@ class Rounding:
         payload["header"].zero_()
         if flag is not None:
             payload["header"][1:].copy_(flag)
-        words = payload["words"][: self.form[-1].length]
-        kernels.take_levels(value, self._levels(payload), how.group, how.count, key, words, None if how.drawn else cuts)
+        by = None if how.drawn else cuts
+        kernels.take_levels(value, self._levels(payload), how.group, how.count, key, self._words(payload), by)
         return payload
 
     def add(self, target: Tensor, payload: Payload, scale: float) -> None:
-        words, header = payload["words"][: self.form[-1].length], payload["header"]
-        kernels.add_levels(target, self._levels(payload), words, header, self.how.group, self.how.count, scale)
+        levels, words = self._levels(payload), self._words(payload)
+        kernels.add_levels(target, levels, words, payload["header"], self.how.group, self.how.count, scale)
 
     def settle(self, value: Tensor, payload: Payload, update: Tensor) -> None:
-        words = payload["words"][: self.form[-1].length]
-        kernels.settle_levels(value, self._levels(payload), words, self.how.group, self.how.count, update)
+        kernels.settle_levels(value, self._levels(payload), self._words(payload), self.how.group, self.how.count, update)
+
+    def _words(self, payload: Payload) -> Tensor:
+        return payload["words"][: self.form[-1].length]
 
     def _levels(self, payload: Payload) -> Tensor:
         """All levels, of those that travel."""
@@ -227,7 +245,7 @@ class State:
         self.sizes = torch.tensor(layout.sizes, dtype=torch.float64, device=layout.device).clamp(min=1)
         pairs = [
             (number, layer)
-            for layer, (begin, end) in enumerate(_spans(layout.sizes))
+            for layer, (begin, end) in enumerate(layout.spans)
             for number in range(min(begin // group, self.groups - 1), min(max(end - 1, begin) // group, self.groups - 1) + 1)
         ]
         self.touched, self.touching = torch.tensor(pairs, device=layout.device).T.contiguous()
@@ -283,23 +301,11 @@ class Parts:
         return self.n if rank == self.ranks - 1 else min(self.n, self.begin(rank + 1))
 
 
-def check_levels(name: str, levels: int, least: int = 3) -> None:
-    """Refuses what no word can hold numbers of."""
-    known = [count for count in kernels.PER_WORD if count >= least]
-    if levels not in known:
-        raise ValueError(f"{name}: levels must be one of {', '.join(map(str, known))}, not {levels}")
-
-
 @functools.cache
 def _error_of(how: Quantising) -> float:
     """What rounding leaves of a group of normal entries, as a share of their squares."""
     value = torch.randn(how.group, generator=torch.Generator().manual_seed(0))
     whole = value.square().sum()
     bounds = how._within(value.std(0, correction=0, keepdim=True)) if how.sigmas else None
-    how.rounding(how.group).take(value, bounds, None, key=0)
+    Rounding(how, how.group).take(value, bounds, None, key=0)
     return float(value.square().sum() / whole)
-
-
-def _spans(sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    ends = torch.tensor(sizes).cumsum(0).tolist()
-    return list(zip([0, *ends], ends, strict=False))

@@ -2,7 +2,7 @@
 
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
 pb, partially biased: levels -b and b, between which is rounded at random; b = E[|v|; |v| > b] errs least. b, fully biased: the
-means of what lies below and above a threshold, which is the mean, or what Lloyd's iteration makes of it.
+means of what lies below and above a threshold, which is the mean, or the best there is, where Lloyd's conditions hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class BinGrad(Quantising):
     """One bit an entry."""
 
     form: str = "b"  # b: both levels are means, nothing is drawn; pb: levels -b and b, between which entries are drawn
-    threshold: str = "mean"  # of form=b: the mean, or lloyd, where errors are smallest near it
+    threshold: str = "mean"  # of form=b: the mean, or lloyd, where errors are smallest
 
     def __post_init__(self) -> None:
         super().__post_init__()

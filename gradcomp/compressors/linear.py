@@ -7,29 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Quantising, check_levels
+from gradcomp.quantising import Multilevel
 
 
 @dataclass(frozen=True)
-class Linear(Quantising):
+class Linear(Multilevel):
     """Unbiased, unless entries are clipped."""
 
     levels: int = 5  # 2, 3, 5 or 9
+    least = 2
     spacing: str = "minmax"  # even steps of value; quantile = of rank: as many entries between any two levels
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_levels("linear", self.levels, least=2)
         if self.spacing not in ("minmax", "quantile"):
             raise ValueError(f"linear: spacing must be minmax or quantile, not {self.spacing!r}")
 
     @property
     def rule(self) -> str:
         return "range" if self.spacing == "minmax" else "quantile"
-
-    @property
-    def count(self) -> int:
-        return self.levels
 
     @property
     def travels(self) -> str:

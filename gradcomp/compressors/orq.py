@@ -2,30 +2,23 @@
 
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
 Between two levels l < r the best one, b, has P(v in [b, r]) (r - l) = E[v - l; v in [l, r]]. Beginning with the smallest and
-the largest entry, a level is put into every interval, once for three levels, twice for five, three times for nine.
+the largest entry, a level is put into every interval, once for three levels, twice for five, three times for nine; five, and
+those of a lopsided group, are then refined (csrc/levels.h).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Quantising, check_levels
+from gradcomp.quantising import Multilevel
 
 
 @dataclass(frozen=True)
-class Orq(Quantising):
+class Orq(Multilevel):
     """Unbiased, unless entries are clipped."""
 
     levels: int = 3  # 3, 5 or 9; higher = smaller errors, more bytes
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_levels("orq", self.levels)
-
     @property
     def rule(self) -> str:
         return "orq"
-
-    @property
-    def count(self) -> int:
-        return self.levels

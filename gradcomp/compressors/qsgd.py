@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Quantising, check_levels
+from gradcomp.quantising import Multilevel
 
 
 @dataclass(frozen=True)
-class Qsgd(Quantising):
+class Qsgd(Multilevel):
     """Unbiased, unless entries are clipped."""
 
     levels: int = 5  # 3, 5 or 9
@@ -20,7 +20,6 @@ class Qsgd(Quantising):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_levels("qsgd", self.levels)
         if self.norm not in ("l2", "max"):
             raise ValueError(f"qsgd: norm must be l2 or max, not {self.norm!r}")
         if self.norm == "l2" and self.sigmas:
@@ -29,10 +28,6 @@ class Qsgd(Quantising):
     @property
     def rule(self) -> str:
         return "norm" if self.norm == "l2" else "peak"
-
-    @property
-    def count(self) -> int:
-        return self.levels
 
     @property
     def travels(self) -> str:
