@@ -168,6 +168,16 @@ class Compressor(ABC):
         """Whether it cannot do without the optimizer's learning rates."""
         return False
 
+    @property
+    def reads_rates(self) -> bool:
+        """Whether it makes use of the learning rates where they are known."""
+        return self.needs_rates
+
+    @property
+    def tells_ends_apart(self) -> bool:
+        """Whether the model's first and last layers are treated otherwise than those between."""
+        return False
+
     def choose(self, name: str, layer: Layer) -> Compressor:
         """The compressor for this layer; layers whose compressors are equal share buckets."""
         return self
@@ -191,6 +201,10 @@ class Compressor(ABC):
     def load(self, state: Any, saved: Mapping[str, Any]) -> None:
         """Puts back what save() gave."""
         return
+
+    def stats(self, state: Any) -> dict[str, Any]:
+        """Figures of its own, of the last step."""
+        return {}
 
     @abstractmethod
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:

@@ -72,6 +72,8 @@ class ByHost(Compressor):
             )
         if self.inner.needs_rates:
             raise ValueError("by_host and an lr_revision that needs the learning rates do not go together")
+        if self.inner.tells_ends_apart:
+            raise ValueError("by_host deals the model out in parts, so that no rank knows first and last layers: not for lgc")
 
     @property
     def whole_model(self) -> bool:

@@ -100,7 +100,7 @@ class Reducer:
             )
         self.network = network
         self.deliver = deliver
-        self.rates = rates if compressor.needs_rates else None
+        self.rates = rates if compressor.reads_rates else None
         self.layers = dict(layers)
         plans = plan(layers, bucket_mb * 1e6, compressor)
         if compressor.whole_model and len(plans) > 1:
@@ -193,7 +193,9 @@ class Reducer:
         """Figures of the last step; a compression is dense float32 bytes over the bytes sent, but for those that a rank sent to
         others on its host by name: over bytes_between_hosts."""
         dense = 4 * sum(layer.size for layer in self.layers.values())
+        own = [bucket.source.inner.stats(bucket.memory.inner) for bucket in self.buckets]
         return {
+            **{name: figure for figures in own for name, figure in figures.items()},
             "steps": self.steps_done,
             "buckets": len(self.buckets),
             "overlap": not any(bucket.source.whole_model for bucket in self.buckets),

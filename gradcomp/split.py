@@ -53,16 +53,29 @@ class Parts(NamedTuple):
         """Where in the bucket entries of a rank's part are."""
         return self._runs(rank, local // kernels.LINE) * kernels.LINE + local % kernels.LINE
 
+    def copy(self, rank: int, value: Tensor) -> Tensor:
+        """A rank's part of value; zeros, where entries of the last group are not there."""
+        runs, whole, rest = self._there(rank, value.device)
+        lines = value.new_zeros(self.groups, kernels.LINE)
+        lines[: len(runs)] = value[:whole].view(-1, kernels.LINE).index_select(0, runs)
+        lines[-1, :rest] = value[whole : whole + rest]
+        return lines.flatten()
+
     def put_back(self, rank: int, part: Tensor, value: Tensor) -> None:
         """value += part, where that rank's part lies."""
-        runs = self._runs(rank, torch.arange(self.groups, device=part.device))
-        whole = self.n // kernels.LINE
-        last = int(self._runs(rank, torch.tensor([self.groups - 1])))  # of the runs only this one need not be there
-        there = self.groups - (last >= whole)
+        runs, whole, rest = self._there(rank, value.device)
         lines = part.view(-1, kernels.LINE)
-        value[: whole * kernels.LINE].view(-1, kernels.LINE).index_add_(0, runs[:there], lines[:there])
-        if last == whole:
-            value[whole * kernels.LINE :] += lines[-1, : self.n - whole * kernels.LINE]
+        value[:whole].view(-1, kernels.LINE).index_add_(0, runs, lines[: len(runs)])
+        value[whole : whole + rest] += lines[-1, :rest]
+
+    def _there(self, rank: int, device: torch.device) -> tuple[Tensor, int, int]:
+        """A rank's runs that are there in full, how many entries the bucket's full runs have, and those of its last one if
+        that is not full."""
+        runs = self._runs(rank, torch.arange(self.groups, device=device))
+        full = self.n // kernels.LINE
+        last = int(self._runs(rank, torch.tensor([self.groups - 1])))  # of the runs only this one need not be there
+        rest = self.n % kernels.LINE if last == full else 0
+        return runs[: self.groups - (last >= full)], full * kernels.LINE, rest
 
     def _runs(self, rank: int, group: Tensor) -> Tensor:
         return group * self.ranks + (rank - _turn(group)) % self.ranks
@@ -92,7 +105,7 @@ def sparse_sum(
     room = dealt.values.shape[1]
     form = wire.packed_form(parts.size, room) if taken.packed else wire.sparse_form(room)
     own = [_payload(dealt.values[rank], dealt.local[rank], dealt.headers[rank], form) for rank in range(world.size)]
-    sent = torch.stack([_entries(payload)[0] for payload in own])
+    sent = torch.stack([entries(payload)[0] for payload in own])
     came = yield Send({rank: payload for rank, payload in enumerate(own) if rank != world.rank}, form, device)
     came = {**came, world.rank: own[world.rank]}
     sums = torch.zeros(parts.size, device=device)
@@ -102,7 +115,7 @@ def sparse_sum(
     results: list[Payload] = yield Gather(_result(sums, torch.stack([each["header"] for each in came.values()]), form))
     update = kernels.sparse_zeros(n, device)
     for rank, result in enumerate(results):
-        values, local, header = _entries(result)
+        values, local, header = entries(result)
         kernels.add_sparse(update, values, parts.places(rank, local).int(), header, scale=1 / world.size)
     paths.check_replies(dict(enumerate(results)), update, parts.size)
     failed = ~update[:1].isfinite()
@@ -174,7 +187,7 @@ def _payload(values: Tensor, local: Tensor, header: Tensor, form: Form, rest: Te
     return payload
 
 
-def _entries(payload: Payload) -> tuple[Tensor, Tensor, Tensor]:
+def entries(payload: Payload) -> tuple[Tensor, Tensor, Tensor]:
     """Values, places in the part, and the header, of what was sent."""
     if "blocks" not in payload.arrays:
         return payload["values"], payload["indices"], payload["header"]

@@ -128,6 +128,10 @@ class Feedback(Compressor):
     def needs_rates(self) -> bool:
         return self.inner.needs_rates
 
+    @property
+    def reads_rates(self) -> bool:
+        return self.inner.reads_rates
+
     def choose(self, name: str, layer: Layer) -> Compressor:
         if self.whole_model:  # a norm over all layers, or an algorithm over all: they stay together
             return self
@@ -215,6 +219,10 @@ class ByLayer(Compressor):
     @property
     def needs_rates(self) -> bool:
         return any(compressor.needs_rates for compressor in self._all())
+
+    @property
+    def reads_rates(self) -> bool:
+        return any(compressor.reads_rates for compressor in self._all())
 
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
         raise TypeError("ByLayer only chooses; its compressors exchange")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from test_laws import SHAPES, check_conservation, draw
+from laws import check_conservation
+from test_laws import SHAPES, draw
 
 import gradcomp
 from gradcomp.core import World

@@ -9,6 +9,7 @@ import torch
 from conftest import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import Named, check_conservation, mean, residuals
 from specs import ALL, promised
 from torch import Tensor
 
@@ -18,7 +19,6 @@ WORLDS = [1, 2, 3, 4, 8]
 FEW = [1, 3]
 """Where numbers of ranks only take longer: kernels do not know them, and the emulator is slow."""
 SHAPES = {"conv": (8, 3, 3, 3), "weight": (40, 31), "bias": (31,), "empty": (0, 4), "scalar": (), "wide": (2, 700)}
-Named = dict[str, Tensor]
 CPU = torch.device("cpu")
 
 worlds = pytest.mark.parametrize("world", WORLDS)
@@ -37,29 +37,6 @@ def draw(kind: str, seed: int, world: int, device: torch.device = CPU) -> list[N
         }
         for rank in range(world)
     ]
-
-
-def mean(parts: list[Named], name: str) -> Tensor:
-    return sum((part[name].double().cpu() for part in parts), torch.zeros(SHAPES[name], dtype=torch.float64)) / len(parts)
-
-
-def residuals(simulation: gradcomp.Simulation, world: int) -> list[Named]:
-    return [{name: left.cpu() for name, left in simulation.residual(rank).items()} for rank in range(world)]
-
-
-def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> Named:
-    """mean(acc before) == mean(acc after) + update, up to the rounding of one addition per rank and one division."""
-    world = len(grads)
-    before = residuals(simulation, world)
-    update = simulation.step(grads)
-    after = residuals(simulation, world)
-    for name in SHAPES:
-        wanted = mean(before, name) + mean(grads, name)
-        found = mean(after, name) + update[name].double().cpu()
-        sizes = [part[name].abs().double().cpu() for part in (*before, *grads, *after, *[update] * world)]
-        room = 2.0**-23 * sum(sizes, torch.zeros(SHAPES[name])) + 1e-44 * world
-        assert ((wanted - found).abs() <= room).all(), f"{name}: {(wanted - found).abs().max()}"
-    return update
 
 
 def test_every_compressor_has_its_laws() -> None:
@@ -133,10 +110,10 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: 
     simulation.step(draw("normal", 1, world, device))
     grads = draw("normal", 2, world, device)
     grads[-1]["weight"][3, 4] = bad
-    before = residuals(simulation, world)
+    before = residuals(simulation)
     update = simulation.step(grads)
     assert not all(part.isfinite().all() for part in update.values())
-    after = residuals(simulation, world)
+    after = residuals(simulation)
     assert all(part.isfinite().all() for own in after for part in own.values())
     if isinstance(gradcomp.make(spec), gradcomp.wrap.Feedback):
         grads[-1]["weight"][3, 4] = 0

@@ -29,7 +29,14 @@ SENT = [
     "bingrad:group=512",
     "qsgd:levels=9,group=128,route=allgather",
 ]
-REDUCED = ["gs_sgd:ratio=0.005", "gs_sgd:ratio=0.005,sum=tree", "gs_sgd:ratio=0.005,candidates=0"]
+REDUCED = [
+    "gs_sgd:ratio=0.005",
+    "gs_sgd:ratio=0.005,sum=tree",
+    "gs_sgd:ratio=0.005,candidates=0",
+    "lgc:dense=1,learn=1,ratio=0.01",
+    "lgc:dense=1,learn=1,ratio=0.01,code=single,leader=rotate",
+    "lgc:dense=1,learn=1,ratio=0.01,instance=server",
+]
 BY_HOST = [
     "topk:ratio=0.01,by_host=true",
     "topk:ratio=0.01,route=split,momentum=0.9,by_host=true",

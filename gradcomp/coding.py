@@ -1,0 +1,145 @@
+"""What all ranks know of entries at the same places, and how they come to know it: as they are, or from codes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp import wire
+from gradcomp.autoencoder import Autoencoder
+from gradcomp.core import Gather, Reduce, Request, Steps, World
+from gradcomp.leading import Support
+from gradcomp.watch import Verdict
+
+FURTHEST = 1000.0
+"""Root mean squares: beyond so many, entries are coded as if they were there."""
+LARGEST = 6e4
+"""What half precision holds of a number of a code."""
+
+
+class Innovations(NamedTuple):
+    """Of every rank the entries that it sent as they are: at common places, [ranks, rows, k]; and those at other places."""
+
+    inside: Tensor
+    outside: Sequence[tuple[Tensor, Tensor]]
+
+
+class Said(NamedTuple):
+    """Of entries at common places, the mean over the ranks as all of them are told it, what stays with this rank, and what a
+    code misses of this rank's."""
+
+    mean: Tensor
+    left: Tensor
+    missed: Tensor
+
+
+class Rows(NamedTuple):
+    """This rank's entries at common places, [rows, k]."""
+
+    values: Tensor
+    support: Support
+    world: World
+    told: Innovations | None = None
+
+    @property
+    def normal(self) -> Tensor:
+        """In units of what their leaders have."""
+        return self.values / self.support.scales
+
+    @property
+    def beside(self) -> Tensor | None:
+        """What decoders are told beside a code."""
+        return None if self.told is None else self.from_leaders(self.told.inside / self.support.scales)
+
+    def from_leaders(self, everyone: Tensor) -> Tensor:
+        """[ranks, rows, k] as [rows, ranks, k], of which in each row the leader is first, and who comes after it next."""
+        ranks, rows, _ = everyone.shape
+        after = torch.arange(ranks, device=everyone.device)
+        order = (self.support.leaders[0] + after[:rows, None] + after) % ranks  # one row's leader comes after the other's
+        return everyone.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, everyone.shape[2]))
+
+    def own(self, said: Tensor) -> Tensor:
+        """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
+        decoders = [(self.world.rank - leader) % said.shape[1] for leader in self.support.leaders]
+        return torch.stack([each[decoder] for each, decoder in zip(said, decoders, strict=True)])
+
+    def settle(self, value: Tensor, velocity: Tensor | None, update: Tensor, said: Said, verdict: Verdict) -> None:
+        """Makes what was said the update, if it is good, and leaves what it left. Where a gradient was not finite, the update
+        is not, and nothing was taken."""
+        taken = verdict.good & ~verdict.failed
+        mean = torch.where(verdict.failed, torch.nan, torch.where(verdict.good, said.mean, 0.0))
+        self.support.put(update, mean)
+        self.support.put(value, torch.where(taken, said.left, self.values))
+        if velocity is not None:
+            self.support.put(velocity, self.support.of(velocity).masked_fill(taken, 0.0))
+        for rank, (places, values) in enumerate([] if self.told is None else self.told.outside):
+            went = values.masked_fill(verdict.failed, 0.0)
+            update.index_add_(0, places, went / self.world.size)
+            if rank == self.world.rank:
+                value.index_add_(0, places, -went)
+
+
+def as_they_are(rows: Rows) -> Steps:
+    """Every rank's entries, [ranks, rows, k]."""
+    came = yield Gather(wire.whole(rows.values.flatten()))
+    return torch.stack([reply["bytes"].view(rows.values.shape) for reply in came])
+
+
+def exactly(rows: Rows, everyone: Tensor, coder: Autoencoder) -> Said:
+    """What was said by the entries themselves. Codes of them miss what they would."""
+    heard = rows.normal if rows.told is None else rows.from_leaders(everyone)[:, 0] / rows.support.scales
+    own = rows.own(coder.decode(encoded(coder, heard), rows.values.shape[1], rows.beside)) * rows.support.scales
+    return Said(_mean(everyone), torch.zeros_like(rows.values), rows.values - own)
+
+
+def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Generator[Request, Any, Said]:
+    """Every rank sends codes of its own, and all decode their mean; each is left with what its own codes miss."""
+    codes = encoded(coder, rows.normal)
+    if half:
+        codes = codes.half()
+        came = yield Gather(wire.whole(codes.flatten()))
+        mean = _mean(torch.stack([reply["bytes"].double() for reply in came]))
+    else:
+        mean = yield Reduce(codes.flatten().clone(), 1 / rows.world.size)
+    entries = rows.values.shape[1]
+    own, all_ranks = (coder.decode_alike(each, entries)[:, 0] * rows.support.scales for each in (codes, mean.view(codes.shape)))
+    left = rows.values - own
+    return Said(all_ranks, left, left)
+
+
+def from_led_codes(rows: Rows, coder: Autoencoder) -> Said:
+    """The leaders' codes have come with the places: every rank's entries are told from them, by a decoder of its own."""
+    assert rows.support.codes is not None
+    said = coder.decode_alike(rows.support.codes, rows.values.shape[1], rows.beside) * rows.support.scales[:, None]
+    left = rows.values - rows.own(said)
+    return Said(_mean(said.unbind(1)), left, left)
+
+
+def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
+    """The code of entries, as large as half precision can hold it."""
+    return coder.encode(rows.clamp(-FURTHEST, FURTHEST)).clamp(-LARGEST, LARGEST)
+
+
+def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: int) -> None:
+    """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for."""
+    ranks, count, k = everyone.shape
+    width = min(k, max(32, window // (ranks * count)))
+    begin = turn * 0x9E3779B1 % (k - width + 1)
+    window_of = slice(begin, begin + width)
+    seen, beside = (everyone / rows.support.scales)[:, :, window_of].clamp(-FURTHEST, FURTHEST), rows.beside
+    if beside is None:
+        coder.learn(lambda weights: coder.loss_of_mean(seen, weights))
+    else:
+        near = beside[:, :, window_of]
+        coder.learn(lambda weights: coder.loss_of_each(rows.from_leaders(seen), near, weights))
+
+
+def _mean(each: Sequence[Tensor] | Tensor) -> Tensor:
+    """Added up rank by rank."""
+    total = each[0]
+    for further in each[1:]:
+        total = total + further
+    return total / len(each)

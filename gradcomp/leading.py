@@ -1,0 +1,96 @@
+"""Which entries all ranks send alike: those that are largest with the rank that leads, of whom there is one at a time, or each.
+
+Where every rank leads it does so for a part of the entries, in turn, so that all send as much. Entries are put in the order of
+their leader's values, as far as bands of like values are told apart: what then varies smoothly along them takes few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp import kernels, paths, places, wire
+from gradcomp.core import Field, Form, Gather, Payload, Request, Send, World
+from gradcomp.split import Parts
+
+LEADERS = ("parts", "rotate", "seed")
+
+
+class Support(NamedTuple):
+    """Places [rows, k] that all ranks know, in one order; row by row the root mean square of what its leader has there, and who
+    that is; and, where the leaders were to add codes of theirs, these, [rows, ...]."""
+
+    places: Tensor
+    scales: Tensor
+    leaders: list[int]
+    codes: Tensor | None = None
+
+    def of(self, value: Tensor) -> Tensor:
+        """What stands there, [rows, k]."""
+        return value.index_select(0, self.places.flatten()).view(self.places.shape)
+
+    def put(self, value: Tensor, rows: Tensor) -> None:
+        """value <- rows, there."""
+        value.index_copy_(0, self.places.flatten(), rows.flatten())
+
+
+class Leading:
+    """The rows of a step's support, each of them of one leader: how long they are, and who it is."""
+
+    def __init__(self, n: int, ratio: float, who: str, bands: int, seed: int, world: World, step: int):
+        self.world = world
+        ranks = world.size if who == "parts" and n >= kernels.LINE * world.size else 1
+        self.parts = Parts(n, ranks)
+        self.k = min(paths.count_of(ratio, -(-n // ranks)), n // (ranks * kernels.LINE) * kernels.LINE if ranks > 1 else n)
+        self.bands = min(bands or self.k, self.k)
+        first = _drawn(seed, step, world.size) if who == "seed" else step % world.size
+        self.leaders = [(first + row) % world.size for row in range(ranks)]
+
+    @property
+    def span(self) -> int:
+        """Of how many numbers a place in a band is one."""
+        return self.bands * self.parts.size
+
+    def form(self, code: Field | None = None) -> Form:
+        packed = Field("places", torch.uint8, places.length(self.span, self.k))
+        return (Field("scale", torch.float32, 1), packed, *(() if code is None else (code,)))
+
+    def choose(self, value: Tensor) -> dict[str, Tensor]:
+        """The entries of the row that this rank leads, packed; and their scale. Of another row there is nothing."""
+        if self.world.rank not in self.leaders:
+            return {}
+        part = self.parts.copy(self.leaders.index(self.world.rank), value)
+        values, found = part.new_empty(self.k), torch.empty(self.k, dtype=torch.int32, device=part.device)
+        kernels.take_topk(part, self.k, values, found, torch.empty(2, dtype=torch.int32, device=part.device))
+        bands = torch.empty_like(found, dtype=torch.int64)
+        bands[values.argsort(stable=True)] = torch.arange(self.k, device=part.device) * self.bands // self.k
+        keys = (bands * self.parts.size + found).sort().values
+        scale = values.double().square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+        return {"scale": scale.float().view(1), "places": places.pack(keys, self.span)}
+
+    def find(self, packed: Tensor, row: int) -> Tensor:
+        """The places in value that were packed."""
+        keys = places.unpack(packed, self.span, self.k)
+        return self.parts.places(row, keys % self.parts.size).clamp(max=self.parts.n - 1)
+
+    def share(self, own: dict[str, Tensor], form: Form, device: torch.device) -> Generator[Request, Any, list[Payload]]:
+        """Every row's payload, from its leader to everybody."""
+        payload = wire.empty(form, device)
+        for name, array in own.items():
+            payload[name].copy_(array.flatten())
+        if len(self.leaders) > 1:
+            replies: list[Payload] = yield Gather(payload)
+            return [replies[leader] for leader in self.leaders]
+        (leader,) = self.leaders
+        others = [rank for rank in range(self.world.size) if rank != leader]
+        came = yield Send(dict.fromkeys(others, payload) if own else {}, form, device)
+        return [came.get(leader, payload)]
+
+
+def _drawn(seed: int, step: int, ranks: int) -> int:
+    """A rank by chance, the same one on all of them."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    return int(torch.randint(ranks, (), generator=generator))

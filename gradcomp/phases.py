@@ -1,0 +1,87 @@
+"""When a learned code is used: after steps in which all travels and steps in which it is learned, and as long as it holds.
+
+All ranks change phase at the same step: they count the same steps, and the errors that they look at are sums over all ranks,
+which are copied without waiting and have their effect eight steps later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.capacity import DELAY, Counts
+
+DENSE, LEARN, CODE = "dense", "learn", "code"
+LOOKED_AT, MOST_BAD = 64, 32
+"""Steps, and how many of them may be off without anything being learned anew: each is judged by a few sums, and by chance."""
+FALLEN = 0.5
+"""Where the learning rate has fallen to this part, gradients are others: the code is brought up to date."""
+
+
+class Phases:
+    """Where a bucket is on its way from dense to codes, and back."""
+
+    def __init__(self, dense: int, learn: int):
+        self.lengths = dense, learn
+        self.left = [dense, learn]
+        self.steps = self.falls = 0
+        self.rate = 0.0
+        self._bad: deque[Counts] = deque()
+        self._seen: deque[int] = deque(maxlen=LOOKED_AT)
+
+    def begin(self, rates: tuple[float, ...] | None) -> str:
+        """The phase of this step."""
+        rate = max(rates) if rates else 0.0
+        if self.now == CODE and rate < FALLEN * self.rate:
+            self.learn_again()
+        if self.now != CODE:
+            self.rate = rate
+        phase = self.now
+        self.steps += 1
+        if phase != CODE:
+            self.left[phase == LEARN] -= 1
+        return phase
+
+    @property
+    def now(self) -> str:
+        """The phase of the step to come, or of none but codes."""
+        return DENSE if self.left[0] else LEARN if self.left[1] else CODE
+
+    def see(self, bad: Tensor) -> bool:
+        """Notes whether a step with codes was off. True where too many were: it is learned anew, each time longer."""
+        self._bad.append(Counts(bad))
+        if len(self._bad) < DELAY:
+            return False
+        self._seen.append(self._bad.popleft().largest())
+        if sum(self._seen) <= MOST_BAD:
+            return False
+        self.falls += 1
+        self.learn_again(1 << self.falls)
+        return True
+
+    def learn_again(self, times: int = 1) -> None:
+        """The steps to come are of learning: as many times what it takes at first."""
+        self.left[1] = times * self.lengths[1]
+        self._bad.clear()
+        self._seen.clear()
+
+    def save(self) -> dict[str, Any]:
+        """Everything, in copies."""
+        counts = [counts.largest() for counts in self._bad]
+        return {
+            "left": list(self.left),
+            "steps": self.steps,
+            "falls": self.falls,
+            "rate": self.rate,
+            "bad": counts,
+            "seen": list(self._seen),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Puts back what save() gave."""
+        self.left, self.steps, self.falls, self.rate = list(saved["left"]), saved["steps"], saved["falls"], saved["rate"]
+        self._bad = deque(Counts(torch.tensor([count])) for count in saved["bad"])
+        self._seen.extend(saved["seen"])

@@ -1,0 +1,362 @@
+"""lgc: three phases, codes that all ranks send of the same entries, and what keeps them from going wrong."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gradients
+import pytest
+import reference
+import torch
+from laws import check_conservation
+from torch import Tensor
+
+import gradcomp
+from gradcomp import autoencoder, places
+from gradcomp.capacity import DELAY
+from gradcomp.core import Layer, Layout
+from gradcomp.phases import MOST_BAD
+from gradcomp.reducer import Reducer
+from gradcomp.simulate import Board, Seat
+from gradcomp.watch import NOTES
+
+LINE = 64
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def rows(n: int, ratio: float, world: int) -> tuple[int, int, int]:
+    """Where every rank leads, or one if there are too few entries for parts: rows, entries of a row, and of its part."""
+    count = world if n >= LINE * world else 1
+    size = -(-n // (LINE * count)) * LINE
+    k = max(1, math.ceil(ratio * -(-n // count)))
+    return count, min(k, n // (LINE * count) * LINE if count > 1 else n), size
+
+
+def lead_bytes(n: int, ratio: float, world: int, bands: int = 16, code: int = 0) -> int:
+    """A row's places, its scale, and the leader's code of so many bytes a number."""
+    _, k, size = rows(n, ratio, world)
+    bands = min(bands, k)
+    numbers = 4 * autoencoder.code_places(k)
+    return 8 + _padded(places.length(bands * size, k)) + (_padded(code * numbers) if code else 0)
+
+
+def _learning(ratio: float) -> Callable[[int, int, int], int]:
+    """A step in which entries travel as they are."""
+
+    def promised(n: int, rank: int, world: int) -> int:
+        count, k, _ = rows(n, ratio, world)
+        lead = lead_bytes(n, ratio, world)
+        led = lead if count > 1 else (world - 1) * lead if rank == 1 % world else 0
+        return led + _padded(4 * count * k) + 4 * NOTES
+
+    return promised
+
+
+ENDS = "first=code,last=code"
+PROMISED_BYTES: dict[str, Any] = {
+    "lgc": lambda n: 4 * n,
+    f"lgc:dense=0,learn=500,ratio=0.1,window=64,{ENDS}": _learning(0.1),
+}
+
+SHAPES = {"conv1.weight": (16, 1, 3, 3), "a.weight": (64, 32, 3, 3), "a.bias": (64,), "fc.weight": (10, 64), "fc.bias": (10,)}
+MIDDLE = 64 * 32 * 9 + 64
+
+
+@pytest.fixture(autouse=True)
+def _alone(one_thread: None) -> None:
+    """The autoencoder's tensors are small here."""
+
+
+def common(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 3
+        for name, shape in SHAPES.items()
+    }
+
+
+def draw(step: int, world: int = 4, scale: float = 1.0) -> list[dict[str, Tensor]]:
+    """Gradients that ranks have in common in part."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [
+        {name: scale * (part + 0.3 * torch.randn(part.shape, generator=generator)) for name, part in common().items()}
+        for _ in range(world)
+    ]
+
+
+def spec_of(knobs: str, learn: int = 15) -> str:
+    return f"lgc:dense=1,learn={learn},ratio=0.01,window=2048{',' if knobs else ''}{knobs}"
+
+
+@functools.cache
+def state_after_learning(knobs: str, world: int) -> dict[str, Any]:
+    simulation = gradcomp.Simulation(spec_of(knobs), SHAPES, world)
+    for step in range(16):
+        simulation.step(draw(step, world))
+    assert simulation.stats()["phase"] == "learn"
+    return simulation.state_dict()
+
+
+def learned(knobs: str = "", world: int = 4) -> gradcomp.Simulation:
+    """A simulation whose next step is the first with codes."""
+    simulation = gradcomp.Simulation(spec_of(knobs), SHAPES, world)
+    simulation.load_state_dict(state_after_learning(knobs, world))
+    return simulation
+
+
+INSTANCES = [
+    "",
+    "instance=server",
+    "leader=rotate",
+    "instance=server,leader=seed",
+    "code=single",
+    "instance=server,code=single",
+]
+instances = pytest.mark.parametrize("knobs", INSTANCES)
+
+
+@instances
+def test_conservation_in_all_phases(knobs: str) -> None:
+    simulation = gradcomp.Simulation(spec_of(knobs), SHAPES, 4)
+    phases = []
+    for step in range(22):
+        check_conservation(simulation, draw(step))
+        phases.append(simulation.stats()["phase"])
+    assert phases == ["dense"] + ["learn"] * 15 + ["code"] * 6
+    assert simulation.stats()["code_error"] < 0.7 and simulation.stats()["code_off"] < 1e-5
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("knobs", ["", "instance=server", "instance=server,leader=rotate"])
+def test_conservation_for_any_number_of_ranks(knobs: str, world: int) -> None:
+    simulation = learned(knobs, world)
+    for step in range(100, 104):
+        check_conservation(simulation, draw(step, world))
+
+
+@pytest.mark.parametrize("kind", gradients.KINDS)
+@pytest.mark.parametrize("knobs", ["", "instance=server"])
+def test_conservation_whatever_codes_meet(kind: str, knobs: str) -> None:
+    """Also where they are far from anything that was learned from."""
+    simulation = learned(knobs)
+    for step in range(3):
+        drawn = [
+            {
+                name: gradients.draw(kind, torch.Size(shape).numel(), 100 * step + 10 * rank + i, 4).view(shape)
+                for i, (name, shape) in enumerate(SHAPES.items())
+            }
+            for rank in range(4)
+        ]
+        check_conservation(simulation, drawn)
+
+
+def test_the_error_is_fed_back() -> None:
+    """What a code misses stays: a residual of what was sent is not zero, and smaller than what it was."""
+    simulation = learned()
+    before = [simulation.residual(rank)["a.weight"] for rank in range(4)]
+    grads = draw(50)
+    update = simulation.step(grads)["a.weight"]
+    sent = update != 0
+    assert int(sent.sum()) == pytest.approx(0.01 * MIDDLE, rel=0.05)
+    for rank in range(4):
+        had = before[rank] + grads[rank]["a.weight"]
+        left = simulation.residual(rank)["a.weight"]
+        assert reference.same(left[~sent], had[~sent])
+        assert 0 < left[sent].norm() < 0.9 * had[sent].norm()
+
+
+def test_what_a_published_decoder_is_off_by_is_said() -> None:
+    simulation = learned("decoder=leaky")
+    for _ in range(10):
+        before = [simulation.residual(rank)["a.weight"] for rank in range(4)]
+        grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(4)]
+        update = simulation.step(grads)["a.weight"]
+        had = torch.stack([own["a.weight"] for own in grads]) + torch.stack(before)
+        left = torch.stack([simulation.residual(rank)["a.weight"] for rank in range(4)])
+        sent = update != 0
+        off = ((had - left).mean(0) - update)[sent].norm() / had.mean(0)[sent].norm()
+        assert off > 1e-5  # a linear one is off by 1e-7
+        said = simulation.stats()["code_off"]
+        assert off / 3 < said < 3 * off  # a quotient of two sums of sixteen squares
+
+
+def test_with_a_server_nothing_is_lost_whatever_the_decoder() -> None:
+    simulation = learned("instance=server,decoder=leaky")
+    for step in range(50, 53):
+        check_conservation(simulation, draw(step))
+        assert simulation.stats()["code_off"] < 1e-5
+
+
+def code_bytes(instance: str, world: int = 4, half: bool = True, ratio: float = 0.01) -> int:
+    """Of a step with codes, where every rank leads: places and codes, entries of the last layer, innovations, the rest."""
+    count, k, _ = rows(MIDDLE, ratio, world)
+    numbers, each = 4 * autoencoder.code_places(k), 2 if half else 4
+    last = 8 + 8 + _padded(4 * math.ceil(ratio * 650))
+    first_and_notes = 4 * (144 + NOTES)
+    if instance == "server":
+        return last + lead_bytes(MIDDLE, ratio, world, code=each) + (8 + 8 + 8) + first_and_notes  # one innovation
+    return last + lead_bytes(MIDDLE, ratio, world) + _padded(each * count * numbers) + first_and_notes
+
+
+@pytest.mark.parametrize("knobs,wanted", [
+    ("", code_bytes("ring")),
+    ("code=single", code_bytes("ring", half=False)),
+    ("instance=server", code_bytes("server")),
+    ("instance=server,code=single", code_bytes("server", half=False)),
+])  # fmt: skip
+def test_bytes_of_codes_are_as_promised(knobs: str, wanted: int) -> None:
+    simulation = learned(knobs)
+    simulation.step(draw(50))
+    assert simulation.stats()["phase"] == "code"
+    assert simulation.bytes_sent == [wanted] * 4
+
+
+def test_one_leader_sends_its_places_to_all_others() -> None:
+    simulation = learned("leader=rotate")
+    simulation.step(draw(50))
+    lead = lead_bytes(MIDDLE, 0.01, 1)
+    rest = code_bytes("ring") - lead_bytes(MIDDLE, 0.01, 4)
+    sent = sorted(simulation.bytes_sent)
+    assert sent[3] - sent[0] == 3 * lead and sent[0] == sent[1] == sent[2]
+    assert sent[0] == pytest.approx(rest, abs=64)  # codes of one row in place of four
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 12])
+@pytest.mark.parametrize("knobs", ["momentum=0.9", "instance=server", "leader=seed"])
+def test_stopping_and_resuming_continues_to_the_bit_in_every_phase(knobs: str, at: int) -> None:
+    spec = spec_of(knobs, learn=9)
+    first = gradcomp.Simulation(spec, SHAPES, 4, seed=5)
+    for step in range(at):
+        first.step(draw(step))
+    second = gradcomp.Simulation(spec, SHAPES, 4, seed=5)
+    second.load_state_dict(first.state_dict())
+    for step in range(at, 15):
+        ours, theirs = first.step(draw(step)), second.step(draw(step))
+        assert all(reference.same(ours[name], theirs[name]) for name in SHAPES), f"step {step}"
+    assert first.stats()["phase"] == second.stats()["phase"] == "code"
+
+
+@pytest.mark.parametrize("knobs", ["", "instance=server", "leader=rotate"])
+def test_a_forced_divergence_recovers(knobs: str) -> None:
+    """Codes that say nothing are not used; soon all ranks learn anew at the same step, and then codes are used again."""
+    simulation = learned(knobs)
+    for step in range(30, 36):
+        simulation.step(draw(step))
+    assert simulation.stats()["code_error"] < 0.9
+    for reducer in simulation.reducers:  # what a worn-out or damaged decoder says
+        coder = reducer.buckets[0].memory.inner.coder
+        coder.taps.mul_(50.0)
+    phases = []
+    for step in range(36, 36 + DELAY + MOST_BAD + 30 + 5):
+        update = simulation.step(draw(step))
+        assert max(float(part.abs().max()) for part in update.values()) < 300  # what has waited all the time, no more
+        phases.append({reducer.stats()["phase"] for reducer in simulation.reducers})
+    assert phases[: DELAY + MOST_BAD] == [{"code"}] * (DELAY + MOST_BAD)
+    assert phases[DELAY + MOST_BAD :] == [{"learn"}] * 30 + [{"code"}] * 5
+    assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
+
+
+def test_what_is_not_finite_reaches_all_ranks_and_no_residual_with_codes() -> None:
+    for knobs in ("", "instance=server", "code=single"):
+        simulation = learned(knobs)
+        grads = draw(50)
+        before = residuals_of(simulation)
+        grads[2]["a.weight"][0, 0, 0, 0] = math.nan
+        update = simulation.step(grads)
+        assert not update["a.weight"].isfinite().all()
+        after = residuals_of(simulation)
+        grads[2]["a.weight"][0, 0, 0, 0] = 0
+        for rank in range(4):
+            assert torch.allclose(after[rank], before[rank] + grads[rank]["a.weight"], rtol=1e-6, atol=1e-6)
+        assert all(part.isfinite().all() for part in simulation.step(draw(51)).values())
+
+
+def residuals_of(simulation: gradcomp.Simulation) -> list[Tensor]:
+    return [simulation.residual(rank)["a.weight"] for rank in range(4)]
+
+
+def parts_of(names: dict[str, int], knobs: str = "") -> list[list[str]]:
+    """What travels as it is by its largest entries, as a code, and dense."""
+    compressor = gradcomp.make("lgc" + knobs)
+    assert isinstance(compressor, gradcomp.wrap.Feedback)
+    layout = Layout(tuple(reversed(names)), tuple(names[name] for name in reversed(names)), torch.device("cpu"))
+    state = compressor.inner.init(layout, 0)
+    ends = [(part.start, part.stop) for part in (state.last, state.middle, state.first)]
+    return [[n for n, (b, e) in zip(layout.names, layout.spans, strict=True) if begin <= b and e <= end] for begin, end in ends]
+
+
+def test_first_and_last_layers_are_apart() -> None:
+    net = {
+        "stem.conv.weight": 90,
+        "stem.conv.bias": 10,
+        "body.0.weight": 70,
+        "body.1.weight": 80,
+        "fc.weight": 50,
+        "fc.bias": 5,
+    }
+    assert parts_of(net) == [
+        ["fc.bias", "fc.weight"],
+        ["body.1.weight", "body.0.weight"],
+        ["stem.conv.bias", "stem.conv.weight"],
+    ]
+    assert parts_of(net, ":first=code") == [["fc.bias", "fc.weight"], list(reversed(list(net)[:4])), []]
+    assert parts_of(net, ":last=code")[0] == []
+    assert parts_of({"w": 30}) == [[], ["w"], []]
+    assert parts_of({"a.weight": 30, "b.weight": 30}) == [[], ["b.weight", "a.weight"], []]
+    assert parts_of({"a": 30, "b": 30, "c": 20}) == [["c"], ["b"], ["a"]]
+
+
+def test_a_falling_learning_rate_refreshes_the_code() -> None:
+    """Where the rates are known: with Horovod's optimizer, or Compression(optimizer=...)."""
+    rate, board = [0.1], Board(1)
+    layers = {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in SHAPES.items()}
+    compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
+    reducer = Reducer(compressor, layers, Seat(board, 0, 1), lambda bucket, update: None, 25, 0, lambda name: rate[0])
+    phases = []
+    for step in range(12):
+        rate[0] = 0.1 if step < 7 else 0.01
+        for name, grad in draw(step, 1)[0].items():
+            reducer.put(name, grad.flatten())
+        reducer.finish()
+        phases.append(reducer.stats()["phase"])
+    assert phases == ["dense"] + ["learn"] * 4 + ["code"] * 2 + ["learn"] * 4 + ["code"]
+
+
+def test_neither_draws_nor_weights_of_the_user_are_touched() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    simulation = gradcomp.Simulation(spec_of("", learn=2), SHAPES, 4)
+    for step in range(5):
+        simulation.step(draw(step))
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_how_long_learning_takes_is_said() -> None:
+    simulation = gradcomp.Simulation(spec_of("", learn=3), SHAPES, 4)
+    for step in range(6):
+        simulation.step(draw(step))
+    assert 0 < simulation.stats()["learning_seconds"] < 3 * 2.0
+
+
+@pytest.mark.parametrize("spec,said", [
+    ("lgc:instance=mesh", "instance must be one of ring, server"),
+    ("lgc:leader=me", "leader must be one of parts, rotate, seed"),
+    ("lgc:learn=0", "learn must be 1 or more"),
+    ("lgc:dense=-1", "dense must be 0 or more"),
+    ("lgc:window=5", "window must be 31 or more"),
+    ("lgc:bound=0", "bound must be above 0"),
+    ("lgc:innovation=2", r"innovation must lie in \(0, 1\]"),
+    ("lgc:decoder=deep", "decoder must be one of linear, leaky"),
+    ("lgc:by_host=true", "not for lgc"),
+    ("lgc:warmup=5", "nothing to warm up"),
+])  # fmt: skip
+def test_bad_knobs_are_refused(spec: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        gradcomp.make(spec)

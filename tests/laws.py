@@ -1,0 +1,36 @@
+"""Conservation, held against a simulation's next step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import gradcomp
+
+Named = dict[str, Tensor]
+
+
+def mean(parts: list[Named], name: str) -> Tensor:
+    """In double precision."""
+    return torch.stack([part[name].double().cpu() for part in parts]).sum(0) / len(parts)
+
+
+def residuals(simulation: gradcomp.Simulation) -> list[Named]:
+    """Every rank's."""
+    ranks = range(len(simulation.reducers))
+    return [{name: left.cpu() for name, left in simulation.residual(rank).items()} for rank in ranks]
+
+
+def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> Named:
+    """mean(acc before) == mean(acc after) + update, up to the rounding of one addition per rank and one division."""
+    world = len(grads)
+    before = residuals(simulation)
+    update = simulation.step(grads)
+    after = residuals(simulation)
+    for name, shape in simulation.shapes.items():
+        wanted = mean(before, name) + mean(grads, name)
+        found = mean(after, name) + update[name].double().cpu()
+        sizes = [part[name].abs().double().cpu() for part in (*before, *grads, *after, *[update] * world)]
+        room = 2.0**-23 * sum(sizes, torch.zeros(shape)) + 1e-44 * world
+        assert ((wanted - found).abs() <= room).all(), f"{name}: {(wanted - found).abs().max()}"
+    return update

@@ -1,0 +1,167 @@
+"""The autoencoder: the published shapes, decoders that say the same on all machines, and learning as torch's Adam does it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gradcomp.autoencoder import CODE, SIMILARITY, TAPS, Autoencoder, code_places, filled
+
+CPU = torch.device("cpu")
+LENGTHS = [1, 15, 31, 32, 47, 48, 100, 1000]
+
+
+def make(decoders: int = 1, beside: bool = False, linear: bool = True, seed: int = 0) -> Autoencoder:
+    return Autoencoder(decoders, beside, linear, seed, CPU)
+
+
+def numbers(coder: Autoencoder, first: int, last: int | None = None) -> int:
+    return sum(torch.Size(shape).numel() for shape in coder.shapes[first:last])
+
+
+def test_it_is_as_large_as_published() -> None:
+    coder = make(linear=False, beside=True)
+    assert numbers(coder, 0, 10) == 172_996
+    assert numbers(coder, 10, 18) == 43_648
+    assert numbers(coder, 18) == 34
+    assert len(coder.weights) == 172_996 + 43_648 + 34
+    assert len(make(4, beside=True, linear=False).weights) == 172_996 + 4 * (43_648 + 34)
+
+
+@pytest.mark.parametrize("entries", LENGTHS)
+@pytest.mark.parametrize("linear", [True, False])
+def test_lengths_match(entries: int, linear: bool) -> None:
+    coder = make(3, linear=linear)
+    codes = coder.encode(torch.randn(2, entries))
+    assert codes.shape == (2, CODE, code_places(entries))
+    assert coder.decode(codes, entries).shape == (2, 3, entries)
+    assert coder.decode(codes, filled(entries)).shape == (2, 3, filled(entries))  # the way up is that long
+    assert filled(entries) >= entries and filled(entries) % 16 == 15
+
+
+def test_a_code_is_a_quarter_of_many_entries() -> None:
+    assert CODE * code_places(25_557) == 6_388  # 4.0 times less
+
+
+def test_the_users_draws_stay_what_they_are() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    make().draw()
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_drawn_weights_are_as_torch_would_draw_them() -> None:
+    coder, torchs = make(), torch.nn.Conv1d(128, 256, 3)
+    own = coder._split(None)
+    assert own[4].shape == torchs.weight.shape
+    assert torchs.bias is not None
+    for drawn, theirs in ((own[4], torchs.weight.detach()), (own[5], torchs.bias.detach())):
+        assert 0.95 < float(drawn.abs().max() / theirs.abs().max()) < 1.05
+        assert float(drawn.std()) == pytest.approx(float(theirs.abs().max()) / 3**0.5, rel=0.1)  # evenly
+
+
+@pytest.mark.parametrize("entries", LENGTHS)
+@pytest.mark.parametrize("decoders,beside", [(1, False), (4, True)])
+@pytest.mark.parametrize("linear", [True, False])
+def test_decoding_alike_is_decoding(entries: int, decoders: int, beside: bool, linear: bool) -> None:
+    coder = make(decoders, beside, linear)
+    codes = torch.randn(3, CODE, code_places(entries))
+    told = torch.randn(3, decoders, entries) if beside else None
+    said = coder.decode_alike(codes, entries, told)
+    assert said.dtype == torch.float32
+    torch.testing.assert_close(said, coder.decode(codes, entries, told), rtol=1e-4, atol=1e-6)  # sums in another order
+
+
+def test_a_linear_decoder_decodes_means_to_means() -> None:
+    coder = make()
+    codes = torch.randn(8, CODE, 20).half()
+    mean = coder.decode_alike(codes.double().mean(0, keepdim=True), 330)
+    torch.testing.assert_close(
+        coder.decode_alike(codes, 330).mean(0, keepdim=True), mean, rtol=0, atol=1e-7 * float(mean.abs().max()) + 1e-8
+    )
+    leaky = make(linear=False)
+    assert not torch.allclose(
+        leaky.decode_alike(codes, 330).mean(0), leaky.decode_alike(codes.double().mean(0, keepdim=True), 330)
+    )
+
+
+def test_each_decoder_is_its_own() -> None:
+    """What is said of one rank does not depend on what is said beside of another."""
+    coder = make(3, beside=True, linear=False)
+    codes, told = torch.randn(1, CODE, 4), torch.zeros(1, 3, 70)
+    before = coder.decode(codes, 70, told)
+    told[0, 1, 5] = 1.0
+    changed = (coder.decode(codes, 70, told) - before).nonzero().tolist()
+    assert changed == [[0, 1, 5]]
+    assert not torch.allclose(before[0, 0], before[0, 1])
+
+
+def test_losses_are_as_defined() -> None:
+    rows = torch.randn(4, 3, 50)  # ranks, rows, entries
+    coder = make(linear=False)
+    codes = torch.stack([coder.encode(own) for own in rows])
+    wanted = functional.mse_loss(coder.decode(codes.mean(0), 50)[:, 0], rows.mean(0))
+    torch.testing.assert_close(coder.loss_of_mean(rows, coder.weights), wanted)
+
+    coder, rows, told = make(4, beside=True), rows.transpose(0, 1), torch.randn(3, 4, 50)
+    codes = torch.stack([coder.encode(row) for row in rows])
+    said = coder.decode(codes[:, 0], 50, told)
+    entries = sum(functional.mse_loss(said[:, rank], rows[:, rank]) for rank in range(4))
+    apart = sum(functional.mse_loss(codes[:, a], codes[:, b]) for a in range(4) for b in range(4) if a != b)
+    torch.testing.assert_close(coder.loss_of_each(rows, told, coder.weights), (1 - SIMILARITY) * entries + SIMILARITY * apart)
+
+
+def test_it_learns_as_torchs_adam_does() -> None:
+    coder, rows = make(), torch.randn(2, 1, 64)
+    weights = coder.weights.clone().requires_grad_()
+    adam = torch.optim.Adam([weights], lr=1e-3)
+    for _ in range(5):
+        ours = coder.learn(lambda own: coder.loss_of_mean(rows, own))
+        theirs = coder.loss_of_mean(rows, weights)
+        adam.zero_grad()
+        theirs.backward()
+        adam.step()
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(coder.weights, weights.detach(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_it_learns_what_can_be_learned(linear: bool) -> None:
+    """Sequences that vary smoothly take few numbers; drawn weights say nothing about them yet."""
+    coder = make(linear=linear)
+    generator = torch.Generator().manual_seed(0)
+
+    def rows() -> Tensor:
+        slopes = torch.rand(4, 2, 1, generator=generator) + 0.5
+        return slopes * torch.linspace(-1.5, 1.5, 128)
+
+    def missed() -> float:
+        seen = rows()
+        return float(coder.loss_of_mean(seen, coder.weights) / seen.mean(0).square().mean())
+
+    assert missed() > 0.8
+    for _ in range(150):
+        coder.learn(lambda own: coder.loss_of_mean(rows(), own))
+    assert missed() < 0.01
+
+
+def test_what_was_saved_continues_to_the_bit() -> None:
+    first, rows = make(), torch.randn(2, 1, 64)
+    first.learn(lambda own: first.loss_of_mean(rows, own))
+    first.freeze(first.frozen())
+    second = make(seed=9)
+    second.load(first.save())
+    for coder in (first, second):
+        coder.learn(lambda own, coder=coder: coder.loss_of_mean(rows, own))  # type: ignore[misc]
+    assert torch.equal(first.weights, second.weights) and torch.equal(first.taps, second.taps)
+
+
+def test_what_is_agreed_upon_is_used() -> None:
+    coder, other = make(seed=0), make(seed=1)
+    coder.freeze(other.frozen())
+    codes = torch.randn(1, CODE, 3)
+    assert torch.equal(coder.decode_alike(codes, TAPS), other.decode_alike(codes, TAPS))
+    assert torch.equal(coder.encode(torch.ones(1, 60)), other.encode(torch.ones(1, 60)))

@@ -1,0 +1,115 @@
+"""Who leads, and what all ranks then know: the same places, in the same order, in few bits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradcomp import leading
+from gradcomp.core import Gather, Send, World
+from gradcomp.leading import Leading
+
+
+def at(
+    rank: int, world: int, n: int = 4000, ratio: float = 0.02, who: str = "parts", bands: int = 16, step: int = 0
+) -> Leading:
+    return Leading(n, ratio, who, bands, seed=3, world=World(rank, world), step=step)
+
+
+def chosen(of: Leading, value: torch.Tensor) -> torch.Tensor:
+    return of.find(of.choose(value)["places"], of.leaders.index(of.world.rank))
+
+
+@pytest.mark.parametrize("world,n", [(1, 1000), (4, 4000), (4, 4001), (3, 3 * 64), (8, 8 * 64 + 7)])
+def test_a_leader_chooses_the_largest_of_its_part(world: int, n: int) -> None:
+    value, seen = torch.randn(n), torch.zeros(n)
+    for rank in range(world):
+        of = at(rank, world, n)
+        found = chosen(of, value)
+        row = of.leaders.index(rank)
+        part = of.parts.places(row, torch.arange(of.parts.size))
+        part = part[part < n]
+        seen[part] += 1
+        wanted = part[value[part].abs().topk(of.k).indices]
+        assert sorted(found.tolist()) == sorted(wanted.tolist())
+    assert torch.equal(seen, torch.ones(n))  # every entry is in one part
+
+
+def test_together_they_choose_as_many_as_the_ratio_says() -> None:
+    assert 4 * at(0, 4, 100_000, 0.01).k == 1000
+    assert at(0, 4, 100_000, 0.01, "rotate").k == 1000
+
+
+@pytest.mark.parametrize("bands", [1, 7, 16, 0])
+def test_bands_are_in_the_order_of_their_values(bands: int) -> None:
+    value = torch.randn(4000)
+    of = at(1, 4, bands=bands)
+    values = value[chosen(of, value)]
+    places = chosen(of, value)
+    assert torch.equal(values, value[chosen(of, value)])
+    sizes = torch.bincount(torch.arange(of.k) * of.bands // of.k)
+    pieces, where = values.split(sizes.tolist()), places.split(sizes.tolist())
+    assert len(pieces) == (bands or of.k)
+    for low, high in itertools.pairwise(pieces):
+        assert low.max() <= high.min()
+    for piece in where:
+        assert torch.equal(piece, piece.sort().values)
+
+
+def test_more_bands_cost_as_many_bits_as_are_needed_to_say_which() -> None:
+    def bits(bands: int) -> float:
+        of = at(0, 4, 1_000_000, 0.001, bands=bands)
+        return 8 * of.form()[1].length / of.k
+
+    assert bits(16) == pytest.approx(bits(1) + 4, abs=0.3)
+    assert bits(0) <= 20 < 32
+
+
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_in_as_many_steps_as_there_are_ranks_each_leads_everywhere(world: int) -> None:
+    for who, rows in (("parts", world), ("rotate", 1)):
+        led = [at(0, world, who=who, step=step).leaders for step in range(world)]
+        assert all(len(leaders) == rows for leaders in led)
+        for row in range(rows):
+            assert sorted(leaders[row] for leaders in led) == list(range(world))
+
+
+def test_a_drawn_leader_is_the_same_for_all_and_anyone() -> None:
+    drawn = [{at(rank, 4, who="seed", step=step).leaders[0] for rank in range(4)} for step in range(40)]
+    assert all(len(leaders) == 1 for leaders in drawn)
+    assert {leader for leaders in drawn for leader in leaders} == {0, 1, 2, 3}
+
+
+def test_a_model_too_small_for_parts_has_one_leader() -> None:
+    assert len(at(0, 4, 255).leaders) == 1
+    assert len(at(0, 4, 256).leaders) == 4
+
+
+@pytest.mark.parametrize("who", leading.LEADERS)
+def test_all_are_told_by_those_who_lead(who: str) -> None:
+    """Where all lead each sends as much; where one does, it sends to all others, and they nothing."""
+    world, value = 4, torch.randn(4000)
+    for rank in range(world):
+        of = at(rank, world, who=who, step=2)
+        own = of.choose(value)
+        assert bool(own) == (rank in of.leaders)
+        request = next(of.share(own, of.form(), value.device))
+        if who == "parts":
+            assert isinstance(request, Gather)
+        else:
+            assert isinstance(request, Send)
+            assert sorted(request.parts) == ([r for r in range(world) if r != rank] if own else [])
+
+
+@given(data=st.data(), n=st.integers(1, 2000), world=st.integers(1, 5))
+def test_no_bytes_do_harm(data: st.DataObject, n: int, world: int) -> None:
+    of = at(0, world, n, 0.1)
+    size = of.form()[1].length
+    packed = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+    for row in range(len(of.leaders)):
+        found = of.find(packed, row)
+        assert found.shape == (of.k,) and bool(((found >= 0) & (found < n)).all())
