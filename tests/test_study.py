@@ -220,7 +220,7 @@ def test_settings_of_one_task_stand_above_those_of_all() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--tasks", "cnov"], "there is no task 'cnov' (did you mean 'conv'?); known: mlp, conv, text"),
+        (["--tasks", "cnov"], "there is no task 'cnov' (did you mean 'conv'?); known: mlp, conv, resnet, text"),
         (["--tasks", ""], "no task is given"),
         (["--specs", "dense;topk:raito=1"], "did you mean 'ratio'"),
         (["--specs", "dense,topk"], "separated by semicolons"),

@@ -1,4 +1,4 @@
-"""The study's two models beside that of scripts/digits.py: a convolutional net for pictures, an LSTM for characters."""
+"""The study's models beside that of scripts/digits.py: two convolutional nets for pictures, an LSTM for characters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,39 @@ def conv(seed: int, width: int) -> nn.Sequential:
         nn.Linear(32 * width, 4 * width),
         nn.ReLU(),
         nn.Linear(4 * width, 10),
+    )
+
+
+class Block(nn.Module):
+    """Two convolutions beside a way past them, with batch normalisation."""
+
+    def __init__(self, channels: int, to: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, to, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(to)
+        self.conv2 = nn.Conv2d(to, to, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(to)
+        same = channels == to and stride == 1
+        self.past = nn.Identity() if same else nn.Sequential(nn.Conv2d(channels, to, 1, stride, bias=False), nn.BatchNorm2d(to))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(inside + self.past(x))
+
+
+def resnet(seed: int, width: int) -> nn.Sequential:
+    """The same digits with residual blocks: two of `width` channels, two of twice as many on pictures half as large."""
+    torch.manual_seed(seed)
+    blocks = (Block(width, width, 1), Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, 10),
     )
 
 

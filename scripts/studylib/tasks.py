@@ -1,4 +1,4 @@
-"""The three jobs of a study, each a model, its data cut into batches for every rank, and the score that counts in the end."""
+"""The jobs of a study, each a model, its data cut into batches for every rank, and the score that counts in the end."""
 
 from __future__ import annotations
 
@@ -61,10 +61,14 @@ def conv(settings: Settings, seed: int, ranks: int) -> Job:
     return _pictures(nets.conv(seed, settings.width), settings, seed, ranks)
 
 
+def resnet(settings: Settings, seed: int, ranks: int) -> Job:
+    return _pictures(nets.resnet(seed, settings.width), settings, seed, ranks)
+
+
 def _pictures(model: nn.Module, settings: Settings, seed: int, ranks: int) -> Job:
     data = digits.load()
     parts = [digits.batches(data, rank, ranks, settings.batch, seed) for rank in range(ranks)]
-    return Job(model, parts, functional.cross_entropy, lambda: 100 * digits.accuracy(model, data))
+    return Job(model, parts, functional.cross_entropy, lambda: 100 * digits.accuracy(model.eval(), data))
 
 
 def text(settings: Settings, seed: int, ranks: int) -> Job:
@@ -101,6 +105,13 @@ TASKS = {
         True,
         conv,
         "the same digits with a small convolutional net",
+    ),
+    "resnet": Task(
+        Settings(lr=0.02, steps=1500, momentum=0.9, batch=16, width=32, clip=0),
+        "accuracy in %",
+        True,
+        resnet,
+        "the same digits with residual blocks and batch normalisation",
     ),
     "text": Task(
         Settings(lr=0.4, steps=4000, momentum=0.9, batch=4, width=384, clip=1.0),
