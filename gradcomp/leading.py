@@ -40,8 +40,8 @@ class Support(NamedTuple):
 class Leading:
     """The rows of a step's support, each of them of one leader: how long they are, and who it is."""
 
-    def __init__(self, n: int, ratio: float, who: str, bands: int, seed: int, world: World, step: int):
-        self.world = world
+    def __init__(self, n: int, ratio: float, who: str, bands: int, packed: bool, seed: int, world: World, step: int):
+        self.world, self.packed = world, packed
         ranks = world.size if who == "parts" and n >= kernels.LINE * world.size else 1
         self.parts = Parts(n, ranks)
         self.k = min(paths.count_of(ratio, -(-n // ranks)), n // (ranks * kernels.LINE) * kernels.LINE if ranks > 1 else n)
@@ -55,11 +55,12 @@ class Leading:
         return self.bands * self.parts.size
 
     def form(self, code: Field | None = None) -> Form:
-        packed = Field("places", torch.uint8, places.length(self.span, self.k))
-        return (Field("scale", torch.float32, 1), packed, *(() if code is None else (code,)))
+        coded = Field("places", torch.uint8, places.length(self.span, self.k))
+        where = coded if self.packed else Field("places", torch.int32, self.k)
+        return (Field("scale", torch.float32, 1), where, *(() if code is None else (code,)))
 
     def choose(self, value: Tensor) -> dict[str, Tensor]:
-        """The entries of the row that this rank leads, packed; and their scale. Of another row there is nothing."""
+        """The places of the row that this rank leads, and its scale. Of another row there is nothing."""
         if self.world.rank not in self.leaders:
             return {}
         part = self.parts.copy(self.leaders.index(self.world.rank), value)
@@ -69,12 +70,15 @@ class Leading:
         bands[values.argsort(stable=True)] = torch.arange(self.k, device=part.device) * self.bands // self.k
         keys = (bands * self.parts.size + found).sort().values
         scale = values.double().square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-        return {"scale": scale.float().view(1), "places": places.pack(keys, self.span)}
+        return {
+            "scale": scale.float().view(1),
+            "places": places.pack(keys, self.span) if self.packed else (keys % self.parts.size).int(),
+        }
 
-    def find(self, packed: Tensor, row: int) -> Tensor:
-        """The places in value that were packed."""
-        keys = places.unpack(packed, self.span, self.k)
-        return self.parts.places(row, keys % self.parts.size).clamp(max=self.parts.n - 1)
+    def find(self, chosen: Tensor, row: int) -> Tensor:
+        """Where in value those places of a row are."""
+        keys = places.unpack(chosen, self.span, self.k) if self.packed else chosen.long()
+        return self.parts.places(row, keys % self.parts.size).clamp(0, self.parts.n - 1)
 
     def share(self, own: dict[str, Tensor], form: Form, device: torch.device) -> Generator[Request, Any, list[Payload]]:
         """Every row's payload, from its leader to everybody."""

@@ -14,10 +14,8 @@ from gradcomp.core import Gather, Send, World
 from gradcomp.leading import Leading
 
 
-def at(
-    rank: int, world: int, n: int = 4000, ratio: float = 0.02, who: str = "parts", bands: int = 16, step: int = 0
-) -> Leading:
-    return Leading(n, ratio, who, bands, seed=3, world=World(rank, world), step=step)
+def at(rank: int, world: int, n: int = 4000, ratio: float = 0.02, who: str = "parts", step: int = 0, **how: Any) -> Leading:
+    return Leading(n, ratio, who, how.get("bands", 16), how.get("packed", True), seed=3, world=World(rank, world), step=step)
 
 
 def chosen(of: Leading, value: torch.Tensor) -> torch.Tensor:
@@ -103,6 +101,14 @@ def test_all_are_told_by_those_who_lead(who: str) -> None:
         else:
             assert isinstance(request, Send)
             assert sorted(request.parts) == ([r for r in range(world) if r != rank] if own else [])
+
+
+@pytest.mark.parametrize("bands", [1, 16, 0])
+def test_plain_places_are_the_same_ones_in_the_same_order(bands: int) -> None:
+    value = torch.randn(4000)
+    packed, plain = (chosen(at(1, 4, bands=bands, packed=packed), value) for packed in (True, False))
+    assert torch.equal(packed, plain)
+    assert at(1, 4, packed=False).form()[1].dtype == torch.int32
 
 
 @given(data=st.data(), n=st.integers(1, 2000), world=st.integers(1, 5))

@@ -46,6 +46,7 @@ class Lgc(Compressor):
     innovation: float = 1e-5  # of the entries, how many of its own each rank sends as they are; server only
     decoder: str = "linear"  # linear = nothing is lost; leaky = as published, what is lost is in stats()
     code: str = "auto"  # half or single precision; auto = what sends less
+    places: str = "packed"  # as few bits as tell them apart; plain = 32 bits each
     bands: int = 16  # of like values, told apart; higher = smaller errors, more bytes for places; 0 = all are
     window: int = 4096  # entries of all ranks together that are learned from in a step; lower = shorter steps
     bound: float = 0.95  # relative error of what codes say, above which a step waits, and above which is learned anew
@@ -61,6 +62,7 @@ class Lgc(Compressor):
             ("last", ("topk", "code")),
             ("decoder", ("linear", "leaky")),
             ("code", ("auto", "half", "single")),
+            ("places", ("packed", "plain")),
         ):
             if getattr(self, knob) not in known:
                 raise ValueError(f"lgc: {knob} must be one of {', '.join(known)}, not {getattr(self, knob)!r}")
@@ -119,7 +121,8 @@ class Lgc(Compressor):
         if len(update[state.last]):
             update[state.last] = yield from self._largest(_cut(acc, state.last), world)
         middle, out = _cut(acc, state.middle), update[state.middle]
-        leading = Leading(len(out), self.ratio, self.leader, self.bands, state.seed, world, state.phases.steps)
+        packed, step = self.places == "packed", state.phases.steps
+        leading = Leading(len(out), self.ratio, self.leader, self.bands, packed, state.seed, world, step)
         support = yield from self._lead(middle.value, leading, coder, coded=phase == CODE)
         told = yield from self._innovations(middle.value, support, out)
         rows = Rows(support.of(middle.value), support, world, told)
