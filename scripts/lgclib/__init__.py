@@ -1,0 +1,1 @@
+"""What scripts/lgc.py consists of."""
