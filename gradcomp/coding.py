@@ -20,6 +20,10 @@ LARGEST = 6e4
 """What half precision holds of a number of a code."""
 
 
+LEAST = 32
+"""Entries of a row that are learned from together, where so many are."""
+
+
 class Innovations(NamedTuple):
     """Of every rank the entries that it sent as they are: at common places, [ranks, rows, k]; and those at other places."""
 
@@ -126,15 +130,22 @@ def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
 def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: int) -> None:
     """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for."""
     ranks, count, k = everyone.shape
-    width = min(k, max(32, window // (ranks * count)))
-    begin = turn * 0x9E3779B1 % (k - width + 1)
-    window_of = slice(begin, begin + width)
-    seen, beside = (everyone / rows.support.scales)[:, :, window_of].clamp(-FURTHEST, FURTHEST), rows.beside
+    high = min(count, max(1, window // (ranks * LEAST)))
+    wide = min(k, max(LEAST, window // (ranks * high)))
+    which, where = _some(turn, count, high), _some(turn, k, wide)
+    seen, beside = (everyone / rows.support.scales).clamp(-FURTHEST, FURTHEST), rows.beside
     if beside is None:
-        coder.learn(lambda weights: coder.loss_of_mean(seen, weights))
+        part = seen[:, which, where]
+        coder.learn(lambda weights: coder.loss_of_mean(part, weights))
     else:
-        near = beside[:, :, window_of]
-        coder.learn(lambda weights: coder.loss_of_each(rows.from_leaders(seen), near, weights))
+        part, told = (each[which, :, where] for each in (rows.from_leaders(seen), beside))
+        coder.learn(lambda weights: coder.loss_of_each(part, told, weights))
+
+
+def _some(turn: int, of: int, how_many: int) -> slice:
+    """As many neighbours, at another place each time."""
+    begin = turn * 0x9E3779B1 % (of - how_many + 1)
+    return slice(begin, begin + how_many)
 
 
 def _mean(each: Sequence[Tensor] | Tensor) -> Tensor:

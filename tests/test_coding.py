@@ -1,0 +1,63 @@
+"""Rows of entries at common places: whose decoder speaks of whom, and how many entries are learned from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gradcomp import coding
+from gradcomp.coding import Innovations, Rows
+from gradcomp.core import World
+from gradcomp.leading import Support
+
+
+def rows_of(rank: int, ranks: int, count: int, k: int, first: int = 0, told: bool = False) -> Rows:
+    places = torch.arange(count * k).view(count, k)
+    support = Support(places, torch.ones(count, 1), [(first + row) % ranks for row in range(count)])
+    return Rows(
+        torch.full((count, k), float(rank)),
+        support,
+        World(rank, ranks),
+        Innovations(torch.zeros(ranks, count, k), []) if told else None,
+    )
+
+
+@pytest.mark.parametrize("ranks,count,first", [(4, 4, 0), (4, 4, 3), (5, 5, 2), (3, 1, 1), (1, 1, 0)])
+def test_what_is_told_from_the_leaders_on_comes_back_to_each_rank(ranks: int, count: int, first: int) -> None:
+    everyone = torch.arange(float(ranks))[:, None, None].expand(ranks, count, 7)
+    for rank in range(ranks):
+        rows = rows_of(rank, ranks, count, 7, first)
+        led = rows.from_leaders(everyone)
+        assert led[:, 0, 0].tolist() == rows.support.leaders
+        assert sorted(led[0, :, 0].tolist()) == list(range(ranks))
+        assert torch.equal(rows.own(led), rows.values)
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("ranks,count,k", [(4, 4, 400), (4, 1, 1000), (64, 64, 50), (2, 2, 5), (300, 1, 40)])
+def test_no_more_is_learned_from_than_the_window_holds(ranks: int, count: int, k: int, told: bool) -> None:
+    """Or from one row of as few entries as can be, where there are very many ranks."""
+    seen: list[tuple[int, ...]] = []
+
+    class Coder:
+        def learn(self, loss_of: Any) -> None:
+            loss_of(None)
+
+        def loss_of_mean(self, rows: torch.Tensor, weights: None) -> None:
+            seen.append(tuple(rows.shape))
+
+        def loss_of_each(self, rows: torch.Tensor, beside: torch.Tensor, weights: None) -> None:
+            assert beside.shape == rows.shape
+            seen.append(tuple(rows.transpose(0, 1).shape))
+
+    rows, window = rows_of(0, ranks, count, k, told=told), 4096
+    for turn in range(20):
+        coding.learn(rows, torch.randn(ranks, count, k), Coder(), window, turn)  # type: ignore[arg-type]
+    assert all(shape[0] == ranks for shape in seen)
+    sizes = {shape[0] * shape[1] * shape[2] for shape in seen}
+    assert len(sizes) == 1
+    assert sizes.pop() <= max(window, ranks * coding.LEAST)
+    if ranks * count * k <= window:
+        assert seen[0] == (ranks, count, k)
