@@ -64,6 +64,14 @@ def test_a_copy_goes_on_alike() -> None:
     assert walk(first, 60, bad=True) == walk(second, 60, bad=True)
 
 
+def test_a_copy_knows_the_rate_that_was_learned_with() -> None:
+    first, second = Phases(0, 2), Phases(0, 2)
+    walk(first, 4)
+    second.load(first.save())
+    assert walk(second, 1, rate=0.06) == [CODE]
+    assert walk(second, 1, rate=0.04) == [LEARN]
+
+
 def notes(watch: Watch, has: list[torch.Tensor], misses: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([watch.note(*own, flag=None) for own in zip(has, misses, strict=True)]).mean(0)
 

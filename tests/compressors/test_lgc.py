@@ -262,6 +262,63 @@ def test_a_forced_divergence_recovers(knobs: str) -> None:
     assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
 
 
+def states(simulation: gradcomp.Simulation) -> list[Any]:
+    """What lgc keeps, of every rank."""
+    return [reducer.buckets[0].memory.inner for reducer in simulation.reducers]
+
+
+def test_what_is_learned_anew_begins_anew() -> None:
+    simulation = learned()
+    for state in states(simulation):
+        state.coder.taps.mul_(50.0)
+    fresh = states(gradcomp.Simulation(spec_of(""), SHAPES, 4))[0]
+    for step in range(30, 30 + DELAY + MOST_BAD):
+        simulation.step(draw(step))
+    drawn = autoencoder.Autoencoder(1, False, True, fresh.seed, torch.device("cpu"))
+    for state in states(simulation):
+        assert torch.equal(state.coder.weights, drawn.weights) and torch.equal(state.coder.taps, drawn.taps)
+        assert state.coder.turns == 0 and not state.coder.moments.any()
+
+
+def test_ranks_that_learned_something_else_agree_before_codes_are_used() -> None:
+    """As they do where one's processor adds up in another order."""
+    simulation = gradcomp.Simulation(spec_of("", learn=3), SHAPES, 4)
+    for step in range(3):
+        simulation.step(draw(step))
+    for rank, state in enumerate(states(simulation)):
+        state.coder.weights += 1e-4 * rank
+    simulation.step(draw(3))
+    first, *others = states(simulation)
+    for state in others:
+        assert torch.equal(state.coder.weights, first.coder.weights) and torch.equal(state.coder.taps, first.coder.taps)
+    simulation.step(draw(4))  # which holds the ranks' updates equal
+    assert simulation.stats()["phase"] == "code"
+
+
+def test_entries_that_were_sent_start_with_fresh_momentum() -> None:
+    for masking in (True, False):
+        simulation = gradcomp.Simulation(spec_of(f"momentum=0.9,masking={masking}"), SHAPES, 4)
+        for step in range(18):
+            update = simulation.step(draw(step))["a.weight"]
+            memory = simulation.reducers[1].buckets[0].memory
+            velocity = simulation.reducers[1].buckets[0].layout.views(memory.velocity)["a.weight"].view_as(update)
+            if step:  # what was dense keeps its momentum
+                assert bool((velocity[update != 0] == 0).all()) == masking
+            else:
+                assert (velocity != 0).all()
+        assert simulation.stats()["phase"] == "code"
+
+
+def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
+    """A job that continues from a checkpoint with other ranks has none of its decoders for them."""
+    for knobs, phase in (("instance=server", "learn"), ("", "code")):
+        state = state_after_learning(knobs, 4)
+        fewer = gradcomp.Simulation(spec_of(knobs), SHAPES, 2)
+        fewer.load_state_dict({**state, "ranks": state["ranks"][:2]})
+        fewer.step(draw(30, 2))
+        assert fewer.stats()["phase"] == phase
+
+
 def test_what_is_not_finite_reaches_all_ranks_and_no_residual_with_codes() -> None:
     for knobs in ("", "instance=server", "code=single"):
         simulation = learned(knobs)
