@@ -309,6 +309,20 @@ def test_entries_that_were_sent_start_with_fresh_momentum() -> None:
         assert simulation.stats()["phase"] == "code"
 
 
+def test_a_step_that_waits_takes_nothing() -> None:
+    simulation = learned("momentum=0.9")
+    for state in states(simulation):
+        state.coder.taps.mul_(50.0)
+    memory = simulation.reducers[2].buckets[0].memory
+    middle = states(simulation)[2].middle
+    before = memory.value.clone()
+    update = simulation.step(draw(30))
+    assert not update["a.weight"].any() and not update["a.bias"].any()
+    assert update["conv1.weight"].all() and update["fc.weight"].any()  # the ends travel all the same
+    assert (memory.velocity[middle] != 0).all()
+    assert reference.same(memory.value[middle], before[middle] + memory.velocity[middle])
+
+
 def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
     """A job that continues from a checkpoint with other ranks has none of its decoders for them."""
     for knobs, phase in (("instance=server", "learn"), ("", "code")):
