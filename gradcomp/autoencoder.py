@@ -75,13 +75,22 @@ class Autoencoder:
         entries = rows.shape[1]
         channels = functional.pad(rows, (0, filled(entries) - entries))[:, None]
         own = self._split(weights)
-        for at, (_, _, width) in enumerate(DOWN):
-            channels = functional.conv1d(channels, own[2 * at], own[2 * at + 1], stride=2 if width > 1 else 1)
-            channels = functional.leaky_relu(channels, SLOPE)
+        with self._exact():
+            for at, (_, _, width) in enumerate(DOWN):
+                channels = functional.conv1d(channels, own[2 * at], own[2 * at + 1], stride=2 if width > 1 else 1)
+                channels = functional.leaky_relu(channels, SLOPE)
         return channels
 
     def decode(self, codes: Tensor, entries: int, beside: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """What every decoder makes of every code: of [rows, 4, places] numbers [rows, decoders, entries]."""
+        with self._exact():
+            return self._decode(codes, entries, beside, weights)
+
+    def _exact(self) -> Any:
+        """In the precision of the weights, also where the user has others computed with less."""
+        return torch.autocast(self.weights.device.type, enabled=False)
+
+    def _decode(self, codes: Tensor, entries: int, beside: Tensor | None, weights: Tensor | None) -> Tensor:
         own = self._split(weights)[2 * len(DOWN) :]
         if codes.dtype != own[0].dtype:
             own = [weight.to(codes.dtype) for weight in own]

@@ -32,12 +32,10 @@ class Innovations(NamedTuple):
 
 
 class Said(NamedTuple):
-    """Of entries at common places, the mean over the ranks as all of them are told it, what stays with this rank, and what a
-    code misses of this rank's."""
+    """Of entries at common places, the mean over the ranks as all of them are told it, and what stays with this rank."""
 
     mean: Tensor
     left: Tensor
-    missed: Tensor
 
 
 class Rows(NamedTuple):
@@ -56,7 +54,9 @@ class Rows(NamedTuple):
     @property
     def beside(self) -> Tensor | None:
         """What decoders are told beside a code."""
-        return None if self.told is None else self.from_leaders(self.told.inside / self.support.scales)
+        if self.told is None:
+            return None
+        return self.from_leaders(self.told.inside / self.support.scales).clamp(-FURTHEST, FURTHEST)
 
     def from_leaders(self, everyone: Tensor) -> Tensor:
         """[ranks, rows, k] as [rows, ranks, k], of which in each row the leader is first, and who comes after it next."""
@@ -65,9 +65,9 @@ class Rows(NamedTuple):
         order = (self.support.leaders[0] + after[:rows, None] + after) % ranks  # one row's leader comes after the other's
         return everyone.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, everyone.shape[2]))
 
-    def own(self, said: Tensor) -> Tensor:
-        """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
-        decoders = [(self.world.rank - leader) % said.shape[1] for leader in self.support.leaders]
+    def own(self, said: Tensor, which: slice = slice(None)) -> Tensor:
+        """Of what decoders say of some rows, [rows, decoders, k], what is about this rank's entries."""
+        decoders = [(self.world.rank - leader) % said.shape[1] for leader in self.support.leaders[which]]
         return torch.stack([each[decoder] for each, decoder in zip(said, decoders, strict=True)])
 
     def settle(self, value: Tensor, velocity: Tensor | None, update: Tensor, said: Said, verdict: Verdict) -> None:
@@ -84,6 +84,8 @@ class Rows(NamedTuple):
             update.index_add_(0, places, went / self.world.size)
             if rank == self.world.rank:
                 value.index_add_(0, places, -went)
+                if velocity is not None:
+                    velocity.index_copy_(0, places, velocity.index_select(0, places).masked_fill(went != 0, 0.0))
 
 
 def as_they_are(rows: Rows) -> Steps:
@@ -92,11 +94,9 @@ def as_they_are(rows: Rows) -> Steps:
     return torch.stack([reply["bytes"].view(rows.values.shape) for reply in came])
 
 
-def exactly(rows: Rows, everyone: Tensor, coder: Autoencoder) -> Said:
-    """What was said by the entries themselves. Codes of them miss what they would."""
-    heard = rows.normal if rows.told is None else rows.from_leaders(everyone)[:, 0] / rows.support.scales
-    own = rows.own(coder.decode(encoded(coder, heard), rows.values.shape[1], rows.beside)) * rows.support.scales
-    return Said(_mean(everyone), torch.zeros_like(rows.values), rows.values - own)
+def exactly(rows: Rows, everyone: Tensor) -> Said:
+    """What is said by the entries themselves."""
+    return Said(_mean(everyone), torch.zeros_like(rows.values))
 
 
 def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Generator[Request, Any, Said]:
@@ -110,16 +110,14 @@ def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Generator[Requ
         mean = yield Reduce(codes.flatten().clone(), 1 / rows.world.size)
     entries = rows.values.shape[1]
     own, all_ranks = (coder.decode_alike(each, entries)[:, 0] * rows.support.scales for each in (codes, mean.view(codes.shape)))
-    left = rows.values - own
-    return Said(all_ranks, left, left)
+    return Said(all_ranks, rows.values - own)
 
 
 def from_led_codes(rows: Rows, coder: Autoencoder) -> Said:
     """The leaders' codes have come with the places: every rank's entries are told from them, by a decoder of its own."""
     assert rows.support.codes is not None
     said = coder.decode_alike(rows.support.codes, rows.values.shape[1], rows.beside) * rows.support.scales[:, None]
-    left = rows.values - rows.own(said)
-    return Said(_mean(said.unbind(1)), left, left)
+    return Said(_mean(said.unbind(1)), rows.values - rows.own(said))
 
 
 def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
@@ -127,19 +125,25 @@ def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
     return coder.encode(rows.clamp(-FURTHEST, FURTHEST)).clamp(-LARGEST, LARGEST)
 
 
-def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: int) -> None:
-    """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for."""
+def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: int) -> tuple[Tensor, Tensor]:
+    """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for.
+
+    Returns this rank's part of them, and what codes would have missed of it."""
     ranks, count, k = everyone.shape
     high = min(count, max(1, window // (ranks * LEAST)))
     wide = min(k, max(LEAST, window // (ranks * high)))
     which, where = _some(turn, count, high), _some(turn, k, wide)
     seen, beside = (everyone / rows.support.scales).clamp(-FURTHEST, FURTHEST), rows.beside
+    own = seen[rows.world.rank, which, where]
     if beside is None:
         part = seen[:, which, where]
+        said = coder.decode(encoded(coder, own), own.shape[1])
         coder.learn(lambda weights: coder.loss_of_mean(part, weights))
     else:
         part, told = (each[which, :, where] for each in (rows.from_leaders(seen), beside))
+        said = coder.decode(encoded(coder, part[:, 0]), own.shape[1], told)
         coder.learn(lambda weights: coder.loss_of_each(part, told, weights))
+    return own, own - rows.own(said, which)
 
 
 def _some(turn: int, of: int, how_many: int) -> slice:

@@ -91,10 +91,14 @@ class Leading:
         (leader,) = self.leaders
         others = [rank for rank in range(self.world.size) if rank != leader]
         came = yield Send(dict.fromkeys(others, payload) if own else {}, form, device)
-        return [came.get(leader, payload)]
+        if not own and leader not in came:
+            raise RuntimeError(
+                f"rank {leader} was to lead this step, but nothing came from it: are all ranks at the same step?"
+            )
+        return [payload if own else came[leader]]
 
 
 def _drawn(seed: int, step: int, ranks: int) -> int:
     """A rank by chance, the same one on all of them."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     return int(torch.randint(ranks, (), generator=generator))

@@ -29,33 +29,38 @@ class Phases:
         self.left = [dense, learn]
         self.steps = self.falls = 0
         self.rate = 0.0
-        self._bad: deque[Counts] = deque()
+        self.fallen = False
+        self._marks: deque[Counts] = deque()
         self._seen: deque[int] = deque(maxlen=LOOKED_AT)
 
     def begin(self, rates: tuple[float, ...] | None) -> str:
-        """The phase of this step."""
+        """The phase of this step; and whether this rank's learning rate has fallen, which the ranks have yet to agree upon."""
         rate = max(rates) if rates else 0.0
-        if self.now == CODE and rate < FALLEN * self.rate:
-            self.learn_again()
-        if self.now != CODE:
-            self.rate = rate
-        phase = self.now
+        self.rate = max(self.rate, rate) if self.now == CODE else rate
+        self.fallen = rate < FALLEN * self.rate
+        return self.now
+
+    def end(self, phase: str) -> None:
+        """A step of this phase has come to its end."""
         self.steps += 1
         if phase != CODE:
             self.left[phase == LEARN] -= 1
-        return phase
 
     @property
     def now(self) -> str:
         """The phase of the step to come, or of none but codes."""
         return DENSE if self.left[0] else LEARN if self.left[1] else CODE
 
-    def see(self, bad: Tensor) -> bool:
-        """Notes whether a step with codes was off. True where too many were: it is learned anew, each time longer."""
-        self._bad.append(Counts(bad))
-        if len(self._bad) < DELAY:
+    def see(self, mark: Tensor) -> bool:
+        """Remembers a step with codes. True where too many were off: the code is learned anew, each time for longer."""
+        self._marks.append(Counts(mark))
+        if len(self._marks) < DELAY:
             return False
-        self._seen.append(self._bad.popleft().largest())
+        off, fallen = (self._marks[0].largest() & bit for bit in (1, 2))
+        self._marks.popleft()
+        self._seen.append(off)
+        if fallen:
+            self.learn_again()
         if sum(self._seen) <= MOST_BAD:
             return False
         self.falls += 1
@@ -65,23 +70,22 @@ class Phases:
     def learn_again(self, times: int = 1) -> None:
         """The steps to come are of learning: as many times what it takes at first."""
         self.left[1] = times * self.lengths[1]
-        self._bad.clear()
+        self._marks.clear()
         self._seen.clear()
 
     def save(self) -> dict[str, Any]:
         """Everything, in copies."""
-        counts = [counts.largest() for counts in self._bad]
         return {
             "left": list(self.left),
             "steps": self.steps,
             "falls": self.falls,
             "rate": self.rate,
-            "bad": counts,
+            "marks": [counts.largest() for counts in self._marks],
             "seen": list(self._seen),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
         """Puts back what save() gave."""
         self.left, self.steps, self.falls, self.rate = list(saved["left"]), saved["steps"], saved["falls"], saved["rate"]
-        self._bad = deque(Counts(torch.tensor([count])) for count in saved["bad"])
-        self._seen.extend(saved["seen"])
+        self._marks = deque(Counts(torch.tensor([mark])) for mark in saved["marks"])
+        self._seen = deque(saved["seen"], maxlen=LOOKED_AT)

@@ -54,12 +54,13 @@ class Parts(NamedTuple):
         return self._runs(rank, local // kernels.LINE) * kernels.LINE + local % kernels.LINE
 
     def copy(self, rank: int, value: Tensor) -> Tensor:
-        """A rank's part of value; zeros, where entries of the last group are not there."""
+        """A rank's part of value, in scratch; zeros, where entries of the last group are not there."""
         runs, whole, rest = self._there(rank, value.device)
-        lines = value.new_zeros(self.groups, kernels.LINE)
-        lines[: len(runs)] = value[:whole].view(-1, kernels.LINE).index_select(0, runs)
+        lines = kernels.scratch("part", self.size, value, "float32").view(-1, kernels.LINE)
+        torch.index_select(value[:whole].view(-1, kernels.LINE), 0, runs, out=lines[: len(runs)])
+        lines[len(runs) :] = 0
         lines[-1, :rest] = value[whole : whole + rest]
-        return lines.flatten()
+        return lines.view(-1)
 
     def put_back(self, rank: int, part: Tensor, value: Tensor) -> None:
         """value += part, where that rank's part lies."""

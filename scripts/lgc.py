@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -39,7 +40,7 @@ MODELS = {"this net": 171_000, "ResNet-50": 25_557_032}
 def bits_of_places(n: int, ratio: float, bands: int, ranks: int) -> float:
     """A place's, where every rank leads a part."""
     part = -(-n // (ranks * kernels.LINE)) * kernels.LINE
-    k = max(1, round(ratio * n / ranks))
+    k = math.ceil(ratio * -(-n // ranks))
     return 8 * places.length((bands or k) * part, k) / k
 
 
@@ -70,6 +71,8 @@ def main(given: list[str]) -> int:
         "--out", type=Path, default=machine.ROOT / "benchmarks" / "results", help="(default benchmarks/results)"
     )
     chosen = parser.parse_args(given)
+    if chosen.ranks < 2:
+        parser.error("--ranks must be 2 or more: one has nothing in common with others")
     if chosen.steps <= redundancy.DENSE + 10:
         parser.error(f"--steps must be above {redundancy.DENSE + 10}: the first {redundancy.DENSE} are dense")
     torch.set_num_threads(1)

@@ -45,6 +45,12 @@ def test_no_more_is_learned_from_than_the_window_holds(ranks: int, count: int, k
         def learn(self, loss_of: Any) -> None:
             loss_of(None)
 
+        def encode(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows[:, None]
+
+        def decode(self, codes: torch.Tensor, entries: int, beside: torch.Tensor | None = None) -> torch.Tensor:
+            return torch.zeros(len(codes), 1 if beside is None else beside.shape[1], entries)
+
         def loss_of_mean(self, rows: torch.Tensor, weights: None) -> None:
             seen.append(tuple(rows.shape))
 
@@ -54,7 +60,8 @@ def test_no_more_is_learned_from_than_the_window_holds(ranks: int, count: int, k
 
     rows, window = rows_of(0, ranks, count, k, told=told), 4096
     for turn in range(20):
-        coding.learn(rows, torch.randn(ranks, count, k), Coder(), window, turn)  # type: ignore[arg-type]
+        has, misses = coding.learn(rows, torch.randn(ranks, count, k), Coder(), window, turn)  # type: ignore[arg-type]
+        assert has.shape == misses.shape == seen[-1][1:]
     assert all(shape[0] == ranks for shape in seen)
     sizes = {shape[0] * shape[1] * shape[2] for shape in seen}
     assert len(sizes) == 1

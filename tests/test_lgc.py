@@ -48,3 +48,5 @@ def test_places_take_few_bits() -> None:
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(SystemExit):
         lgc.main(["--steps", "20"])
+    with pytest.raises(SystemExit):
+        lgc.main(["--ranks", "1"])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp import autoencoder, coding, kernels, paths, split
+from gradcomp import autoencoder, coding, kernels, paths, split, wire
 from gradcomp.autoencoder import Autoencoder
 from gradcomp.clock import Clock
 from gradcomp.coding import Innovations, Rows
@@ -31,6 +31,9 @@ from gradcomp.watch import NOTES, Watch
 GAINS_BY_HALVES = 4
 """Ranks up to which gathering codes of half as many bytes sends less than summing whole ones."""
 
+SMALL = 0.01
+"""Of the entries: a first layer that is no more travels as it is."""
+
 
 @dataclass(frozen=True)
 class Lgc(Compressor):
@@ -41,15 +44,17 @@ class Lgc(Compressor):
     leader: str = "parts"  # parts = each rank, for a part of the entries; rotate, seed = one at a time, in turn or drawn
     dense: int = 200  # steps in which everything travels; higher = a smoother start
     learn: int = 300  # steps after these in which the autoencoder learns; higher = smaller errors of codes
-    first: str = "dense"  # how the first layer travels: dense, or as a code like others, as where it is a large embedding
+    first: str = "auto"  # how the first layer travels: dense, or as a code like others; auto = dense up to 1 % of the entries
     last: str = "topk"  # how the last one does: topk, or as a code
     innovation: float = 1e-5  # of the entries, how many of its own each rank sends as they are; server only
     decoder: str = "linear"  # linear = nothing is lost; leaky = as published, what is lost is in stats()
     code: str = "auto"  # half or single precision; auto = what sends less
     places: str = "packed"  # as few bits as tell them apart; plain = 32 bits each
     bands: int = 16  # of like values, told apart; higher = smaller errors, more bytes for places; 0 = all are
-    window: int = 4096  # entries of all ranks together that are learned from in a step; lower = shorter steps
-    bound: float = 0.95  # relative error of what codes say, above which a step waits, and above which is learned anew
+    window: int = (
+        4096  # entries of all ranks together that are learned from in a step, 32 a rank at least; lower = shorter steps
+    )
+    bound: float = 0.9  # relative error of what codes say, above which a step waits; where many do, all is learned anew
     wire: str = "compact"
 
     def __post_init__(self) -> None:
@@ -58,7 +63,7 @@ class Lgc(Compressor):
         for knob, known in (
             ("instance", ("ring", "server")),
             ("leader", LEADERS),
-            ("first", ("dense", "code")),
+            ("first", ("auto", "dense", "code")),
             ("last", ("topk", "code")),
             ("decoder", ("linear", "leaky")),
             ("code", ("auto", "half", "single")),
@@ -66,7 +71,7 @@ class Lgc(Compressor):
         ):
             if getattr(self, knob) not in known:
                 raise ValueError(f"lgc: {knob} must be one of {', '.join(known)}, not {getattr(self, knob)!r}")
-        for knob, least in (("dense", 0), ("learn", 1), ("bands", 0), ("window", autoencoder.TAPS)):
+        for knob, least in (("dense", 0), ("learn", 1), ("bands", 0), ("window", coding.LEAST)):
             if getattr(self, knob) < least:
                 raise ValueError(f"lgc: {knob} must be {least} or more, not {getattr(self, knob)}")
         if not 0 < self.innovation <= 1:
@@ -95,10 +100,13 @@ class Lgc(Compressor):
 
     def save(self, state: State) -> dict[str, Any]:
         coder = state.coder
-        return {"phases": state.phases.save(), "decoders": coder and coder.decoders, "coder": coder and coder.save()}
+        own = {"decoders": coder and coder.decoders, "coder": coder and coder.save()}
+        return {"phases": state.phases.save(), "watch": state.watch.save(), **own}
 
     def load(self, state: State, saved: Mapping[str, Any]) -> None:
         state.phases.load(saved["phases"])
+        state.watch.load(saved["watch"])
+        state.coder = None
         if saved["coder"] is not None:
             state.coder = self._autoencoder(saved["decoders"], state)
             state.coder.load(saved["coder"])
@@ -106,7 +114,7 @@ class Lgc(Compressor):
     def stats(self, state: State) -> dict[str, Any]:
         return {
             "phase": state.phase,
-            "code_error": float(state.watch.error),
+            "code_error": state.watch.error,
             "code_off": float(state.watch.off),
             "learning_seconds": state.clock.seconds,
             "learned_anew": state.phases.falls,
@@ -116,10 +124,14 @@ class Lgc(Compressor):
         coder, update = self._coder(state, world), state.update
         state.phase = phase = state.phases.begin(acc.rates)
         if phase == DENSE:
-            return (yield from paths.dense_allreduce(acc, world, update))
+            update = yield from paths.dense_allreduce(acc, world, update)
+            state.phases.end(phase)
+            return update
         update.zero_()
         if len(update[state.last]):
-            update[state.last] = yield from self._largest(_cut(acc, state.last), world)
+            found = yield from self._largest(_cut(acc, state.last), world)
+            update[state.last] = found
+            kernels.wipe(found)
         middle, out = _cut(acc, state.middle), update[state.middle]
         packed, step = self.places == "packed", state.phases.steps
         leading = Leading(len(out), self.ratio, self.leader, self.bands, packed, state.seed, world, step)
@@ -128,23 +140,30 @@ class Lgc(Compressor):
         rows = Rows(support.of(middle.value), support, world, told)
         if phase == LEARN:
             everyone = yield from coding.as_they_are(rows)
-            said = coding.exactly(rows, everyone, coder)
+            said = coding.exactly(rows, everyone)
             with state.clock:
-                coding.learn(rows, everyone, coder, self.window, state.phases.steps)
-        elif self.serves:
-            said = coding.from_led_codes(rows, coder)
+                has, misses = coding.learn(rows, everyone, coder, self.window, step)
         else:
-            said = yield from coding.from_mean_code(rows, coder, self._halves(world))
+            if self.serves:
+                said = coding.from_led_codes(rows, coder)
+            else:
+                said = yield from coding.from_mean_code(rows, coder, self._halves(world))
+            has, misses = rows.normal, said.left / support.scales
         first = _cut(acc, state.first)
-        notes = state.watch.note(rows.normal, said.missed / support.scales, acc.flag)
+        notes = state.watch.note(has, misses, acc.flag, state.phases.fallen)
         total: Tensor = yield Reduce(_behind(first, notes, state.ends), 1 / world.size)
-        verdict = state.watch.judge(total[-NOTES:], said.mean / support.scales, always=phase == LEARN)
-        if phase == CODE and state.phases.see(verdict.bad):
-            coder.draw()
+        verdict = state.watch.judge(total[-NOTES:])
+        if phase == LEARN:
+            verdict = verdict._replace(good=torch.ones_like(verdict.good))
+        else:
+            state.watch.compare(total[-NOTES:], said.mean / support.scales)
+            if state.phases.see(verdict.mark):
+                coder.draw()
         if len(first.value):
             kernels.settle_all(first.value, total[:-NOTES])
             update[state.first] = total[:-NOTES]
         rows.settle(middle.value, middle.velocity, out, said, verdict)
+        state.phases.end(phase)
         if phase == LEARN and state.phases.now == CODE:
             coder.freeze((yield Reduce(coder.frozen(), 1 / world.size)))
         return update
@@ -192,7 +211,9 @@ class Lgc(Compressor):
         """What each rank sends of its own where others lead. out is zero, and is again afterwards."""
         if not self.serves:
             return None
-        taken = paths.room(Acc(value), paths.count_of(self.innovation, len(value)), self.wire)
+        count = paths.count_of(self.innovation, len(value))
+        few = wire.size(wire.sparse_form(count)) < wire.size(wire.packed_form(len(value), count))
+        taken = paths.room(Acc(value), count, "exact" if few else self.wire)
         kernels.take_topk(value, len(taken.values), **taken.arrays)
         kernels.add_sparse(value, taken.values, taken.indices, taken.header)  # they stay until it is known what became of them
         if taken.packed:
@@ -220,20 +241,28 @@ class State:
         self.watch = Watch(knobs.bound, seed, layout.device)
         self.clock = Clock(layout.device)
         self.coder: Autoencoder | None = None
-        last, first = _ends(layout, knobs.last == "topk", knobs.first == "dense")
+        last, first = _ends(layout)
+        if knobs.last == "code":
+            last = 0
+        if knobs.first == "code" or (knobs.first == "auto" and layout.total - first > SMALL * layout.total):
+            first = layout.total
         self.last, self.middle, self.first = slice(0, last), slice(last, first), slice(first, layout.total)
         self.update = torch.zeros(layout.total, device=layout.device)
         self.ends = torch.zeros(layout.total - first + NOTES, device=layout.device)
 
 
-def _ends(layout: Layout, last: bool, first: bool) -> tuple[int, int]:
+def _ends(layout: Layout) -> tuple[int, int]:
     """Where the last layer ends, with which a bucket begins, and where the first one begins; of a module's parameters all
     belong to it. A model without anything between them is all between."""
-    modules = [name.rpartition(".")[0] or name for name in layout.names]
+    modules = [_module(name) for name in layout.names]
     spans = [span for span, module in zip(layout.spans, modules, strict=True) if module not in (modules[0], modules[-1])]
-    if not spans:
-        return 0, layout.total
-    return spans[0][0] if last else 0, spans[-1][1] if first else layout.total
+    return (spans[0][0], spans[-1][1]) if spans else (0, layout.total)
+
+
+def _module(name: str) -> str:
+    """Whose parameter it is. Numbered ones, as those without a name are, count each by itself."""
+    head, _, leaf = name.rpartition(".")
+    return name if not head or leaf.isdigit() else head
 
 
 def _cut(acc: Acc, where: slice) -> Acc:

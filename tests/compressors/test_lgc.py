@@ -52,7 +52,7 @@ def _learning(ratio: float) -> Callable[[int, int, int], int]:
     def promised(n: int, rank: int, world: int) -> int:
         count, k, _ = rows(n, ratio, world)
         lead = lead_bytes(n, ratio, world)
-        led = lead if count > 1 else (world - 1) * lead if rank == 1 % world else 0
+        led = lead if count > 1 else (world - 1) * lead if rank == 0 else 0
         return led + _padded(4 * count * k) + 4 * NOTES
 
     return promised
@@ -129,7 +129,7 @@ def test_conservation_in_all_phases(knobs: str) -> None:
         check_conservation(simulation, draw(step))
         phases.append(simulation.stats()["phase"])
     assert phases == ["dense"] + ["learn"] * 15 + ["code"] * 6
-    assert simulation.stats()["code_error"] < 0.7 and simulation.stats()["code_off"] < 1e-5
+    assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["code_off"] < 1e-5
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -172,7 +172,7 @@ def test_the_error_is_fed_back() -> None:
 
 
 def test_what_a_published_decoder_is_off_by_is_said() -> None:
-    simulation = learned("decoder=leaky")
+    simulation = learned("decoder=leaky,bound=10")
     for _ in range(10):
         before = [simulation.residual(rank)["a.weight"] for rank in range(4)]
         grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(4)]
@@ -227,7 +227,49 @@ def test_one_leader_sends_its_places_to_all_others() -> None:
     assert sent[0] == pytest.approx(rest, abs=64)  # codes of one row in place of four
 
 
-@pytest.mark.parametrize("at", [1, 5, 9, 12])
+def test_a_state_that_is_loaded_replaces_what_was_there() -> None:
+    """As where a job goes back to a checkpoint without being started anew."""
+    spec = spec_of("", learn=9)
+    simulation = gradcomp.Simulation(spec, SHAPES, 4)
+    states_at = {}
+    for step in range(30):
+        if step in (0, 20):
+            states_at[step] = simulation.state_dict()
+        simulation.step(draw(step))
+    for at, state in states_at.items():
+        fresh = gradcomp.Simulation(spec, SHAPES, 4)
+        for restored in (simulation, fresh):
+            restored.load_state_dict(state)
+        for step in range(at, at + 13):
+            ours, theirs = simulation.step(draw(step)), fresh.step(draw(step))
+            assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+        assert (
+            simulation.state_dict()["ranks"][0]["buckets"][0]["own"]["phases"]
+            == (fresh.state_dict()["ranks"][0]["buckets"][0]["own"]["phases"])
+        )
+
+
+def test_lower_precision_of_the_user_is_not_that_of_codes() -> None:
+    simulation = learned("code=single")
+    with torch.autocast("cpu", torch.bfloat16):
+        check_conservation(simulation, draw(50))
+
+
+@pytest.mark.parametrize("knobs", ["", "instance=server"])
+def test_training_on_codes_reaches_the_minimum(knobs: str) -> None:
+    """After few steps of learning, with codes that are hardly good enough: those that are not have to be found out."""
+    torch.manual_seed(0)
+    goal = torch.randn(2000)
+    simulation = gradcomp.Simulation(f"lgc:dense=0,learn=60,ratio=0.01,{knobs}".rstrip(","), {"w": (2000,)}, world=1)
+    w, coded = torch.zeros(2000), 0
+    for _ in range(1500):
+        w -= 0.004 * simulation.step([{"w": w - goal}])["w"]
+        coded += simulation.stats()["phase"] == "code"
+    assert (w - goal).norm() < 0.02 * goal.norm()
+    assert coded > 200
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 25])
 @pytest.mark.parametrize("knobs", ["momentum=0.9", "instance=server", "leader=seed"])
 def test_stopping_and_resuming_continues_to_the_bit_in_every_phase(knobs: str, at: int) -> None:
     spec = spec_of(knobs, learn=9)
@@ -236,14 +278,15 @@ def test_stopping_and_resuming_continues_to_the_bit_in_every_phase(knobs: str, a
         first.step(draw(step))
     second = gradcomp.Simulation(spec, SHAPES, 4, seed=5)
     second.load_state_dict(first.state_dict())
-    for step in range(at, 15):
+    for step in range(at, 29):
         ours, theirs = first.step(draw(step)), second.step(draw(step))
         assert all(reference.same(ours[name], theirs[name]) for name in SHAPES), f"step {step}"
     assert first.stats()["phase"] == second.stats()["phase"] == "code"
 
 
+@pytest.mark.parametrize("times", [3.5, 50.0])  # somewhat off, whose errors would add up; and quite
 @pytest.mark.parametrize("knobs", ["", "instance=server", "leader=rotate"])
-def test_a_forced_divergence_recovers(knobs: str) -> None:
+def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
     """Codes that say nothing are not used; soon all ranks learn anew at the same step, and then codes are used again."""
     simulation = learned(knobs)
     for step in range(30, 36):
@@ -251,14 +294,15 @@ def test_a_forced_divergence_recovers(knobs: str) -> None:
     assert simulation.stats()["code_error"] < 0.9
     for reducer in simulation.reducers:  # what a worn-out or damaged decoder says
         coder = reducer.buckets[0].memory.inner.coder
-        coder.taps.mul_(50.0)
+        coder.taps.mul_(times)
     phases = []
-    for step in range(36, 36 + DELAY + MOST_BAD + 30 + 5):
+    for step in range(36, 36 + DELAY + MOST_BAD + 30 + 7):
         update = simulation.step(draw(step))
-        assert max(float(part.abs().max()) for part in update.values()) < 300  # what has waited all the time, no more
+        assert max(float(part.abs().max()) for part in update.values()) < 400  # what has waited all the time, no more
         phases.append({reducer.stats()["phase"] for reducer in simulation.reducers})
-    assert phases[: DELAY + MOST_BAD] == [{"code"}] * (DELAY + MOST_BAD)
-    assert phases[DELAY + MOST_BAD :] == [{"learn"}] * 30 + [{"code"}] * 5
+    began = phases.index({"learn"})
+    assert DELAY + MOST_BAD <= began <= DELAY + MOST_BAD + 2  # not every step need be found off
+    assert phases == [{"code"}] * began + [{"learn"}] * 30 + [{"code"}] * (len(phases) - began - 30)
     assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
 
 
@@ -293,6 +337,17 @@ def test_ranks_that_learned_something_else_agree_before_codes_are_used() -> None
         assert torch.equal(state.coder.weights, first.coder.weights) and torch.equal(state.coder.taps, first.coder.taps)
     simulation.step(draw(4))  # which holds the ranks' updates equal
     assert simulation.stats()["phase"] == "code"
+
+
+def test_innovations_start_with_fresh_momentum_wherever_they_are() -> None:
+    simulation = learned("instance=server,momentum=0.9,innovation=0.01")
+    update = simulation.step(draw(30))["a.weight"]
+    memory = simulation.reducers[1].buckets[0].memory
+    bucket = simulation.reducers[1].buckets[0]
+    velocity = bucket.layout.views(memory.velocity)["a.weight"]
+    fresh = velocity == 0
+    assert int(fresh.sum()) > 0.0125 * MIDDLE  # more than the 0.01 at common places
+    assert bool((update.flatten()[fresh] != 0).all())
 
 
 def test_entries_that_were_sent_start_with_fresh_momentum() -> None:
@@ -352,7 +407,7 @@ def residuals_of(simulation: gradcomp.Simulation) -> list[Tensor]:
     return [simulation.residual(rank)["a.weight"] for rank in range(4)]
 
 
-def parts_of(names: dict[str, int], knobs: str = "") -> list[list[str]]:
+def parts_of(names: dict[str, int], knobs: str = ":first=dense") -> list[list[str]]:
     """What travels as it is by its largest entries, as a code, and dense."""
     compressor = gradcomp.make("lgc" + knobs)
     assert isinstance(compressor, gradcomp.wrap.Feedback)
@@ -381,6 +436,15 @@ def test_first_and_last_layers_are_apart() -> None:
     assert parts_of({"w": 30}) == [[], ["w"], []]
     assert parts_of({"a.weight": 30, "b.weight": 30}) == [[], ["b.weight", "a.weight"], []]
     assert parts_of({"a": 30, "b": 30, "c": 20}) == [["c"], ["b"], ["a"]]
+    nameless = {f"allreduce.noname.0.{i}": 30 for i in range(3)}  # as Horovod calls them
+    assert [len(part) for part in parts_of(nameless)] == [1, 1, 1]
+
+
+def test_a_large_first_layer_is_coded_unless_it_is_to_be_dense() -> None:
+    net = {"embedding.weight": 1000, "body.weight": 900, "fc.weight": 100}
+    assert parts_of(net, ":first=auto")[2] == []
+    assert parts_of(net, ":first=dense")[2] == ["embedding.weight"]
+    assert parts_of({**net, "body.weight": 99_900}, ":first=auto")[2] == ["embedding.weight"]
 
 
 def test_a_falling_learning_rate_refreshes_the_code() -> None:
@@ -390,13 +454,13 @@ def test_a_falling_learning_rate_refreshes_the_code() -> None:
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
     reducer = Reducer(compressor, layers, Seat(board, 0, 1), lambda bucket, update: None, 25, 0, lambda name: rate[0])
     phases = []
-    for step in range(12):
+    for step in range(7 + DELAY + 5):
         rate[0] = 0.1 if step < 7 else 0.01
         for name, grad in draw(step, 1)[0].items():
             reducer.put(name, grad.flatten())
         reducer.finish()
         phases.append(reducer.stats()["phase"])
-    assert phases == ["dense"] + ["learn"] * 4 + ["code"] * 2 + ["learn"] * 4 + ["code"]
+    assert phases == ["dense"] + ["learn"] * 4 + ["code"] * (2 + DELAY) + ["learn"] * 4 + ["code"]
 
 
 def test_neither_draws_nor_weights_of_the_user_are_touched() -> None:
@@ -421,7 +485,7 @@ def test_how_long_learning_takes_is_said() -> None:
     ("lgc:leader=me", "leader must be one of parts, rotate, seed"),
     ("lgc:learn=0", "learn must be 1 or more"),
     ("lgc:dense=-1", "dense must be 0 or more"),
-    ("lgc:window=5", "window must be 31 or more"),
+    ("lgc:window=5", "window must be 32 or more"),
     ("lgc:bound=0", "bound must be above 0"),
     ("lgc:innovation=2", r"innovation must lie in \(0, 1\]"),
     ("lgc:decoder=deep", "decoder must be one of linear, leaky"),
