@@ -7,6 +7,7 @@ array that belongs to no model: no optimizer of the user's sees them, and no dra
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -156,6 +157,11 @@ class Autoencoder:
     def frozen(self) -> Tensor:
         """All that codes depend on, for the ranks to agree upon."""
         return torch.cat([self.weights, self._taps().flatten()])
+
+    def digest(self) -> str:
+        """A name for what frozen() gives."""
+        whole = torch.cat([self.weights, self.taps.flatten()]).cpu().view(torch.uint8)
+        return hashlib.blake2b(bytes(whole.tolist()), digest_size=4).hexdigest()
 
     def freeze(self, agreed: Tensor) -> None:
         """Goes on with what the ranks have agreed upon."""

@@ -202,6 +202,10 @@ class Compressor(ABC):
         """Puts back what save() gave."""
         return
 
+    def alike(self, state: Any) -> str:
+        """What of its state has to be the same on all ranks, for their first exchange to be one; they compare it before."""
+        return ""
+
     def stats(self, state: Any) -> dict[str, Any]:
         """Figures of its own, of the last step."""
         return {}

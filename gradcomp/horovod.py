@@ -249,9 +249,10 @@ class Compression:
         if session is not self._numbered:
             self._network.prefix = f"gradcomp.{_next_number(session, self._network.process_set.process_set_id)}"
             self._numbered = session
-        records = self._network.start(Gather(wire.whole(agreement.record(self._terms))), "agreement")()
+        terms = {**self._terms, "compressor's state": self._reducer.alike()}
+        records = self._network.start(Gather(wire.whole(agreement.record(terms))), "agreement")()
         assert isinstance(records, list)
-        agreement.check(self._terms, [record.bytes for record in records])
+        agreement.check(terms, [record.bytes for record in records])
         self._network.find_hosts()
         self._session = session
 

@@ -51,6 +51,10 @@ class Phases:
         """The phase of the step to come, or of none but codes."""
         return DENSE if self.left[0] else LEARN if self.left[1] else CODE
 
+    def alike(self) -> str:
+        """What ranks must have in common, to ask for the same from the next step on."""
+        return f"{self.now}, {self.steps} steps done, {self.left} left, learned anew {self.falls} times"
+
     def see(self, mark: Tensor) -> bool:
         """Remembers a step with codes. True where too many were off: the code is learned anew, each time for longer."""
         self._marks.append(Counts(mark))

@@ -189,6 +189,11 @@ class Reducer:
             bucket.handle = self.network.start(request, f"{bucket.index}.{bucket.round}")
             bucket.round += 1
 
+    def alike(self) -> str:
+        """What of the compressors' states must be the same on all ranks."""
+        own = (bucket.source.inner.alike(bucket.memory.inner) for bucket in self.buckets)
+        return "; ".join(filter(None, own))
+
     def stats(self) -> dict[str, Any]:
         """Figures of the last step; a compression is dense float32 bytes over the bytes sent, but for those that a rank sent to
         others on its host by name: over bytes_between_hosts."""

@@ -161,7 +161,9 @@ def test_what_was_saved_continues_to_the_bit() -> None:
 
 def test_what_is_agreed_upon_is_used() -> None:
     coder, other = make(seed=0), make(seed=1)
+    assert coder.digest() != other.digest()
     coder.freeze(other.frozen())
+    assert coder.digest() == other.digest()
     codes = torch.randn(1, CODE, 3)
     assert torch.equal(coder.decode_alike(codes, TAPS), other.decode_alike(codes, TAPS))
     assert torch.equal(coder.encode(torch.ones(1, 60)), other.encode(torch.ones(1, 60)))

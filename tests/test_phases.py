@@ -77,6 +77,13 @@ def test_another_ranks_rate_counts_as_much() -> None:
     assert walk(phases, 1, mark=2) + walk(phases, DELAY) == [CODE] * DELAY + [LEARN]
 
 
+def test_ranks_that_came_elsewhere_are_told_apart() -> None:
+    first, second = Phases(1, 2), Phases(1, 2)
+    assert first.alike() == second.alike()
+    walk(first, 1)
+    assert first.alike() != second.alike()
+
+
 def test_a_copy_goes_on_alike() -> None:
     first, second = Phases(1, 2), Phases(1, 2)
     walk(first, 3 + DELAY + 20, mark=1)

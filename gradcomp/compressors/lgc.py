@@ -111,6 +111,10 @@ class Lgc(Compressor):
             state.coder = self._autoencoder(saved["decoders"], state)
             state.coder.load(saved["coder"])
 
+    def alike(self, state: State) -> str:
+        coder = state.coder if state.phases.now == CODE else None
+        return state.phases.alike() + ("" if coder is None else f", weights {coder.digest()}")
+
     def stats(self, state: State) -> dict[str, Any]:
         return {
             "phase": state.phase,

@@ -19,6 +19,7 @@ TERMS = {
     "shapes": "parameter shapes: ",
     "layout": "parameter shapes: ",
     "count": "parameter names: rank 0 has '4: ",
+    "state": "compressor's state: rank 0 has 'dense, 0 steps done, ",
 }
 
 

@@ -1,4 +1,4 @@
-"""Every kind of spec on real ranks: sdagc and its parts, rules by layer, and changing the spec in mid-training."""
+"""Every kind of spec on real ranks: sdagc, lgc and their parts, rules by layer, and changing the spec in mid-training."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ SPECS = [
     "sdagc:lam=2,lr_revision=staleness",
     "sdagc:lam=2,lr_revision=per_layer",
     "sdagc; *.bias=dense; *last.*=topk:ratio=0.1",
+    "lgc:dense=2,learn=4,ratio=0.02,first=dense",
+    "lgc:dense=2,learn=4,ratio=0.02,first=dense,instance=server,leader=rotate,momentum=0.9",
 ]
 both_routes = pytest.mark.parametrize("route", ["A", "B"])
 

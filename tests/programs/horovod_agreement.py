@@ -31,7 +31,7 @@ def differing(term: str, route: str) -> None:
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2))
     if term == "layout" and odd:
         model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
-    spec = "topk:ratio=0.06" if term == "spec" and odd else SPEC
+    spec = "topk:ratio=0.06" if term == "spec" and odd else "lgc" if term == "state" else SPEC
     options: dict[str, Any] = {"bucket_mb": 3 if term == "bucket_mb" and odd else 2, "seed": 8 if term == "seed" and odd else 7}
     named = training.named(model, f"{term}/{route}{'x' if term == 'names' and odd else ''}.")
     if term == "count" and odd:
@@ -46,10 +46,15 @@ def differing(term: str, route: str) -> None:
             own = hvd.DistributedOptimizer(optimizer, named, compression=compression)
     finally:
         gradcomp.__version__ = true
+    if term == "state" and odd:
+        kept = own.compression if route == training.OWN else compression
+        state = kept.state_dict()
+        state["rank"]["buckets"][0]["own"]["phases"]["steps"] = 5
+        kept.load_state_dict(state)
     step(model, own)
 
 
-for term in ("spec", "version", "seed", "bucket_mb", "names", "shapes", "layout", "count"):
+for term in ("spec", "version", "seed", "bucket_mb", "names", "shapes", "layout", "count", "state"):
     for route in training.ROUTES:
         found[term, route] = training.refused(lambda t=term, r=route: differing(t, r))  # type: ignore[misc]
         hvd.barrier()
