@@ -18,8 +18,6 @@ FURTHEST = 1000.0
 """Root mean squares: beyond so many, entries are coded as if they were there."""
 LARGEST = 6e4
 """What half precision holds of a number of a code."""
-
-
 LEAST = 32
 """Entries of a row that are learned from together, where so many are."""
 
@@ -126,9 +124,8 @@ def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
 
 
 def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: int) -> tuple[Tensor, Tensor]:
-    """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for.
-
-    Returns this rank's part of them, and what codes would have missed of it."""
+    """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for. Of these, this
+    rank's, and what codes would have missed of them."""
     ranks, count, k = everyone.shape
     high = min(count, max(1, window // (ranks * LEAST)))
     wide = min(k, max(LEAST, window // (ranks * high)))
