@@ -105,9 +105,8 @@ class Autoencoder:
             rows, _, length = channels.shape
             told = functional.pad(beside.to(codes.dtype), (0, length - entries))
             channels = torch.cat([channels.view(rows, self.decoders, -1, length), told[:, :, None]], 2).view(rows, -1, length)
-        out: Tensor = functional.conv1d(channels, own[each * len(UP)], None if self.linear else own[-1], groups=self.decoders)
-        said: Tensor = out[:, :, :entries]
-        return said
+        said: Tensor = functional.conv1d(channels, own[each * len(UP)], None if self.linear else own[-1], groups=self.decoders)
+        return said[:, :, :entries]
 
     def decode_alike(self, codes: Tensor, entries: int, beside: Tensor | None = None) -> Tensor:
         """decode(), to the same bits on whatever machine.

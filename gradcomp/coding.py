@@ -63,10 +63,16 @@ class Rows(NamedTuple):
         order = (self.support.leaders[0] + after[:rows, None] + after) % ranks  # one row's leader comes after the other's
         return everyone.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, everyone.shape[2]))
 
-    def own(self, said: Tensor, which: slice = slice(None)) -> Tensor:
-        """Of what decoders say of some rows, [rows, decoders, k], what is about this rank's entries."""
-        decoders = [(self.world.rank - leader) % said.shape[1] for leader in self.support.leaders[which]]
+    def own(self, said: Tensor) -> Tensor:
+        """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
+        decoders = [(self.world.rank - leader) % said.shape[1] for leader in self.support.leaders]
         return torch.stack([each[decoder] for each, decoder in zip(said, decoders, strict=True)])
+
+    def cut(self, which: slice, where: slice) -> Rows:
+        """Some rows, as far as some of their entries."""
+        places, scales, leaders, _ = self.support
+        told = None if self.told is None else Innovations(self.told.inside[:, which, where], [])
+        return Rows(self.values[which, where], Support(places[which, where], scales[which], leaders[which]), self.world, told)
 
     def settle(self, value: Tensor, velocity: Tensor | None, update: Tensor, said: Said, verdict: Verdict) -> None:
         """Makes what was said the update, if it is good, and leaves what it left. Where a gradient was not finite, the update
@@ -130,17 +136,17 @@ def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: i
     high = min(count, max(1, window // (ranks * LEAST)))
     wide = min(k, max(LEAST, window // (ranks * high)))
     which, where = _some(turn, count, high), _some(turn, k, wide)
-    seen, beside = (everyone / rows.support.scales).clamp(-FURTHEST, FURTHEST), rows.beside
-    own = seen[rows.world.rank, which, where]
+    part = rows.cut(which, where)
+    seen, beside = (everyone[:, which, where] / part.support.scales).clamp(-FURTHEST, FURTHEST), part.beside
+    own = seen[rows.world.rank]
     if beside is None:
-        part = seen[:, which, where]
-        said = coder.decode(encoded(coder, own), own.shape[1])
-        coder.learn(lambda weights: coder.loss_of_mean(part, weights))
+        said = coder.decode(encoded(coder, own), wide)
+        coder.learn(lambda weights: coder.loss_of_mean(seen, weights))
     else:
-        part, told = (each[which, :, where] for each in (rows.from_leaders(seen), beside))
-        said = coder.decode(encoded(coder, part[:, 0]), own.shape[1], told)
-        coder.learn(lambda weights: coder.loss_of_each(part, told, weights))
-    return own, own - rows.own(said, which)
+        led = part.from_leaders(seen)
+        said = coder.decode(encoded(coder, led[:, 0]), wide, beside)
+        coder.learn(lambda weights: coder.loss_of_each(led, beside, weights))
+    return own, own - part.own(said)
 
 
 def _some(turn: int, of: int, how_many: int) -> slice:

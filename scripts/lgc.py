@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -15,7 +14,8 @@ from benchlib import machine, options, report
 from lgclib import phases, redundancy
 from studylib import arguments
 
-from gradcomp import kernels, places
+from gradcomp.core import World
+from gradcomp.leading import Leading
 
 CONFIGURATIONS = (
     ("topk", ""),
@@ -39,9 +39,8 @@ MODELS = {"this net": 171_000, "ResNet-50": 25_557_032}
 
 def bits_of_places(n: int, ratio: float, bands: int, ranks: int) -> float:
     """A place's, where every rank leads a part."""
-    part = -(-n // (ranks * kernels.LINE)) * kernels.LINE
-    k = math.ceil(ratio * -(-n // ranks))
-    return 8 * places.length((bands or k) * part, k) / k
+    leading = Leading(n, ratio, "parts", bands, packed=True, seed=0, world=World(0, ranks), step=0)
+    return 8 * next(field.length for field in leading.form() if field.name == "places") / leading.k
 
 
 def table_of_places(ranks: int) -> list[list[str]]:
