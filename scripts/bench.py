@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures gradcomp: its kernels against plain torch, and on an emulated cluster the training of a real job, and traffic."""
+"""Measures gradcomp: kernels against plain torch, what they need of a GPU, and on an emulated cluster training and traffic."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import torch
-from benchlib import kernel_cases, kernel_report, machine, options, ranks, report, rounds, traffic_report, train
+from benchlib import kernel_cases, kernel_report, machine, options, ranks, report, resources, rounds, traffic_report, train
 
 EXAMPLES = """\
 examples:
   scripts/bench.py kernels --size 16.8M --threads 1
   scripts/bench.py kernels --device cuda --size 64M --json kernels.json
+  scripts/bench.py resources --arch sm_90
   scripts/bench.py train --hosts 4 --rate 1gbit,100mbit --specs none,horovod,fp16,dense,topk:ratio=0.001
   scripts/bench.py traffic --hosts 2,4,8 --specs dense,topk:ratio=0.001,gtopk:ratio=0.001
 
@@ -67,6 +68,20 @@ def kernels(chosen: argparse.Namespace) -> int:
     return save(result, chosen.json or results() / f"kernels-{chosen.device}-{name}.json")
 
 
+def resources_used(chosen: argparse.Namespace) -> int:
+    try:
+        uses = resources.measure(chosen.arch)
+    except RuntimeError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{resources.table(uses)}\n\n{len(uses)} kernels, {chosen.arch}")
+    beyond = resources.exceeded(uses)
+    print("\n".join(beyond) or "none needs more than it is allowed")
+    settings = {"arch": chosen.arch, "nvcc": resources.version()}
+    result = {"what": "resources", **machine.origin(chosen.written), "settings": settings, "lines": resources.lines(uses)}
+    return save(result, chosen.json or results() / f"resources-{chosen.arch}.json") or bool(beyond)
+
+
 def training(chosen: argparse.Namespace) -> int:
     runs = []
     for rate in chosen.rate if chosen.launcher == "cluster" else ["loopback"]:
@@ -117,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    kinds = made.add_subparsers(required=True, metavar="kernels|train|traffic")
+    kinds = made.add_subparsers(required=True, metavar="kernels|resources|train|traffic")
     one = kinds.add_parser("kernels", help="every kernel against copy_, add_ and plain torch", allow_abbrev=False)
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--size", type=options.size, default=16_800_000, help="entries (default 16.8M)")
@@ -125,6 +140,9 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--threads", type=options.positive, default=1, help="on a CPU (default 1)")
     one.add_argument("--rounds", type=options.positive, default=15, help="(default 15)")
     one.set_defaults(run=kernels)
+    nvcc = kinds.add_parser("resources", help="registers and memory of every CUDA kernel, without a GPU", allow_abbrev=False)
+    nvcc.add_argument("--arch", type=options.arch, default="sm_90", help="that nvcc compiles for (default sm_90)")
+    nvcc.set_defaults(run=resources_used)
     two = kinds.add_parser("train", help="the digits job on an emulated cluster", allow_abbrev=False)
     two.add_argument("--hosts", type=options.positive, default=4, help="one rank each (default 4)")
     two.add_argument("--rate", type=options.rates, default=["1gbit", "100mbit"], help="of the links (default 1gbit,100mbit)")
@@ -152,7 +170,7 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--ranks", type=options.positive, default=1024, help="that are simulated, at most (default 1024)")
     three.add_argument("--specs", type=options.own_specs, default=SPECS, help="what is measured, specs of gradcomp")
     three.set_defaults(run=traffic)
-    for each in (one, two, three):
+    for each in (one, nvcc, two, three):
         each.add_argument("--json", type=Path, metavar="FILE", help="where the result goes")
     return made
 

@@ -30,6 +30,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def arch(text: str) -> str:
+    """A GPU's architecture, as nvcc writes it."""
+    if not re.fullmatch(r"sm_\d+[af]?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture; write for example sm_90")
+    return text
+
+
 def hosts(text: str) -> list[int]:
     """Sizes of emulated clusters whose hosts send to one another."""
     found = [positive(part.strip()) for part in text.split(",")]

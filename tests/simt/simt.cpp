@@ -55,6 +55,7 @@ unsigned alive = 0;
 unsigned at_barrier = 0;
 unsigned current = 0;
 Tally tally{};
+uint64_t launches = 0;  // that a device would have taken, since the process began
 const Shape* shape = nullptr;
 void (*body)(void*) = nullptr;
 void* argument = nullptr;
@@ -235,6 +236,7 @@ void run(const Shape& wish, void (*thread_body)(void*), void* thread_argument) {
   static std::mutex one_device;
   const std::lock_guard<std::mutex> lock(one_device);
   if (!accept(wish)) return;
+  ++launches;
   shape = &wish;
   body = thread_body;
   argument = thread_argument;
@@ -261,3 +263,5 @@ void run(const Shape& wish, void (*thread_body)(void*), void* thread_argument) {
 }
 
 }  // namespace simt
+
+extern "C" __attribute__((visibility("default"))) uint64_t simt_launches() { return simt::launches; }

@@ -1,0 +1,129 @@
+"""What nvcc makes of every CUDA kernel, without a GPU: registers, stack, spills and shared memory, against what is allowed.
+
+The budget: 64 registers a thread, so that half of a multiprocessor's threads find room and hide what memory takes; nothing in
+local memory; 48 KiB of shared memory, which every device since Turing gives without being asked. What is allowed more is named
+below, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchlib import machine, report
+
+SOURCES = machine.ROOT / "csrc" / "cuda"
+FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-DGRADCOMP_CUDA", "-fmad=false", "-cubin", "-Xptxas", "-v", "-o", "/dev/null")
+"""As CMakeLists.txt has them, where they matter."""
+
+
+class Use(NamedTuple):
+    """Of one kernel: registers of a thread, bytes of local memory of a thread, bytes of shared memory of a block."""
+
+    file: str
+    kernel: str
+    registers: int
+    stack: int
+    spilled: int
+    shared: int
+
+
+class Budget(NamedTuple):
+    registers: int = 64
+    stack: int = 0
+    spilled: int = 0
+    shared: int = 48 * 1024
+
+    def exceeded(self, use: Use) -> list[str]:
+        return [
+            f"{use.file}: {use.kernel} has {found} {what}, allowed are {most}"
+            for what, found, most in (
+                ("registers", use.registers, self.registers),
+                ("bytes of stack", use.stack, self.stack),
+                ("bytes spilled", use.spilled, self.spilled),
+                ("bytes of shared memory", use.shared, self.shared),
+            )
+            if found > most
+        ]
+
+
+MORE = {
+    r"find(<.*>)?\(": (Budget(96, 512, 320), "its levels are indexed by loops; arithmetic bounds it, not memory"),
+    r"<EstimateReader<9>": (Budget(80), "nine rows of a table are at hand at once"),
+    r"round_words(<.*>)?\(": (Budget(64, 8, 40), "around the one division that finds its group"),
+}
+
+
+def budget_of(use: Use) -> Budget:
+    return next((budget for pattern, (budget, _) in MORE.items() if re.search(pattern, use.kernel)), Budget())
+
+
+def nvcc() -> str:
+    found = shutil.which("nvcc")
+    if found is None:
+        raise RuntimeError("nvcc was not found: install the CUDA toolkit, or put nvcc on PATH")
+    return found
+
+
+def version() -> str:
+    said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    return said.strip().splitlines()[-1]
+
+
+def measure(arch: str) -> list[Use]:
+    """Compiles every file for one architecture, for example sm_90."""
+    program = nvcc()
+
+    def compiled(source: Path) -> list[Use]:
+        done = subprocess.run([program, *FLAGS, f"-arch={arch}", str(source)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"nvcc could not compile {source.name}:\n{done.stderr[-2000:]}")
+        return parse(source.name, plain_names(done.stderr + done.stdout))
+
+    with ThreadPoolExecutor(2) as pool:
+        return [use for uses in pool.map(compiled, sorted(SOURCES.glob("*.cu"))) for use in uses]
+
+
+def plain_names(text: str) -> str:
+    """With C++'s names as they are written."""
+    program = shutil.which("c++filt")
+    if program is None:
+        raise RuntimeError("c++filt was not found: apt-get install binutils")
+    return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout
+
+
+def parse(file: str, text: str) -> list[Use]:
+    """What ptxas says, kernel by kernel."""
+    found = []
+    for part in text.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(.*?)' for", part)
+        stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        used = re.search(r"Used (\d+) registers.*", part)
+        if name is None or stack is None or used is None:
+            raise RuntimeError(f"{file}: nvcc's report is not as expected:\n{part[:500]}")
+        shared = re.search(r"(\d+) bytes smem", used[0])
+        short = re.sub(r"gradcomp::|cuda::|\(anonymous namespace\)::|^void ", "", name[1])
+        spilled = int(stack[2]) + int(stack[3])
+        found.append(Use(file, short, int(used[1]), int(stack[1]), spilled, int(shared[1]) if shared else 0))
+    return found
+
+
+def exceeded(uses: Sequence[Use]) -> list[str]:
+    return [sentence for use in uses for sentence in budget_of(use).exceeded(use)]
+
+
+def table(uses: Sequence[Use]) -> str:
+    rows: list[tuple[str, ...]] = [("kernel", "file", "registers", "stack", "spilled", "shared")]
+    for use in uses:
+        name = use.kernel.partition("(")[0]
+        rows.append((name, use.file, *(str(figure) for figure in use[2:])))
+    return report.table(rows)
+
+
+def lines(uses: Sequence[Use]) -> list[dict[str, Any]]:
+    return [{**use._asdict(), "budget": budget_of(use)._asdict()} for use in uses]

@@ -1,0 +1,56 @@
+"""What CUDA kernels need of a GPU, held against what they are allowed: as nvcc compiles them, so without one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from benchlib import resources  # noqa: E402
+from benchlib.resources import Budget, Use  # noqa: E402
+
+REPORT = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'gradcomp::cuda::(anonymous namespace)::find(float const*, long)' for 'sm_90'
+ptxas info    : Function properties for gradcomp::cuda::(anonymous namespace)::find(float const*, long)
+    448 bytes stack frame, 44 bytes spill stores, 212 bytes spill loads
+ptxas info    : Used 80 registers, used 0 barriers, 448 bytes cumulative stack size
+ptxas info    : Compiling entry function 'void gradcomp::cuda::add_tiles<true>(gradcomp::Pieces)' for 'sm_90'
+ptxas info    : Function properties for void gradcomp::cuda::add_tiles<true>(gradcomp::Pieces)
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 65 registers, used 1 barriers, 4140 bytes smem
+"""
+
+
+def test_a_report_is_read_kernel_by_kernel() -> None:
+    find, tiles = resources.parse("x.cu", REPORT)
+    assert find == Use("x.cu", "find(float const*, long)", 80, 448, 256, 0)
+    assert tiles == Use("x.cu", "add_tiles<true>(Pieces)", 65, 0, 0, 4140)
+    assert resources.exceeded([find, tiles]) == ["x.cu: add_tiles<true>(Pieces) has 65 registers, allowed are 64"]
+    with pytest.raises(RuntimeError, match="not as expected"):
+        resources.parse("x.cu", REPORT.replace("Used", "Took"))
+
+
+def test_every_bound_counts() -> None:
+    use = Use("x.cu", "f()", 10, 1, 2, 3)
+    assert len(Budget(9, 0, 1, 2).exceeded(use)) == 4 and Budget(10, 1, 2, 3).exceeded(use) == []
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found, so what it makes of the kernels is NOT checked")
+def test_no_kernel_needs_more_than_it_is_allowed() -> None:
+    uses = resources.measure("sm_90")
+    kernels = {re.split(r"[<(]", use.kernel)[0] for use in uses}
+    written = {
+        name
+        for file in (ROOT / "csrc" / "cuda").iterdir()
+        for name in re.findall(r"__global__ void (?:__launch_bounds__\(kThreads\))?\s*(\w+)\(", file.read_text())
+    }
+    assert kernels == written
+    assert resources.exceeded(uses) == []
+    assert all(any(re.search(pattern, use.kernel) for use in uses) for pattern in resources.MORE)
