@@ -1,5 +1,5 @@
-// Rounding to levels, and adding up what was rounded, on a GPU: a thread for each word. Bytes an entry: take_levels 8,
-// add_levels 8, and 8 a word.
+// Rounding to levels, and adding up what was rounded, on a GPU: a thread for each word, which reads some entries before it
+// changes the first of them. Bytes an entry: take_levels 8, add_levels 8, and 8 a word.
 
 #include "../math.h"
 #include "../ops.h"
@@ -13,117 +13,168 @@ namespace {
 
 constexpr unsigned kThreads = 128;
 
-// A word's place: its group, of as many words, and its number among them.
+template <int kLevels>
+constexpr Packing packing = *packing_of(kLevels);
+
+// A word's entries in its group of n: its first, and every `words`-th from there.
 struct Place {
-  int64_t group, words, word;
+  int64_t group, begin;
+  uint32_t n, words, word;
 };
 
-__device__ __forceinline__ Place place_of(const Groups& groups, const Packing& packing, int64_t word) {
-  const int64_t each = packing.words(groups.size), last = groups.count() - 1;
-  const int64_t group = word / each < last ? word / each : last;
-  return {group, packing.words(groups.end(group) - groups.begin(group)), word - group * each};
+template <int kLevels>
+__device__ __forceinline__ Place place_of(const Groups& groups, int64_t word) {
+  constexpr Packing kPacking = packing<kLevels>;
+  const int64_t each = kPacking.words(groups.size), last = groups.count() - 1;
+  const int64_t group = word / each < last ? word / each : last, begin = groups.begin(group), n = groups.end(group) - begin;
+  return {group, begin, static_cast<uint32_t>(n), static_cast<uint32_t>(kPacking.words(n)),
+          static_cast<uint32_t>(word - group * each)};
 }
 
-// use(i) for all entries of a group that the word has codes of, in their order.
-template <class Use>
-__device__ __forceinline__ void each_entry(const Groups& groups, const Place& place, Use use) {
-  const int64_t n = groups.end(place.group) - groups.begin(place.group);
-  for (int64_t i = place.word; i < n; i += place.words) use(i);
+// The most entries that are read before the first of them is used.
+template <int kLevels>
+constexpr int batch = packing<kLevels>.digits % 8 == 0   ? 8
+                      : packing<kLevels>.digits % 5 == 0 ? 5
+                                                         : 3;
+
+// x[i] <- use(x[i], i) for the entries of one part of a word, in their order.
+template <int kLevels, class Use>
+__device__ __forceinline__ void change_part(float* x, const Place& place, uint32_t part, Use use) {
+  constexpr int kDigits = packing<kLevels>.digits, kBatch = batch<kLevels>;
+  const uint32_t first = place.word + part * kDigits * place.words;
+  for (int digit = 0; digit < kDigits; digit += kBatch) {
+    float own[kBatch];
+    UNROLLED
+    for (int next = 0; next < kBatch; ++next) {
+      const uint32_t i = first + (digit + next) * place.words;
+      own[next] = i < place.n ? x[i] : 0.0f;
+    }
+    UNROLLED
+    for (int next = 0; next < kBatch; ++next) {
+      const uint32_t i = first + (digit + next) * place.words;
+      if (i < place.n) x[i] = use(own[next], i);
+    }
+  }
 }
 
-struct Rounded {
-  uint32_t code;
-  float level;
+struct Around {
+  float low, high;
+  uint32_t code;  // of the lower one
 };
 
-__device__ __forceinline__ Rounded by_draw(float x, const float* levels, int64_t count, float drawn) {
-  int64_t code = 0;
-  for (int64_t level = 1; level + 1 < count; ++level) code += x >= levels[level];
-  const float low = levels[code], high = levels[code + 1];
-  const bool up = rounds_up(x, low, high, drawn);
-  return {static_cast<uint32_t>(code + up), up ? high : low};
+// The two levels around x, from one half of all to the next.
+template <int kLevels>
+__device__ __forceinline__ Around around(float x, const float (&level)[kLevels], uint32_t code = 0) {
+  if constexpr (kLevels == 2) {
+    return {level[0], level[1], code};
+  } else {
+    constexpr int kHalf = kLevels / 2;
+    const bool upper = x >= level[kHalf];
+    float half[kHalf + 1];
+    UNROLLED
+    for (int i = 0; i <= kHalf; ++i) half[i] = upper ? level[i + kHalf] : level[i];
+    return around(x, half, 2 * code + upper);
+  }
 }
 
+template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
-    round_words(float* value, const float* levels, const float* cuts, const __grid_constant__ Groups groups,
-                const __grid_constant__ Packing packing, int64_t key, int64_t count, uint64_t* words) {
+    round_words(float* value, const float* levels, const float* cuts, const __grid_constant__ Groups groups, int64_t key,
+                int64_t count, uint64_t* words) {
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= count) return;
-  const Place place = place_of(groups, packing, at);
-  const float* own = levels + place.group * packing.levels;
-  const uint32_t draws = draws_of(key, place.group);
-  float* x = value + groups.begin(place.group);
+  const Place place = place_of<kLevels>(groups, at);
+  float level[kLevels];
+  UNROLLED
+  for (int i = 0; i < kLevels; ++i) level[i] = levels[place.group * kLevels + i];
+  const bool draws = cuts == nullptr;
+  const float cut = draws ? 0.0f : cuts[place.group];
+  const uint32_t first = draws_of(key, place.group);
   uint64_t word = 0, unit = 1;
-  each_entry(groups, place, [&](int64_t i) {
-    Rounded rounded;
-    if (cuts != nullptr) {
-      const bool up = x[i] >= cuts[place.group];
-      rounded = {up, own[up]};
-    } else {
-      rounded = by_draw(x[i], own, packing.levels, draw(draws + static_cast<uint32_t>(i)));
-    }
-    x[i] -= rounded.level;
-    word += unit * rounded.code;
-    unit *= static_cast<uint64_t>(packing.levels);
-  });
+  for (uint32_t part = 0; part < packing<kLevels>.parts; ++part) {
+    uint32_t sum = 0, digit = 1;
+    change_part<kLevels>(value + place.begin, place, part, [&](float x, uint32_t i) {
+      const auto [low, high, code] = around(x, level);
+      const bool up = draws ? rounds_up(x, low, high, draw(first + i)) : x >= cut;
+      sum += digit * (code + up);
+      digit *= kLevels;
+      return x - (up ? high : low);
+    });
+    word += unit * sum;
+    unit *= packing<kLevels>.base;
+  }
   words[at] = word;
 }
 
-__device__ void add_word(float* target, const float* levels, const uint64_t* words, const Groups& groups,
-                         const Packing& packing, int64_t count, float scale) {
+template <int kLevels>
+__device__ __forceinline__ void add_word(float* target, const float* levels, const uint64_t* words, const Groups& groups,
+                                         int64_t count, float scale) {
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= count) return;
-  const Place place = place_of(groups, packing, at);
-  const float* own = levels + place.group * packing.levels;
-  float* to = target + groups.begin(place.group);
+  const Place place = place_of<kLevels>(groups, at);
+  const float* own = levels + place.group * kLevels;
   uint64_t word = words[at];
-  each_entry(groups, place, [&](int64_t i) {
-    to[i] += scale * own[word % static_cast<uint64_t>(packing.levels)];
-    word /= static_cast<uint64_t>(packing.levels);
-  });
+  for (uint32_t part = 0; part < packing<kLevels>.parts; ++part) {
+    auto sum = static_cast<uint32_t>(word % packing<kLevels>.base);
+    word /= packing<kLevels>.base;
+    change_part<kLevels>(target + place.begin, place, part, [&](float x, uint32_t) {
+      const uint32_t left = sum / kLevels, code = sum - left * kLevels;
+      sum = left;
+      return x + scale * __ldg(own + code);
+    });
+  }
 }
 
 // The first entry is added to and spoiled by the same thread: that of the first word.
+template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
     add_words(float* target, const float* levels, const uint64_t* words, const int32_t* header,
-              const __grid_constant__ Groups groups, const __grid_constant__ Packing packing, int64_t count, float scale) {
-  add_word(target, levels, words, groups, packing, count, scale);
+              const __grid_constant__ Groups groups, int64_t count, float scale) {
+  add_word<kLevels>(target, levels, words, groups, count, scale);
   if (blockIdx.x + threadIdx.x == 0 && header[1] != 0) target[0] = not_a_number();
 }
 
+template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
-    settle_words(float* value, const float* levels, const uint64_t* words, const __grid_constant__ Groups groups,
-                 const __grid_constant__ Packing packing, int64_t count, const float* update, float keep) {
+    settle_words(float* value, const float* levels, const uint64_t* words, const __grid_constant__ Groups groups, int64_t count,
+                 const float* update, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_word(value, levels, words, groups, packing, count, share);
+  if (share != 0) add_word<kLevels>(value, levels, words, groups, count, share);
 }
+
+// The kernel for so many levels.
+template <class Kernel>
+Kernel* for_levels(int64_t count, Kernel* two, Kernel* three, Kernel* five, Kernel* nine) {
+  return count == 2 ? two : count == 3 ? three : count == 5 ? five : nine;
+}
+#define FOR_LEVELS(kernel, count) for_levels(count, kernel<2>, kernel<3>, kernel<5>, kernel<9>)
 
 }  // namespace
 
 void take_levels(Span<float> value, Span<const float> levels, Span<const float> cuts, int64_t group, int64_t count, int64_t key,
                  Span<uint64_t> words, Queue queue) {
   const Groups groups{value.size, group};
-  const Packing packing = *packing_of(count);
-  const int64_t all = packing.words(groups);
-  LAUNCH(round_words, blocks_for(all, kThreads), kThreads, 0, queue, value.data, levels.data, cuts.data, groups, packing, key,
-         all, words.data);
+  const int64_t all = packing_of(count)->words(groups);
+  const auto round_words_of = FOR_LEVELS(round_words, count);
+  LAUNCH(round_words_of, blocks_for(all, kThreads), kThreads, 0, queue, value.data, levels.data, cuts.data, groups, key, all,
+         words.data);
 }
 
 void add_levels(Span<float> target, Span<const float> levels, Span<const uint64_t> words, Span<const int32_t> header,
                 int64_t group, int64_t count, float scale, Queue queue) {
   const Groups groups{target.size, group};
-  const Packing packing = *packing_of(count);
-  const int64_t all = packing.words(groups);
-  LAUNCH(add_words, blocks_for(all, kThreads), kThreads, 0, queue, target.data, levels.data, words.data, header.data, groups,
-         packing, all, scale);
+  const int64_t all = packing_of(count)->words(groups);
+  const auto add_words_of = FOR_LEVELS(add_words, count);
+  LAUNCH(add_words_of, blocks_for(all, kThreads), kThreads, 0, queue, target.data, levels.data, words.data, header.data, groups,
+         all, scale);
 }
 
 void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
                    Span<const float> update, float keep, Queue queue) {
   const Groups groups{value.size, group};
-  const Packing packing = *packing_of(count);
-  const int64_t all = packing.words(groups);
-  LAUNCH(settle_words, blocks_for(all, kThreads), kThreads, 0, queue, value.data, levels.data, words.data, groups, packing, all,
+  const int64_t all = packing_of(count)->words(groups);
+  const auto settle_words_of = FOR_LEVELS(settle_words, count);
+  LAUNCH(settle_words_of, blocks_for(all, kThreads), kThreads, 0, queue, value.data, levels.data, words.data, groups, all,
          update.data, keep);
 }
 

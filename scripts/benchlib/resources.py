@@ -55,7 +55,6 @@ class Budget(NamedTuple):
 MORE = {
     r"find(<.*>)?\(": (Budget(96, 512, 320), "its levels are indexed by loops; arithmetic bounds it, not memory"),
     r"<EstimateReader<9>": (Budget(80), "nine rows of a table are at hand at once"),
-    r"round_words(<.*>)?\(": (Budget(64, 8, 40), "around the one division that finds its group"),
 }
 
 
