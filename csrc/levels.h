@@ -19,8 +19,8 @@ SHARED_MATH float even(Ends ends, int64_t i, int64_t last) {
 // Between two levels, that for which rounding at random errs least: as many entries are from it on, beside those from the upper
 // one on, as all between them are worth together. What they are worth on average also hints at where they lie.
 template <class View>
-SHARED_MATH float level_between(const View& view, float low, const Part& from_low, float high, const Part& from_high,
-                                double unit) {
+ONE_COPY SHARED_MATH float level_between(const View& view, float low, const Part& from_low, float high, const Part& from_high,
+                                         double unit) {
   const int64_t bottom = whole(low, unit), apart = whole(high, unit) - bottom;
   if (apart <= 0) return low;
   const int64_t between = from_low.count - from_high.count;

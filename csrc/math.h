@@ -10,6 +10,12 @@
 #else
 #define SHARED_MATH inline
 #endif
+// Of what a kernel calls in many places and takes long each time, its code holds one copy: instructions have a cache, too.
+#ifdef __CUDA_ARCH__
+#define ONE_COPY __noinline__
+#else
+#define ONE_COPY
+#endif
 
 namespace gradcomp {
 

@@ -118,8 +118,8 @@ struct AmongLargest {
 
 // The k-th largest entry, of which there are as many from low on, and known numbers from both on.
 template <class View>
-SHARED_MATH float kth_largest(const View& view, int64_t k, float low, int64_t from_low, float high, int64_t from_high,
-                              float first) {
+ONE_COPY SHARED_MATH float kth_largest(const View& view, int64_t k, float low, int64_t from_low, float high, int64_t from_high,
+                                       float first) {
   if (from_high >= k) return high;
   const AmongLargest<View> condition{view, k};
   return last_entry(view, condition, {low, condition.of(from_low)}, {high, condition.of(from_high)}, first);

@@ -28,24 +28,39 @@ __device__ __forceinline__ T warp_least(T x) {
   return joined(x, [](T a, T b) { return a < b ? a : b; });
 }
 
-// A group's entries, between bounds; what a lane sees of them is every 32nd. All lanes get the same answers.
+// A group's entries, within bounds where it has any; what a lane sees of them is every 32nd four. All lanes get the same
+// answers.
+template <bool kBounded>
 struct View {
   const float* x;
   int64_t n;
   Ends bounds;
-  bool positive;
+  uint32_t kept = 0xffffffff;  // of an entry's bits
 
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
-    for (int64_t i = threadIdx.x % kWarp; i < n; i += kWarp) {
-      float its = __ldg(x + i);
-      its = its < bounds.low ? bounds.low : its;
-      its = its > bounds.high ? bounds.high : its;
-      use(positive ? float_of(magnitude_key(its)) : its);
+    const auto bounded = [&](float its) {
+      if constexpr (kBounded) {
+        its = its < bounds.low ? bounds.low : its;
+        its = its > bounds.high ? bounds.high : its;
+      }
+      use(float_of(bits_of(its) & kept));
+    };
+    const auto count = static_cast<uint32_t>(n);
+    for (uint32_t i = 4 * (threadIdx.x % kWarp); i < count; i += 4 * kWarp) {
+      const uint32_t left = count - i;
+      const Four four = load_four(x + i, left);
+      if (left >= 4) {
+        for (const float its : four.x) bounded(its);
+      } else {
+        for (uint32_t entry = 0; entry < 3; ++entry) {
+          if (entry < left) bounded(four.x[entry]);
+        }
+      }
     }
   }
 
-  __device__ Ends ends() const {
+  ONE_COPY __device__ Ends ends() const {
     int32_t low = INT32_MAX, high = INT32_MAX;
     each([&](float its) {
       const int32_t order = order_of(its);
@@ -54,12 +69,12 @@ struct View {
     });
     return {at_order(warp_least(low)), at_order(~warp_least(high))};
   }
-  __device__ int64_t count_from(float low) const {
+  ONE_COPY __device__ int64_t count_from(float low) const {
     unsigned count = 0;
     each([&](float its) { count += its >= low; });
     return warp_sum(count);
   }
-  __device__ float least_from(float low) const {
+  ONE_COPY __device__ float least_from(float low) const {
     uint32_t least = UINT32_MAX;
     each([&](float its) {
       const uint32_t order = order_from(low, its);
@@ -67,7 +82,7 @@ struct View {
     });
     return at_order_from(low, warp_least(least));
   }
-  __device__ Part from(float low, double unit) const {
+  ONE_COPY __device__ Part from(float low, double unit) const {
     unsigned count = 0;
     long long sum = 0;
     each([&](float its) {
@@ -77,20 +92,21 @@ struct View {
     });
     return {warp_sum(count), warp_sum(sum)};
   }
-  __device__ int64_t squares(double unit) const {
+  ONE_COPY __device__ int64_t squares(double unit) const {
     long long sum = 0;
     each([&](float its) { sum += whole(static_cast<double>(its) * its, unit); });
     return warp_sum(sum);
   }
-  __device__ View magnitudes() const { return {x, n, bounds, true}; }
+  __device__ View magnitudes() const { return {x, n, bounds, 0x7fffffff}; }
 };
 
+template <bool kBounded>
 __global__ void __launch_bounds__(kThreads) find(const float* value, const float* bounds, const __grid_constant__ Groups groups,
                                                  Form form, int64_t count, float* levels, float* cuts) {
   const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
   if (group >= groups.count()) return;
-  const Ends ends = bounds == nullptr ? Ends{-INFINITY, INFINITY} : Ends{bounds[2 * group], bounds[2 * group + 1]};
-  const View view{value + groups.begin(group), groups.end(group) - groups.begin(group), ends, false};
+  const Ends ends = kBounded ? Ends{bounds[2 * group], bounds[2 * group + 1]} : Ends{};
+  const View<kBounded> view{value + groups.begin(group), groups.end(group) - groups.begin(group), ends};
   float own[9], cut;
   levels_of(view, form, count, own, cut);
   if (threadIdx.x % kWarp != 0) return;
@@ -103,7 +119,8 @@ __global__ void __launch_bounds__(kThreads) find(const float* value, const float
 void find_levels(Span<const float> value, Span<const float> bounds, int64_t form, int64_t group, int64_t count,
                  Span<float> levels, Span<float> cuts, Queue queue) {
   const Groups groups{value.size, group};
-  LAUNCH(find, blocks_for(groups.count(), kGroups), kThreads, 0, queue, value.data, bounds.data, groups,
+  const auto find_within = bounds.given() ? find<true> : find<false>;
+  LAUNCH(find_within, blocks_for(groups.count(), kGroups), kThreads, 0, queue, value.data, bounds.data, groups,
          static_cast<Form>(form), count, levels.data, cuts.data);
 }
 

@@ -53,7 +53,7 @@ class Budget(NamedTuple):
 
 
 MORE = {
-    r"find(<.*>)?\(": (Budget(96, 512, 320), "its levels are indexed by loops; arithmetic bounds it, not memory"),
+    r"find(<.*>)?\(": (Budget(96, 560, 640), "its levels are indexed by loops, outside the looks that take the time"),
     r"<EstimateReader<9>": (Budget(80), "nine rows of a table are at hand at once"),
 }
 
