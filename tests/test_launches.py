@@ -1,0 +1,96 @@
+"""What a step asks of a GPU beside its bytes: launches, counted on the emulator, and never that the program waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradcomp
+from gradcomp import kernels, paths
+
+MOST = 30
+"""In a step of one bucket, with one rank's payload to add up; every further rank's is one launch more."""
+SPECS = [
+    "dense",
+    "topk",
+    "topk:momentum=0.9",
+    "sdagc",
+    "bingrad:route=allgather",
+    "orq:route=allgather",
+    "qsgd:route=allgather",
+    "sign:route=allgather",
+]
+"""The compressors that are left out do arithmetic of their own in torch between kernels."""
+
+ONLY_LOOK = {"alias", "as_strided", "detach", "expand", "select", "slice", "split", "split_with_sizes", "squeeze", "t"} | {
+    "transpose", "unbind", "unsqueeze", "view", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"
+}  # fmt: skip
+WAIT = {"_local_scalar_dense", "nonzero", "unique", "_unique2", "masked_select", "is_nonzero", "equal"}
+
+
+def resnet50(width: int) -> dict[str, tuple[int, ...]]:
+    """The parameters' names and shapes of the net of that name whose first block is `width` wide; 64 as published."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def convolution(name: str, channels: int, out: int, size: int) -> None:
+        norm = name.replace("conv", "bn") if "conv" in name else f"{name[:-1]}1"
+        shapes[f"{name}.weight"] = (out, channels, size, size)
+        shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (out,)
+
+    convolution("conv1", 3, width, 7)
+    channels = width
+    for layer, blocks in enumerate((3, 4, 6, 3)):
+        inside = width * 2**layer
+        for block in range(blocks):
+            name = f"layer{layer + 1}.{block}"
+            convolution(f"{name}.conv1", channels, inside, 1)
+            convolution(f"{name}.conv2", inside, inside, 3)
+            convolution(f"{name}.conv3", inside, 4 * inside, 1)
+            if block == 0:
+                convolution(f"{name}.downsample.0", channels, 4 * inside, 1)
+            channels = 4 * inside
+    classes = 1000 * width // 64
+    return shapes | {"fc.weight": (classes, channels), "fc.bias": (classes,)}
+
+
+def test_the_net_is_the_published_one() -> None:
+    shapes = resnet50(64)
+    assert len(shapes) == 161 and sum(map(math.prod, shapes.values())) == 25_557_032
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch would do on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[operation._schema.name.removeprefix("aten::")] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_step_of_a_resnet_50_takes_few_launches(spec: str, emulator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_native", emulator)
+    monkeypatch.setattr(paths, "check_replies", lambda *arguments: None)  # looks at the update, on CPUs alone
+    launches = ctypes.CDLL(emulator.__file__).simt_launches
+    launches.restype = ctypes.c_uint64
+    shapes = resnet50(4)
+    simulation = gradcomp.Simulation(spec, shapes, 1, bucket_mb=1000)
+    grads = [{name: torch.randn(shape) for name, shape in shapes.items()}]
+    for _ in range(3):
+        simulation.step(grads)
+    before = launches()
+    with Operations() as torchs:
+        simulation.step(grads)
+    ours = launches() - before
+    others = {name: count for name, count in torchs.seen.items() if name not in ONLY_LOOK}
+    assert ours > 0 and ours + sum(others.values()) <= MOST, f"{ours} of gradcomp's, and {others}"
+    assert not WAIT & set(others), others
