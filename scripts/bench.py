@@ -4,12 +4,25 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
 
 import torch
-from benchlib import kernel_cases, kernel_report, machine, options, ranks, report, resources, rounds, traffic_report, train
+from benchlib import (
+    kernel_cases,
+    kernel_report,
+    machine,
+    options,
+    predict,
+    ranks,
+    report,
+    resources,
+    rounds,
+    traffic_report,
+    train,
+)
 
 EXAMPLES = """\
 examples:
@@ -57,14 +70,13 @@ def kernels(chosen: argparse.Namespace) -> int:
     if device.type == "cuda":
         result["machine"] |= machine.describe_gpu()
         result["versions"] |= {"cuda": torch.version.cuda, **machine.versions(("cupy-cuda13x", "cupy-cuda12x"))}
+        result["targets"] = kernel_report.gpu_targets(found)
     else:
         result["targets"] = kernel_report.targets(found)
     name = machine.slug(result["machine"].get("gpu", result["machine"]["cpu"]))
     print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
     print(kernel_report.table(found))
-    for target in result.get("targets", []):
-        promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
-        print(f"{target['name']}: {target['found']:.2f} x add_, {promised}")
+    print("\n".join(map(kernel_report.sentence, result["targets"])))
     return save(result, chosen.json or results() / f"kernels-{chosen.device}-{name}.json")
 
 
@@ -80,6 +92,15 @@ def resources_used(chosen: argparse.Namespace) -> int:
     settings = {"arch": chosen.arch, "nvcc": resources.version()}
     result = {"what": "resources", **machine.origin(chosen.written), "settings": settings, "lines": resources.lines(uses)}
     return save(result, chosen.json or results() / f"resources-{chosen.arch}.json") or bool(beyond)
+
+
+def predicted(chosen: argparse.Namespace) -> int:
+    checks = [json.loads(path.read_text()) for path in sorted(results().glob("gpu-*.json"))]
+    found = predict.measured(checks, chosen.size, predict.H200)
+    path = chosen.out or results().parent / "gpu.md"
+    path.write_text(predict.page(chosen.size, predict.H200, found))
+    print(f"{predict.table(chosen.size, predict.H200, found)}\n\nwritten: {path}")
+    return 0
 
 
 def training(chosen: argparse.Namespace) -> int:
@@ -132,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    kinds = made.add_subparsers(required=True, metavar="kernels|resources|train|traffic")
+    kinds = made.add_subparsers(required=True, metavar="kernels|resources|predict|train|traffic")
     one = kinds.add_parser("kernels", help="every kernel against copy_, add_ and plain torch", allow_abbrev=False)
     one.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     one.add_argument("--size", type=options.size, default=16_800_000, help="entries (default 16.8M)")
@@ -143,6 +164,10 @@ def parser() -> argparse.ArgumentParser:
     nvcc = kinds.add_parser("resources", help="registers and memory of every CUDA kernel, without a GPU", allow_abbrev=False)
     nvcc.add_argument("--arch", type=options.arch, default="sm_90", help="that nvcc compiles for (default sm_90)")
     nvcc.set_defaults(run=resources_used)
+    page = kinds.add_parser("predict", help="what kernels should take on an H200, beside what they took", allow_abbrev=False)
+    page.add_argument("--size", type=options.size, default=64_000_000, help="entries (default 64M)")
+    page.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default benchmarks/gpu.md)")
+    page.set_defaults(run=predicted)
     two = kinds.add_parser("train", help="the digits job on an emulated cluster", allow_abbrev=False)
     two.add_argument("--hosts", type=options.positive, default=4, help="one rank each (default 4)")
     two.add_argument("--rate", type=options.rates, default=["1gbit", "100mbit"], help="of the links (default 1gbit,100mbit)")

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench  # noqa: E402
-from benchlib import kernel_cases, kernel_report, machine, options, ranks, report, rounds, train  # noqa: E402
+from benchlib import kernel_cases, kernel_report, machine, options, predict, ranks, report, rounds, train  # noqa: E402
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
@@ -187,3 +187,34 @@ def test_training_really_runs_on_two_ranks(tmp_path: Path) -> None:
     assert (
         abs(lines["horovod"]["loss"] - lines["topk:ratio=1,wire=exact"]["loss"]) < 1e-5
     )  # the same training, whatever carries it
+
+
+def test_every_case_has_a_prediction_and_the_page_is_up_to_date() -> None:
+    names = {case.name for case in kernel_cases.Bench(10_000, torch.device("cpu")).cases()}
+    assert set(predict.COSTS) == names - {kernel_cases.TORCH_TOPK, kernel_cases.TORCH_STEP}
+    results = ROOT / "benchmarks" / "results"
+    found = predict.measured([json.loads(path.read_text()) for path in results.glob("gpu-*.json")], 64_000_000, predict.H200)
+    assert (results.parent / "gpu.md").read_text() == predict.page(64_000_000, predict.H200, found)
+
+
+def test_a_prediction_is_that_of_the_slowest_part() -> None:
+    gpu = predict.Gpu("toy", copy=100, cache=200, issued=1000, launch=0.5)
+    assert predict.Cost(8).seconds(100, gpu) == 0.5 + 8
+    assert predict.Cost(8, 2, 40).seconds(100, gpu) == 1 + 20
+    assert predict.Cost(8, 2, 40, 300).seconds(100, gpu) == 1 + 30
+    line = {"name": "flatten", "ms": {"median": 1.25}}
+    stage = {"name": "kernels", "status": "ok", "figures": {"settings": {"size": 100}, "lines": [line]}}
+    check = {"device": {"name": "toy 80GB"}, "stages": [stage]}
+    assert predict.measured([check], 100, gpu) == {"flatten": 1.25} and predict.measured([check], 50, gpu) == {}
+    assert "| flatten | 8 | 1 | 8500.000 | 1.250 |" in predict.table(100, gpu, {"flatten": 1.25})
+
+
+def test_what_is_promised_on_a_gpu_is_looked_up() -> None:
+    names = {*kernel_report.SHARES, *(name for faster in kernel_report.FASTER for name in faster.ours + faster.torchs)}
+    torchs = {name for faster in kernel_report.FASTER for name in faster.torchs}
+    found = [{"name": name, "ms": {"median": 9.0 if name in torchs else 1.0}, "share_of_copy": 0.7} for name in sorted(names)]
+    targets = {target["name"]: target for target in kernel_report.gpu_targets(found)}
+    assert not targets[f"{kernel_cases.SDAGC}, momentum"]["kept"] and targets[kernel_cases.ROUND_3]["kept"]
+    assert targets[kernel_cases.FEEDBACK]["found"] == 9 and targets[kernel_cases.FEEDBACK]["kept"]
+    assert not targets["sketch + heaviest"]["kept"]
+    assert all(kernel_report.sentence(target) for target in targets.values())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,8 @@ FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
 SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
 SKETCH, HEAVIEST = "sketch", "heaviest"
 ORQ_3, ORQ_9, BINGRAD_B = "ORQ-3, round and add", "ORQ-9, round and add", "BinGrad-b, round and add"
+ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
+TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, median, top-k"
 RATIO = 0.001
 
 
@@ -93,7 +96,28 @@ class Bench:
         ]
         residual = self.empty()
         found.append(Case(TORCH_STEP, lambda i: take(residual.add_(self.input(i)))))
-        return found + ([self._cupy_topk()] if self.device.type == "cuda" and importlib.util.find_spec("cupy") else [])
+        if self.device.type == "cuda":
+            found += self._torch_sketch() + ([self._cupy_topk()] if importlib.util.find_spec("cupy") else [])
+        return found
+
+    def _torch_sketch(self) -> list[Case]:
+        """A count sketch as one would write it: for each row a table of all entries' columns, and one of their signs."""
+        sizes = GsSgd(ratio=RATIO).sizes(self.n)
+        columns = sizes.cells // sizes.rows
+        places = [torch.randint(columns, (self.n,), device=self.device) for _ in range(sizes.rows)]
+        signs = [torch.randint(2, (self.n,), device=self.device, dtype=torch.int8) * 2 - 1 for _ in range(sizes.rows)]
+        rows = list(zip(places, signs, strict=True))
+
+        def sketch(i: int) -> Tensor:
+            return torch.stack([torch.bincount(to, self.input(i) * sign, minlength=columns) for to, sign in rows])
+
+        table = sketch(0)
+
+        def heaviest(i: int) -> Tensor:
+            estimates = torch.stack([row[to] * sign for row, (to, sign) in zip(table, rows, strict=True)]).median(0).values
+            return torch.topk(estimates.abs(), self.k)[1]
+
+        return [Case(TORCH_SKETCH, sketch), Case(TORCH_HEAVIEST, heaviest)]
 
     def _cupy_topk(self) -> Case:
         cupy: Any = importlib.import_module("cupy")
@@ -105,8 +129,10 @@ class Bench:
     def passes(self) -> list[Case]:
         n, flat, value, pushed, velocity, whole, taken, wide = self.n, *(self.empty() for _ in range(7))
         seen = torch.zeros(len(self.sizes), kernels.MOMENTS, dtype=torch.float64, device=self.device)
+        squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
         out = [list(self.empty().split(self.sizes)) for _ in self.inputs]
         return [
+            Case("sum_squares", lambda i: kernels.sum_squares(self.grads(i), squares), 4 * n),
             Case("flatten", lambda i: kernels.flatten(self.grads(i), flat), 8 * n),
             Case("accumulate", lambda i: kernels.accumulate(self.grads(i), value, None, self.flag), 12 * n),
             Case("accumulate, momentum", lambda i: kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9), 20 * n),
@@ -161,6 +187,8 @@ class Bench:
         packed = wire.empty(form, self.device)
         value, pushed, velocity, target = (self.empty() for _ in range(4))
         flag, peaks = self.flag, kernels.peaks(n, self.device)
+        values, indices = self.payload()["values"], self.payload()["indices"]
+        failed = torch.full((n,), math.nan, device=self.device)
 
         def take(acc: Tensor, velocity: Tensor | None) -> None:
             kernels.set_thresholds(moments, ends, lam, centers, thresholds)
@@ -185,7 +213,13 @@ class Bench:
             Case(f"{SDAGC}, momentum", with_momentum, (20 + self.take_reads) * n),
             Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(self.input(i))),
             Case("pack_sparse", pack, 20 * self.k),
+            Case(
+                "unpack_sparse", lambda i: kernels.unpack_sparse(**packed.arrays, values=values, indices=indices), 12 * self.k
+            ),
             Case("add_packed", lambda i: kernels.add_packed(target, **packed.arrays, scale=0.5), 12 * self.k),
+            Case(
+                "settle_packed", lambda i: kernels.settle_packed(target, **packed.arrays, update=failed, keep=0.0), 12 * self.k
+            ),
         ]
 
     def sketches(self) -> list[Case]:
@@ -206,15 +240,34 @@ class Bench:
         """Levels of groups of 2,048, every entry's code in words, and these decoded and added. Words, 1 to 3.2 bits an entry,
         are not counted."""
         value, target = self.empty(), self.empty()
+        failed = torch.full((self.n,), math.nan, device=self.device)
         hows = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
         roundings = {name: Rounding(how, self.n) for name, how in hows.items()}
         payloads = {name: wire.empty(rounding.form, self.device) for name, rounding in roundings.items()}
 
-        def both(name: str, i: int) -> None:
-            rounding, payload = roundings[name], payloads[name]
-            rounding.add(target, rounding.take(value, None, None, i, payload), 0.5)
+        def take(name: str, i: int) -> None:
+            roundings[name].take(value, None, None, i, payloads[name])
 
-        return [Case(name, partial(both, name), 20 * self.n, before=lambda i: value.copy_(self.input(i))) for name in roundings]
+        def add(name: str, i: int) -> None:
+            roundings[name].add(target, payloads[name], 0.5)
+
+        def settle(name: str, i: int) -> None:
+            roundings[name].settle(value, payloads[name], failed)
+
+        def both(name: str, i: int) -> None:
+            take(name, i)
+            add(name, i)
+
+        def case(called: str, do: Callable[[str, int], None], name: str, moved: int) -> Case:
+            return Case(called, partial(do, name), moved * self.n, before=lambda i: value.copy_(self.input(i)))
+
+        return [
+            *(case(name, both, name, 20) for name in roundings),
+            case(ROUND_3, take, ORQ_3, 12),
+            case(ADD_3, add, ORQ_3, 8),
+            case("ORQ-3, settle", settle, ORQ_3, 8),
+            case(ROUND_B, take, BINGRAD_B, 12),
+        ]
 
     def steps(self) -> list[Case]:
         """Whole steps; their bytes are the sum over the kernels in them (sparse: 12, the take's, and spread writes 4)."""

@@ -8,16 +8,22 @@ from typing import Any, NamedTuple
 from benchlib import report
 from benchlib.kernel_cases import (
     ADD,
+    ADD_3,
     BINGRAD_B,
     COPY,
     FEEDBACK,
     HEAVIEST,
     ORQ_3,
     ORQ_9,
+    ROUND_3,
+    ROUND_B,
     SDAGC,
     SDAGC_SIMULATED,
     SIMULATED,
     SKETCH,
+    TORCH_HEAVIEST,
+    TORCH_SKETCH,
+    TORCH_TOPK,
 )
 from benchlib.rounds import Case, Spread, ratio
 
@@ -40,6 +46,20 @@ TARGETS = {
     ORQ_9: Target(14.0, "16.8M"),
     BINGRAD_B: Target(4.0, "16.8M"),
 }
+
+SHARES = {f"{SDAGC}, momentum": 0.8, ROUND_3: 0.5, ADD_3: 0.8, ROUND_B: 0.6}
+"""Of a GPU's copy bandwidth, at least, on 64 M entries or more."""
+
+
+class Faster(NamedTuple):
+    """At least so many times as fast, on a GPU, as torch."""
+
+    ours: tuple[str, ...]
+    torchs: tuple[str, ...]
+    least: float
+
+
+FASTER = (Faster((FEEDBACK,), (TORCH_TOPK,), 4), Faster((SKETCH, HEAVIEST), (TORCH_SKETCH, TORCH_HEAVIEST), 15))
 
 Line = dict[str, Any]
 
@@ -93,3 +113,24 @@ def targets(found: Sequence[Line]) -> list[dict[str, Any]]:
         {"name": name, "at_most": most, "of_entries": entries, "found": medians[name], "kept": medians[name] <= most}
         for name, (most, entries) in TARGETS.items()
     ]
+
+
+def sentence(target: Mapping[str, Any]) -> str:
+    """A promise, and what was found."""
+    if "at_most" in target:
+        promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
+        return f"{target['name']}: {target['found']:.2f} x add_, {promised}"
+    return f"{target['name']}: {target['found']:.2f} of the {target['of']}, promised at least {target['at_least']:g}"
+
+
+def gpu_targets(found: Sequence[Line]) -> list[dict[str, Any]]:
+    """What is promised on a GPU, and whether it was kept."""
+    shares = {line["name"]: line["share_of_copy"] for line in found}
+    ms = {line["name"]: line["ms"]["median"] for line in found}
+    kept: list[dict[str, Any]] = []
+    for name, least in SHARES.items():
+        kept.append({"name": name, "of": "copy bandwidth", "at_least": least, "found": shares[name]})
+    for ours, torchs, least in FASTER:
+        speedup = sum(ms[name] for name in torchs) / sum(ms[name] for name in ours)
+        kept.append({"name": " + ".join(ours), "of": f"speed of {' + '.join(torchs)}", "at_least": least, "found": speedup})
+    return [{**each, "kept": each["found"] >= each["at_least"]} for each in kept]

@@ -125,7 +125,7 @@ def kernels(clock: Clock, device: str, size: str) -> Record:
     ]
     clock.command([*words, "--json", out], cwd=ROOT)
     result = json.loads(out.read_text())
-    return {key: result[key] for key in ("command", "settings", "lines")}
+    return {key: result[key] for key in ("command", "settings", "lines", "targets")}
 
 
 def horovod(clock: Clock, gpu: Gpu | None) -> Record:
@@ -152,7 +152,7 @@ def ranks(clock: Clock, device: str, width: str) -> Record:
 
 def stages(gpu: Gpu | None) -> list[Stage]:
     """The whole check for this GPU; without one a dry run, which does the same on the CPU, smaller."""
-    device, size, width = ("cuda", "16.8M", "2048") if gpu else ("cpu", "100k", "64")
+    device, size, width = ("cuda", "64M", "2048") if gpu else ("cpu", "100k", "64")
     return [
         Stage("tools", partial(tools, device=device), 60),
         Stage("build", partial(build, device=device, gpu=gpu), 180, ("tools",)),
