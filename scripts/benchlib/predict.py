@@ -13,7 +13,7 @@ from benchlib import kernel_cases as cases
 
 
 class Gpu(NamedTuple):
-    """A second: bytes that a copy reads and writes, that the second cache gives, and instructions of threads; seconds a launch."""
+    """A second: bytes that a copy reads and writes, that the second cache gives, instructions of threads; seconds a launch."""
 
     name: str
     copy: float
