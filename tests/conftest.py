@@ -24,6 +24,7 @@ hypothesis.settings.register_profile(
     max_examples=60,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
+hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("gradcomp"), max_examples=3)  # under slow tools
 hypothesis.settings.load_profile("gradcomp")
 
 SANITIZED = os.environ.get("GRADCOMP_SIMT_SANITIZED") == "1"

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from gpulib import gpu, horovod_build, place, prepare, stages, work  # noqa: E402
+from gpulib import gpu, horovod_build, place, prepare, stages, trace, work  # noqa: E402
 from gpulib.stages import Clock, Failed, Impossible, Record, Stage, TimedOut  # noqa: E402
 
 PYTHON = sys.executable
@@ -189,6 +189,51 @@ def test_horovod_is_patched_or_refused(tmp_path: Path) -> None:
 def test_horovod_is_built_for_that_gpu_alone() -> None:
     assert horovod_build.variables(gpu.Gpu("X", "1", "9.0", "1 MiB"))["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
     assert "HOROVOD_BUILD_CUDA_CC_LIST" not in horovod_build.variables(None)
+
+
+def test_nccl_is_linked_by_the_name_that_linkers_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "packages" / "nvidia" / "nccl"
+    for name in ("include/nccl.h", "lib/libnccl.so.2"):
+        (package / name).parent.mkdir(parents=True)
+        (package / name).write_text("")
+    found = importlib.machinery.ModuleSpec("nvidia.nccl", None)
+    found.submodule_search_locations = [str(package)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    wanted = horovod_build.nccl_variables(tmp_path / "linked")
+    assert wanted["HOROVOD_GPU_OPERATIONS"] == "NCCL" and (Path(wanted["HOROVOD_NCCL_INCLUDE"]) / "nccl.h").exists()
+    assert (Path(wanted["HOROVOD_NCCL_LIB"]) / "libnccl.so").exists()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    if not Path("/usr/include/nccl.h").exists():
+        with pytest.raises(Impossible, match="NCCL is missing"):
+            horovod_build.nccl_variables(tmp_path / "linked")
+
+
+def test_a_dry_run_has_no_stage_that_needs_a_gpu() -> None:
+    assert {"memcheck", "racecheck", "nccl"} == set(work.NAMES) - {stage.name for stage in work.stages(None)}
+
+
+def event(category: str, name: str, begin: float, length: float, correlation: int = 0) -> Record:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length, "args": {"correlation": correlation}}
+
+
+def test_overlap_is_read_from_a_trace() -> None:
+    events = [
+        event("user_annotation", trace.BACKWARD, 100, 50),
+        *(event("cuda_runtime", "cudaLaunchKernel", at, 1, number) for number, at in enumerate((90, 110, 120, 130, 160))),
+        event("kernel", "forward", 95, 10, 0),
+        event("kernel", "gemm", 115, 20, 1),
+        event("kernel", "gradcomp::cuda::add_tiles", 140, 10, 2),
+        event("kernel", "gemm", 150, 50, 3),
+        event("kernel", "gradcomp::cuda::spread_tiles", 210, 30, 4),
+        {"ph": "i", "name": "a mark"},
+    ]
+    assert trace.overlap({"traceEvents": events}) == {
+        "kernels": 2,
+        "kernels_of_backward": 2,
+        "ms": 0.04,
+        "share_in_backward": 0.25,
+    }
+    assert trace.overlap({"traceEvents": events[:1]})["share_in_backward"] is None
 
 
 def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
-"""Builds Horovod offline from its sdist for one GPU, without NCCL: CUDA tensors are then staged through gloo."""
+"""Builds Horovod offline from its sdist for one GPU: without NCCL, CUDA tensors are staged through gloo."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpulib.gpu import Gpu
-from gpulib.place import BUILD, HOROVOD, PREPARED
+from gpulib.place import PREPARED
 from gpulib.stages import Clock, Impossible
 
 VERSION = "0.28.1"
@@ -54,10 +56,27 @@ def variables(gpu: Gpu | None) -> dict[str, str]:
     return wanted
 
 
-def build(clock: Clock, gpu: Gpu | None) -> None:
-    work = BUILD / "horovod-source"
+def nccl_variables(folder: Path) -> dict[str, str]:
+    """For operations of NCCL, as it came with torch or lies among the system's libraries."""
+    found = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
+    if found is None or not found.submodule_search_locations:
+        if not Path("/usr/include/nccl.h").exists():
+            raise Impossible("NCCL is missing: neither the package nvidia-nccl-cu13 nor /usr/include/nccl.h is there")
+        return {"HOROVOD_GPU_OPERATIONS": "NCCL"}
+    package = Path(next(iter(found.submodule_search_locations)))
+    folder.mkdir(parents=True, exist_ok=True)
+    linked = folder / "libnccl.so"  # the package has it under its version alone, which no linker looks for
+    linked.unlink(missing_ok=True)
+    linked.symlink_to(package / "lib" / "libnccl.so.2")
+    places = {"HOROVOD_NCCL_INCLUDE": str(package / "include"), "HOROVOD_NCCL_LIB": str(folder)}
+    return {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_NCCL_LINK": "SHARED", **places}
+
+
+def build(clock: Clock, gpu: Gpu | None, target: Path, more: Mapping[str, str] | None = None) -> None:
+    work = target.with_name(f"{target.name}-source")
     shutil.rmtree(work, ignore_errors=True)
-    shutil.rmtree(HOROVOD, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)
     tree = unpack(PREPARED, work)
     install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v", "--no-index", "--no-deps"]
-    clock.command([*install, "--no-build-isolation", "--no-cache-dir", "--target", HOROVOD, tree], cwd=None, **variables(gpu))
+    wanted = {**variables(gpu), **(more or {})}
+    clock.command([*install, "--no-build-isolation", "--no-cache-dir", "--target", target, tree], cwd=None, **wanted)

@@ -6,18 +6,20 @@ import json
 import shutil
 import sys
 import xml.etree.ElementTree as xml
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from gpulib import horovod_build
 from gpulib.gpu import Gpu
-from gpulib.place import BUILD, PACKAGE, PREPARED, ROOT, SITE
+from gpulib.place import BUILD, HOROVOD, HOROVOD_NCCL, PACKAGE, PREPARED, ROOT, SITE, environment
 from gpulib.prepare import unpack_missing
 from gpulib.stages import Clock, Failed, Impossible, Record, Stage
 
 NEEDED = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
 USEFUL = ("cupy", "horovod", "cloudpickle", "psutil", "yaml", "packaging", "setuptools", "ninja")
-TESTS = ("tests/kernels", "tests/compressors", "tests/test_laws.py", "tests/test_simulate.py")
+TESTS = ("tests/kernels", "tests/compressors", "tests/test_laws.py", "tests/test_simulate.py", "tests/test_cuda.py")
+WATCHED = ("tests/kernels",)
 
 ASK = """
 import importlib.util, json, torch
@@ -79,14 +81,30 @@ def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
 
 def tests(clock: Clock, device: str) -> Record:
     """The tests that run on a device, on this one."""
+    return run_tests(clock, device, TESTS)
+
+
+def watched(clock: Clock, tool: str) -> Record:
+    """The kernels' tests, with fewer examples each, under one of compute-sanitizer's tools."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        raise Impossible("compute-sanitizer is missing")
+    before = [program, "--tool", tool, "--error-exitcode", "99", "--target-processes", "all"]
+    return run_tests(clock, "cuda", WATCHED, before, ["--hypothesis-profile", "few"])
+
+
+def run_tests(
+    clock: Clock, device: str, wanted: Sequence[str], before: Sequence[str] = (), options: Sequence[str] = ()
+) -> Record:
+    """Those of the wanted ones that are named after the device, by pytest as a program that others may be put before."""
     report = BUILD / "tests.xml"
     report.unlink(missing_ok=True)
     # Not `-m pytest`: that puts the checkout's own gradcomp, and its extension, first.
     start = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
-    options = ["-q", "-k", device, "-o", "minversion=1", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    paths = [path for path in TESTS if (ROOT / path).exists()]
+    common = ["-q", "-k", device, "-o", "minversion=1", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    paths = [path for path in wanted if (ROOT / path).exists()]
     try:
-        clock.command([sys.executable, "-c", start, *options, *paths], cwd=ROOT)
+        clock.command([*before, sys.executable, "-c", start, *common, *options, *paths], cwd=ROOT)
     except Failed as error:
         figures = count(report) if report.exists() else None
         if not figures or not figures["failures"]:
@@ -130,19 +148,24 @@ def kernels(clock: Clock, device: str, size: str) -> Record:
 
 def horovod(clock: Clock, gpu: Gpu | None) -> Record:
     """Horovod as it is published: the one that is there, else built from what --prepare brought."""
-    ask = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
     try:
-        return {"built_here": False, **marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))}
+        return {"built_here": False, **built_with(clock)}
     except Failed:
-        horovod_build.build(clock, gpu)
-        return {"built_here": True, **marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))}
+        horovod_build.build(clock, gpu, HOROVOD)
+        return {"built_here": True, **built_with(clock)}
 
 
-def ranks(clock: Clock, device: str, width: str) -> Record:
-    """Two ranks of stock Horovod with their tensors on this device."""
-    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", "2"]
+def built_with(clock: Clock, **variables: str) -> Record:
+    """What the Horovod that is imported was built with."""
+    ask = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
+    return marked(clock.command([sys.executable, "-c", ask], cwd=BUILD, **variables))
+
+
+def ranks(clock: Clock, device: str, width: str, count: int = 2, **variables: str) -> Record:
+    """So many ranks of stock Horovod with their tensors on this device."""
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(count)]
     job: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_ranks.py", "--device", device, "--width", width]
-    said = clock.command([*launcher, *job], cwd=BUILD, CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1")
+    said = clock.command([*launcher, *job], cwd=BUILD, CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", **variables)
     found = marked(said, "@result ")
     wrong = [name for name, holds in found["checks"].items() if not holds]
     if wrong:
@@ -150,10 +173,20 @@ def ranks(clock: Clock, device: str, width: str) -> Record:
     return found
 
 
+def nccl(clock: Clock, gpu: Gpu, width: str) -> Record:
+    """A Horovod whose operations on GPUs are NCCL's, and one rank of it: NCCL takes no two ranks on one GPU."""
+    horovod_build.build(clock, gpu, HOROVOD_NCCL, horovod_build.nccl_variables(BUILD / "nccl"))
+    first = {"PYTHONPATH": environment(HOROVOD_NCCL)["PYTHONPATH"]}
+    found = built_with(clock, **first)
+    if not found["nccl"]:
+        raise Failed("Horovod was built, but without NCCL")
+    return {**found, **ranks(clock, "cuda", width, 1, **first)}
+
+
 def stages(gpu: Gpu | None) -> list[Stage]:
-    """The whole check for this GPU; without one a dry run, which does the same on the CPU, smaller."""
+    """The whole check for this GPU; without one a dry run, which does on the CPU what can be done there, smaller."""
     device, size, width = ("cuda", "64M", "2048") if gpu else ("cpu", "100k", "64")
-    return [
+    everywhere = [
         Stage("tools", partial(tools, device=device), 60),
         Stage("build", partial(build, device=device, gpu=gpu), 180, ("tools",)),
         Stage("tests", partial(tests, device=device), 180, ("build",)),
@@ -161,3 +194,14 @@ def stages(gpu: Gpu | None) -> list[Stage]:
         Stage("horovod", partial(horovod, gpu=gpu), 240, ("tools",)),
         Stage("ranks", partial(ranks, device=device, width=width), 90, ("build", "horovod")),
     ]
+    if gpu is None:
+        return everywhere
+    return [
+        *everywhere,
+        Stage("memcheck", partial(watched, tool="memcheck"), 90, ("build",)),
+        Stage("racecheck", partial(watched, tool="racecheck"), 90, ("build",)),
+        Stage("nccl", partial(nccl, gpu=gpu, width=width), 240, ("build",)),
+    ]
+
+
+NAMES = [stage.name for stage in stages(Gpu("", "", "0.0", ""))]
