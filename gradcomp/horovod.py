@@ -71,17 +71,20 @@ class Network:
                 return self._send(request, options)
 
     def _send(self, request: Send, options: dict[str, Any]) -> Waiting:
+        """A rank that has nothing for itself sends itself a word of zeros: no operation is of nothing, in or out."""
         parts, form, device = request
-        size = wire.size(form)
-        splits = torch.tensor([size if rank in parts else 0 for rank in range(self.world.size)], dtype=torch.int32)
-        outgoing = [parts[rank].bytes for rank in sorted(parts)] or [torch.empty(0, dtype=torch.uint8, device=device)]
-        handle = _try(hvd.alltoall_async, torch.cat(outgoing), splits=splits, **options)
+        me, size = self.world.rank, wire.size(form)
+        word = torch.zeros(wire.ALIGNMENT, dtype=torch.uint8, device=device)
+        outgoing = [parts[rank].bytes if rank in parts else word for rank in sorted({*parts, me})]
+        sizes = [size if rank in parts else wire.ALIGNMENT * (rank == me) for rank in range(self.world.size)]
+        handle = _try(hvd.alltoall_async, torch.cat(outgoing), splits=torch.tensor(sizes, dtype=torch.int32), **options)
 
         def answer() -> Reply:
             incoming, counts = _result(handle)
-            senders = [rank for rank, count in enumerate(counts.tolist()) if count > 0]
-            came = incoming.split(size) if senders else ()  # split() makes one empty part of nothing
-            return {rank: wire.read(form, part) for rank, part in zip(senders, came, strict=True)}
+            came = dict(enumerate(incoming.split(counts.tolist())))
+            if me not in parts:
+                del came[me]
+            return {rank: wire.read(form, part) for rank, part in came.items() if len(part) > 0}
 
         return answer
 

@@ -1,4 +1,5 @@
-"""Exchanges given gradients by algorithms that are more than one gather, and reports the updates and the bytes."""
+"""Exchanges given gradients by algorithms that are more than one gather, and reports the updates and the bytes. No operation is
+of nothing or without a name."""
 
 from __future__ import annotations
 
@@ -10,6 +11,31 @@ import ranks
 import torch
 
 import gradcomp
+
+
+def watched(operation: Any) -> Any:
+    """The operation, whose tensors must not be empty, in and out, and which must be named."""
+
+    def start(tensor: torch.Tensor, **options: Any) -> Any:
+        assert tensor.numel() > 0 and options["name"], f"{operation.__name__} of {tensor.numel()} entries"
+        handle = operation(tensor, **options)
+        started.append(handle)
+        return handle
+
+    return start
+
+
+def waited_for(handle: Any) -> Any:
+    answer = synchronize(handle)
+    came = answer[0] if isinstance(answer, tuple) else answer
+    assert came.numel() > 0 or handle not in started
+    return answer
+
+
+started: list[Any] = []
+synchronize, hvd.synchronize = hvd.synchronize, waited_for
+for name in ("alltoall_async", "allgather_async", "allreduce_async_"):
+    setattr(hvd, name, watched(getattr(hvd, name)))
 
 hvd.init()
 asked = ranks.arguments()
@@ -27,5 +53,6 @@ for number, spec in enumerate(asked["specs"]):
         updates.append(w.grad.clone())
     stats = optimizer.stats()
     found[spec] = {"updates": updates, "bytes": stats["bytes_sent"], "between": stats["bytes_between_hosts"]}
+assert len(started) >= len(found) * asked["steps"]
 ranks.report(found)
 hvd.barrier()
