@@ -8,6 +8,7 @@ array that belongs to no model: no optimizer of the user's sees them, and no dra
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,21 +109,30 @@ class Autoencoder:
         said: Tensor = functional.conv1d(channels, own[each * len(UP)], None if self.linear else own[-1], groups=self.decoders)
         return said[:, :, :entries]
 
-    def decode_alike(self, codes: Tensor, entries: int, beside: Tensor | None = None) -> Tensor:
-        """decode(), to the same bits on whatever machine.
+    def decode_alike(self, codes: Tensor, entries: int, which: Sequence[int], beside: Tensor | None = None) -> Tensor:
+        """What of every code the decoder makes that is named for it, [rows, entries], to the same bits on whatever machine.
 
         A way up that is linear is one convolution of stride 16, whose sums are made here in one certain order. One that is not
         is computed in double precision, of which nearly always the same single precision is left.
         """
+        chosen = list(enumerate(which))
         if not self.linear:
-            return self.decode(codes.double(), entries, beside).float()
-        parts = codes.double()[:, None, :, :, None] * self.taps[:, :, None, :]  # [rows, decoders, 4, places, 32]
-        sums = parts[:, :, 0]
-        for channel in range(1, CODE):
-            sums = sums + parts[:, :, channel]
-        left, right = sums.split(SHRINKS, 3)
-        out = (functional.pad(left, (0, 0, 0, 1)) + functional.pad(right, (0, 0, 1, 0))).flatten(2)[:, :, :entries]
-        return (out if beside is None else out + beside.double() * self.told[:, None]).float()
+            said = self.decode(codes.double(), entries, beside)
+            return torch.stack([said[row, decoder] for row, decoder in chosen]).float()
+        out = _laid_out(codes, torch.stack([self.taps[decoder] for decoder in which]), entries)
+        if beside is not None:
+            out += torch.stack([beside[row, decoder].double() * self.told[decoder] for row, decoder in chosen])
+        return out.float()
+
+    def decode_mean(self, codes: Tensor, entries: int, beside: Tensor | None = None) -> Tensor:
+        """The mean of what all decoders make of every code, [rows, entries], as decode_alike has it. That of linear ones is one
+        decoder."""
+        if not self.linear:
+            return mean_of(self.decode(codes.double(), entries, beside).unbind(1)).float()
+        out = _laid_out(codes, mean_of(self.taps.double())[None], entries)
+        for decoder, told in enumerate([] if beside is None else beside.unbind(1)):
+            out += told.double() * (self.told[decoder].double() / self.decoders)
+        return out.float()
 
     def loss_of_mean(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Of every rank's sequences [ranks, rows, n], how far from their mean is what the mean of their codes decodes to."""
@@ -199,3 +209,21 @@ class Autoencoder:
         for name in ("weights", "moments", "taps"):
             getattr(self, name).copy_(saved[name])
         self.turns = saved["turns"]
+
+
+def _laid_out(codes: Tensor, taps: Tensor, entries: int) -> Tensor:
+    """Every number of [rows, 4, places] times its channel's taps, [rows or 1, 4, 32], added up where they overlap."""
+    numbers, weights = codes.double()[..., None], taps.double()[:, :, None]
+    sums = numbers[:, 0] * weights[:, 0]
+    for channel in range(1, CODE):
+        sums += numbers[:, channel] * weights[:, channel]
+    left, right = sums.split(SHRINKS, 2)
+    return (functional.pad(left, (0, 0, 0, 1)) + functional.pad(right, (0, 0, 1, 0))).flatten(1)[:, :entries]
+
+
+def mean_of(each: Sequence[Tensor] | Tensor) -> Tensor:
+    """Added up one by one."""
+    total = each[0]
+    for further in each[1:]:
+        total = total + further
+    return total / len(each)

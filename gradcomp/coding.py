@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.autoencoder import Autoencoder
+from gradcomp.autoencoder import Autoencoder, mean_of
 from gradcomp.core import Gather, Reduce, Request, Steps, World
 from gradcomp.leading import Support
 from gradcomp.watch import Verdict
@@ -63,10 +63,14 @@ class Rows(NamedTuple):
         order = (self.support.leaders[0] + after[:rows, None] + after) % ranks  # one row's leader comes after the other's
         return everyone.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, everyone.shape[2]))
 
+    @property
+    def decoders(self) -> list[int]:
+        """Row by row, where there is one for every rank, the one that says what this rank has."""
+        return [(self.world.rank - leader) % self.world.size for leader in self.support.leaders]
+
     def own(self, said: Tensor) -> Tensor:
         """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
-        decoders = [(self.world.rank - leader) % said.shape[1] for leader in self.support.leaders]
-        return torch.stack([each[decoder] for each, decoder in zip(said, decoders, strict=True)])
+        return torch.stack([each[decoder % len(each)] for each, decoder in zip(said, self.decoders, strict=True)])
 
     def cut(self, which: slice, where: slice) -> Rows:
         """Some rows, as far as some of their entries."""
@@ -100,7 +104,7 @@ def as_they_are(rows: Rows) -> Steps:
 
 def exactly(rows: Rows, everyone: Tensor) -> Said:
     """What is said by the entries themselves."""
-    return Said(_mean(everyone), torch.zeros_like(rows.values))
+    return Said(mean_of(everyone), torch.zeros_like(rows.values))
 
 
 def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Generator[Request, Any, Said]:
@@ -109,19 +113,21 @@ def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Generator[Requ
     if half:
         codes = codes.half()
         came = yield Gather(wire.whole(codes.flatten()))
-        mean = _mean(torch.stack([reply["bytes"].double() for reply in came]))
+        mean = mean_of(torch.stack([reply["bytes"].double() for reply in came]))
     else:
         mean = yield Reduce(codes.flatten().clone(), 1 / rows.world.size)
     entries = rows.values.shape[1]
-    own, all_ranks = (coder.decode_alike(each, entries)[:, 0] * rows.support.scales for each in (codes, mean.view(codes.shape)))
+    only = [0] * len(codes)
+    own, all_ranks = (coder.decode_alike(each, entries, only) * rows.support.scales for each in (codes, mean.view(codes.shape)))
     return Said(all_ranks, rows.values - own)
 
 
 def from_led_codes(rows: Rows, coder: Autoencoder) -> Said:
     """The leaders' codes have come with the places: every rank's entries are told from them, by a decoder of its own."""
     assert rows.support.codes is not None
-    said = coder.decode_alike(rows.support.codes, rows.values.shape[1], rows.beside) * rows.support.scales[:, None]
-    return Said(_mean(said.unbind(1)), rows.values - rows.own(said))
+    entries, beside, scales = rows.values.shape[1], rows.beside, rows.support.scales
+    mean = coder.decode_mean(rows.support.codes, entries, beside) * scales
+    return Said(mean, rows.values - coder.decode_alike(rows.support.codes, entries, rows.decoders, beside) * scales)
 
 
 def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
@@ -153,11 +159,3 @@ def _some(turn: int, of: int, how_many: int) -> slice:
     """As many neighbours, at another place each time."""
     begin = turn * 0x9E3779B1 % (of - how_many + 1)
     return slice(begin, begin + how_many)
-
-
-def _mean(each: Sequence[Tensor] | Tensor) -> Tensor:
-    """Added up rank by rank."""
-    total = each[0]
-    for further in each[1:]:
-        total = total + further
-    return total / len(each)

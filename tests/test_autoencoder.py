@@ -70,22 +70,38 @@ def test_decoding_alike_is_decoding(entries: int, decoders: int, beside: bool, l
     coder = make(decoders, beside, linear)
     codes = torch.randn(3, CODE, code_places(entries))
     told = torch.randn(3, decoders, entries) if beside else None
-    said = coder.decode_alike(codes, entries, told)
+    every = coder.decode(codes, entries, told)
+    which = [decoders - 1, 0, decoders // 2]
+    said = coder.decode_alike(codes, entries, which, told)
     assert said.dtype == torch.float32
-    torch.testing.assert_close(said, coder.decode(codes, entries, told), rtol=1e-4, atol=1e-6)  # sums in another order
+    wanted = torch.stack([every[row, decoder] for row, decoder in enumerate(which)])
+    torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-6)  # sums in another order
+    torch.testing.assert_close(coder.decode_mean(codes, entries, told), every.mean(1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("decoders,beside", [(1, False), (4, True)])
+def test_the_mean_of_linear_decoders_is_that_of_what_each_says(decoders: int, beside: bool) -> None:
+    coder = make(decoders, beside)
+    codes = torch.randn(2, CODE, 20)
+    told = torch.randn(2, decoders, 330) if beside else None
+    each = [coder.decode_alike(codes, 330, [decoder] * 2, told) for decoder in range(decoders)]
+    mean = torch.stack(each).double().mean(0)
+    torch.testing.assert_close(coder.decode_mean(codes, 330, told).double(), mean, rtol=0, atol=2e-7 * float(mean.abs().max()))
 
 
 def test_a_linear_decoder_decodes_means_to_means() -> None:
     coder = make()
     codes = torch.randn(8, CODE, 20).half()
-    mean = coder.decode_alike(codes.double().mean(0, keepdim=True), 330)
+    mean_code = codes.double().mean(0, keepdim=True)
+    mean = coder.decode_alike(mean_code, 330, [0])
     torch.testing.assert_close(
-        coder.decode_alike(codes, 330).mean(0, keepdim=True), mean, rtol=0, atol=1e-7 * float(mean.abs().max()) + 1e-8
+        coder.decode_alike(codes, 330, [0] * 8).mean(0, keepdim=True),
+        mean,
+        rtol=0,
+        atol=1e-7 * float(mean.abs().max()) + 1e-8,
     )
     leaky = make(linear=False)
-    assert not torch.allclose(
-        leaky.decode_alike(codes, 330).mean(0), leaky.decode_alike(codes.double().mean(0, keepdim=True), 330)
-    )
+    assert not torch.allclose(leaky.decode_alike(codes, 330, [0] * 8).mean(0), leaky.decode_alike(mean_code, 330, [0])[0])
 
 
 def test_each_decoder_is_its_own() -> None:
@@ -165,5 +181,5 @@ def test_what_is_agreed_upon_is_used() -> None:
     coder.freeze(other.frozen())
     assert coder.digest() == other.digest()
     codes = torch.randn(1, CODE, 3)
-    assert torch.equal(coder.decode_alike(codes, TAPS), other.decode_alike(codes, TAPS))
+    assert torch.equal(coder.decode_alike(codes, TAPS, [0]), other.decode_alike(codes, TAPS, [0]))
     assert torch.equal(coder.encode(torch.ones(1, 60)), other.encode(torch.ones(1, 60)))
