@@ -31,7 +31,7 @@ CONFIGURATIONS = (
 )
 EXAMPLES = """\
 examples:
-  scripts/lgc.py                            # all of it, some 20 minutes on two cores
+  scripts/lgc.py                            # all of it, a quarter of an hour on one core
   scripts/lgc.py --learn 50 --steps 100     # a first look"""
 
 MODELS = {"this net": 171_000, "ResNet-50": 25_557_032}
