@@ -98,7 +98,20 @@ def _result(handle: Any) -> Any:
     while not _try(hvd.poll, handle):
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
-    return _try(hvd.synchronize, handle)
+    answer = _try(hvd.synchronize, handle)
+    for tensor in answer if isinstance(answer, tuple) else (answer,):
+        if tensor.is_cuda:
+            _take_over(tensor)
+    return answer
+
+
+def _take_over(output: torch.Tensor) -> None:
+    """Horovod's threads make outputs on the device's default stream, and see to it that this one waits. Another stream waits
+    for that one, and memory that it still reads is given to nobody else."""
+    stream, theirs = torch.cuda.current_stream(output.device), torch.cuda.default_stream(output.device)
+    if stream != theirs:
+        stream.wait_stream(theirs)
+        output.record_stream(stream)
 
 
 def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -89,17 +89,26 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     checks: dict[str, bool] = {}
     milliseconds: dict[str, float] = {}
+
+    def compare(named: str, weights: Tensor, like_stock: bool) -> None:
+        first = hvd.broadcast(weights, root_rank=0, name=f"first.{named}")
+        same = hvd.allreduce(torch.tensor([float(torch.equal(weights, first))]), name=f"same.{named}", op=hvd.Sum)
+        checks[f"{named}: the ranks' weights are equal"] = bool(same == hvd.size())
+        if like_stock:
+            checks[f"{named}: weights equal stock Horovod's"] = torch.equal(weights, stock)
+
     stock, _ = train("horovod", "stock", device, options.width)
     for spec in SPECS:
         for route in ("stock",) if spec == "horovod" else ("stock", "direct"):
             weights, median = train(spec, route, device, options.width)
             named = spec if spec == "horovod" else f"{spec}, {route} route"
             milliseconds[named] = 1000 * median
-            first = hvd.broadcast(weights, root_rank=0, name=f"first.{named}")
-            same = hvd.allreduce(torch.tensor([float(torch.equal(weights, first))]), name=f"same.{named}", op=hvd.Sum)
-            checks[f"{named}: the ranks' weights are equal"] = bool(same == hvd.size())
-            if spec != SPECS[-1]:
-                checks[f"{named}: weights equal stock Horovod's"] = torch.equal(weights, stock)
+            compare(named, weights, spec != SPECS[-1])
+    if device.type == "cuda":
+        for route in ("stock", "direct"):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                weights, _ = train(SPECS[2], route, device, options.width)
+            compare(f"{SPECS[2]}, {route} route, on a stream of its own", weights, True)
     result: dict[str, Any] = {"width": options.width, "steps": STEPS, "ms": milliseconds, "checks": checks}
     result["overlap"] = {route: overlap(SPECS[-1], route, device, options.width) for route in ("stock", "direct")}
     if hvd.rank() == 0:
