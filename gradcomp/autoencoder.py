@@ -115,24 +115,22 @@ class Autoencoder:
         A way up that is linear is one convolution of stride 16, whose sums are made here in one certain order. One that is not
         is computed in double precision, of which nearly always the same single precision is left.
         """
-        chosen = list(enumerate(which))
         if not self.linear:
-            said = self.decode(codes.double(), entries, beside)
-            return torch.stack([said[row, decoder] for row, decoder in chosen]).float()
+            return own_of(self.decode(codes.double(), entries, beside), which).float()
         out = _laid_out(codes, torch.stack([self.taps[decoder] for decoder in which]), entries)
         if beside is not None:
-            out += torch.stack([beside[row, decoder].double() * self.told[decoder] for row, decoder in chosen])
+            out += own_of(beside, which).double() * torch.stack([self.told[decoder] for decoder in which])[:, None]
         return out.float()
 
-    def decode_mean(self, codes: Tensor, entries: int, beside: Tensor | None = None) -> Tensor:
-        """The mean of what all decoders make of every code, [rows, entries], as decode_alike has it. That of linear ones is one
-        decoder."""
+    def decode_led(self, codes: Tensor, entries: int, which: Sequence[int], beside: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What decode_alike gives, and the mean of what all decoders make of every code. That of linear ones is one decoder."""
         if not self.linear:
-            return mean_of(self.decode(codes.double(), entries, beside).unbind(1)).float()
-        out = _laid_out(codes, mean_of(self.taps.double())[None], entries)
+            said = self.decode(codes.double(), entries, beside)
+            return own_of(said, which).float(), mean_of(said.unbind(1)).float()
+        mean = _laid_out(codes, mean_of(self.taps.double())[None], entries)
         for decoder, told in enumerate([] if beside is None else beside.unbind(1)):
-            out += told.double() * (self.told[decoder].double() / self.decoders)
-        return out.float()
+            mean += told.double() * (self.told[decoder].double() / self.decoders)
+        return self.decode_alike(codes, entries, which, beside), mean.float()
 
     def loss_of_mean(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Of every rank's sequences [ranks, rows, n], how far from their mean is what the mean of their codes decodes to."""
@@ -219,6 +217,11 @@ def _laid_out(codes: Tensor, taps: Tensor, entries: int) -> Tensor:
         sums += numbers[:, channel] * weights[:, channel]
     left, right = sums.split(SHRINKS, 2)
     return (functional.pad(left, (0, 0, 0, 1)) + functional.pad(right, (0, 0, 1, 0))).flatten(1)[:, :entries]
+
+
+def own_of(each: Tensor, which: Sequence[int]) -> Tensor:
+    """Row by row of [rows, decoders, ...], what belongs to the decoder that is named for it."""
+    return torch.stack([row[decoder] for row, decoder in zip(each, which, strict=True)])
 
 
 def mean_of(each: Sequence[Tensor] | Tensor) -> Tensor:

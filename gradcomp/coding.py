@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.autoencoder import Autoencoder, mean_of
+from gradcomp.autoencoder import Autoencoder, mean_of, own_of
 from gradcomp.core import Gather, Reduce, Request, Steps, World
 from gradcomp.leading import Support
 from gradcomp.watch import Verdict
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
 
     def own(self, said: Tensor) -> Tensor:
         """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
-        return torch.stack([each[decoder % len(each)] for each, decoder in zip(said, self.decoders, strict=True)])
+        return own_of(said, [decoder % said.shape[1] for decoder in self.decoders])
 
     def cut(self, which: slice, where: slice) -> Rows:
         """Some rows, as far as some of their entries."""
@@ -125,9 +125,9 @@ def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Generator[Requ
 def from_led_codes(rows: Rows, coder: Autoencoder) -> Said:
     """The leaders' codes have come with the places: every rank's entries are told from them, by a decoder of its own."""
     assert rows.support.codes is not None
-    entries, beside, scales = rows.values.shape[1], rows.beside, rows.support.scales
-    mean = coder.decode_mean(rows.support.codes, entries, beside) * scales
-    return Said(mean, rows.values - coder.decode_alike(rows.support.codes, entries, rows.decoders, beside) * scales)
+    scales = rows.support.scales
+    own, mean = coder.decode_led(rows.support.codes, rows.values.shape[1], rows.decoders, rows.beside)
+    return Said(mean * scales, rows.values - own * scales)
 
 
 def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
