@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,11 @@ class World(NamedTuple):
     rank: int
     size: int
     hosts: tuple[int, ...] | None = None
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     def apart(self, rank: int) -> bool:
         """Whether a rank is on another host; of others nobody knows better where it is not said what hosts there are."""
@@ -68,12 +73,22 @@ class Reduce(NamedTuple):
 class Send(NamedTuple):
     """Give each named rank a payload of its own, all of one form. The answer: {rank: payload} of those who sent here.
 
-    Every rank takes part in the round, also the one that has nothing to say: it yields Send({}, form, device).
+    Every rank takes part in the round, also the one that has nothing to say: it yields Send({}, senders, form, device). And
+    each knows from whom something comes, so that nobody has to ask.
     """
 
     parts: dict[int, Payload]
+    senders: Collection[int]
     form: Form
     device: torch.device
+
+    def check(self, came: Collection[int], name: str) -> None:
+        """Refuses what came from others than were to send here."""
+        if {*came} != {*self.senders}:
+            raise RuntimeError(
+                f"exchange {name}: something was to come from ranks {sorted(self.senders)}, but it came from {sorted(came)}: "
+                "are all ranks at the same step?"
+            )
 
 
 Request = Gather | Reduce | Send

@@ -7,14 +7,12 @@ stock optimizer and hands the gradients over itself, so that no carrier travels.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -23,12 +21,10 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from torch import Tensor
 
-import gradcomp
-from gradcomp import agreement, carrier, checkpoint, kernels, wire
-from gradcomp.compressors import make
+from gradcomp import carrier, wire
 from gradcomp.core import Compressor, Gather, Reduce, Reply, Request, Send, World
-from gradcomp.reducer import Bucket, Reducer
-from gradcomp.slot import SPARSE, Slot, check_momentum, named_of, rates_of, slots
+from gradcomp.front import UNKNOWN, Front
+from gradcomp.slot import SPARSE, Slot, named_of
 
 Waiting = Callable[[], Reply]
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds
@@ -40,22 +36,29 @@ class Network:
     def __init__(self, process_set: hvd.ProcessSet):
         self.process_set = process_set
         self.prefix = ""
-        self._hosts: tuple[int, ...] | None = None
+        self.hosts: tuple[int, ...] | None = None
+        self._numbered: object = None
 
     @property
     def world(self) -> World:
-        return World(self.process_set.rank(), self.process_set.size(), self._hosts)
+        return World(self.process_set.rank(), self.process_set.size(), self.hosts)
 
-    def find_hosts(self) -> None:
-        """Asks all ranks on which host they are."""
+    @property
+    def session(self) -> object:
+        """After every hvd.init() there is a new map of handles."""
+        return getattr(mpi_ops, "_handle_map", mpi_ops)
+
+    @property
+    def host(self) -> str:
         own = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
         if mpi_ops.is_homogeneous():  # then the launcher has numbered the hosts, and names may be as they like
             own += f" {hvd.cross_rank()}"
-        digest = hashlib.blake2b(own.encode(), digest_size=8).digest()
-        record = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-        replies = self.start(Gather(wire.whole(record)), "hosts")()
-        assert isinstance(replies, list)
-        self._hosts = tuple(int(reply["bytes"]) for reply in replies)
+        return own
+
+    def enter(self) -> None:
+        if self.session is not self._numbered:
+            self._numbered = self.session
+            self.prefix = f"gradcomp.{_next_number(self.session, self.process_set.process_set_id)}"
 
     def start(self, request: Request, name: str) -> Waiting:
         """Sets an operation going; calling the result waits for its answer."""
@@ -68,23 +71,18 @@ class Network:
                 handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
                 return lambda: _result(handle)
             case Send():
-                return self._send(request, options)
+                return self._send(request, name, options)
 
-    def _send(self, request: Send, options: dict[str, Any]) -> Waiting:
-        """A rank that has nothing for itself sends itself a word of zeros: no operation is of nothing, in or out."""
-        parts, form, device = request
-        me, size = self.world.rank, wire.size(form)
-        word = torch.zeros(wire.ALIGNMENT, dtype=torch.uint8, device=device)
-        outgoing = [parts[rank].bytes if rank in parts else word for rank in sorted({*parts, me})]
-        sizes = [size if rank in parts else wire.ALIGNMENT * (rank == me) for rank in range(self.world.size)]
-        handle = _try(hvd.alltoall_async, torch.cat(outgoing), splits=torch.tensor(sizes, dtype=torch.int32), **options)
+    def _send(self, request: Send, name: str, options: dict[str, Any]) -> Waiting:
+        outgoing, goes, comes = wire.mail(request, self.world)
+        handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(goes, dtype=torch.int32), **options)
 
         def answer() -> Reply:
             incoming, counts = _result(handle)
-            came = dict(enumerate(incoming.split(counts.tolist())))
-            if me not in parts:
-                del came[me]
-            return {rank: wire.read(form, part) for rank, part in came.items() if len(part) > 0}
+            if counts.tolist() != comes:
+                me = self.world.rank
+                request.check([i for i, n in enumerate(counts.tolist()) if n and (i != me or me in request.parts)], name)
+            return wire.opened(request, incoming, comes)
 
         return answer
 
@@ -145,33 +143,11 @@ class Compression:
         bucket_mb: float = 25,
         seed: int = 0,
     ):
-        self.spec = str(spec)
-        compressor = make(spec)
-        if warning := check_momentum(compressor, optimizer):
-            warnings.warn(warning, stacklevel=2)
-        self._slots = slots(named_parameters)
-        self._by_name = {slot.name: slot for slot in self._slots}
-        self._by_id = {id(slot.parameter): slot for slot in self._slots}
         self._network = Network(process_set or hvd.global_process_set)
-        layers = {slot.name: slot.layer for slot in self._slots}
-        rates = None if optimizer is None else rates_of(optimizer, self._slots)
-        self._options = layers, self._network, self._deliver, bucket_mb, seed, rates
-        self._reducer = Reducer(compressor, *self._options)
-        self._terms = {
-            "gradcomp's version": gradcomp.__version__,
-            "spec": self.spec,
-            "seed": str(seed),
-            "bucket_mb": str(bucket_mb),
-            "parameter names": f"{len(self._slots)}: " + ", ".join(self._by_name),
-            "parameter shapes": f"{sum(layer.size for layer in layers.values())} entries: "
-            + ", ".join(slot.describe() for slot in self._slots),
-        }
-        self._session: object = None
-        self._numbered: object = None
+        self._front = Front(spec, named_parameters, self._network, optimizer, bucket_mb, seed)
         self._next = 0
         self._held: dict[str, Slot] = {}
-        self._optimizer = optimizer
-        self._scale: float | None = None
+        self._finished = False
 
     # The stock route. Horovod calls compress() in backward, and in step() decompress(), after the last gradient's compress().
 
@@ -187,7 +163,7 @@ class Compression:
             try:
                 scale = carrier.scale(tensor.item(), self._network.world.size)
             except ValueError as error:
-                if self._reducer.steps_done == 0:
+                if self._front.steps_done == 0:
                     raise
                 raise _broken(error) from error  # it was right before: a rank that called hvd.join() adds a carrier of 0
             self.finish(scale)
@@ -200,115 +176,69 @@ class Compression:
     # Both routes.
 
     def put(self, slot: Slot, hold: bool = False) -> None:
-        """Notes that this parameter's gradient is complete; the last one of a bucket sets the bucket's exchange going.
+        """Notes that this parameter's gradient is complete.
 
-        hold: not before the ranks have met; until then gradients are held back, and finish() makes up for it.
+        hold: not before the ranks have met, for which they wait for one another: until then gradients are held back, and
+        finish() makes up for it. DistributedOptimizer calls that in step(), the order of which is the same on all ranks. The
+        stock route cannot hold anything back, since the ranks must meet before the first carrier, inside a backward hook: two
+        optimizers in one backward then have to reach their first gradients in the same order on all ranks, in the first step.
         """
-        with self._guarded():
-            self._scale = None
-            if hold and _session() is not self._session:
-                self._held[slot.name] = slot
-                return
-            self._meet()
-            self._reducer.put(slot.name, slot.open())
+        self._finished = False
+        if hold and not self._front.has_met:
+            self._held[slot.name] = slot
+        else:
+            self._front.put(slot)
 
     def finish(self, scale: float) -> None:
         """The first call of a step brings it to its end: all gradients are then scale times the mean update."""
-        if self._scale is not None:
+        if self._finished:
             return
-        with self._guarded():
-            for name in list(self._held):
-                self.put(self._held.pop(name))
-            self._scale = scale
-            self._reducer.finish()
+        held, self._held = self._held, {}
+        for slot in held.values():
+            self._front.put(slot)
+        self._finished = True
+        self._front.finish(scale)
 
     def slot(self, parameter: Tensor) -> Slot:
         """The slot of a parameter."""
-        if id(parameter) not in self._by_id:
-            raise ValueError(_UNKNOWN)
-        return self._by_id[id(parameter)]
+        return self._front.slot(parameter)
+
+    @property
+    def spec(self) -> str:
+        """What is in use."""
+        return self._front.spec
 
     def stats(self) -> dict[str, Any]:
         """Figures of the last step on this rank."""
-        return self._reducer.stats()
+        return self._front.stats()
 
     def change(self, spec: str | Compressor) -> None:
         """Continues with another spec, between two steps and on all ranks; what has not been sent yet is carried over."""
-        compressor = make(spec)
-        if warning := check_momentum(compressor, self._optimizer):
-            warnings.warn(warning, stacklevel=2)
-        changed = Reducer(checkpoint.carrying(compressor, self._reducer), *self._options)
-        checkpoint.carry(self._reducer, changed)
-        self._reducer, self.spec, self._session = changed, str(spec), None
-        self._terms["spec"] = self.spec
+        self._front.change(spec)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's next step depends on. Every rank has its own: save one for each."""
-        return {"spec": self.spec, "rank": checkpoint.save(self._reducer)}
+        return self._front.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from what state_dict() gave on this rank."""
-        checkpoint.same_spec(state["spec"], self.spec)
-        checkpoint.load(self._reducer, state["rank"])
-
-    def _meet(self) -> None:
-        """Before the first exchange, and again after Horovod was initialised anew (an elastic reset): do all ranks agree?
-
-        This waits for the other ranks. DistributedOptimizer comes here in step(), the order of which is the same on all ranks.
-        The stock route must come before its first carrier, inside a backward hook: two optimizers in one backward then have to
-        reach their first gradients in the same order on all ranks, in the first step.
-        """
-        session = _session()
-        if session is self._session:
-            return
-        self._reducer.abort()
-        if session is not self._numbered:
-            self._network.prefix = f"gradcomp.{_next_number(session, self._network.process_set.process_set_id)}"
-            self._numbered = session
-        terms = {**self._terms, "compressor's state": self._reducer.alike()}
-        records = self._network.start(Gather(wire.whole(agreement.record(terms))), "agreement")()
-        assert isinstance(records, list)
-        agreement.check(terms, [record.bytes for record in records])
-        self._network.find_hosts()
-        self._session = session
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """After any failure the step under way is forgotten, and the next one begins with a meeting."""
-        try:
-            yield
-        except BaseException:
-            self._session = None
-            self._held.clear()
-            raise
-
-    def _deliver(self, bucket: Bucket, update: Tensor) -> None:
-        assert self._scale is not None
-        members = [self._by_name[name] for name in bucket.layout.names]
-        kernels.spread(update, [bucket.grads[slot.name] for slot in members], self._scale)
-        for slot in members:
-            slot.close()
+        self._front.load_state_dict(state)
 
     def _slot_of(self, tensor: Tensor) -> Slot:
         """The parameter whose gradient this is; the search begins behind the one found last, where it nearly always is."""
-        count = len(self._slots)
-        for i in range(self._next, self._next + count):
-            slot = self._slots[i % count]
+        found = self._front.slots
+        for i in range(self._next, self._next + len(found)):
+            slot = found[i % len(found)]
             if slot.parameter.grad is tensor:
-                self._next = i % count + 1
+                self._next = i % len(found) + 1
                 return slot
-        if id(tensor) in self._by_id:
+        if self._front.knows(tensor):
             raise ValueError(
                 "op=Adasum hands over parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
             )
-        if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self._slots):
+        if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in found):
             raise ValueError(SPARSE)
-        raise ValueError(_UNKNOWN)
-
-
-def _session() -> object:
-    """What is another one after every hvd.init(), which makes a new map of handles."""
-    return getattr(mpi_ops, "_handle_map", mpi_ops)
+        raise ValueError(UNKNOWN)
 
 
 _numbers: tuple[object, dict[int, int]] = (None, {})
@@ -325,12 +255,6 @@ def _next_number(session: object, process_set: int) -> int:
     number = _numbers[1].get(process_set, 0)
     _numbers[1][process_set] = number + 1
     return number
-
-
-_UNKNOWN = (
-    "a gradient came of a parameter that gradcomp does not know: it is not among the named_parameters that Compression was "
-    "given, or was frozen when Compression was made"
-)
 
 
 def DistributedOptimizer(

@@ -195,7 +195,7 @@ def _move(acc: Acc, state: Share, place: Place) -> Generator[Request, Any, Acc]:
     """Every part of what was accumulated goes to the rank that has it. The own part, to which is added what comes."""
     others = {rank: part for part, rank in enumerate(place.host) if part != place.part}
     parts = {rank: state.payload(state.whole(acc.value, part), acc.flag) for rank, part in others.items()}
-    came = yield Send(parts, state.form, acc.value.device)
+    came = yield Send(parts, parts.keys(), state.form, acc.value.device)
     for part in others.values():
         state.cut(acc.value, part).zero_()
     own = state.whole(acc.value, place.part)
@@ -212,9 +212,8 @@ def _together(update: Tensor, state: Share, place: Place) -> Steps:
     """All parts' updates, of means over hosts, as the update of the mean over ranks."""
     own = state.payload(update, None)
     kernels.wipe(update)
-    came = yield Send({rank: own for rank in place.host if rank != place.host[place.part]}, state.form, own.bytes.device)
-    parts = [came.get(rank, own)["values"] for rank in place.host]
-    return torch.cat(parts)[: state.layout.total].div_(len(place.host))
+    parts = yield from _gather(own, place.host, place)
+    return torch.cat([each["values"] for each in parts])[: state.layout.total].div_(len(place.host))
 
 
 def _among(steps: Steps, place: Place) -> Steps:
@@ -228,16 +227,18 @@ def _among(steps: Steps, place: Place) -> Steps:
             return update
         match request:
             case Gather(payload):
-                reply = yield from _gather(payload, place)
+                reply = yield from _gather(payload, place.peers, place)
             case Reduce(tensor, scale):
-                payloads = yield from _gather(wire.whole(tensor), place)
+                payloads = yield from _gather(wire.whole(tensor), place.peers, place)
                 reply = sum((each["bytes"] for each in payloads[1:]), payloads[0]["bytes"].clone()).mul_(scale)
-            case Send(parts, form, device):
-                came = yield Send({place.peers[rank]: payload for rank, payload in parts.items()}, form, device)
+            case Send(parts, senders, form, device):
+                there = {place.peers[rank]: payload for rank, payload in parts.items()}
+                came = yield Send(there, [place.peers[rank] for rank in senders], form, device)
                 reply = {i: came[rank] for i, rank in enumerate(place.peers) if rank in came}
 
 
-def _gather(payload: Payload, place: Place) -> Generator[Request, Any, list[Payload]]:
-    own = place.peers[place.world.rank]
-    came = yield Send({rank: payload for rank in place.peers if rank != own}, payload.form, payload.bytes.device)
-    return [came.get(rank, payload) for rank in place.peers]
+def _gather(payload: Payload, ranks: tuple[int, ...], place: Place) -> Generator[Request, Any, list[Payload]]:
+    """The payloads of these ranks, of which this is one."""
+    others = [rank for rank in ranks if rank != place.host[place.part]]
+    came = yield Send(dict.fromkeys(others, payload), others, payload.form, payload.bytes.device)
+    return [came.get(rank, payload) for rank in ranks]

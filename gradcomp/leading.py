@@ -89,12 +89,7 @@ class Leading:
             replies: list[Payload] = yield Gather(payload)
             return [replies[leader] for leader in self.leaders]
         (leader,) = self.leaders
-        others = [rank for rank in range(self.world.size) if rank != leader]
-        came = yield Send(dict.fromkeys(others, payload) if own else {}, form, device)
-        if not own and leader not in came:
-            raise RuntimeError(
-                f"rank {leader} was to lead this step, but nothing came from it: are all ranks at the same step?"
-            )
+        came = yield Send(dict.fromkeys(self.world.others, payload) if own else {}, () if own else (leader,), form, device)
         return [payload if own else came[leader]]
 
 

@@ -115,8 +115,8 @@ def sum_over_ranks(tensor: Tensor, world: World, how: str) -> Steps:
 
 def sum_at_server(tensor: Tensor, world: World) -> Steps:
     """On rank 0 the sum of all ranks' tensors, added rank by rank; on the others what they sent."""
-    whole = wire.whole(tensor)
-    came = yield Send({} if world.rank == 0 else {0: whole}, whole.form, tensor.device)
+    whole, leads = wire.whole(tensor), world.rank == 0
+    came = yield Send({} if leads else {0: whole}, world.others if leads else (), whole.form, tensor.device)
     for rank in sorted(came):
         tensor = tensor + came[rank]["bytes"]
     return tensor
@@ -124,6 +124,6 @@ def sum_at_server(tensor: Tensor, world: World) -> Steps:
 
 def from_server(tensor: Tensor, world: World) -> Steps:
     """Rank 0's tensor, on all ranks."""
-    whole = wire.whole(tensor)
-    came = yield Send(dict.fromkeys(range(1, world.size), whole) if world.rank == 0 else {}, whole.form, tensor.device)
-    return came[0]["bytes"] if 0 in came else tensor
+    whole, leads = wire.whole(tensor), world.rank == 0
+    came = yield Send(dict.fromkeys(world.others, whole) if leads else {}, () if leads else (0,), whole.form, tensor.device)
+    return tensor if leads else came[0]["bytes"]

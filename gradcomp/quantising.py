@@ -128,7 +128,7 @@ class Quantising(Compressor):
                 within = None if bounds is None else parts.bounds(bounds, rank)
                 payload, key = wire.empty(form, own.device), state.key(world.rank, 1 + rank)
                 sent[rank] = rounding.take(parts.cut(acc.value, rank), within, acc.flag, key, payload)
-        came = yield Send(sent, form, own.device)
+        came = yield Send(sent, world.others, form, own.device)
         sums, mine = own.clone(), roundings[world.rank]
         for rank in sorted(came):
             mine.add(sums, came[rank], 1.0)

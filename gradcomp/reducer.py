@@ -96,7 +96,7 @@ class Reducer:
             raise ValueError(f"bucket_mb must be above 0, not {bucket_mb}")
         if compressor.needs_rates and rates is None:
             raise ValueError(
-                "lr_revision needs the learning rates: give optimizer= to Compression, or use DistributedOptimizer"
+                "lr_revision needs the learning rates: give optimizer= to Compression or attach(), or use DistributedOptimizer"
             )
         self.network = network
         self.deliver = deliver

@@ -52,8 +52,13 @@ class Board:
                     tensor += request.tensor  # it was given away
                 return [tensor.mul_(scale)] * self.world
             case Send():
-                sent = [r.parts for r in requests if isinstance(r, Send)]
-                return [{i: parts[me] for i, parts in enumerate(sent) if me in parts} for me in range(self.world)]
+                sends = [r for r in requests if isinstance(r, Send)]
+                replies: list[Reply] = []
+                for me, own in enumerate(sends):
+                    came = {rank: each.parts[me] for rank, each in enumerate(sends) if me in each.parts}
+                    own.check(came, name)
+                    replies.append(came)
+                return replies
         raise TypeError(f"exchange {name}: {first!r} is no request")
 
 

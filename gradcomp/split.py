@@ -107,7 +107,7 @@ def sparse_sum(
     form = wire.packed_form(parts.size, room) if taken.packed else wire.sparse_form(room)
     own = [_payload(dealt.values[rank], dealt.local[rank], dealt.headers[rank], form) for rank in range(world.size)]
     sent = torch.stack([entries(payload)[0] for payload in own])
-    came = yield Send({rank: payload for rank, payload in enumerate(own) if rank != world.rank}, form, device)
+    came = yield Send({rank: own[rank] for rank in world.others}, world.others, form, device)
     came = {**came, world.rank: own[world.rank]}
     sums = torch.zeros(parts.size, device=device)
     for rank in sorted(came):

@@ -17,11 +17,18 @@ def levels(ranks: int) -> list[int]:
     return [1 << level for level in range(max(1, (ranks - 1).bit_length()))]
 
 
+def _pairs(world: World, apart: int) -> tuple[list[int], list[int]]:
+    """Whom this rank meets on a level: above it, or below it, or nobody."""
+    place = world.rank % (2 * apart)
+    above = [world.rank - apart] if place == apart else []
+    return above, [world.rank + apart] if place == 0 and world.rank + apart < world.size else []
+
+
 def up(payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]) -> Generator[Request, Any, Payload]:
     """On rank 0 all ranks' payloads joined, pair by pair; on the others what they sent."""
     for apart in levels(world.size):
-        sends = world.rank % (2 * apart) == apart
-        came = yield Send({world.rank - apart: payload} if sends else {}, payload.form, payload.bytes.device)
+        upper, lower = _pairs(world, apart)
+        came = yield Send(dict.fromkeys(upper, payload), lower, payload.form, payload.bytes.device)
         for other in came.values():
             payload = join(payload, other)
     return payload
@@ -30,8 +37,8 @@ def up(payload: Payload, world: World, join: Callable[[Payload, Payload], Payloa
 def down(payload: Payload, world: World) -> Generator[Request, Any, Payload]:
     """Rank 0's payload, on all ranks."""
     for apart in reversed(levels(world.size)):
-        sends = world.rank % (2 * apart) == 0 and world.rank + apart < world.size
-        came = yield Send({world.rank + apart: payload} if sends else {}, payload.form, payload.bytes.device)
+        upper, lower = _pairs(world, apart)
+        came = yield Send(dict.fromkeys(lower, payload), upper, payload.form, payload.bytes.device)
         payload = next(iter(came.values()), payload)
     return payload
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from gradcomp.core import Field, Form, Payload
+from gradcomp.core import Field, Form, Payload, Send, World
 
 ALIGNMENT = 8
 """Every array, and so every payload in a gathered buffer, begins at a multiple of this many bytes."""
@@ -45,6 +47,29 @@ def read(form: Form, buffer: Tensor) -> Payload:
         arrays[name] = buffer[at:stop].view(dtype)
         at += _padded(stop - at)
     return Payload(form, buffer, arrays)
+
+
+class Mail(NamedTuple):
+    """A send as an alltoall: one buffer, how many of its bytes go to each rank, and how many come from each."""
+
+    outgoing: Tensor
+    goes: list[int]
+    comes: list[int]
+
+
+def mail(request: Send, world: World) -> Mail:
+    """A rank that has nothing for itself sends itself a word of zeros: no operation is of nothing, in or out."""
+    parts, senders, form, device = request
+    ranks, word = range(world.size), torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+    goes = [size(form) if rank in parts else ALIGNMENT * (rank == world.rank) for rank in ranks]
+    comes = [size(form) if rank in senders else ALIGNMENT * (rank == world.rank) for rank in ranks]
+    return Mail(torch.cat([parts[rank].bytes if rank in parts else word for rank in ranks if goes[rank]]), goes, comes)
+
+
+def opened(request: Send, incoming: Tensor, comes: list[int]) -> dict[int, Payload]:
+    """What came in an alltoall."""
+    came = enumerate(incoming.split(comes))
+    return {rank: read(request.form, part) for rank, part in came if rank in request.senders}
 
 
 def sparse_form(capacity: int) -> Form:

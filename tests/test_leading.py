@@ -89,14 +89,6 @@ def test_a_model_too_small_for_parts_has_one_leader() -> None:
     assert len(at(0, 4, 256).leaders) == 4
 
 
-def test_a_leader_that_says_nothing_is_named() -> None:
-    of = at(0, 4, who="rotate", step=2)
-    asked = of.share({}, of.form(), CPU)
-    next(asked)
-    with pytest.raises(RuntimeError, match="rank 2 was to lead"):
-        asked.send({})
-
-
 @pytest.mark.parametrize("who", leading.LEADERS)
 def test_all_are_told_by_those_who_lead(who: str) -> None:
     """Where all lead each sends as much; where one does, it sends to all others, and they nothing."""

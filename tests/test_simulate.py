@@ -76,12 +76,14 @@ def test_ranks_that_come_to_different_updates_are_found_out() -> None:
         s.step([{}, {}])
 
 
+CPU, FORM = torch.device("cpu"), (Field("x", torch.float32, 2),)
+
+
 def test_the_board_answers_every_kind_of_request() -> None:
     board = Board(3)
-    form = (Field("x", torch.float32, 2),)
 
     def payload(value: float) -> wire.Payload:
-        made = wire.empty(form, torch.device("cpu"))
+        made = wire.empty(FORM, CPU)
         made["x"].fill_(value)
         return made
 
@@ -89,7 +91,7 @@ def test_the_board_answers_every_kind_of_request() -> None:
         board.post("g", rank, Gather(payload(rank)))
         board.post("r", rank, Reduce(torch.full((2,), float(rank)), scale=0.5))
         parts = {2 - rank: payload(10 + rank)} if rank != 1 else {}
-        board.post("s", rank, Send(parts, form, torch.device("cpu")))
+        board.post("s", rank, Send(parts, [2 - rank] if rank != 1 else [], FORM, CPU))
     for rank in range(3):
         gathered = board.collect("g", rank)
         assert isinstance(gathered, list) and [p["x"].tolist() for p in gathered] == [[0, 0], [1, 1], [2, 2]]
@@ -98,6 +100,14 @@ def test_the_board_answers_every_kind_of_request() -> None:
         received = board.collect("s", rank)
         assert isinstance(received, dict)
         assert {sender: p["x"][0].item() for sender, p in received.items()} == [{2: 12.0}, {}, {0: 10.0}][rank]
+
+
+def test_a_sender_that_says_nothing_is_found_out() -> None:
+    board = Board(2)
+    board.post("x", 0, Send({}, [1], FORM, CPU))
+    board.post("x", 1, Send({}, [], FORM, CPU))
+    with pytest.raises(RuntimeError, match=r"exchange x: something was to come from ranks \[1\], but it came from \[\]"):
+        board.collect("x", 0)
 
 
 def test_ranks_that_ask_for_different_things_are_found_out() -> None:

@@ -42,6 +42,7 @@ FLOORS = [
     "carrier",
     "agreement",
     "simulate",
+    "front",
     "horovod",
 ]
 """From the ground up: a module imports only what stands before it."""

@@ -215,7 +215,7 @@ def test_a_ring_is_gloos(count: int, ranks: int) -> None:
 
 def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
     payload = wire.whole(torch.zeros(10))
-    request = Send({0: payload, 2: payload}, payload.form, torch.device("cpu"))
+    request = Send({0: payload, 2: payload}, (), payload.form, torch.device("cpu"))
     assert traffic.sent(request, World(2, 4)) == traffic.Sent(messages=6, bytes=40, lengths=3)
     assert traffic.sent(request, World(1, 4)) == traffic.Sent(messages=6, bytes=80, lengths=3)
     assert traffic.Sent(6, 80, 3).framing == 6 * 144 + 3 * 4
@@ -225,7 +225,7 @@ def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
 def test_hollow_operations_are_as_many_messages(ranks: int) -> None:
     world, payload = World(1, ranks), wire.whole(torch.zeros(1000))
     requests = [Gather(payload), Reduce(torch.zeros(100_000)), Reduce(torch.zeros(3))]
-    for request in (*requests, Send({0: payload}, payload.form, torch.device("cpu"))):
+    for request in (*requests, Send({0: payload}, (), payload.form, torch.device("cpu"))):
         full, hollow = traffic.sent(request, world), traffic.sent(traffic.hollow(request, world), world)
         assert (hollow.messages, hollow.lengths) == (full.messages, full.lengths)
         assert hollow.bytes <= 16 * ranks

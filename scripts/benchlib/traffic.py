@@ -149,5 +149,5 @@ def hollow(request: Request, world: World) -> Request:
         case Reduce(tensor, scale):
             count, (_, segment) = tensor.numel(), segments(tensor.numel(), tensor.element_size(), world.size)
             return Reduce(torch.zeros(-(-count * tensor.element_size() // segment)), scale)
-        case Send(parts):
-            return Send(dict.fromkeys(parts, least), least.form, torch.device("cpu"))
+        case Send(parts, senders):
+            return Send(dict.fromkeys(parts, least), senders, least.form, torch.device("cpu"))

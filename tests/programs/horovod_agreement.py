@@ -75,7 +75,7 @@ hvd.barrier()
 ranks.start_anew()
 for (name, route), (model, optimizer, data) in runs.items():
     if odd:
-        optimizer.compression._terms["spec"] = "another"
+        optimizer.compression._front.terms["spec"] = "another"
     again = training.refused(lambda m=model, o=optimizer, d=data: training.train(m, o, d, 1))  # type: ignore[misc]
     found["again", name, route] = again
     hvd.barrier()

@@ -39,29 +39,29 @@ def payload(*tag: int) -> Payload:
 
 def swap(rank: int, turn: int) -> Request:
     """Ranks 0 and 1 exchange; 2 is idle."""
-    return Send({1 - rank: payload(rank, turn, 1 - rank)} if rank < 2 else {}, FORM, DEVICE)
+    return Send({1 - rank: payload(rank, turn, 1 - rank)} if rank < 2 else {}, [1 - rank] if rank < 2 else (), FORM, DEVICE)
 
 
 def spread(rank: int, turn: int) -> Request:
     """Rank 1 to everybody, itself included."""
-    return Send({other: payload(rank, turn, other) for other in range(size)} if rank == 1 else {}, FORM, DEVICE)
+    return Send({other: payload(rank, turn, other) for other in range(size)} if rank == 1 else {}, [1], FORM, DEVICE)
 
 
 def ring(rank: int, turn: int) -> Request:
-    return Send({(rank + 1) % size: payload(rank, turn)}, FORM, DEVICE)
+    return Send({(rank + 1) % size: payload(rank, turn)}, [(rank - 1) % size], FORM, DEVICE)
 
 
 def collect(rank: int, turn: int) -> Request:
     """All to rank 2."""
-    return Send({2: payload(rank, turn)}, FORM, DEVICE)
+    return Send({2: payload(rank, turn)}, range(size) if rank == 2 else (), FORM, DEVICE)
 
 
 def everybody(rank: int, turn: int) -> Request:
-    return Send({other: payload(rank, turn, other) for other in reversed(range(size))}, FORM, DEVICE)
+    return Send({other: payload(rank, turn, other) for other in reversed(range(size))}, range(size), FORM, DEVICE)
 
 
 def nobody(rank: int, turn: int) -> Request:
-    return Send({}, FORM, DEVICE)
+    return Send({}, (), FORM, DEVICE)
 
 
 def gather(rank: int, turn: int) -> Request:
@@ -95,6 +95,12 @@ def exchange(network: Network, kind: Any) -> list[list[Any]]:
     return rounds
 
 
+def unheard(network: Network) -> str:
+    """Rank 0 waits for 1, which has nothing to say; 2 hears itself."""
+    own = Send({2: payload(2, 0)} if me == 2 else {}, [[1], [], [2]][me], FORM, DEVICE)
+    return training.refused(lambda: network.finish(network.start(own, "unheard")))
+
+
 if pair.included():  # rank 1 has no part in this, and does not know of it
     for route in (training.STOCK, *training.ROUTES):
         for spec in ("topk:ratio=1,wire=exact", "topk:ratio=0.01", "dense"):
@@ -107,5 +113,6 @@ network = Network(hvd.global_process_set)
 network.prefix = "test"
 for kind in (swap, spread, ring, collect, everybody, nobody, gather, total, mean):
     found["exchange", kind.__name__] = exchange(network, kind)
+found["unheard"] = unheard(network)
 ranks.report(found)
 hvd.barrier()

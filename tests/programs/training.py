@@ -1,39 +1,21 @@
-"""What the ranks' programs share: a small model, the ways of wrapping its optimizer, and one training step."""
+"""What Horovod's programs share: the ways of wrapping an optimizer, beside the model."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from model import Net, backward, examples, net, refused, train, weights
 from torch import Tensor, nn
-from torch.nn import functional
 
 import gradcomp
 
-torch.set_num_threads(1)
-warnings.simplefilter("error")
+__all__ = ["Net", "backward", "batches", "named", "net", "refused", "sgd", "train", "weights", "wrapped"]
 
 STOCK, COMPRESSION, OWN = "hvd", "A", "B"  # Horovod alone; with compression=Compression(...); gradcomp's DistributedOptimizer
 ROUTES = (COMPRESSION, OWN)
-
-
-class Net(nn.Module):
-    """Some 12,000 parameters. skip leaves the layer `part` out; the unused layers never get a gradient."""
-
-    def __init__(self, unused: bool = False, width: int = 70):
-        super().__init__()
-        self.first = nn.Linear(20, width)
-        self.second = nn.Linear(width, width)
-        self.unused = nn.ModuleList(nn.Linear(5, 5) for _ in range(3 * unused))
-        self.part = nn.Linear(width, width)
-        self.last = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
-        x = functional.relu(self.second(functional.relu(self.first(x))))
-        return self.last(x if skip else x + self.part(x))
 
 
 def wrapped(
@@ -67,39 +49,6 @@ def sgd(
     return wrapped(route, torch.optim.SGD(model.parameters(), lr, momentum=momentum), named(model, prefix), spec, **options)
 
 
-def net(seed: int = 1, **options: Any) -> Net:
-    """The same weights on all ranks."""
-    torch.manual_seed(seed)
-    return Net(**options)
-
-
 def batches(seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    """Examples without end, others on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
-    while True:
-        yield torch.randn(size, 20, generator=generator), torch.randint(0, 10, (size,), generator=generator)
-
-
-def backward(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> None:
-    functional.cross_entropy(model(batch[0], **options), batch[1]).backward()
-
-
-def train(model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]], steps: int) -> Tensor:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        backward(model, next(data))
-        optimizer.step()
-    return weights(model)
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
-
-
-def refused(action: Callable[[], Any]) -> str:
-    """What an action raises, as "Type: text"."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+    """This rank's examples."""
+    return examples(hvd.rank(), seed, size)
