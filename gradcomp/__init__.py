@@ -1,4 +1,4 @@
-"""Gradient compression for distributed training: a plugin for unmodified Horovod, and a simulator to try it in one process."""
+"""Gradient compression for distributed training: for unmodified Horovod, for DDP, and a simulator to try it in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> ModuleType:
-    """gradcomp.horovod is there without an import of its own, but Horovod is loaded only when it is asked for."""
-    if name == "horovod":
-        return importlib.import_module("gradcomp.horovod")
+    """The front ends are there without an import of their own, but are loaded only when they are asked for."""
+    if name in ("ddp", "horovod"):
+        return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module 'gradcomp' has no attribute {name!r}")

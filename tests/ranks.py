@@ -1,4 +1,4 @@
-"""Real ranks: a program of tests/programs as N processes of Horovod on this machine, and what each of them reported.
+"""Real ranks: a program of tests/programs as N processes on this machine, of Horovod or of DDP, and what each reported.
 
 The ranks are started as horovodrun starts them, around the same rendezvous server, but by this process: that saves two seconds
 a launch, keeps their outputs apart, and lets a rank die without horovodrun ending the others (`by_horovodrun` is there too).
@@ -37,6 +37,14 @@ def report(facts: Any) -> None:
 def arguments() -> Any:
     """What the test gave to launch()."""
     return json.loads(sys.argv[1])
+
+
+def join() -> None:
+    """torch.distributed's group of these ranks."""
+    import torch.distributed as dist
+
+    rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
+    dist.init_process_group("gloo", init_method=f"file://{os.environ[FOLDER]}/group", rank=rank, world_size=size)
 
 
 def start_anew() -> None:
@@ -136,6 +144,7 @@ def _environment(folder: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a rank that hangs is ended by SIGABRT and shows where it stood
         "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
         FOLDER: folder,
     }
 
