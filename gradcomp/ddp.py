@@ -26,9 +26,11 @@ all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) 
 class Network:
     """Requests as collective operations of a process group, asked for by all ranks in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.hosts: tuple[int, ...] | None = None
+        self.on_cpu = dist.get_backend(group) == "gloo"
+        self.device = torch.device("cpu") if self.on_cpu else device  # NCCL takes nothing else than the GPU's
 
     @property
     def world(self) -> World:
@@ -61,8 +63,8 @@ class Network:
 
     def _send(self, request: Send) -> Waiting:
         outgoing, goes, comes = wire.mail(request, self.world)
-        if dist.get_backend(self.group) == "gloo":
-            outgoing = outgoing.cpu()  # of tensors on a GPU, gloo does not know this operation
+        if self.on_cpu:
+            outgoing = outgoing.cpu()  # what gloo has no operation for where a tensor is on a GPU
         came = outgoing.new_empty(sum(comes))
         waiting = dist.all_to_all_single(came, outgoing, comes, goes, self.group, async_op=True)
         return _after(waiting, lambda: wire.opened(request, came.to(request.device), comes))
@@ -105,7 +107,8 @@ def attach(
         raise TypeError(f"attach() takes the model as DistributedDataParallel(...) gives it, not a {type(model).__name__}")
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
-    front = Front(spec, named, Network(model.process_group), optimizer, bucket_mb, seed)
+    network = Network(model.process_group, next(parameter.device for _, parameter in named))
+    front = Front(spec, named, network, optimizer, bucket_mb, seed)
     front.meet()  # rather here than in a backward pass: DDP does not survive one that fails
     model.register_comm_hook(Pass(front, model.find_unused_parameters), hook)
     return front

@@ -29,6 +29,9 @@ class Network(reducer.Network, Protocol):
     hosts: tuple[int, ...] | None
     """A number for each rank's host, once the ranks have met."""
 
+    device: torch.device
+    """Where the tensors lie by which they meet."""
+
     @property
     def session(self) -> object:
         """What is another one once the connections were made anew."""
@@ -155,9 +158,10 @@ class Front:
         self._met = session
 
     def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        replies = self.network.finish(self.network.start(Gather(wire.whole(tensor)), name))
+        request = Gather(wire.whole(tensor.to(self.network.device)))
+        replies = self.network.finish(self.network.start(request, name))
         assert isinstance(replies, list)
-        return [reply["bytes"] for reply in replies]
+        return [reply["bytes"].cpu() for reply in replies]
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

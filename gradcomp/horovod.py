@@ -37,6 +37,7 @@ class Network:
         self.process_set = process_set
         self.prefix = ""
         self.hosts: tuple[int, ...] | None = None
+        self.device = torch.device("cpu")
         self._numbered: object = None
 
     @property

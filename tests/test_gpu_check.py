@@ -209,7 +209,7 @@ def test_nccl_is_linked_by_the_name_that_linkers_look_for(tmp_path: Path, monkey
 
 
 def test_a_dry_run_has_no_stage_that_needs_a_gpu() -> None:
-    assert {"memcheck", "racecheck", "nccl"} == set(work.NAMES) - {stage.name for stage in work.stages(None)}
+    assert {"memcheck", "racecheck", "ddp-nccl", "nccl"} == set(work.NAMES) - {stage.name for stage in work.stages(None)}
 
 
 def event(category: str, name: str, begin: float, length: float, correlation: int = 0) -> Record:

@@ -163,9 +163,20 @@ def built_with(clock: Clock, **variables: str) -> Record:
 
 def ranks(clock: Clock, device: str, width: str, count: int = 2, **variables: str) -> Record:
     """So many ranks of stock Horovod with their tensors on this device."""
-    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(count)]
-    job: list[str | Path] = [sys.executable, ROOT / "scripts" / "gpu_ranks.py", "--device", device, "--width", width]
-    said = clock.command([*launcher, *job], cwd=BUILD, CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", **variables)
+    launcher = [sys.executable, "-m", "horovod.runner.launch", "-np", str(count), sys.executable]
+    return compared(clock, [*launcher, ROOT / "scripts" / "gpu_ranks.py", "--device", device, "--width", width], **variables)
+
+
+def ddp(clock: Clock, device: str, width: str, backend: str, count: int) -> Record:
+    """So many ranks of DDP with their tensors on this device."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    job: list[str | Path] = [ROOT / "scripts" / "gpu_ddp.py", "--device", device, "--backend", backend, "--width", width]
+    return compared(clock, [*launcher, *job])
+
+
+def compared(clock: Clock, words: Sequence[str | Path], **variables: str) -> Record:
+    """What a job of several ranks printed, all of whose comparisons must hold."""
+    said = clock.command(words, cwd=BUILD, CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1", **variables)
     found = marked(said, "@result ")
     wrong = [name for name, holds in found["checks"].items() if not holds]
     if wrong:
@@ -193,6 +204,7 @@ def stages(gpu: Gpu | None) -> list[Stage]:
         Stage("kernels", partial(kernels, device=device, size=size), 90, ("build",)),
         Stage("horovod", partial(horovod, gpu=gpu), 240, ("tools",)),
         Stage("ranks", partial(ranks, device=device, width=width), 90, ("build", "horovod")),
+        Stage("ddp", partial(ddp, device=device, width=width, backend="gloo", count=2), 90, ("build",)),
     ]
     if gpu is None:
         return everywhere
@@ -200,6 +212,7 @@ def stages(gpu: Gpu | None) -> list[Stage]:
         *everywhere,
         Stage("memcheck", partial(watched, tool="memcheck"), 90, ("build",)),
         Stage("racecheck", partial(watched, tool="racecheck"), 90, ("build",)),
+        Stage("ddp-nccl", partial(ddp, device=device, width=width, backend="nccl", count=1), 60, ("build",)),
         Stage("nccl", partial(nccl, gpu=gpu, width=width), 240, ("build",)),
     ]
 
