@@ -66,6 +66,28 @@ struct Slot<const Pieces&> {
   Pieces pieces;
 };
 
+template <class T>
+struct Slot<const Spans<T>&> {
+  Slot(py::handle object, const std::string& where) {
+    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) {
+      EXPECTS(spans.count < Spans<T>::kMost, where, " has more than ", Spans<T>::kMost, " arrays");
+      const Array& array = arrays.emplace_back(item, where + "[" + std::to_string(spans.count) + "]");
+      if (spans.count == 0) spans.size = array.size();
+      EXPECTS(array.size() == spans.size, where, "[", spans.count, "] has ", array.size(), " entries, but ", where, "[0] has ",
+              spans.size);
+      spans.data[spans.count++] = array.template as<T>();
+    }
+    EXPECTS(spans.count > 0, where, " has no arrays");
+  }
+  const Spans<T>& get() const { return spans; }
+  template <class Visit>
+  void visit(Visit seen) const {
+    for (const Array& array : arrays) seen(array);
+  }
+  std::vector<Array> arrays;
+  Spans<T> spans;
+};
+
 // A kernel's two twins and its checks share one signature; the last argument is the queue, which Python names by stream and
 // threads.
 template <class... Args>
@@ -162,6 +184,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   using namespace gradcomp;
   m.doc() = "Kernels of gradcomp; called through gradcomp.kernels only.";
   m.attr("most_pieces") = Pieces::kMost;
+  m.attr("most_ranks") = Spans<float>::kMost;
   m.attr("moments") = kMoments;
   m.attr("line") = kLine;
   m.attr("tile") = kSketchTile;
@@ -187,11 +210,11 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   DEFINE(heaviest, "table", "rows", "seed", "n", "indices", "estimates", "scratch");
   DEFINE(pack_sparse, "values", "indices", "header", "value", "blocks", "entries");
   DEFINE(unpack_sparse, "blocks", "entries", "header", "values", "indices");
-  DEFINE(add_packed, "target", "marks", "blocks", "entries", "header", "scale");
+  DEFINE(add_packed, "target", "marks", "blocks", "entries", "headers", "scale");
   DEFINE(settle_packed, "value", "blocks", "entries", "header", "update", "keep");
   DEFINE(find_levels, "value", "bounds", "form", "group", "count", "levels", "cuts");
   DEFINE(take_levels, "value", "levels", "cuts", "group", "count", "key", "words");
-  DEFINE(add_levels, "target", "levels", "words", "header", "group", "count", "scale");
+  DEFINE(add_levels, "target", "levels", "words", "headers", "group", "count", "scale");
   DEFINE(settle_levels, "value", "levels", "words", "group", "count", "update", "keep");
   DEFINE_SCRATCH(take_topk);
   DEFINE_SCRATCH(take_above);

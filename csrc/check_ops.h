@@ -181,11 +181,19 @@ inline void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entr
   holds("unpack_sparse", header, "header", 2);
 }
 
-inline void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t>,
-                       Span<const int32_t> header, float, Queue) {
+// Of each rank one.
+template <class A, class B>
+void of_as_many_ranks(const char* op, const Spans<A>& spans, const char* name, const Spans<B>& headers) {
+  EXPECTS(spans.count == headers.count, op, ": ", name, " are of ", spans.count, " ranks, headers of ", headers.count);
+}
+
+inline void add_packed(Span<float> target, Span<uint8_t> marks, const Spans<const uint32_t>& blocks,
+                       const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, float, Queue) {
   lines_of("add_packed", marks, "marks", target, "target");
-  blocks_of("add_packed", blocks, target, "target");
-  holds("add_packed", header, "header", 2);
+  blocks_of("add_packed", {nullptr, blocks.size}, target, "target");
+  holds("add_packed", headers[0], "headers", 2);
+  of_as_many_ranks("add_packed", blocks, "blocks", headers);
+  of_as_many_ranks("add_packed", entries, "entries", headers);
 }
 
 inline void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t>, Span<const int32_t> header,
@@ -225,12 +233,14 @@ inline void take_levels(Span<float> value, Span<const float> levels, Span<const 
   if (cuts.given()) holds("take_levels", cuts, "cuts", Groups{value.size, group}.count());
 }
 
-inline void add_levels(Span<float> target, Span<const float> levels, Span<const uint64_t> words, Span<const int32_t> header,
-                       int64_t group, int64_t count, float, Queue) {
+inline void add_levels(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                       const Spans<const int32_t>& headers, int64_t group, int64_t count, float, Queue) {
   const Span<const float> entries{target.data, target.size};
-  groups_of("add_levels", entries, group, count, levels);
-  words_of("add_levels", entries, group, count, words);
-  holds("add_levels", header, "header", 2);
+  groups_of("add_levels", entries, group, count, levels[0]);
+  words_of("add_levels", entries, group, count, words[0]);
+  holds("add_levels", headers[0], "headers", 2);
+  of_as_many_ranks("add_levels", levels, "levels", headers);
+  of_as_many_ranks("add_levels", words, "words", headers);
 }
 
 inline void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,

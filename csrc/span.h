@@ -14,6 +14,20 @@ struct Span {
   bool given() const { return data != nullptr || size > 0; }
 };
 
+// Arrays of one size, one of each rank's. Small enough for three of them to travel as kernel arguments.
+template <class T>
+struct Spans {
+  static constexpr int kMost = 64;
+
+  T* data[kMost] = {};
+  int64_t size = 0;
+  int count = 0;
+
+  Spans() = default;
+  explicit Spans(Span<T> only) : data{only.data}, size(only.size), count(1) {}
+  Span<T> operator[](int rank) const { return {data[rank], size}; }
+};
+
 // What has been written to in a sparse update is remembered by lines of so many entries.
 constexpr int64_t kLine = 64;
 

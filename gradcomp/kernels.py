@@ -24,6 +24,7 @@ Array = Any
 """Anything with __dlpack__."""
 
 MOST_PIECES: int = _native.most_pieces
+MOST_RANKS: int = _native.most_ranks
 MOMENTS: int = _native.moments
 """Numbers a layer's statistics consist of: mean, squared deviations, smallest, largest, how many are not zero."""
 LINE: int = _native.line
@@ -325,9 +326,17 @@ def unpack_sparse(values: Array, indices: Array, header: Array, blocks: Array, e
     _native.unpack_sparse(blocks, entries, header, values, indices, **_queue(values))
 
 
-def add_packed(target: Array, blocks: Array, entries: Array, header: Array, scale: float = 1.0) -> None:
-    """add_sparse for entries in 32 bits."""
-    _native.add_packed(target, _marks(target), blocks, entries, header, scale, **_queue(target))
+def add_packed(
+    target: Array, blocks: Sequence[Array], entries: Sequence[Array], headers: Sequence[Array], scale: float = 1.0
+) -> None:
+    """add_sparse for entries in 32 bits, of several ranks, one after the other."""
+    for few in _few(len(headers)):
+        _native.add_packed(target, _marks(target), blocks[few], entries[few], headers[few], scale, **_queue(target))
+
+
+def _few(ranks: int) -> list[slice]:
+    """As many ranks as fit one launch."""
+    return [slice(first, first + MOST_RANKS) for first in range(0, ranks, MOST_RANKS)]
 
 
 def settle_packed(value: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
@@ -378,9 +387,19 @@ def take_levels(value: Array, levels: Array, group: int, count: int, key: int, w
     _native.take_levels(value, levels, cuts, group, count, key, words, **_queue(value))
 
 
-def add_levels(target: Array, levels: Array, words: Array, header: Array, group: int, count: int, scale: float = 1.0) -> None:
-    """target += scale * the levels that words name; where the header is flagged, target[0] becomes NaN."""
-    _native.add_levels(target, levels, words, header, group, count, scale, **_queue(target))
+def add_levels(
+    target: Array,
+    levels: Sequence[Array],
+    words: Sequence[Array],
+    headers: Sequence[Array],
+    group: int,
+    count: int,
+    scale: float = 1.0,
+) -> None:
+    """target += scale * the levels that words name, of several ranks, one after the other; where a header is flagged,
+    target[0] becomes NaN."""
+    for few in _few(len(headers)):
+        _native.add_levels(target, levels[few], words[few], headers[few], group, count, scale, **_queue(target))
 
 
 def settle_levels(value: Array, levels: Array, words: Array, group: int, count: int, update: Array, keep: float = 0.0) -> None:

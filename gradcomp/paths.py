@@ -77,6 +77,16 @@ def check_replies(replies: Mapping[int, Payload], target: Tensor, n: int) -> Non
             wire.check_sparse(reply, n, f"rank {rank}")
 
 
+def add_all(target: Tensor, payloads: Sequence[Payload], scale: float = 1.0) -> None:
+    """Adds sparse payloads, one after the other."""
+    if "blocks" in payloads[0].arrays:
+        blocks, entries, headers = ([payload[name] for payload in payloads] for name in ("blocks", "entries", "header"))
+        kernels.add_packed(target, blocks, entries, headers, scale)
+        return
+    for payload in payloads:
+        kernels.add_sparse(target, **payload.arrays, scale=scale)
+
+
 def sparse_allgather(
     acc: Acc,
     taken: Taken,
@@ -94,8 +104,7 @@ def sparse_allgather(
         kernels.pack_sparse(**taken.arrays, value=acc.value, blocks=payload["blocks"], entries=payload["entries"])
     replies = yield Gather(payload)
     update = kernels.sparse_zeros(acc.value.numel(), acc.value.device)
-    for reply in replies:
-        (kernels.add_packed if packed else kernels.add_sparse)(update, **reply.arrays, scale=1 / world.size)
+    add_all(update, replies, 1 / world.size)
     check_replies(dict(enumerate(replies)), update, update.numel())
     (kernels.settle_packed if packed else kernels.settle_sparse)(acc.value, **payload.arrays, update=update, keep=keep)
     seen(replies)

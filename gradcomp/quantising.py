@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -112,8 +112,7 @@ class Quantising(Compressor):
         own = whole.take(acc.value, bounds, acc.flag, state.key(world.rank, 0))
         replies = yield Gather(own)
         update = state.zeros(acc.value)
-        for reply in replies:
-            whole.add(update, reply, 1 / world.size)
+        whole.add(update, replies, 1 / world.size)
         whole.settle(acc.value, own, update)
         return update
 
@@ -130,15 +129,14 @@ class Quantising(Compressor):
                 sent[rank] = rounding.take(parts.cut(acc.value, rank), within, acc.flag, key, payload)
         came = yield Send(sent, world.others, form, own.device)
         sums, mine = own.clone(), roundings[world.rank]
-        for rank in sorted(came):
-            mine.add(sums, came[rank], 1.0)
+        mine.add(sums, [came[rank] for rank in sorted(came)], 1.0)
         flags = [payload["header"][1:] for payload in came.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
         limits = self._within(state.deviations(sums)) if self.sigmas else None  # layers' deviations are not those of sums
         results = yield Gather(mine.take(sums, limits, flag, state.key(world.rank, 0), wire.empty(form, acc.value.device)))
         update = state.zeros(acc.value)
         for rank, result in enumerate(results):
-            roundings[rank].add(parts.cut(update, rank), result, 1 / world.size)
+            roundings[rank].add(parts.cut(update, rank), [result], 1 / world.size)
             if rank in sent:
                 roundings[rank].settle(parts.cut(acc.value, rank), sent[rank], parts.cut(update, rank))
         own.copy_(torch.where(parts.cut(update, world.rank)[:1].isfinite(), sums, own))
@@ -215,9 +213,10 @@ class Rounding:
         kernels.take_levels(value, self._levels(payload), how.group, how.count, key, self._words(payload), by)
         return payload
 
-    def add(self, target: Tensor, payload: Payload, scale: float) -> None:
-        levels, words = self._levels(payload), self._words(payload)
-        kernels.add_levels(target, levels, words, payload["header"], self.how.group, self.how.count, scale)
+    def add(self, target: Tensor, payloads: Sequence[Payload], scale: float) -> None:
+        levels, words = [*map(self._levels, payloads)], [*map(self._words, payloads)]
+        headers = [payload["header"] for payload in payloads]
+        kernels.add_levels(target, levels, words, headers, self.how.group, self.how.count, scale)
 
     def settle(self, value: Tensor, payload: Payload, update: Tensor) -> None:
         kernels.settle_levels(value, self._levels(payload), self._words(payload), self.how.group, self.how.count, update)

@@ -110,8 +110,7 @@ def sparse_sum(
     came = yield Send({rank: own[rank] for rank in world.others}, world.others, form, device)
     came = {**came, world.rank: own[world.rank]}
     sums = torch.zeros(parts.size, device=device)
-    for rank in sorted(came):
-        (kernels.add_packed if taken.packed else kernels.add_sparse)(sums, **came[rank].arrays)
+    paths.add_all(sums, [came[rank] for rank in sorted(came)])
     paths.check_replies(came, sums, parts.size)
     results: list[Payload] = yield Gather(_result(sums, torch.stack([each["header"] for each in came.values()]), form))
     update = kernels.sparse_zeros(n, device)

@@ -66,10 +66,13 @@ void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Sp
   if (!well_formed) header.data[1] = 1;
 }
 
-void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
-                Span<const int32_t> header, float scale, Queue) {
-  const bool flagged = header.data[1] != 0;
-  if (flagged || !add_entries(target, marks, blocks, entries, header.data[0], scale)) spoil(target, marks);
+void add_packed(Span<float> target, Span<uint8_t> marks, const Spans<const uint32_t>& blocks,
+                const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, float scale, Queue) {
+  for (int rank = 0; rank < headers.count; ++rank) {
+    const int32_t* header = headers.data[rank];
+    const bool flagged = header[1] != 0;
+    if (flagged || !add_entries(target, marks, blocks[rank], entries[rank], header[0], scale)) spoil(target, marks);
+  }
 }
 
 void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,

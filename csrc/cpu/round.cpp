@@ -155,8 +155,8 @@ struct Room {
         codes(left.size() * packing<kLevels>.per_word()) {}
 };
 
-void add_groups(Span<float> target, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
-                float scale, Queue queue) {
+void add_groups(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words, int64_t group,
+                int64_t count, float scale, Queue queue) {
   const Groups groups{target.size, group};
   with_levels(count, [&]<int kLevels>() {
     constexpr Packing kPacking = packing<kLevels>;
@@ -164,9 +164,11 @@ void add_groups(Span<float> target, Span<const float> levels, Span<const uint64_
       Room<kLevels> room(groups);
       for (int64_t g = begin; g < end; ++g) {
         const int64_t n = groups.end(g) - groups.begin(g);
-        unpack<kLevels>(words.data + g * kPacking.words(group), kPacking.words(n), room.left.data(), room.part.data(),
-                        room.codes.data());
-        add_codes<kLevels>(room.codes.data(), n, levels.data + g * kLevels, scale, target.data + groups.begin(g));
+        for (int rank = 0; rank < words.count; ++rank) {
+          unpack<kLevels>(words.data[rank] + g * kPacking.words(group), kPacking.words(n), room.left.data(), room.part.data(),
+                          room.codes.data());
+          add_codes<kLevels>(room.codes.data(), n, levels.data[rank] + g * kLevels, scale, target.data + groups.begin(g));
+        }
       }
     });
   });
@@ -198,16 +200,18 @@ void take_levels(Span<float> value, Span<const float> levels, Span<const float> 
   });
 }
 
-void add_levels(Span<float> target, Span<const float> levels, Span<const uint64_t> words, Span<const int32_t> header,
-                int64_t group, int64_t count, float scale, Queue queue) {
+void add_levels(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Queue queue) {
   add_groups(target, levels, words, group, count, scale, queue);
-  if (header.data[1] != 0) spoil(target, {});
+  for (int rank = 0; rank < headers.count; ++rank) {
+    if (headers.data[rank][1] != 0) spoil(target, {});
+  }
 }
 
 void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
                    Span<const float> update, float keep, Queue queue) {
   const float share = share_to_keep(update.data, keep);
-  if (share != 0) add_groups(value, levels, words, group, count, share, queue);
+  if (share != 0) add_groups(value, Spans(levels), Spans(words), group, count, share, queue);
 }
 
 }  // namespace gradcomp::cpu

@@ -91,12 +91,20 @@ __global__ void __launch_bounds__(kThreads)
   if (!well_formed) header[1] = 1;
 }
 
-__global__ void __launch_bounds__(kThreads) add_blocks(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks,
-                                                       Span<const uint32_t> entries, const int32_t* header, float scale) {
-  const bool flagged = header[1] != 0;
-  const bool well_formed =
-      flagged ? blockIdx.x + threadIdx.x != 0 : add_block(target, marks, blocks, entries, header[0], scale);
-  if (!well_formed) spoil(target, marks);
+// One rank after the other: nobody else adds to this block's entries.
+__global__ void __launch_bounds__(kThreads)
+    add_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
+               const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
+               float scale) {
+  for (int rank = 0; rank < headers.count; ++rank) {
+    const int32_t* header = headers.data[rank];
+    const bool flagged = header[1] != 0;
+    const bool well_formed = flagged ? blockIdx.x + threadIdx.x != 0
+                                     : add_block(target, marks, {blocks.data[rank], blocks.size},
+                                                 {entries.data[rank], entries.size}, header[0], scale);
+    if (!well_formed) spoil(target, marks);
+    __syncthreads();
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -120,9 +128,9 @@ void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Sp
          indices.data);
 }
 
-void add_packed(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
-                Span<const int32_t> header, float scale, Queue queue) {
-  LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, header.data,
+void add_packed(Span<float> target, Span<uint8_t> marks, const Spans<const uint32_t>& blocks,
+                const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, float scale, Queue queue) {
+  LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
          scale);
 }
 

@@ -37,23 +37,20 @@ constexpr int batch = packing<kLevels>.digits % 8 == 0   ? 8
                       : packing<kLevels>.digits % 5 == 0 ? 5
                                                          : 3;
 
-// x[i] <- use(x[i], i) for the entries of one part of a word, in their order.
-template <int kLevels, class Use>
-__device__ __forceinline__ void change_part(float* x, const Place& place, uint32_t part, Use use) {
-  constexpr int kDigits = packing<kLevels>.digits, kBatch = batch<kLevels>;
-  const uint32_t first = place.word + part * kDigits * place.words;
-  for (int digit = 0; digit < kDigits; digit += kBatch) {
-    float own[kBatch];
-    UNROLLED
-    for (int next = 0; next < kBatch; ++next) {
-      const uint32_t i = first + (digit + next) * place.words;
-      own[next] = i < place.n ? x[i] : 0.0f;
-    }
-    UNROLLED
-    for (int next = 0; next < kBatch; ++next) {
-      const uint32_t i = first + (digit + next) * place.words;
-      if (i < place.n) x[i] = use(own[next], i);
-    }
+// use(x[first], the next of the word's entries, ...), which changes them.
+template <int kBatch, class Use>
+__device__ __forceinline__ void change_batch(float* x, const Place& place, uint32_t first, Use use) {
+  float own[kBatch];
+  UNROLLED
+  for (int next = 0; next < kBatch; ++next) {
+    const uint32_t i = first + next * place.words;
+    own[next] = i < place.n ? x[i] : 0.0f;
+  }
+  use(own);
+  UNROLLED
+  for (int next = 0; next < kBatch; ++next) {
+    const uint32_t i = first + next * place.words;
+    if (i < place.n) x[i] = own[next];
   }
 }
 
@@ -81,6 +78,7 @@ template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
     round_words(float* value, const float* levels, const float* cuts, const __grid_constant__ Groups groups, int64_t key,
                 int64_t count, uint64_t* words) {
+  constexpr int kDigits = packing<kLevels>.digits, kBatch = batch<kLevels>;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= count) return;
   const Place place = place_of<kLevels>(groups, at);
@@ -92,51 +90,85 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t first = draws_of(key, place.group);
   uint64_t word = 0, unit = 1;
   for (uint32_t part = 0; part < packing<kLevels>.parts; ++part) {
-    uint32_t sum = 0, digit = 1;
-    change_part<kLevels>(value + place.begin, place, part, [&](float x, uint32_t i) {
-      const auto [low, high, code] = around(x, level);
-      const bool up = draws ? rounds_up(x, low, high, draw(first + i)) : x >= cut;
-      sum += digit * (code + up);
-      digit *= kLevels;
-      return x - (up ? high : low);
-    });
+    uint32_t sum = 0, unit_of_digit = 1;
+    for (int digit = 0; digit < kDigits; digit += kBatch) {
+      uint32_t i = place.word + (part * kDigits + digit) * place.words;
+      change_batch<kBatch>(value + place.begin, place, i, [&](float(&x)[kBatch]) {
+        UNROLLED
+        for (float& entry : x) {
+          const auto [low, high, code] = around(entry, level);
+          const bool up = draws ? rounds_up(entry, low, high, draw(first + i)) : entry >= cut;
+          if (i < place.n) sum += unit_of_digit * (code + up);
+          unit_of_digit *= kLevels;
+          entry -= up ? high : low;
+          i += place.words;
+        }
+      });
+    }
     word += unit * sum;
     unit *= packing<kLevels>.base;
   }
   words[at] = word;
 }
 
+// What is left of a part of a word behind its first digits.
 template <int kLevels>
-__device__ __forceinline__ void add_word(float* target, const float* levels, const uint64_t* words, const Groups& groups,
-                                         int64_t count, float scale) {
+__device__ __forceinline__ uint32_t digits_from(uint64_t word, int part, int digit) {
+  UNROLLED
+  for (int before = 0; before < part; ++before) word /= packing<kLevels>.base;
+  auto sum = static_cast<uint32_t>(word % packing<kLevels>.base);
+  uint32_t power = 1;
+  UNROLLED
+  for (int before = 0; before < digit; ++before) power *= kLevels;
+  return sum / power;
+}
+
+// All ranks' levels are added to some entries before these are written.
+template <int kLevels>
+__device__ __forceinline__ void add_word(float* target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                                         const Groups& groups, int64_t count, float scale) {
+  constexpr int kDigits = packing<kLevels>.digits, kParts = packing<kLevels>.parts, kBatch = batch<kLevels>;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= count) return;
   const Place place = place_of<kLevels>(groups, at);
-  const float* own = levels + place.group * kLevels;
-  uint64_t word = words[at];
-  for (uint32_t part = 0; part < packing<kLevels>.parts; ++part) {
-    auto sum = static_cast<uint32_t>(word % packing<kLevels>.base);
-    word /= packing<kLevels>.base;
-    change_part<kLevels>(target + place.begin, place, part, [&](float x, uint32_t) {
-      const uint32_t left = sum / kLevels, code = sum - left * kLevels;
-      sum = left;
-      return x + scale * __ldg(own + code);
-    });
+  float* const own = target + place.begin;
+  UNROLLED
+  for (int part = 0; part < kParts; ++part) {
+    UNROLLED
+    for (int digit = 0; digit < kDigits; digit += kBatch) {
+      const uint32_t first = place.word + (part * kDigits + digit) * place.words;
+      change_batch<kBatch>(own, place, first, [&](float(&x)[kBatch]) {
+        for (int rank = 0; rank < words.count; ++rank) {
+          uint32_t sum = digits_from<kLevels>(words.data[rank][at], part, digit);
+          UNROLLED
+          for (float& entry : x) {
+            const uint32_t left = sum / kLevels, code = sum - left * kLevels;
+            sum = left;
+            entry += scale * __ldg(levels.data[rank] + place.group * kLevels + code);
+          }
+        }
+      });
+    }
   }
 }
 
 // The first entry is added to and spoiled by the same thread: that of the first word.
 template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
-    add_words(float* target, const float* levels, const uint64_t* words, const int32_t* header,
+    add_words(float* target, const __grid_constant__ Spans<const float> levels,
+              const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Spans<const int32_t> headers,
               const __grid_constant__ Groups groups, int64_t count, float scale) {
   add_word<kLevels>(target, levels, words, groups, count, scale);
-  if (blockIdx.x + threadIdx.x == 0 && header[1] != 0) target[0] = not_a_number();
+  if (blockIdx.x + threadIdx.x != 0) return;
+  for (int rank = 0; rank < headers.count; ++rank) {
+    if (headers.data[rank][1] != 0) target[0] = not_a_number();
+  }
 }
 
 template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
-    settle_words(float* value, const float* levels, const uint64_t* words, const __grid_constant__ Groups groups, int64_t count,
+    settle_words(float* value, const __grid_constant__ Spans<const float> levels,
+                 const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Groups groups, int64_t count,
                  const float* update, float keep) {
   const float share = share_to_keep(update, keep);
   if (share != 0) add_word<kLevels>(value, levels, words, groups, count, share);
@@ -160,13 +192,12 @@ void take_levels(Span<float> value, Span<const float> levels, Span<const float> 
          words.data);
 }
 
-void add_levels(Span<float> target, Span<const float> levels, Span<const uint64_t> words, Span<const int32_t> header,
-                int64_t group, int64_t count, float scale, Queue queue) {
+void add_levels(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
+                const Spans<const int32_t>& headers, int64_t group, int64_t count, float scale, Queue queue) {
   const Groups groups{target.size, group};
   const int64_t all = packing_of(count)->words(groups);
   const auto add_words_of = FOR_LEVELS(add_words, count);
-  LAUNCH(add_words_of, blocks_for(all, kThreads), kThreads, 0, queue, target.data, levels.data, words.data, header.data, groups,
-         all, scale);
+  LAUNCH(add_words_of, blocks_for(all, kThreads), kThreads, 0, queue, target.data, levels, words, headers, groups, all, scale);
 }
 
 void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
@@ -174,7 +205,7 @@ void settle_levels(Span<float> value, Span<const float> levels, Span<const uint6
   const Groups groups{value.size, group};
   const int64_t all = packing_of(count)->words(groups);
   const auto settle_words_of = FOR_LEVELS(settle_words, count);
-  LAUNCH(settle_words_of, blocks_for(all, kThreads), kThreads, 0, queue, value.data, levels.data, words.data, groups, all,
+  LAUNCH(settle_words_of, blocks_for(all, kThreads), kThreads, 0, queue, value.data, Spans(levels), Spans(words), groups, all,
          update.data, keep);
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import gradcomp
 from benchlib.rounds import Case
-from gradcomp import kernels, wire
+from gradcomp import kernels, paths, wire
 from gradcomp.compressors.bingrad import BinGrad
 from gradcomp.compressors.gs_sgd import GsSgd
 from gradcomp.compressors.orq import Orq
@@ -30,6 +30,7 @@ ORQ_3, ORQ_9, BINGRAD_B = "ORQ-3, round and add", "ORQ-9, round and add", "BinGr
 ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
 TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, median, top-k"
 RATIO = 0.001
+MANY = 8  # ranks whose payloads are added in one call
 
 
 def layer_sizes(n: int, layers: int) -> list[int]:
@@ -216,7 +217,8 @@ class Bench:
             Case(
                 "unpack_sparse", lambda i: kernels.unpack_sparse(**packed.arrays, values=values, indices=indices), 12 * self.k
             ),
-            Case("add_packed", lambda i: kernels.add_packed(target, **packed.arrays, scale=0.5), 12 * self.k),
+            Case("add_packed", lambda i: paths.add_all(target, [packed], 0.5), 12 * self.k),
+            Case(f"add_packed, {MANY} ranks", lambda i: paths.add_all(target, [packed] * MANY, 0.5), 12 * MANY * self.k),
             Case(
                 "settle_packed", lambda i: kernels.settle_packed(target, **packed.arrays, update=failed, keep=0.0), 12 * self.k
             ),
@@ -244,12 +246,17 @@ class Bench:
         hows = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
         roundings = {name: Rounding(how, self.n) for name, how in hows.items()}
         payloads = {name: wire.empty(rounding.form, self.device) for name, rounding in roundings.items()}
+        value.copy_(self.input(0))
+        many = [roundings[ORQ_3].take(value.clone(), None, None, rank) for rank in range(MANY)]
 
         def take(name: str, i: int) -> None:
             roundings[name].take(value, None, None, i, payloads[name])
 
         def add(name: str, i: int) -> None:
-            roundings[name].add(target, payloads[name], 0.5)
+            roundings[name].add(target, [payloads[name]], 0.5)
+
+        def add_many(name: str, i: int) -> None:
+            roundings[name].add(target, many, 0.5)
 
         def settle(name: str, i: int) -> None:
             roundings[name].settle(value, payloads[name], failed)
@@ -265,6 +272,7 @@ class Bench:
             *(case(name, both, name, 20) for name in roundings),
             case(ROUND_3, take, ORQ_3, 12),
             case(ADD_3, add, ORQ_3, 8),
+            case(f"{ADD_3}, {MANY} ranks", add_many, ORQ_3, 8),
             case("ORQ-3, settle", settle, ORQ_3, 8),
             case(ROUND_B, take, BINGRAD_B, 12),
         ]

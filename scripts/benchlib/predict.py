@@ -66,6 +66,7 @@ COSTS = {
     "pack_sparse": Cost(20 * cases.RATIO),
     "unpack_sparse": Cost(12 * cases.RATIO),
     "add_packed": Cost(SCATTERED),
+    f"add_packed, {cases.MANY} ranks": Cost(cases.MANY * SCATTERED),
     "settle_packed": Cost(SCATTERED),
     cases.SKETCH: Cost(24, 1, 20, 60),  # five rows; each fills the device with threads a little more than once
     cases.HEAVIEST: Cost(0, 8, 40, 150),  # two looks at five cells of the table for each entry
@@ -74,6 +75,7 @@ COSTS = {
     cases.BINGRAD_B: Cost(20, 6, 12, 75),
     cases.ROUND_3: Cost(12, 5, 50, 165),  # a dozen looks at each group, which the first cache gives after the first
     cases.ADD_3: Cost(8, 1, 0, 15),
+    f"{cases.ADD_3}, {cases.MANY} ranks": Cost(8 + cases.MANY / 5, 1, 0, 15 * cases.MANY),
     "ORQ-3, settle": Cost(8, 1, 0, 15),
     cases.ROUND_B: Cost(12, 5, 12, 60),
     cases.SIMULATED: Cost(16 + TAKE, 13),

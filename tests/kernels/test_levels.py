@@ -51,7 +51,7 @@ def quantise(value: Tensor, form: str, group: int, count: int, key: int = 1, bou
     kernels.take_levels(rest, levels, group, count, key, words, cuts if form in ("mean", "lloyd", "sign") else None)
     said = torch.zeros(n, device=device)
     header = torch.zeros(2, dtype=torch.int32, device=device)
-    kernels.add_levels(said, levels, words, header, group, count)
+    kernels.add_levels(said, [levels], [words], [header], group, count)
     return Quantised(levels.view(groups, count), cuts, words, rest, said)
 
 
@@ -214,8 +214,27 @@ def check_codes(device: torch.device, count: int, n: int) -> None:
     kernels.take_levels(rest, levels, 128, count, 1, words)
     assert not rest.any()
     said = torch.zeros(n, device=device)
-    kernels.add_levels(said, levels, words, torch.zeros(2, dtype=torch.int32, device=device), 128, count)
+    kernels.add_levels(said, [levels], [words], [torch.zeros(2, dtype=torch.int32, device=device)], 128, count)
     assert torch.equal(said, codes)
     for i in range(len(words)):  # c0 + s c1 + s^2 c2 ..., of every so manieth code
         own = codes[i :: len(words)].long().tolist()
         assert int(words[i]) & (1 << 64) - 1 == sum(code * count**place for place, code in enumerate(own))
+
+
+@pytest.mark.parametrize("ranks", [2, 5, kernels.MOST_RANKS + 3])
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+def test_many_ranks_levels_are_added_one_after_the_other(device: torch.device, ranks: int, count: int) -> None:
+    """To the last bit; a flag of any of them is seen."""
+    n, group = 1000, 129
+    values = [torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(device) for rank in range(ranks)]
+    sent = [quantise(value, "range", group, count, key=rank) for rank, value in enumerate(values)]
+    lists = [own.levels.flatten() for own in sent], [own.words for own in sent]
+    headers = [torch.zeros(2, dtype=torch.int32, device=device) for _ in sent]
+    together, apart = torch.ones(n, device=device), torch.ones(n, device=device)
+    kernels.add_levels(together, *lists, headers, group, count, 0.3)
+    for rank in range(ranks):
+        kernels.add_levels(apart, *([own[rank]] for own in (*lists, headers)), group, count, 0.3)
+    assert torch.equal(together, apart)
+    headers[ranks - 1][1] = 1
+    kernels.add_levels(together, *lists, headers, group, count)
+    assert together[0].isnan() and together[1:].isfinite().all()

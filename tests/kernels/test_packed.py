@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels, wire
+from gradcomp import kernels, paths, wire
 from gradcomp.core import Payload
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_packing_is_its_definition_and_exact(device: torch.device, kind: str, n:
     assert torch.equal(payload["blocks"].cpu().long() & 0xFFFFFFFF, words)
     assert torch.equal(payload["entries"].cpu().long() & 0xFFFFFFFF, entries)
     target = torch.zeros(n, device=device)
-    kernels.add_packed(target, **payload.arrays)
+    paths.add_all(target, [payload])
     assert torch.equal(target[taken["indices"].long()].cpu(), said)
     assert torch.equal(value + target, before)
     values, indices = torch.empty_like(taken["values"]), torch.empty_like(taken["indices"])
@@ -61,9 +61,9 @@ def test_scale_flag_and_settling(device: torch.device) -> None:
     value = before.clone()
     payload, _ = pack(value, 700)
     after, sent = value.clone(), torch.zeros_like(value)
-    kernels.add_packed(sent, **payload.arrays)
+    paths.add_all(sent, [payload])
     half = torch.zeros_like(value)
-    kernels.add_packed(half, **payload.arrays, scale=0.5)
+    paths.add_all(half, [payload], 0.5)
     assert torch.equal(half, 0.5 * sent)
     update = torch.zeros_like(value)
     kernels.settle_packed(value, **payload.arrays, update=update)
@@ -76,8 +76,36 @@ def test_scale_flag_and_settling(device: torch.device) -> None:
     assert torch.equal(value, before)
     value = before.clone()
     payload, _ = pack(value, 700, flag=1)
-    kernels.add_packed(update.zero_(), **payload.arrays)
+    paths.add_all(update.zero_(), [payload])
     assert update[0].isnan() and not update[1:].any()
+
+
+@pytest.mark.parametrize("ranks", [2, 5, kernels.MOST_RANKS + 3])
+def test_many_ranks_payloads_are_added_one_after_the_other(device: torch.device, ranks: int) -> None:
+    """To the last bit, and though one of them is flagged, or malformed."""
+    n, scale = 70_000, 1 / 3
+    payloads = [pack(gradients.draw("heavy", n, rank).to(device), 300)[0] for rank in range(ranks)]
+    together, apart = torch.zeros(n, device=device), torch.zeros(n, device=device)
+    paths.add_all(together, payloads, scale)
+    for payload in payloads:
+        paths.add_all(apart, [payload], scale)
+    assert together.any() and torch.equal(together, apart)
+    for spoiled in ("header", "blocks"):
+        worse = [pack(gradients.draw("heavy", n, rank).to(device), 300)[0] for rank in range(ranks)]
+        worse[1][spoiled][1] = 1 if spoiled == "header" else -1
+        target = torch.zeros(n, device=device)
+        paths.add_all(target, worse, scale)
+        assert target[0].isnan() and target[1:].isfinite().all()
+
+
+def test_payloads_of_different_ranks_are_alike(device: torch.device) -> None:
+    first, second = (pack(torch.randn(1000, device=device), k)[0] for k in (10, 20))
+    target = torch.zeros(1000, device=device)
+    with pytest.raises(ValueError, match=r"add_packed: entries\[1\] has 20 entries, but add_packed: entries\[0\] has 10"):
+        paths.add_all(target, [first, second])
+    lists = [[first[name]] for name in ("blocks", "entries", "header")]
+    with pytest.raises(ValueError, match="add_packed: blocks are of 2 ranks, headers of 1"):
+        kernels.add_packed(target, lists[0] * 2, *lists[1:])
 
 
 def sound(payload: Payload, n: int) -> bool:
@@ -110,7 +138,7 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
         payload.bytes[place % payload.bytes.numel()] = byte
     around = torch.ones(n + 64, device=device)
     target = around[32 : 32 + n]
-    (kernels.add_packed if form == "compact" else kernels.add_sparse)(target, **payload.arrays)
+    paths.add_all(target, [payload])
     assert (around[:32] == 1).all() and (around[32 + n :] == 1).all()
     flagged = int(payload["header"][1]) != 0
     on_cpu = Payload(payload.form, payload.bytes.cpu(), {name: array.cpu() for name, array in payload.arrays.items()})
