@@ -118,11 +118,17 @@ class Front:
         return self._reducer.stats()
 
     def change(self, spec: str | Compressor) -> None:
-        """Continues with another spec, between two steps and on all ranks; what has not been sent yet is carried over."""
+        """Continues with another spec, between two steps and on all ranks; what has not been sent yet is carried over.
+
+        Where the ranks have met they do so again, at once.
+        """
+        meet = self.has_met
         changed = reducer.Reducer(checkpoint.carrying(self._made(spec), self._reducer), *self._options)
         checkpoint.carry(self._reducer, changed)
         self._reducer, self.spec, self._met = changed, str(spec), None
         self.terms["spec"] = self.spec
+        if meet:
+            self.meet()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank's next step depends on. Every rank has its own: save one for each."""

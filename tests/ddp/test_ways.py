@@ -62,6 +62,7 @@ def test_a_loaded_state_continues_to_the_last_bit(spec: str, count: int) -> None
 
 def test_the_spec_can_change_in_mid_training() -> None:
     for own in found(2):
+        assert "spec: rank 0 has 'dense', rank 1 has 'sign'" in own["changed"]["refused"]
         assert own["changed"]["carried"]
         assert own["changed"]["spec"] == "sdagc:lam=2"
         assert torch.equal(own["changed"]["weights"], found(2)[0]["changed"]["weights"])

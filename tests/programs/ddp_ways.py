@@ -136,10 +136,11 @@ def changed() -> dict[str, Any]:
     run = Run("topk:ratio=0.01")
     run.train(5)
     before = run.handle.state_dict()["rank"]["residual"]
+    refused = model.refused(lambda: run.handle.change("sign" if me == 1 else "dense"))
     run.handle.change("sdagc:lam=2")
     after = run.handle.state_dict()["rank"]["residual"]
     carried = all(torch.equal(before[name], after[name]) for name in before)
-    return {"carried": carried, "weights": run.train(5), "spec": run.handle.spec}
+    return {"refused": refused, "carried": carried, "weights": run.train(5), "spec": run.handle.spec}
 
 
 def unused_everywhere() -> tuple[Tensor, Tensor]:

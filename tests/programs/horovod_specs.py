@@ -60,11 +60,7 @@ def changed_on_one_rank(route: str) -> str:
     model, data = training.net(), training.batches()
     own = optimizer(route, model, "topk:ratio=0.01")
     training.train(model, own, data, 2)
-    if hvd.rank() == 1:
-        own.compression.change("sdagc:lam=2")
-    else:
-        own.compression.change("topk:ratio=0.02")
-    return training.refused(lambda: training.train(model, own, data, 1))
+    return training.refused(lambda: own.compression.change("sdagc:lam=2" if hvd.rank() == 1 else "topk:ratio=0.02"))
 
 
 def without_optimizer() -> str:
