@@ -7,22 +7,12 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from odd_models import MODELS
 
 pytestmark = pytest.mark.slow
 
 ALONE, EXACT, SPARSE = None, "topk:ratio=1,wire=exact", "topk:ratio=0.05"
 WAYS = ["ordinary", "views", "static", "unused_here", "accumulated", "clipped", "uneven"]
-MODELS = [
-    "channels last",
-    "turned gradients",
-    "0-d, empty and strided",
-    "frozen",
-    "tied",
-    "many",
-    "bfloat16",
-    "float16",
-    "mixed",
-]
 
 
 @ranks.once

@@ -7,20 +7,9 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from odd_models import MODELS
 
 pytestmark = pytest.mark.slow
-
-MODELS = [
-    "channels last",
-    "turned gradients",
-    "0-d, empty and strided",
-    "frozen",
-    "tied",
-    "many",
-    "bfloat16",
-    "float16",
-    "mixed",
-]
 
 
 @ranks.once
