@@ -29,8 +29,7 @@ class Network:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.hosts: tuple[int, ...] | None = None
-        self.on_cpu = dist.get_backend(group) == "gloo"
-        self.device = torch.device("cpu") if self.on_cpu else device  # NCCL takes nothing else than the GPU's
+        self.device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device  # NCCL takes the GPU's alone
 
     @property
     def world(self) -> World:
@@ -59,15 +58,10 @@ class Network:
                 waiting = dist.all_reduce(tensor, group=self.group, async_op=True)
                 return _after(waiting, lambda: tensor if scale == 1 else tensor.mul_(scale))
             case Send():
-                return self._send(request)
-
-    def _send(self, request: Send) -> Waiting:
-        outgoing, goes, comes = wire.mail(request, self.world)
-        if self.on_cpu:
-            outgoing = outgoing.cpu()  # what gloo has no operation for where a tensor is on a GPU
-        came = outgoing.new_empty(sum(comes))
-        waiting = dist.all_to_all_single(came, outgoing, comes, goes, self.group, async_op=True)
-        return _after(waiting, lambda: wire.opened(request, came.to(request.device), comes))
+                outgoing, goes, comes = wire.mail(request, self.world)
+                came = outgoing.new_empty(sum(comes))
+                waiting = dist.all_to_all_single(came, outgoing, comes, goes, self.group, async_op=True)
+                return _after(waiting, lambda: wire.opened(request, came, comes))
 
     def finish(self, handle: Waiting) -> Reply:
         return handle()
