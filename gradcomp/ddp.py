@@ -154,7 +154,8 @@ def hook(state: Pass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         state.begin()
     for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
         slot, flat = state.front.slot(parameter), grad.view(-1)
-        state.grads.append((slot, flat))
+        if state.some_unused:
+            state.grads.append((slot, flat))
         state.front.put(slot, flat)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     state.promised.append((future, buffer))

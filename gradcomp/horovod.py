@@ -144,8 +144,8 @@ class Compression:
         bucket_mb: float = 25,
         seed: int = 0,
     ):
-        self._network = Network(process_set or hvd.global_process_set)
-        self._front = Front(spec, named_parameters, self._network, optimizer, bucket_mb, seed)
+        network = Network(process_set or hvd.global_process_set)
+        self._front = Front(spec, named_parameters, network, optimizer, bucket_mb, seed)
         self._next = 0
         self._held: dict[str, Slot] = {}
         self._finished = False
@@ -156,13 +156,13 @@ class Compression:
         """Takes a gradient over; Horovod gets a carrier in its stead."""
         slot = self._slot_of(tensor)
         self.put(slot)
-        return carrier.carrier(self._network.world.rank), slot
+        return carrier.carrier(self._front.network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """The gradient with the update in it; what became of the carrier tells how Horovod reduces."""
         if ctx is not None:
             try:
-                scale = carrier.scale(tensor.item(), self._network.world.size)
+                scale = carrier.scale(tensor.item(), self._front.network.world.size)
             except ValueError as error:
                 if self._front.steps_done == 0:
                     raise
