@@ -182,7 +182,7 @@ Scratch pick(Scratch cpu, Scratch cuda, bool on_cuda) { return cpu == nullptr ||
 
 PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   using namespace gradcomp;
-  m.doc() = "Kernels of gradcomp; called through gradcomp.kernels only.";
+  m.doc() = "Kernels of gradcomp; called through gradcomp.native.kernels only.";
   m.attr("most_pieces") = Pieces::kMost;
   m.attr("most_ranks") = Spans<float>::kMost;
   m.attr("moments") = kMoments;

@@ -7,7 +7,7 @@
 namespace gradcomp {
 
 // What a group's levels follow from. Python names them in this order (kernels.FORMS).
-enum class Form : int64_t { orq, partly, mean, lloyd, peak, norm, range, quantile, sign };
+enum class Form : int64_t { optimal, partly, mean, lloyd, peak, norm, range, quantile, sign };
 constexpr int64_t kForms = 9;
 
 // Levels in even steps.
@@ -249,7 +249,7 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
   const float peak = -ends.low > ends.high ? -ends.low : ends.high;
   const double unit = unit_for(peak, view.n);
   switch (form) {
-    case Form::orq:
+    case Form::optimal:
       optimal_levels(view, ends, unit, count, levels);
       break;
     case Form::partly:

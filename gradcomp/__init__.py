@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from gradcomp.compressors import by_layer, make, names
+from gradcomp._version import VERSION as __version__
 from gradcomp.simulate import Simulation
+from gradcomp.spec import by_layer, describe, make, names
 
-__all__ = ["Simulation", "__version__", "by_layer", "make", "names"]
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from gradcomp import ddp as ddp
+    from gradcomp import horovod as horovod
+
+__all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """The front ends are there without an import of their own, but are loaded only when they are asked for."""
+    """Load a door to a network when it is first asked for: each needs what the others do without."""
     if name in ("ddp", "horovod"):
         return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module 'gradcomp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "ddp", "horovod"]

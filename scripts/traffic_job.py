@@ -16,10 +16,11 @@ from benchlib import traffic
 from benchlib.ranks import PROGRESS, RESULT
 from benchlib.traffic_report import CYCLE
 
-import gradcomp.horovod
-from gradcomp import kernels
-from gradcomp.core import Layer, Reply, Request
-from gradcomp.reducer import Network, Reducer
+import gradcomp
+from gradcomp.engine.reducer import Reducer
+from gradcomp.networks import Answer, Network
+from gradcomp.networks.horovod import HorovodNetwork
+from gradcomp.protocol import Reply, Request
 
 WARM = 3
 """Steps before those that count: Horovod remembers operations that have come before, and says less about them."""
@@ -46,21 +47,22 @@ class Noting:
         self.network, self.world = network, network.world
         self.calls: list[tuple[str, Request | None]] = []
 
-    def start(self, request: Request, name: str) -> tuple[str, Any]:
+    def start(self, request: Request, name: str) -> Answer:
         self.calls.append((name, traffic.hollow(request, self.world)))
-        return name, self.network.start(request, name)
+        own = self.network.start(request, name)
 
-    def finish(self, handle: tuple[str, Any]) -> Reply:
-        name, own = handle
-        self.calls.append((name, None))
-        return self.network.finish(own)
+        def answer() -> Reply:
+            self.calls.append((name, None))
+            return own()
+
+        return answer
 
     def play(self) -> None:
         """The same operations in the same order, hollow."""
-        under_way: dict[str, Any] = {}
+        under_way: dict[str, Answer] = {}
         for name, request in self.calls:
             if request is None:
-                self.network.finish(under_way.pop(name))
+                under_way.pop(name)()
             else:
                 under_way[name] = self.network.start(request, "hollow." + name)
 
@@ -84,13 +86,12 @@ def measure(step: Callable[[], object], steps: int, counting: traffic.Counting) 
 
 def exchange(spec: str, size: int, steps: int) -> dict[str, dict[str, float]]:
     """A spec's steps on a model of this size; and hollow ones, which send all that is not the compressor's."""
-    network = gradcomp.horovod.Network(hvd.global_process_set)
+    network = HorovodNetwork(hvd.global_process_set)
     network.prefix = spec
     counting = traffic.Counting(network)
     noting = Noting(counting)
     shapes = traffic.model(size)
-    layers = {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in shapes.items()}
-    reducer = Reducer(gradcomp.make(spec), layers, counting, lambda bucket, update: kernels.wipe(update), bucket_mb=25, seed=0)
+    reducer = Reducer(gradcomp.make(spec), traffic.layers(shapes), counting, bucket_mb=25, seed=0, deliver=traffic.ignore)
     grads = traffic.random(shapes, hvd.rank())
 
     def step() -> None:
@@ -121,7 +122,7 @@ def main() -> None:
         if hvd.rank() == 0:
             print(PROGRESS + spec, flush=True)
         found[spec] = exchange(spec, options.size, options.steps)
-    network = traffic.Counting(gradcomp.horovod.Network(hvd.global_process_set))
+    network = traffic.Counting(HorovodNetwork(hvd.global_process_set))
     found["idle"] = measure(lambda: time.sleep(IDLE * CYCLE), options.steps, network)
     ranks = hvd.allgather_object(found)
     if hvd.rank() == 0:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradcomp.horovod
-from gradcomp.core import Reduce
+from gradcomp.networks.horovod import HorovodNetwork
+from gradcomp.protocol import Reduce
 
 RATE = 0.05
 WARM_UP = 2  # steps of each spec before those that count
@@ -40,7 +41,7 @@ class Job:
         self.bytes_sent: Callable[[], int] = lambda: {"none": 0, "sync": 0, "fp16": 2}.get(spec, 4) * self.parameters
         self.loss = 0.0
         self.optimizer: Any = plain
-        self.network = gradcomp.horovod.Network(hvd.global_process_set)
+        self.network = HorovodNetwork(hvd.global_process_set)
         if spec == "horovod":
             self.optimizer = hvd.DistributedOptimizer(plain, named_parameters=named)
         elif spec == "fp16":

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from gradcomp import kernels
+from gradcomp.native import extension
 
 sys.path.insert(0, str(Path(__file__).parent / "simt"))
 
@@ -28,14 +28,14 @@ hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("gra
 hypothesis.settings.load_profile("gradcomp")
 
 SANITIZED = os.environ.get("GRADCOMP_SIMT_SANITIZED") == "1"
-HAS_GPU = torch.cuda.is_available() and kernels.BUILT_WITH_CUDA
+HAS_GPU = torch.cuda.is_available() and extension.BUILT_WITH_CUDA
 DEVICES = ["cpu", "simt"] + (["cuda"] if HAS_GPU else [])
 
 
 def pytest_report_header() -> str:
     if HAS_GPU:
         return f"devices: cpu, simt (CUDA kernels emulated), cuda ({torch.cuda.get_device_name()})"
-    reason = "no GPU" if kernels.BUILT_WITH_CUDA else "built without CUDA"
+    reason = "no GPU" if extension.BUILT_WITH_CUDA else "built without CUDA"
     return f"devices: cpu, simt (CUDA kernels emulated); NOT on cuda: {reason}"
 
 
@@ -54,7 +54,7 @@ def emulator() -> Any:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Where the test's tensors lie. On simt they lie in main memory, and the emulated CUDA kernels work on them."""
     if request.param == "simt":
-        monkeypatch.setattr(kernels, "_native", request.getfixturevalue("emulator"))
+        monkeypatch.setattr(extension, "native", request.getfixturevalue("emulator"))
     torch.manual_seed(0)
     yield torch.device("cuda" if request.param == "cuda" else "cpu")
 

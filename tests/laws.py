@@ -17,7 +17,7 @@ def mean(parts: list[Named], name: str) -> Tensor:
 
 def residuals(simulation: gradcomp.Simulation) -> list[Named]:
     """Every rank's."""
-    ranks = range(len(simulation.reducers))
+    ranks = range(len(simulation._reducers))
     return [{name: left.cpu() for name, left in simulation.residual(rank).items()} for rank in ranks]
 
 
@@ -27,7 +27,7 @@ def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> N
     before = residuals(simulation)
     update = simulation.step(grads)
     after = residuals(simulation)
-    for name, shape in simulation.shapes.items():
+    for name, shape in simulation._shapes.items():
         wanted = mean(before, name) + mean(grads, name)
         found = mean(after, name) + update[name].double().cpu()
         sizes = [part[name].abs().double().cpu() for part in (*before, *grads, *after, *[update] * world)]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradcomp import kernels
+from gradcomp.native.extension import MOST_PIECES
 
 
 class Shifted(nn.Module):
@@ -40,7 +40,7 @@ class Many(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(1 + i % 8)) for i in range(kernels.MOST_PIECES + 9))
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(1 + i % 8)) for i in range(MOST_PIECES + 9))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([(x[0, : part.numel()] * part).sum() for part in self.parts])
@@ -102,6 +102,10 @@ MODELS: dict[str, Any] = {
     "float16": lambda: plain().half(),
     "mixed": Mixed,
 }
+
+
+KEPT = [name for name in MODELS if name not in ("bfloat16", "float16", "mixed")]
+"""Those in which an update and what waits add up to the gradients in float32."""
 
 
 def make(model: str) -> nn.Module:

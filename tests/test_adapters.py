@@ -8,9 +8,10 @@ import re
 import pytest
 import torch
 
-from gradcomp import agreement, carrier
-from gradcomp.compressors import make
-from gradcomp.slot import Slot, check_momentum, named_of, slots
+from gradcomp.engine import agreement
+from gradcomp.engine.parameters import Parameters, Slot, check_momentum, named_of
+from gradcomp.networks import carrier
+from gradcomp.spec import make
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 100, 1024])
@@ -100,9 +101,10 @@ def test_gradients_laid_out_otherwise_are_copied_and_replaced(grad: torch.Tensor
 def test_slots_count_tied_parameters_once_and_leave_frozen_ones_out() -> None:
     tied, frozen = parameter(2), parameter(2)
     frozen.requires_grad = False
-    assert [slot.name for slot in slots([("a", tied), ("b", frozen), ("c", tied), ("d", parameter(1))])] == ["a", "d"]
+    found = Parameters([("a", tied), ("b", frozen), ("c", tied), ("d", parameter(1))])
+    assert [slot.name for slot in found.slots] == ["a", "d"]
     with pytest.raises(ValueError, match="two parameters called 'a'"):
-        slots([("a", parameter(1)), ("a", parameter(1))])
+        Parameters([("a", parameter(1)), ("a", parameter(1))])
 
 
 def test_names_are_the_optimizers_own_and_in_the_given_order() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradcomp.autoencoder import CODE, SIMILARITY, TAPS, Autoencoder, code_places, filled
+from gradcomp.compressors.lgc.autoencoder import CODE, SIMILARITY, TAPS, Autoencoder, code_places, filled
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 15, 31, 32, 47, 48, 100, 1000]

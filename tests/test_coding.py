@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradcomp import coding
-from gradcomp.coding import Innovations, Rows
-from gradcomp.core import World
-from gradcomp.leading import Support
+from gradcomp.compressors.lgc import coding
+from gradcomp.compressors.lgc.coding import Innovations, Rows
+from gradcomp.compressors.lgc.support import Support
+from gradcomp.protocol import World
 
 
 def rows_of(rank: int, ranks: int, count: int, k: int, first: int = 0, told: bool = False) -> Rows:

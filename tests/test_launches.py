@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
-from gradcomp import kernels, paths
+from gradcomp.messages.sparse import Codec
+from gradcomp.native import extension
 
 MOST = 30
 """In a step of one bucket."""
@@ -81,8 +82,8 @@ def test_a_step_of_a_resnet_50_takes_few_launches(
     spec: str, ranks: int, emulator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each rank, however many payloads it adds up."""
-    monkeypatch.setattr(kernels, "_native", emulator)
-    monkeypatch.setattr(paths, "check_replies", lambda *arguments: None)  # looks at the update, on CPUs alone
+    monkeypatch.setattr(extension, "native", emulator)
+    monkeypatch.setattr(Codec, "check", lambda *arguments: None)  # looks at the update, on CPUs alone
     launches = ctypes.CDLL(emulator.__file__).simt_launches
     launches.restype = ctypes.c_uint64
     shapes = resnet50(4)

@@ -9,7 +9,7 @@ import pytest
 import gradcomp
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.topk import TopK
-from gradcomp.wrap import Feedback
+from gradcomp.engine.feedback import Feedback
 
 
 def test_specs_mean_what_they_say() -> None:
@@ -18,7 +18,7 @@ def test_specs_mean_what_they_say() -> None:
         TopK(ratio=0.5), momentum=0.5, nesterov=True, masking=False
     )
     assert gradcomp.make("dense:momentum=0.9") == Feedback(Dense(), momentum=0.9)
-    assert gradcomp.make(TopK(ratio=0.5)) == TopK(ratio=0.5)
+    assert gradcomp.make(TopK(ratio=0.5)) == Feedback(TopK(ratio=0.5))
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def test_specs_mean_what_they_say() -> None:
     [
         ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: bingrad, dense"),
         ("", "there is no compressor ''"),
-        ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, route, wire, momentum"),
-        ("dense:ratio=1", "dense has no knob 'ratio'; known: momentum"),
+        ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, route, wire, feedback, momentum"),
+        ("dense:ratio=1", "dense has no knob 'ratio'; known: feedback, momentum"),
         ("topk:ratio", "'ratio' is not of the form knob=value"),
         ("topk:ratio=", "'ratio=' is not of the form knob=value"),
-        ("topk:ratio=a", "ratio must be of type float, not 'a'"),
-        ("topk:nesterov=maybe", "nesterov must be of type bool, not 'maybe'"),
+        ("topk:ratio=a", "'topk:ratio=a': ratio=a must be of type float"),
+        ("topk:nesterov=maybe", "'topk:nesterov=maybe': nesterov=maybe must be of type bool"),
         ("topk:ratio=1,ratio=1", "the knob 'ratio' is given twice"),
-        ("topk:momentum=1", "momentum must lie in [0, 1), not 1.0"),
+        ("topk:momentum=1", "topk: momentum=1 must be in [0, 1)"),
         ("topk:nesterov=true", "nesterov needs a momentum above 0"),
     ],
 )

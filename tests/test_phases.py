@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from gradcomp.capacity import DELAY
-from gradcomp.phases import CODE, DENSE, LEARN, LOOKED_AT, MOST_BAD, Phases
-from gradcomp.watch import NOTES, SUMS, Watch
+from gradcomp.compressors.lgc.code_error import NOTES, SUMS, CodeError
+from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, LOOKED_AT, MOST_BAD, Phases
+from gradcomp.exchanges.delayed_counts import DELAY
 
 CPU = torch.device("cpu")
 
@@ -100,8 +100,8 @@ def test_a_copy_knows_the_rate_that_was_learned_with() -> None:
     assert LEARN in walk(second, 20, rate=0.04)
 
 
-def notes(watch: Watch, has: list[torch.Tensor], misses: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([watch.note(*own, flag=None) for own in zip(has, misses, strict=True)]).mean(0)
+def notes(error: CodeError, has: list[torch.Tensor], misses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([error.note(*own, flag=None) for own in zip(has, misses, strict=True)]).mean(0)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -110,10 +110,10 @@ def test_errors_are_right_in_the_mean(share: float) -> None:
     torch.manual_seed(0)
     ratios = []
     for seed in range(300):
-        watch = Watch(1.0, seed, CPU)
+        error = CodeError(1.0, seed, CPU)
         has = [torch.randn(1000) for _ in range(3)]
         misses = [share * part[torch.randperm(1000)] for part in has]
-        mean = notes(watch, has, misses)
+        mean = notes(error, has, misses)
         assert len(mean) == NOTES
         meant, missed = torch.stack(has).mean(0).square().sum(), torch.stack(misses).mean(0).square().sum()
         ratios.append([float(mean[:SUMS].square().sum() / meant), float(mean[SUMS : 2 * SUMS].square().sum() / missed)])
@@ -122,19 +122,19 @@ def test_errors_are_right_in_the_mean(share: float) -> None:
     assert (found.std(0) < 1.3 * math.sqrt(2 / SUMS)).all()
 
 
-def verdict(watch: Watch, misses: float, flag: int = 0, has: torch.Tensor | None = None, fallen: bool = False) -> list[int]:
+def verdict(error: CodeError, misses: float, flag: int = 0, has: torch.Tensor | None = None, fallen: bool = False) -> list[int]:
     """good, failed, mark"""
     has = torch.randn(500) if has is None else has
-    note = watch.note(has, misses * has, torch.tensor([flag], dtype=torch.int32), fallen)
-    return [int(part) for part in watch.judge(note)]
+    note = error.note(has, misses * has, torch.tensor([flag], dtype=torch.int32), fallen)
+    return [int(part) for part in error.judge(note)]
 
 
-def after(misses: float, steps: int = 40, has: torch.Tensor | None = None) -> Watch:
-    """A watch that has seen so many steps with this error."""
-    watch = Watch(0.9, 0, CPU)
+def after(misses: float, steps: int = 40, has: torch.Tensor | None = None) -> CodeError:
+    """What has seen so many steps with this error."""
+    error = CodeError(0.9, 0, CPU)
     for _ in range(steps):
-        verdict(watch, misses, has=has)
-    return watch
+        verdict(error, misses, has=has)
+    return error
 
 
 def test_verdicts() -> None:
@@ -148,37 +148,37 @@ def test_verdicts() -> None:
 
 @pytest.mark.parametrize("wrong", [3.0, 1e20, math.inf, math.nan])
 def test_what_is_far_off_is_refused_at_once_and_forgotten_soon(wrong: float) -> None:
-    watch = after(0.5)
-    assert verdict(watch, wrong) == [0, 0, 1]
-    assert math.isfinite(watch.error)
+    error = after(0.5)
+    assert verdict(error, wrong) == [0, 0, 1]
+    assert math.isfinite(error.error)
     for _ in range(10):
-        verdict(watch, 0.5)
-    assert verdict(watch, 0.5) == [1, 0, 0]
+        verdict(error, 0.5)
+    assert verdict(error, 0.5) == [1, 0, 0]
 
 
 @pytest.mark.parametrize("wrong", [1.2, 1.5])
 def test_what_grows_slowly_is_refused_soon(wrong: float) -> None:
-    watch = after(0.5)
-    assert sum(verdict(watch, wrong)[0] for _ in range(30)) <= 6
+    error = after(0.5)
+    assert sum(verdict(error, wrong)[0] for _ in range(30)) <= 6
 
 
 def test_nothing_is_said_of_zeros_and_of_what_is_not_finite() -> None:
-    watch, zeros = after(0.5), torch.zeros(500)
-    before = watch.error
-    assert verdict(watch, 0.5, has=zeros) == [1, 0, 0]
-    note = watch.note(zeros, torch.ones(500), None)
-    assert [int(part) for part in watch.judge(note)] == [0, 0, 0]  # what codes make of zeros is not used
-    assert verdict(watch, 5.0, flag=1)[1] == 1
-    assert watch.error == before
+    error, zeros = after(0.5), torch.zeros(500)
+    before = error.error
+    assert verdict(error, 0.5, has=zeros) == [1, 0, 0]
+    note = error.note(zeros, torch.ones(500), None)
+    assert [int(part) for part in error.judge(note)] == [0, 0, 0]  # what codes make of zeros is not used
+    assert verdict(error, 5.0, flag=1)[1] == 1
+    assert error.error == before
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e19, 1e37])
 def test_sizes_do_not_matter(scale: float) -> None:
-    watch, has = Watch(0.9, 0, CPU), scale * torch.randn(500)
-    assert [verdict(watch, misses, has=has)[0] for misses in (0.5, 4.0)] == [1, 0]
+    error, has = CodeError(0.9, 0, CPU), scale * torch.randn(500)
+    assert [verdict(error, misses, has=has)[0] for misses in (0.5, 4.0)] == [1, 0]
 
 
 def test_what_the_law_is_off_by_is_seen() -> None:
-    watch, has = Watch(1.0, 0, CPU), torch.randn(500)
-    watch.compare(watch.note(has, 0.5 * has, None), 0.4 * has)
-    assert watch.off.item() == pytest.approx(0.1, rel=1e-4)
+    error, has = CodeError(1.0, 0, CPU), torch.randn(500)
+    error.compare(error.note(has, 0.5 * has, None), 0.4 * has)
+    assert error.off.item() == pytest.approx(0.1, rel=1e-4)

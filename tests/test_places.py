@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp import places
+from gradcomp.messages import places
 
 
 @given(data=st.data(), n=st.integers(1, 3000))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp import wire
-from gradcomp.core import Acc, Compressor, Field, Gather, Reduce, Send, Steps, World
-from gradcomp.simulate import Board
+from gradcomp.messages import payload as payloads
+from gradcomp.native.memory import Update
+from gradcomp.networks.memory import Board, Round
+from gradcomp.protocol import Acc, Compressor, Field, Gather, Payload, Reduce, Send, Steps, World, reduce
 
 
 def simulation(world: int = 2) -> gradcomp.Simulation:
@@ -38,7 +41,7 @@ def test_gradients_are_only_read() -> None:
 
 
 def test_wrong_input_gets_a_sentence() -> None:
-    with pytest.raises(ValueError, match="at least one rank, not 0"):
+    with pytest.raises(ValueError, match="world=0: a simulation needs at least one rank"):
         simulation(0)
     with pytest.raises(ValueError, match="gradients of 1 ranks were given, but the simulation has 2"):
         simulation().step([grads(1)])
@@ -48,7 +51,7 @@ def test_wrong_input_gets_a_sentence() -> None:
         simulation().step([{"w": torch.zeros(3, 2)}, {}])
     with pytest.raises(TypeError, match=r"the gradient of 'b' is torch\.int64; gradcomp takes float32"):
         simulation(1).step([{"b": torch.ones(4, dtype=torch.int64)}])
-    with pytest.raises(ValueError, match="bucket_mb must be above 0"):
+    with pytest.raises(ValueError, match="bucket_mb=0 must be above 0"):
         gradcomp.Simulation("dense", {"w": (1,)}, 1, bucket_mb=0)
 
 
@@ -64,10 +67,11 @@ def test_a_state_of_something_else_is_refused() -> None:
         gradcomp.Simulation("topk", {"w": (6,)}, 2).load_state_dict(state)
 
 
+@dataclass(frozen=True)
 class Nondeterministic(Compressor):
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        total = yield Reduce(acc.value.clone())
-        return total + world.rank
+        total = yield from reduce(acc.value.clone())
+        return Update(total + world.rank)
 
 
 def test_ranks_that_come_to_different_updates_are_found_out() -> None:
@@ -82,37 +86,38 @@ CPU, FORM = torch.device("cpu"), (Field("x", torch.float32, 2),)
 def test_the_board_answers_every_kind_of_request() -> None:
     board = Board(3)
 
-    def payload(value: float) -> wire.Payload:
-        made = wire.empty(FORM, CPU)
+    def payload(value: float) -> Payload:
+        made = payloads.empty(FORM, CPU)
         made["x"].fill_(value)
         return made
 
+    rounds: dict[tuple[str, int], Round] = {}
     for rank in range(3):
-        board.post("g", rank, Gather(payload(rank)))
-        board.post("r", rank, Reduce(torch.full((2,), float(rank)), scale=0.5))
+        rounds["g", rank] = board.post("g", rank, Gather(payload(rank)))
+        rounds["r", rank] = board.post("r", rank, Reduce(torch.full((2,), float(rank)), scale=0.5))
         parts = {2 - rank: payload(10 + rank)} if rank != 1 else {}
-        board.post("s", rank, Send(parts, [2 - rank] if rank != 1 else [], FORM, CPU))
+        rounds["s", rank] = board.post("s", rank, Send(parts, [2 - rank] if rank != 1 else [], FORM, CPU))
     for rank in range(3):
-        gathered = board.collect("g", rank)
+        gathered = rounds["g", rank].reply(rank)
         assert isinstance(gathered, list) and [p["x"].tolist() for p in gathered] == [[0, 0], [1, 1], [2, 2]]
-        total = board.collect("r", rank)
+        total = rounds["r", rank].reply(rank)
         assert isinstance(total, Tensor) and total.tolist() == [1.5, 1.5]
-        received = board.collect("s", rank)
+        received = rounds["s", rank].reply(rank)
         assert isinstance(received, dict)
         assert {sender: p["x"][0].item() for sender, p in received.items()} == [{2: 12.0}, {}, {0: 10.0}][rank]
 
 
 def test_a_sender_that_says_nothing_is_found_out() -> None:
     board = Board(2)
-    board.post("x", 0, Send({}, [1], FORM, CPU))
+    own = board.post("x", 0, Send({}, [1], FORM, CPU))
     board.post("x", 1, Send({}, [], FORM, CPU))
     with pytest.raises(RuntimeError, match=r"exchange x: something was to come from ranks \[1\], but it came from \[\]"):
-        board.collect("x", 0)
+        own.reply(0)
 
 
 def test_ranks_that_ask_for_different_things_are_found_out() -> None:
     board = Board(2)
-    board.post("x", 0, Reduce(torch.zeros(1)))
-    board.post("x", 1, Gather(wire.whole(torch.zeros(1))))
+    own = board.post("x", 0, Reduce(torch.zeros(1)))
+    board.post("x", 1, Gather(payloads.whole(torch.zeros(1))))
     with pytest.raises(RuntimeError, match=r"exchange x: the ranks ask for different things \(Reduce, Gather\)"):
-        board.collect("x", 0)
+        own.reply(0)

@@ -1,102 +1,195 @@
-"""The house: imports go down only, each outside world has one door, and a new algorithm is three edits."""
+"""The house: imports between rooms go down only, each outside world has one door, and a new algorithm is three edits."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import gradcomp
+from gradcomp.native import extension
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "gradcomp"
 
-FLOORS = [
-    "core",
-    "kernels",
-    "wire",
-    "places",
-    "autoencoder",
-    "watch",
-    "clock",
-    "tree",
-    "paths",
-    "split",
-    "leading",
-    "coding",
-    "routes",
-    "sketches",
-    "quantising",
-    "staleness",
-    "capacity",
-    "phases",
-    "hosts",
-    "wrap",
+ROOMS = [
+    "_version",
+    "native",
+    "knobs",
+    "protocol",
+    "messages",
+    "networks",
+    "exchanges",
     "compressors",
-    "reducer",
-    "checkpoint",
-    "slot",
-    "carrier",
-    "agreement",
+    "engine",
+    "spec",
     "simulate",
-    "front",
     "ddp",
     "horovod",
+    "__init__",
+    "__main__",
 ]
-"""From the ground up: a module imports only what stands before it."""
+"""From the ground up: the files of a room import only from their own room and from those that stand before it."""
+
+FINDS_ALGORITHMS, LOADS_DOORS = "spec.py", "__init__.py"
+"""The only files that import by a name that they make up."""
+
+SCREENS = 250
+"""Lines that a file has at most."""
 
 
-def imports(path: Path) -> set[str]:
-    """Everything a file imports, at whatever depth, as dotted names."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
-    return found
+def files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py"))
 
 
-def floor(path: Path) -> str:
+def at(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def modules() -> list[Path]:
-    return [path for path in PACKAGE.rglob("*.py") if floor(path) != "__init__"]
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Everything that is imported, at whatever depth, as dotted names; of `from a import b` both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_module_has_its_floor() -> None:
-    assert {floor(path) for path in modules()} == set(FLOORS)
+def room_of(name: str) -> str | None:
+    """The room that an import leads to: of the package itself, or of anything that is no module of it, its front page."""
+    parts = name.split(".")
+    if parts[0] != "gradcomp":
+        return None
+    if len(parts) == 1:
+        return "__init__"
+    if parts[1] == "_native":
+        return "native"
+    return parts[1] if (PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").is_file() else "__init__"
 
 
-def test_imports_go_down_only() -> None:
-    for path in modules():
-        for name in imports(path):
-            parts = name.split(".")
-            if parts[0] != "gradcomp" or len(parts) == 1 or parts[1] not in FLOORS:
-                continue
-            if floor(path) == parts[1] == "compressors" and len(parts) > 2:
-                continue  # one algorithm may make use of another
-            below = FLOORS.index(parts[1]) < FLOORS.index(floor(path))
-            assert below, f"{path.relative_to(ROOT)} imports {name}, which does not stand below it"
+def rooms_above(path: Path, source: str) -> list[str]:
+    """The imports of a file, with this text, that do not go down."""
+    found, names = [], list(imports(ast.parse(source)))
+    for name in names:
+        leads = room_of(name)
+        inside = any(other.startswith(f"{name}.") for other in names) and name == "gradcomp"  # `from gradcomp import knobs`
+        if leads is None or inside:
+            continue
+        if leads != room(path) and ROOMS.index(leads) >= ROOMS.index(room(path)):
+            found.append(name)
+    return found
+
+
+def test_every_file_has_its_room_and_every_room_a_file() -> None:
+    assert {room(path) for path in files()} == set(ROOMS)
+    for folder in (path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__"):
+        assert any(path.name != "__init__.py" for path in folder.glob("*.py")), f"{folder} is an empty room"
+
+
+def test_imports_between_rooms_go_down_only() -> None:
+    for path in files():
+        assert rooms_above(path, path.read_text()) == [], at(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import gradcomp",
+        "import gradcomp as own",
+        "import gradcomp.spec",
+        "from gradcomp import Simulation",
+        "from gradcomp import engine",
+        "from gradcomp import knobs, make",
+        "from gradcomp.engine.reducer import Reducer",
+        "def later():\n    from gradcomp.spec import make",
+    ],
+)
+def test_no_import_that_goes_up_escapes(line: str) -> None:
+    assert rooms_above(PACKAGE / "messages" / "payload.py", line) != []
+
+
+def test_only_two_files_import_by_a_made_up_name() -> None:
+    for path in files():
+        calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        dynamic = [call for call in calls if re.search(r"import_module|__import__|\bexec$|\beval$", call)]
+        assert not dynamic or at(path) in (FINDS_ALGORITHMS, LOADS_DOORS), at(path)
+
+
+def test_what_a_file_loads_when_it_is_imported_stands_below_it() -> None:
+    """Without the package's front page, as it is when that is not there: whatever way a module was found."""
+    code = """
+import importlib, json, os, sys, types
+import torch  # once, for all children
+front = types.ModuleType("gradcomp")
+front.__path__ = [sys.argv[1]]
+sys.modules["gradcomp"] = front
+for module in sys.argv[2:]:
+    if os.fork() == 0:
+        importlib.import_module(module)
+        print(json.dumps([module, [name for name in sys.modules if name.startswith("gradcomp.")]]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, module
+"""
+    largest = [max((path for path in files() if room(path) == name), key=lambda path: path.stat().st_size) for name in ROOMS]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in largest]
+    modules = modules[: ROOMS.index("__init__")]
+    done = subprocess.run([sys.executable, "-c", code, str(PACKAGE), *modules], capture_output=True, text=True, check=True)
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(found) == modules
+    for name, module in zip(ROOMS, modules, strict=False):
+        assert {room_of(each) for each in found[module]} <= set(ROOMS[: ROOMS.index(name) + 1]), module
 
 
 def importers(prefix: str) -> set[str]:
     return {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if any(name == prefix or name.startswith(prefix + ".") for name in imports(path))
+        at(path)
+        for path in files()
+        if any(name == prefix or name.startswith(prefix + ".") for name in imports(ast.parse(path.read_text())))
     }
 
 
 def test_each_outside_world_has_one_door() -> None:
-    assert importers("horovod") == {"horovod.py"}
-    assert importers("gradcomp._native") == {"kernels.py"}
-    assert importers("torch.distributed") == {"ddp.py"}
+    assert importers("horovod") == {"horovod.py", "networks/horovod.py"}
+    assert importers("gradcomp._native") == {"native/extension.py"}
+    assert importers("torch.distributed") == {"networks/torch.py"}
+    assert importers("threading") == set(), "memory has an owner, and nothing is keyed by thread"
+
+
+def test_what_only_one_algorithm_needs_stays_with_it() -> None:
+    for folder in (path for path in (PACKAGE / "compressors").iterdir() if path.is_dir() and path.name != "__pycache__"):
+        prefix = f"gradcomp.compressors.{folder.name}"
+        assert all(path.startswith(f"compressors/{folder.name}/") for path in importers(prefix)), prefix
+
+
+def test_no_file_says_the_name_of_an_algorithm_outside_its_room() -> None:
+    """Nor a knob's of one: neither in names nor in texts, but for docstrings, whose examples are specs."""
+    words = re.compile(r"\b(sdagc|lgc|gtopk|gs_sgd|sketched_sgd|orq|bingrad|qsgd|terngrad|sam|lr_revision)\b")
+    for path in (path for path in files() if room(path) != "compressors"):
+        tree = ast.parse(path.read_text())
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docs = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+        for node in ast.walk(tree):
+            said = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "value")]
+            for text in (text for text in said if isinstance(text, str) and text not in docs):
+                assert not words.search(text), f"{at(path)}: {text!r}"
+
+
+def test_every_file_fits_a_few_screens() -> None:
+    for path in files():
+        assert len(path.read_text().splitlines()) <= SCREENS, at(path)
 
 
 def test_horovod_is_not_needed_for_the_rest() -> None:
@@ -107,14 +200,15 @@ def test_horovod_is_not_needed_for_the_rest() -> None:
 def test_no_torch_header_in_the_extension() -> None:
     for path in (ROOT / "csrc").rglob("*.*"):
         assert not re.search(r"#include\s*[<\"](torch|ATen|c10)", path.read_text()), path
-    linked = subprocess.run(["ldd", gradcomp.kernels._native.__file__], capture_output=True, text=True, check=True).stdout
+    linked = subprocess.run(["ldd", extension.native.__file__], capture_output=True, text=True, check=True).stdout
     assert "libtorch" not in linked and "libc10" not in linked
 
 
 def test_every_algorithm_is_a_file_a_test_and_a_row() -> None:
     readme = (ROOT / "README.md").read_text()
     for name in gradcomp.names():
-        assert (PACKAGE / "compressors" / f"{name}.py").is_file()
+        places = [PACKAGE / "compressors" / f"{name}.py", PACKAGE / "compressors" / name / "__init__.py"]
+        assert sum(path.is_file() for path in places) == 1
         assert (ROOT / "tests" / "compressors" / f"test_{name}.py").is_file()
         assert re.search(rf"^\| `{name}` \|", readme, re.MULTILINE), f"README's table has no row for {name}"
 
@@ -126,22 +220,27 @@ def test_a_new_file_is_a_new_algorithm(tmp_path: Path) -> None:
         """
 from dataclasses import dataclass
 import torch
-from gradcomp.core import Acc, Compressor, Reduce, Steps, World
+from gradcomp.knobs import knob
+from gradcomp.native.memory import Update
+from gradcomp.protocol import Acc, Compressor, Steps, World, reduce
 
 @dataclass(frozen=True)
 class First(Compressor):
-    count: int = 1
+    '''The first entries.'''
+
+    count: int = knob(1, "entries sent", least=1)
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         update = torch.zeros_like(acc.value)
-        update[:self.count] = yield Reduce(acc.value[:self.count].clone(), scale=1 / world.size)
+        update[:self.count] = yield from reduce(acc.value[:self.count].clone(), 1 / world.size)
         acc.value[:self.count] = 0
-        return update
+        return Update(update)
 """
     )
     code = """
 import gradcomp, torch
 assert 'first' in gradcomp.names()
+assert 'entries sent' in gradcomp.describe('first')
 simulation = gradcomp.Simulation('first:count=2', {'w': (3,)}, 2)
 assert simulation.step([{'w': torch.ones(3)}, {'w': torch.full((3,), 3.0)}])['w'].tolist() == [2, 2, 0]
 assert simulation.residual(1)['w'].tolist() == [0, 0, 3]

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 import gradcomp
-from gradcomp import kernels, wire
-from gradcomp.core import Gather, Reduce, Send, World
+from gradcomp.messages.payload import whole
+from gradcomp.native.extension import MOMENTS
+from gradcomp.protocol import Gather, Reduce, Send, World
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -127,7 +128,7 @@ def padded(words: int) -> int:
 K, ROOM, CANDIDATES = 41, 46, 164  # a hundredth of the entries; room for a tenth more of them; four times as many
 CELLS = 5 * 192
 ANSWER = padded(2 * K + 1)
-LAYER = 8 * kernels.MOMENTS
+LAYER = 8 * MOMENTS
 
 WAYS: dict[str, list[Way]] = {
     "dense": [reduce(4 * N)],
@@ -190,8 +191,8 @@ def test_every_rank_sends_what_the_formula_says(spec: str, ranks: int) -> None:
 @pytest.mark.parametrize("spec", WAYS)
 def test_counting_a_step_cut_short_is_counting_a_step(spec: str) -> None:
     simulation = gradcomp.Simulation(spec, MODEL, 5)
-    networks = [traffic.Counting(reducer.network) for reducer in simulation.reducers]
-    for reducer, network in zip(simulation.reducers, networks, strict=True):
+    networks = [traffic.Counting(reducer.network) for reducer in simulation._reducers]
+    for reducer, network in zip(simulation._reducers, networks, strict=True):
         reducer.network = network
     simulation.step([traffic.random(MODEL, rank) for rank in range(5)])
     cut = traffic.simulate(spec, MODEL, 5)
@@ -214,7 +215,7 @@ def test_a_ring_is_gloos(count: int, ranks: int) -> None:
 
 
 def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
-    payload = wire.whole(torch.zeros(10))
+    payload = whole(torch.zeros(10))
     request = Send({0: payload, 2: payload}, (), payload.form, torch.device("cpu"))
     assert traffic.sent(request, World(2, 4)) == traffic.Sent(messages=6, bytes=40, lengths=3)
     assert traffic.sent(request, World(1, 4)) == traffic.Sent(messages=6, bytes=80, lengths=3)
@@ -223,7 +224,7 @@ def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_hollow_operations_are_as_many_messages(ranks: int) -> None:
-    world, payload = World(1, ranks), wire.whole(torch.zeros(1000))
+    world, payload = World(1, ranks), whole(torch.zeros(1000))
     requests = [Gather(payload), Reduce(torch.zeros(100_000)), Reduce(torch.zeros(3))]
     for request in (*requests, Send({0: payload}, (), payload.form, torch.device("cpu"))):
         full, hollow = traffic.sent(request, world), traffic.sent(traffic.hollow(request, world), world)

@@ -7,37 +7,28 @@ means of what lies below and above a threshold, which is the mean, or the best t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from gradcomp.quantising import Quantising
+from gradcomp.exchanges.rounded import Quantising
+from gradcomp.knobs import knob
+from gradcomp.messages.levels import Rule
+from gradcomp.protocol import Traits
 
 
 @dataclass(frozen=True)
 class BinGrad(Quantising):
     """One bit an entry."""
 
-    form: str = "b"  # b: both levels are means, nothing is drawn; pb: levels -b and b, between which entries are drawn
-    threshold: str = "mean"  # of form=b: the mean, or lloyd, where errors are smallest
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.form not in ("b", "pb"):
-            raise ValueError(f"bingrad: form must be b or pb, not {self.form!r}")
-        if self.threshold not in ("mean", "lloyd"):
-            raise ValueError(f"bingrad: threshold must be mean or lloyd, not {self.threshold!r}")
+    form: str = knob("b", "b: both levels are means, nothing is drawn; pb: levels -b and b, drawn between", choices=("b", "pb"))
+    threshold: str = knob("mean", "of form=b: lloyd is where errors are smallest", choices=("mean", "lloyd"))
 
     @property
-    def rule(self) -> str:
-        return "partly" if self.form == "pb" else self.threshold
+    def rule(self) -> Rule:
+        if self.form == "pb":
+            return Rule("partly", 2, self.group, travels="top")
+        return Rule(self.threshold, 2, self.group, drawn=False)
 
-    @property
-    def drawn(self) -> bool:
-        return self.form == "pb"
-
-    @property
-    def travels(self) -> str:
-        return "top" if self.form == "pb" else "all"
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        return replace(super().traits, unbiased=False)

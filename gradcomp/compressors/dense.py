@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradcomp import paths
-from gradcomp.core import Acc, Compressor, Layout, Steps, World
+from gradcomp.exchanges import dense
+from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits, World
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Dense(Compressor):
     """The exact mean. It has no knobs."""
 
     @property
-    def unbiased(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(unbiased=True)
 
     def init(self, layout: Layout, seed: int) -> Tensor:
         return torch.empty(layout.total, device=layout.device)
 
     def exchange(self, acc: Acc, state: Tensor, world: World) -> Steps:
-        return (yield from paths.dense_allreduce(acc, world, state))
+        return (yield from dense.allreduce(acc, world, state))

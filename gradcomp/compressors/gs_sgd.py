@@ -15,26 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
-from gradcomp import paths, sketches
-from gradcomp.core import Acc, Reduce, Steps, World
+from gradcomp.exchanges import dense, sketched
+from gradcomp.knobs import knob
+from gradcomp.protocol import Acc, Steps, World, reduce
 
 
 @dataclass(frozen=True)
-class GsSgd(sketches.Sketching):
+class GsSgd(sketched.Sketching):
     """Tables and values are summed up by all ranks together."""
 
-    sum: str = "allreduce"  # how tables are summed: tree sends less on links that are slow to answer, but never over Horovod
+    sum: str = knob("allreduce", "how tables are summed: tree, as published, is never faster over Horovod", choices=dense.SUMS)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sum not in paths.SUMS:
-            raise ValueError(f"gs_sgd: sum must be one of {', '.join(paths.SUMS)}, not {self.sum!r}")
-
-    def sketched(self, acc: Acc, table: sketches.Table, world: World) -> Steps:
-        total = yield from paths.sum_over_ranks(table.sketch(acc), world, self.sum)
+    def sketched(self, acc: Acc, table: sketched.Table, world: World) -> Steps:
+        total = yield from dense.sum_over_ranks(table.sketch(acc), world, self.sum)
         if not self.candidates:
-            places, estimates = table.find(total, table.sizes.k)
-            return sketches.settle(acc, places, torch.cat([estimates, total[-1:]]), world, whole=False)
-        places, _ = table.find(total, table.sizes.candidates)
-        values = yield Reduce(sketches.values_at(acc, places))
-        return sketches.settle(acc, *sketches.largest(places, values, table.sizes.k), world)
+            places, estimates = table.find(total, table.sizes.k, acc.memory)
+            return sketched.settle(acc, places, torch.cat([estimates, total[-1:]]), world, whole=False)
+        places, _ = table.find(total, table.sizes.candidates, acc.memory)
+        values = yield from reduce(sketched.values_at(acc, places))
+        return sketched.settle(acc, *sketched.largest(places, values, table.sizes.k, acc.memory), world)

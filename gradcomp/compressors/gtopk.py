@@ -10,33 +10,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradcomp import kernels, paths, tree, wire
-from gradcomp.core import Acc, Compressor, Steps, World
+from gradcomp.exchanges import tree
+from gradcomp.knobs import knob
+from gradcomp.messages.sparse import EXACT, count_of, ratio_knob
+from gradcomp.protocol import Acc, Compressor, Steps, Traits, World
 
 
 @dataclass(frozen=True)
 class GTopK(Compressor):
     """k = max(1, ceil(ratio * n)) of the model's n entries come out of the tree."""
 
-    ratio: float = 0.001  # lower = fewer bytes, staler gradients
-    faithful: bool = False  # the published form, which loses what an inner rank drops
-
-    def __post_init__(self) -> None:
-        paths.check_ratio("gtopk", self.ratio)
+    ratio: float = ratio_knob()
+    faithful: bool = knob(False, "the published form, which loses what an inner rank drops", ablation=True)
 
     @property
-    def whole_model(self) -> bool:
-        return True
+    def traits(self) -> Traits:
+        return Traits(whole_model=True, sparse=True)
 
-    @property
-    def sparse(self) -> bool:
-        return True
-
-    def eased(self, progress: float) -> GTopK:
+    def ease(self, progress: float) -> GTopK:
         return replace(self, ratio=self.ratio**progress)
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        n = acc.value.numel()
-        own = wire.empty(wire.sparse_form(paths.count_of(self.ratio, n)), acc.value.device)
-        kernels.take_topk(acc.value, **own.arrays, k=len(own["values"]), flag=acc.flag, peaks=acc.peaks)
-        return (yield from tree.sparse_sum(acc, own, world, faithful=self.faithful))
+        taken = EXACT.take(acc, count_of(self.ratio, acc.value.numel()))
+        return (yield from tree.sparse_sum(acc, taken.payload, world, faithful=self.faithful))

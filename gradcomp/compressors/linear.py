@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Multilevel
+from gradcomp.exchanges.rounded import Quantising, levels_knob
+from gradcomp.knobs import knob
+from gradcomp.messages.levels import Rule
+
+SPACINGS = ("minmax", "quantile")
 
 
 @dataclass(frozen=True)
-class Linear(Multilevel):
+class Linear(Quantising):
     """Unbiased, unless entries are clipped."""
 
-    levels: int = 5  # 2, 3, 5 or 9
-    least = 2
-    spacing: str = "minmax"  # even steps of value; quantile = of rank: as many entries between any two levels
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.spacing not in ("minmax", "quantile"):
-            raise ValueError(f"linear: spacing must be minmax or quantile, not {self.spacing!r}")
+    levels: int = levels_knob(5, least=2)
+    spacing: str = knob("minmax", "even steps of value, or of rank: as many entries between any two levels", choices=SPACINGS)
 
     @property
-    def rule(self) -> str:
-        return "range" if self.spacing == "minmax" else "quantile"
-
-    @property
-    def travels(self) -> str:
-        return "ends" if self.spacing == "minmax" else "all"
+    def rule(self) -> Rule:
+        if self.spacing == "minmax":
+            return Rule("range", self.levels, self.group, travels="ends")
+        return Rule("quantile", self.levels, self.group)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Multilevel
+from gradcomp.exchanges.rounded import Quantising, levels_knob
+from gradcomp.messages.levels import Rule
 
 
 @dataclass(frozen=True)
-class Orq(Multilevel):
+class Orq(Quantising):
     """Unbiased, unless entries are clipped."""
 
-    levels: int = 3  # 3, 5 or 9; higher = smaller errors, more bytes
+    levels: int = levels_knob(3)
 
     @property
-    def rule(self) -> str:
-        return "orq"
+    def rule(self) -> Rule:
+        return Rule("optimal", self.levels, self.group)

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Multilevel
+from gradcomp.exchanges.rounded import Quantising, levels_knob
+from gradcomp.knobs import knob
+from gradcomp.messages.levels import Rule
 
 
 @dataclass(frozen=True)
-class Qsgd(Multilevel):
+class Qsgd(Quantising):
     """Unbiased, unless entries are clipped."""
 
-    levels: int = 5  # 3, 5 or 9
-    norm: str = "l2"  # or max: the largest magnitude in its place
+    levels: int = levels_knob(5)
+    norm: str = knob("l2", "of a group: the Euclidean one, or the largest magnitude", choices=("l2", "max"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.norm not in ("l2", "max"):
-            raise ValueError(f"qsgd: norm must be l2 or max, not {self.norm!r}")
         if self.norm == "l2" and self.sigmas:
-            raise ValueError("qsgd: sigmas clips at the outer levels, and those of norm=l2 lie further out; set norm=max")
+            raise ValueError(f"{self}: sigmas clips at the outer levels, and those of norm=l2 lie further out; set norm=max")
 
     @property
-    def rule(self) -> str:
-        return "norm" if self.norm == "l2" else "peak"
-
-    @property
-    def travels(self) -> str:
-        return "top"
+    def rule(self) -> Rule:
+        return Rule("norm" if self.norm == "l2" else "peak", self.levels, self.group, travels="top")

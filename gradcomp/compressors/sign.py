@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Quantising
+from gradcomp.exchanges.rounded import Quantising
+from gradcomp.messages.levels import Rule
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,5 @@ class Sign(Quantising):
     """One bit an entry."""
 
     @property
-    def rule(self) -> str:
-        return "sign"
-
-    @property
-    def drawn(self) -> bool:
-        return False
-
-    @property
-    def travels(self) -> str:
-        return "top"
+    def rule(self) -> Rule:
+        return Rule("sign", 2, self.group, drawn=False, travels="top")

@@ -11,29 +11,29 @@ from dataclasses import dataclass
 
 import torch
 
-from gradcomp import paths, sketches
-from gradcomp.core import Acc, Steps, World
+from gradcomp.exchanges import server, sketched
+from gradcomp.protocol import Acc, Steps, World
 
 
 @dataclass(frozen=True)
-class SketchedSgd(sketches.Sketching):
+class SketchedSgd(sketched.Sketching):
     """Rank 0 is the server."""
 
-    def sketched(self, acc: Acc, table: sketches.Table, world: World) -> Steps:
-        server, device, k = world.rank == 0, acc.value.device, table.sizes.k
+    def sketched(self, acc: Acc, table: sketched.Table, world: World) -> Steps:
+        leads, device, k = world.rank == 0, acc.value.device, table.sizes.k
         answer = torch.empty(2 * k + 1, device=device)
-        total = yield from paths.sum_at_server(table.sketch(acc), world)
+        total = yield from server.sum_at_server(table.sketch(acc), world)
         if self.candidates:
             asked = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
-            if server:
-                asked, _ = table.find(total, table.sizes.candidates)
-            asked = yield from paths.from_server(asked, world)
-            total = yield from paths.sum_at_server(sketches.values_at(acc, asked), world)
-            if server:
-                places, values = sketches.largest(asked, total, k)
+            if leads:
+                asked, _ = table.find(total, table.sizes.candidates, acc.memory)
+            asked = yield from server.from_server(asked, world)
+            total = yield from server.sum_at_server(sketched.values_at(acc, asked), world)
+            if leads:
+                places, values = sketched.largest(asked, total, k, acc.memory)
                 answer = torch.cat([values, places.view(torch.float32)])
-        elif server:
-            places, estimates = table.find(total, k)
+        elif leads:
+            places, estimates = table.find(total, k, acc.memory)
             answer = torch.cat([estimates, total[-1:], places.view(torch.float32)])
-        answer = yield from paths.from_server(answer, world)
-        return sketches.settle(acc, answer[k + 1 :].view(torch.int32), answer[: k + 1], world, whole=self.candidates > 0)
+        answer = yield from server.from_server(answer, world)
+        return sketched.settle(acc, answer[k + 1 :].view(torch.int32), answer[: k + 1], world, whole=self.candidates > 0)

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.quantising import Quantising
+from gradcomp.exchanges.rounded import Quantising, sigmas_knob
+from gradcomp.messages.levels import Rule
 
 
 @dataclass(frozen=True)
 class TernGrad(Quantising):
     """Unbiased without clipping."""
 
-    sigmas: float = 2.5  # entries count as if they lay within so many standard deviations of 0; 0 = as they are
+    sigmas: float = sigmas_knob(2.5)
 
     @property
-    def rule(self) -> str:
-        return "peak"
-
-    @property
-    def count(self) -> int:
-        return 3
-
-    @property
-    def travels(self) -> str:
-        return "top"
+    def rule(self) -> Rule:
+        return Rule("peak", 3, self.group, travels="top")

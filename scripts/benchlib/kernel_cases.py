@@ -16,11 +16,15 @@ from torch import Tensor
 
 import gradcomp
 from benchlib.rounds import Case
-from gradcomp import kernels, paths, wire
 from gradcomp.compressors.bingrad import BinGrad
 from gradcomp.compressors.gs_sgd import GsSgd
 from gradcomp.compressors.orq import Orq
-from gradcomp.quantising import Rounding
+from gradcomp.messages.levels import Rounding
+from gradcomp.messages.payload import empty
+from gradcomp.messages.sparse import COMPACT
+from gradcomp.native import kernels
+from gradcomp.native.extension import MOMENTS
+from gradcomp.native.memory import Memory, Update
 
 COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
 FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
@@ -49,6 +53,7 @@ class Bench:
         self.inputs = [torch.randn(n, device=device) for _ in range(self._turns())]
         self.pieces = [list(flat.split(self.sizes)) for flat in self.inputs]
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self.memory = Memory()
 
     def _turns(self) -> int:
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 2**26
@@ -129,16 +134,18 @@ class Bench:
 
     def passes(self) -> list[Case]:
         n, flat, value, pushed, velocity, whole, taken, wide = self.n, *(self.empty() for _ in range(7))
-        seen = torch.zeros(len(self.sizes), kernels.MOMENTS, dtype=torch.float64, device=self.device)
+        seen = torch.zeros(len(self.sizes), MOMENTS, dtype=torch.float64, device=self.device)
         squares = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
         out = [list(self.empty().split(self.sizes)) for _ in self.inputs]
         return [
-            Case("sum_squares", lambda i: kernels.sum_squares(self.grads(i), squares), 4 * n),
+            Case("sum_squares", lambda i: kernels.sum_squares(self.grads(i), squares, self.memory), 4 * n),
             Case("flatten", lambda i: kernels.flatten(self.grads(i), flat), 8 * n),
             Case("accumulate", lambda i: kernels.accumulate(self.grads(i), value, None, self.flag), 12 * n),
             Case("accumulate, momentum", lambda i: kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9), 20 * n),
             Case(
-                "accumulate, moments", lambda i: kernels.accumulate(self.grads(i), wide, None, self.flag, moments=seen), 12 * n
+                "accumulate, moments",
+                lambda i: kernels.accumulate(self.grads(i), wide, None, self.flag, moments=seen, memory=self.memory),
+                12 * n,
             ),
             Case("offer_all", lambda i: kernels.offer_all(self.input(i), taken, self.flag), 8 * n),
             Case("settle_all", lambda i: kernels.settle_all(whole, taken), 4 * n),
@@ -158,18 +165,23 @@ class Bench:
         failed = torch.full((n,), math.nan, device=self.device)
         plain, pushed, velocity, payload = self.empty(), self.empty(), self.empty(), self.payload()
 
-        peaks = kernels.peaks(n, self.device)
+        peaks, memory = kernels.peaks(n, self.device), self.memory
 
         def feedback(i: int) -> None:
             kernels.accumulate(self.grads(i), plain, None, self.flag, peaks=peaks)
-            kernels.take_topk(plain, k, **payload, flag=self.flag, peaks=peaks)
+            kernels.take_topk(plain, k, **payload, flag=self.flag, peaks=peaks, memory=memory)
 
         def with_momentum(i: int) -> None:
             kernels.accumulate(self.grads(i), pushed, velocity, self.flag, 0.9, peaks=peaks)
-            kernels.take_topk(pushed, k, **payload, velocity=velocity, flag=self.flag, peaks=peaks)
+            kernels.take_topk(pushed, k, **payload, velocity=velocity, flag=self.flag, peaks=peaks, memory=memory)
 
         return [
-            Case("take_topk", lambda i: kernels.take_topk(value, k, **own), 4 * n, before=lambda i: value.copy_(self.input(i))),
+            Case(
+                "take_topk",
+                lambda i: kernels.take_topk(value, k, **own, memory=memory),
+                4 * n,
+                before=lambda i: value.copy_(self.input(i)),
+            ),
             Case(FEEDBACK, feedback, (12 + self.take_reads) * n),
             Case("accumulate, take_topk, momentum", with_momentum, (20 + self.take_reads) * n),
             Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
@@ -182,32 +194,32 @@ class Bench:
         n, layers = self.n, len(self.sizes)
         ends = torch.tensor(self.sizes).cumsum(0).to(torch.int32).to(self.device)
         centers, thresholds = torch.zeros(layers, device=self.device), torch.zeros(layers, device=self.device)
-        moments = torch.zeros(layers, kernels.MOMENTS, dtype=torch.float64, device=self.device)
+        moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.device)
         lam = torch.full((1,), 3.3, device=self.device)
-        payload, form = self.payload(), wire.packed_form(n, self.k)
-        packed = wire.empty(form, self.device)
+        payload, form = self.payload(), COMPACT.form(n, self.k)
+        packed = empty(form, self.device)
         value, pushed, velocity, target = (self.empty() for _ in range(4))
-        flag, peaks = self.flag, kernels.peaks(n, self.device)
+        flag, peaks, memory, chosen = self.flag, kernels.peaks(n, self.device), self.memory, (ends, centers, thresholds)
         values, indices = self.payload()["values"], self.payload()["indices"]
         failed = torch.full((n,), math.nan, device=self.device)
 
         def take(acc: Tensor, velocity: Tensor | None) -> None:
             kernels.set_thresholds(moments, ends, lam, centers, thresholds)
-            kernels.take_above(acc, ends, centers, thresholds, **payload, velocity=velocity, flag=flag, peaks=peaks)
+            kernels.take_above(acc, *chosen, **payload, velocity=velocity, flag=flag, peaks=peaks, memory=memory)
 
         def plain(i: int) -> None:
-            kernels.accumulate(self.grads(i), value, None, flag, moments=moments, peaks=peaks)
+            kernels.accumulate(self.grads(i), value, None, flag, moments=moments, peaks=peaks, memory=memory)
             take(value, None)
 
         def with_momentum(i: int) -> None:
-            kernels.accumulate(self.grads(i), pushed, velocity, flag, 0.9, moments=moments, peaks=peaks)
+            kernels.accumulate(self.grads(i), pushed, velocity, flag, 0.9, moments=moments, peaks=peaks, memory=memory)
             take(pushed, velocity)
 
         def pack(i: int) -> None:
             kernels.pack_sparse(**payload, value=target, blocks=packed["blocks"], entries=packed["entries"])
 
         def only_take(i: int) -> None:
-            kernels.take_above(target, ends, centers, thresholds, **payload, flag=flag)
+            kernels.take_above(target, *chosen, **payload, flag=flag, memory=memory)
 
         return [
             Case(SDAGC, plain, (12 + self.take_reads) * n),
@@ -217,8 +229,8 @@ class Bench:
             Case(
                 "unpack_sparse", lambda i: kernels.unpack_sparse(**packed.arrays, values=values, indices=indices), 12 * self.k
             ),
-            Case("add_packed", lambda i: paths.add_all(target, [packed], 0.5), 12 * self.k),
-            Case(f"add_packed, {MANY} ranks", lambda i: paths.add_all(target, [packed] * MANY, 0.5), 12 * MANY * self.k),
+            Case("add_packed", lambda i: COMPACT.add(Update(target), [packed], 0.5), 12 * self.k),
+            Case(f"add_packed, {MANY} ranks", lambda i: COMPACT.add(Update(target), [packed] * MANY, 0.5), 12 * MANY * self.k),
             Case(
                 "settle_packed", lambda i: kernels.settle_packed(target, **packed.arrays, update=failed, keep=0.0), 12 * self.k
             ),
@@ -235,7 +247,9 @@ class Bench:
         estimates = torch.zeros(self.k, device=self.device)
         return [
             Case(SKETCH, lambda i: kernels.sketch(self.input(i), rows, 0, table), 4 * self.n),
-            Case(HEAVIEST, lambda i: kernels.heaviest(filled, rows, 0, self.n, places, estimates), 4 * rows * self.n),
+            Case(
+                HEAVIEST, lambda i: kernels.heaviest(filled, rows, 0, self.n, places, estimates, self.memory), 4 * rows * self.n
+            ),
         ]
 
     def levels(self) -> list[Case]:
@@ -244,8 +258,8 @@ class Bench:
         value, target = self.empty(), self.empty()
         failed = torch.full((self.n,), math.nan, device=self.device)
         hows = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
-        roundings = {name: Rounding(how, self.n) for name, how in hows.items()}
-        payloads = {name: wire.empty(rounding.form, self.device) for name, rounding in roundings.items()}
+        roundings = {name: Rounding(how.rule, self.n) for name, how in hows.items()}
+        payloads = {name: empty(rounding.form, self.device) for name, rounding in roundings.items()}
         value.copy_(self.input(0))
         many = [roundings[ORQ_3].take(value.clone(), None, None, rank) for rank in range(MANY)]
 

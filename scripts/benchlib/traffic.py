@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp import kernels, wire
-from gradcomp.core import Gather, Reduce, Reply, Request, Send, World
-from gradcomp.reducer import Network
+from gradcomp.engine.reducer import Bucket, Reducer
+from gradcomp.messages.payload import ALIGNMENT, whole
+from gradcomp.native.memory import Memory, Update
+from gradcomp.networks import Answer, Network
+from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.protocol import Gather, Layer, Reduce, Request, Send, World
 
 SEGMENT = 1 << 20  # bytes that a ring sends at once, at most
 PREAMBLE = 48  # bytes in front of a message; gloo announces each one by two more, from its sender and from its receiver
@@ -102,13 +104,10 @@ class Counting:
     def world(self) -> World:
         return self._network.world
 
-    def start(self, request: Request, name: str) -> Any:
+    def start(self, request: Request, name: str) -> Answer:
         self.operations[type(request).__name__] += 1
         self.sent += sent(request, self.world)
         return self._network.start(request, name)
-
-    def finish(self, handle: Any) -> Reply:
-        return self._network.finish(handle)
 
 
 def simulate(spec: str, shapes: Mapping[str, Sequence[int]], ranks: int) -> list[Counting]:
@@ -116,22 +115,31 @@ def simulate(spec: str, shapes: Mapping[str, Sequence[int]], ranks: int) -> list
 
     The last answers are given to rank 0 alone: nothing is sent any more, and with a thousand ranks adding up would take long.
     """
-    simulation = gradcomp.Simulation(spec, shapes, ranks)
+    compressor, own, board, memory = gradcomp.make(spec), layers(shapes), Board(ranks), Memory()
     grads = random(shapes, 0)
-    counting = [Counting(reducer.network) for reducer in simulation.reducers]
-    for reducer, network in zip(simulation.reducers, counting, strict=True):
-        reducer.network, reducer.deliver = network, lambda bucket, update: kernels.wipe(update)
+    counting = [Counting(MemoryNetwork(board, rank, ranks_per_host=1)) for rank in range(ranks)]
+    reducers = [Reducer(compressor, own, network, 25, 0, deliver=ignore, memory=memory) for network in counting]
+    for reducer in reducers:
         for name, grad in grads.items():
             reducer.put(name, grad)
-    first, *others = simulation.reducers
+    first, *others = reducers
     while first.advance():
         done = {bucket.index for bucket in first.buckets if bucket.steps is None}
         for reducer in others:
             for bucket in reducer.buckets:
                 if bucket.index in done:
-                    bucket.steps = None
+                    bucket.steps = bucket.answer = None
             reducer.advance()
     return counting
+
+
+def layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, Layer]:
+    """What a reducer is told of a model of these shapes."""
+    return {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in shapes.items()}
+
+
+def ignore(bucket: Bucket, update: Update) -> None:
+    """Deliver nothing: the gradients stay as they are, for the next step or the next rank."""
 
 
 def random(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
@@ -142,7 +150,7 @@ def random(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
 
 def hollow(request: Request, world: World) -> Request:
     """The same operation with next to nothing in it: as many messages, of a few bytes."""
-    least = wire.whole(torch.zeros(wire.ALIGNMENT, dtype=torch.uint8))
+    least = whole(torch.zeros(ALIGNMENT, dtype=torch.uint8))
     match request:
         case Gather():
             return Gather(least)

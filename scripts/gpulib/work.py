@@ -72,7 +72,7 @@ def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
     shutil.rmtree(PACKAGE, ignore_errors=True)
     shutil.copytree(ROOT / "gradcomp", PACKAGE / "gradcomp", ignore=shutil.ignore_patterns("_native*.so", "__pycache__"))
     shutil.copy(extension, PACKAGE / "gradcomp")
-    ask = 'import json; from gradcomp import kernels; print("@" + json.dumps({"cuda": kernels.BUILT_WITH_CUDA}))'
+    ask = 'import json; from gradcomp.native import extension as own; print("@" + json.dumps({"cuda": own.BUILT_WITH_CUDA}))'
     found = marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))
     if found["cuda"] != (device == "cuda"):
         raise Failed("the built package is not the one that is imported, or it has the wrong kernels")

@@ -16,9 +16,10 @@ from studylib.train import Grads
 from torch import Tensor
 
 import gradcomp
-from gradcomp.autoencoder import Autoencoder
-from gradcomp.core import World
-from gradcomp.leading import Leading
+from gradcomp.compressors.lgc.autoencoder import Autoencoder
+from gradcomp.compressors.lgc.support import Leading
+from gradcomp.native.memory import Memory
+from gradcomp.protocol import World
 from lgclib import job
 
 CURVES = {
@@ -36,7 +37,7 @@ def measure(ratio: float, steps: int, seed: int, ranks: int, tell: Callable[[str
     """Every step's figures: correlations, and relative errors."""
     found: dict[str, list[float]] = {name: [] for name in CURVES}
     of_all, of_leader, of_own = (Autoencoder(1, False, True, seed, torch.device("cpu")) for _ in range(3))
-    done = 0
+    done, memory = 0, Memory()
 
     def see(simulation: gradcomp.Simulation, grads: list[Grads]) -> Grads:
         nonlocal done
@@ -48,7 +49,7 @@ def measure(ratio: float, steps: int, seed: int, ranks: int, tell: Callable[[str
                 Leading(value.shape[1], ratio, "parts", 16, True, seed, World(rank, ranks), done) for rank in range(ranks)
             ]
             leaders = leading[0].leaders
-            chosen = [leading[leader].choose(value[leader]) for leader in leaders]
+            chosen = [leading[leader].choose(value[leader], memory) for leader in leaders]
             places = [leading[0].find(own["places"], row) for row, own in enumerate(chosen)]
             rows = torch.stack([value[:, at] / own["scale"] for at, own in zip(places, chosen, strict=True)], 1)
             led = torch.stack([rows[leader, row] for row, leader in enumerate(leaders)])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp import kernels
-from gradcomp.core import Acc, Compressor, Layout, Steps, World
-from gradcomp.wrap import Memory, Rates, Source
+from gradcomp.engine.wrapper import Wrapper
+from gradcomp.native import kernels
+from gradcomp.protocol import Acc, Steps, World
 
 EVERY = 10
 """Steps of which one is looked at: that costs two passes over what every rank was to send."""
@@ -29,9 +29,9 @@ class Errors:
         self.meant: list[float] = []
         self.left: list[float] = []
         self.looking = False
-        for reducer in simulation.reducers:
+        for reducer in simulation._reducers:
             for bucket in reducer.buckets:
-                bucket.source = Watched(bucket.source, self)
+                bucket.source = replace(bucket.source, inner=Watched(bucket.source.inner, self))
 
     def begin(self, step: int) -> None:
         """To be called before each step, counted from 1."""
@@ -50,31 +50,19 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A bucket's source of gradients, and what is noted of its exchanges."""
+class Watched(Wrapper):
+    """A bucket's compressor, and what is noted of its exchanges."""
 
-    source: Source
     errors: Errors
 
-    @property
-    def inner(self) -> Compressor:
-        return self.source.inner
+    def within(self, state: Any) -> Any:
+        return state
 
-    @property
-    def whole_model(self) -> bool:
-        return self.source.whole_model
-
-    def init(self, layout: Layout, seed: int) -> Memory:
-        return self.source.init(layout, seed)
-
-    def collect(self, grads: Sequence[Tensor], memory: Memory, ranks: int, rates: Rates) -> Acc:
-        return self.source.collect(grads, memory, ranks, rates)
-
-    def exchange(self, acc: Acc, state: Memory, world: World) -> Steps:
+    def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
         if not self.errors.looking:
-            return (yield from self.source.exchange(acc, state, world))
+            return (yield from self.inner.exchange(acc, state, world))
         meant = _square(acc.value)
-        update = yield from self.source.exchange(acc, state, world)
+        update = yield from self.inner.exchange(acc, state, world)
         self.errors.note(meant, _square(acc.value))
         return update
 

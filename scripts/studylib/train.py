@@ -29,7 +29,7 @@ def rate_at(step: int, steps: int) -> float:
 
 def keeps_momentum(spec: str) -> bool:
     """Whether the spec has momentum of its own; the optimizer's must then be 0."""
-    return gradcomp.make(spec).local_momentum > 0
+    return gradcomp.make(spec).traits.momentum > 0
 
 
 def run(task: str, spec: str, seed: int, ranks: int, settings: Settings) -> Record:

@@ -15,13 +15,15 @@ from laws import check_conservation
 from torch import Tensor
 
 import gradcomp
-from gradcomp import autoencoder, places
-from gradcomp.capacity import DELAY
-from gradcomp.core import Layer, Layout
-from gradcomp.phases import MOST_BAD
-from gradcomp.reducer import Reducer
-from gradcomp.simulate import Board, Seat
-from gradcomp.watch import NOTES
+from gradcomp.compressors.lgc import autoencoder
+from gradcomp.compressors.lgc.code_error import NOTES
+from gradcomp.compressors.lgc.phases import MOST_BAD
+from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.reducer import Reducer
+from gradcomp.exchanges.delayed_counts import DELAY
+from gradcomp.messages import places
+from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.protocol import Layer, Layout
 
 LINE = 64
 
@@ -244,8 +246,8 @@ def test_a_state_that_is_loaded_replaces_what_was_there() -> None:
             ours, theirs = simulation.step(draw(step)), fresh.step(draw(step))
             assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
         assert (
-            simulation.state_dict()["ranks"][0]["buckets"][0]["own"]["phases"]
-            == (fresh.state_dict()["ranks"][0]["buckets"][0]["own"]["phases"])
+            simulation.state_dict()["ranks"][0]["buckets"][0]["own"]["inner"]["phases"]
+            == (fresh.state_dict()["ranks"][0]["buckets"][0]["own"]["inner"]["phases"])
         )
 
 
@@ -292,14 +294,14 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
     for step in range(30, 36):
         simulation.step(draw(step))
     assert simulation.stats()["code_error"] < 0.9
-    for reducer in simulation.reducers:  # what a worn-out or damaged decoder says
-        coder = reducer.buckets[0].memory.inner.coder
+    for reducer in simulation._reducers:  # what a worn-out or damaged decoder says
+        coder = reducer.buckets[0].state.inner.coder
         coder.taps.mul_(times)
     phases = []
     for step in range(36, 36 + DELAY + MOST_BAD + 30 + 7):
         update = simulation.step(draw(step))
         assert max(float(part.abs().max()) for part in update.values()) < 400  # what has waited all the time, no more
-        phases.append({reducer.stats()["phase"] for reducer in simulation.reducers})
+        phases.append({reducer.stats()["phase"] for reducer in simulation._reducers})
     began = phases.index({"learn"})
     assert DELAY + MOST_BAD <= began <= DELAY + MOST_BAD + 2  # not every step need be found off
     assert phases == [{"code"}] * began + [{"learn"}] * 30 + [{"code"}] * (len(phases) - began - 30)
@@ -308,7 +310,7 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
 
 def states(simulation: gradcomp.Simulation) -> list[Any]:
     """What lgc keeps, of every rank."""
-    return [reducer.buckets[0].memory.inner for reducer in simulation.reducers]
+    return [reducer.buckets[0].state.inner for reducer in simulation._reducers]
 
 
 def test_what_is_learned_anew_begins_anew() -> None:
@@ -342,9 +344,9 @@ def test_ranks_that_learned_something_else_agree_before_codes_are_used() -> None
 def test_innovations_start_with_fresh_momentum_wherever_they_are() -> None:
     simulation = learned("instance=server,momentum=0.9,innovation=0.01")
     update = simulation.step(draw(30))["a.weight"]
-    memory = simulation.reducers[1].buckets[0].memory
-    bucket = simulation.reducers[1].buckets[0]
-    velocity = bucket.layout.views(memory.velocity)["a.weight"]
+    own = simulation._reducers[1].buckets[0].state
+    bucket = simulation._reducers[1].buckets[0]
+    velocity = bucket.layout.views(own.velocity)["a.weight"]
     fresh = velocity == 0
     assert int(fresh.sum()) > 0.0125 * MIDDLE  # more than the 0.01 at common places
     assert bool((update.flatten()[fresh] != 0).all())
@@ -355,8 +357,8 @@ def test_entries_that_were_sent_start_with_fresh_momentum() -> None:
         simulation = gradcomp.Simulation(spec_of(f"momentum=0.9,masking={masking}"), SHAPES, 4)
         for step in range(18):
             update = simulation.step(draw(step))["a.weight"]
-            memory = simulation.reducers[1].buckets[0].memory
-            velocity = simulation.reducers[1].buckets[0].layout.views(memory.velocity)["a.weight"].view_as(update)
+            own = simulation._reducers[1].buckets[0].state
+            velocity = simulation._reducers[1].buckets[0].layout.views(own.velocity)["a.weight"].view_as(update)
             if step:  # what was dense keeps its momentum
                 assert bool((velocity[update != 0] == 0).all()) == masking
             else:
@@ -368,14 +370,14 @@ def test_a_step_that_waits_takes_nothing() -> None:
     simulation = learned("momentum=0.9")
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
-    memory = simulation.reducers[2].buckets[0].memory
+    own = simulation._reducers[2].buckets[0].state
     middle = states(simulation)[2].middle
-    before = memory.value.clone()
+    before = own.value.clone()
     update = simulation.step(draw(30))
     assert not update["a.weight"].any() and not update["a.bias"].any()
     assert update["conv1.weight"].all() and update["fc.weight"].any()  # the ends travel all the same
-    assert (memory.velocity[middle] != 0).all()
-    assert reference.same(memory.value[middle], before[middle] + memory.velocity[middle])
+    assert (own.velocity[middle] != 0).all()
+    assert reference.same(own.value[middle], before[middle] + own.velocity[middle])
 
 
 def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
@@ -410,7 +412,7 @@ def residuals_of(simulation: gradcomp.Simulation) -> list[Tensor]:
 def parts_of(names: dict[str, int], knobs: str = ":first=dense") -> list[list[str]]:
     """What travels as it is by its largest entries, as a code, and dense."""
     compressor = gradcomp.make("lgc" + knobs)
-    assert isinstance(compressor, gradcomp.wrap.Feedback)
+    assert isinstance(compressor, Feedback)
     layout = Layout(tuple(reversed(names)), tuple(names[name] for name in reversed(names)), torch.device("cpu"))
     state = compressor.inner.init(layout, 0)
     ends = [(part.start, part.stop) for part in (state.last, state.middle, state.first)]
@@ -452,7 +454,15 @@ def test_a_falling_learning_rate_refreshes_the_code() -> None:
     rate, board = [0.1], Board(1)
     layers = {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in SHAPES.items()}
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
-    reducer = Reducer(compressor, layers, Seat(board, 0, 1), lambda bucket, update: None, 25, 0, lambda name: rate[0])
+    reducer = Reducer(
+        compressor,
+        layers,
+        MemoryNetwork(board, 0, 1),
+        25,
+        0,
+        rates=lambda name: rate[0],
+        deliver=lambda bucket, update: None,
+    )
     phases = []
     for step in range(7 + DELAY + 5):
         rate[0] = 0.1 if step < 7 else 0.01
@@ -481,16 +491,16 @@ def test_how_long_learning_takes_is_said() -> None:
 
 
 @pytest.mark.parametrize("spec,said", [
-    ("lgc:instance=mesh", "instance must be one of ring, server"),
-    ("lgc:leader=me", "leader must be one of parts, rotate, seed"),
-    ("lgc:learn=0", "learn must be 1 or more"),
-    ("lgc:dense=-1", "dense must be 0 or more"),
-    ("lgc:window=5", "window must be 32 or more"),
-    ("lgc:bound=0", "bound must be above 0"),
-    ("lgc:innovation=2", r"innovation must lie in \(0, 1\]"),
-    ("lgc:decoder=deep", "decoder must be one of linear, leaky"),
-    ("lgc:by_host=true", "not for lgc"),
-    ("lgc:warmup=5", "nothing to warm up"),
+    ("lgc:instance=mesh", "lgc: instance=mesh must be one of ring, server"),
+    ("lgc:leader=me", "lgc: leader=me must be one of parts, rotate, seed"),
+    ("lgc:learn=0", "lgc: learn=0 must be at least 1"),
+    ("lgc:dense=-1", "lgc: dense=-1 must be at least 0"),
+    ("lgc:window=5", "lgc: window=5 must be at least 32"),
+    ("lgc:bound=0", "lgc: bound=0 must be above 0"),
+    ("lgc:innovation=2", r"lgc: innovation=2 must be in \(0, 1\]"),
+    ("lgc:decoder=deep", "lgc: decoder=deep must be one of linear, leaky"),
+    ("lgc:by_host=true", "lgc cannot go by_host: the model is dealt out in parts"),
+    ("lgc:warmup=5", "lgc has nothing to warm up"),
 ])  # fmt: skip
 def test_bad_knobs_are_refused(spec: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -15,7 +15,7 @@ from kernels.test_best_levels import check_best
 from torch import Tensor, nn
 
 import gradcomp
-from gradcomp import kernels
+from gradcomp.native import kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -230,7 +230,7 @@ def test_it_is_unbiased(kind: str, count: int) -> None:
         grads = {"w": grads["w"][: 12 * 512]}
     spec = f"orq:levels={count},group=512,route=allgather"
     found, repeated = found_by(spec, grads), simulation(spec, grads)
-    names = repeated.reducers[0].buckets[0].layout.names
+    names = repeated._reducers[0].buckets[0].layout.names
     assert torch.equal(found.value, torch.cat([grads[name].flatten() for name in names]))
     total = torch.zeros_like(found.value, dtype=torch.float64)
     for _ in range(steps):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.compressors.sdagc import Sdagc, laplace_density, together
-from gradcomp.wrap import Feedback
+from gradcomp.engine.feedback import Feedback
 
 SMALL = 248
 """Entries of the laws' layers that are small; the other 2640 are in two matrices. Their other model is one layer of 60."""
@@ -45,7 +45,7 @@ PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "sdagc": _bytes(3.3),
     "sdagc:lam=2,small=pool": _bytes(2.0, "pool"),
     "sdagc:lam=1.5,small=none,wire=exact": _bytes(1.5, "none", "exact"),
-    "sdagc:lam=2,small=none,about=mean,sigma=zero,zeros=count,stat=raw": _bytes(2.0, "none"),
+    "sdagc:lam=2,small=none,sigma=zero,stat=raw": _bytes(2.0, "none"),
     "sdagc:lam=2.5,small=none,live=false,flush=7": _bytes(2.5, "none"),
     "sdagc:density=0.05,small=none": _density(0.05),
     "sdagc:lam=0": lambda n: 4 * n,
@@ -117,7 +117,7 @@ def test_small_layers_go_dense_or_in_a_pool() -> None:
     dense = gradcomp.Simulation("sdagc", shapes, 1)
     update = dense.step([grads])
     assert torch.equal(update["bias"], grads["bias"]) and torch.equal(update["tiny"], grads["tiny"])
-    assert len(dense.reducers[0].buckets) == 2  # both in one reduction
+    assert len(dense._reducers[0].buckets) == 2  # both in one reduction
     pool = gradcomp.Simulation("sdagc:small=pool,lam=2", shapes, 1)
     update = pool.step([grads])
     sigma = torch.cat([grads["tiny"].view(-1), grads["bias"]]).std(correction=0)
@@ -138,11 +138,11 @@ def test_liveness(live: str, sent: int) -> None:
     assert update.count_nonzero() == sent
 
 
-@pytest.mark.parametrize("spec", ["sdagc:small=none", "sdagc:small=none,about=mean", "sdagc:lam=0.1,small=none,live=false"])
+@pytest.mark.parametrize("spec", ["sdagc:small=none", "sdagc:lam=0.1,small=none,live=false"])
 def test_a_layer_without_gradient_sends_nothing(spec: str) -> None:
     simulation, update = one(spec, torch.zeros(50, 50))
     assert not update.any()
-    assert simulation.reducers[0].buckets[0].memory.flag.item() == 0
+    assert simulation._reducers[0].buckets[0].state.flag.item() == 0
 
 
 def test_a_constant_layer_is_not_stuck() -> None:
@@ -178,7 +178,7 @@ def test_the_room_follows_what_is_needed() -> None:
         assert len(set(simulation.bytes_sent)) == 1
         sizes.append(simulation.bytes_sent[0])
     assert len(set(sizes[:8])) == 1 and sizes[8] != sizes[0]
-    buckets = [reducer.buckets[0].memory.inner.capacity for reducer in simulation.reducers]
+    buckets = [reducer.buckets[0].state.inner.capacity for reducer in simulation._reducers]
     assert len({capacity.room for capacity in buckets}) == 1
 
 
@@ -189,7 +189,7 @@ def test_lam_is_steered_to_a_density(wanted: float) -> None:
     for step in range(120):
         torch.manual_seed(step)
         simulation.step([{"w": torch.randn(500, 400)} for _ in range(2)])
-        shares.append(simulation.reducers[0].buckets[0].memory.inner.lam.item())
+        shares.append(simulation._reducers[0].buckets[0].state.inner.lam.item())
         assert simulation.bytes_sent[0] < 4 * 1.1 * wanted * 200_000 + 200
     sent = simulation.step([{"w": torch.randn(500, 400)}, {"w": torch.zeros(500, 400)}])["w"].count_nonzero()
     assert 0.6 * wanted < sent / 200_000 < 2.3 * wanted  # two ranks of at most 1.1 each, and a tie or two
@@ -224,17 +224,13 @@ def test_an_embedding_is_judged_by_the_rows_that_were_used() -> None:
     value = torch.zeros(2000, 64)
     value[::100] = torch.randn(20, 64)
     _, skip = one("sdagc:lam=2.5,cap=1", value)
-    _, count = one("sdagc:lam=2.5,zeros=count,cap=1", value)
     used = value.count_nonzero()
     assert skip.count_nonzero() < 0.03 * used
-    assert count.count_nonzero() > 0.7 * used
 
 
-def test_about_the_mean() -> None:
+def test_sigma_from_zero() -> None:
     torch.manual_seed(0)
     value = torch.randn(200, 200) + 10
-    _, update = one("sdagc:lam=2.5,about=mean,wire=exact", value)
-    assert torch.equal(update != 0, (value - value.mean()).abs() > 2.5 * value.std(correction=0))
     _, update = one("sdagc:lam=1.5,sigma=zero,live=false,wire=exact", value)
     assert not update.any()  # the root mean square is 10
 
@@ -243,7 +239,7 @@ def test_sam_is_momentum_on_the_summed_gradient() -> None:
     """An entry sent every T steps moves as momentum SGD does on the sums of T gradients; one buffer is enough."""
     torch.manual_seed(0)
     simulation = gradcomp.Simulation("sdagc:lam=0,sam=0.9,flush=0,wire=exact,small=none", {"w": (40, 40)}, 1)
-    assert simulation.reducers[0].buckets[0].memory.velocity is None
+    assert simulation._reducers[0].buckets[0].state.velocity is None
     # lam=0 with room for all is a dense step; a threshold no entry reaches, and a flush, make steps of T = 3.
     simulation = gradcomp.Simulation("sdagc:lam=16,live=false,sam=0.9,flush=3,small=none", {"w": (40, 40)}, 1)
     velocity = torch.zeros(40, 40)
@@ -292,10 +288,10 @@ def test_staleness_by_layer_divides_by_the_mean() -> None:
 def test_its_spec() -> None:
     assert gradcomp.make("sdagc:lam=3.3,momentum=0.9") == Feedback(Sdagc(lam=3.3), momentum=0.9)
     for bad in ("lam=-1", "lam=nan", "density=1", "stat=median", "small=no", "sam=1", "cap=0", "wire=morse", "lr_revision=x"):
-        with pytest.raises(ValueError, match=f"sdagc: {bad.partition('=')[0]} must be"):
+        with pytest.raises(ValueError, match=f"sdagc: {bad} must be"):
             gradcomp.make(f"sdagc:{bad}")
-    with pytest.raises(ValueError, match="momentum and sam would act twice"):
+    with pytest.raises(ValueError, match=r"momentum=0\.9 and the 0\.9 that sdagc:sam=0\.9 keeps would act twice"):
         gradcomp.make("sdagc:sam=0.9,momentum=0.9")
     for revision in ("keep", "rescale", "density"):
-        with pytest.raises(ValueError, match="needs the learning rates: give optimizer="):
+        with pytest.raises(ValueError, match="needs the learning rates: pass optimizer="):
             gradcomp.Simulation(f"sdagc:lr_revision={revision}", {"w": (3,)}, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from odd_models import MODELS
+from odd_models import KEPT, MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,17 @@ def test_in_every_way_all_ranks_hold_the_same_weights(name: str, count: int) -> 
     assert not torch.equal(first, found(count)[0][name, EXACT])  # something was left out indeed
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_what_waits_and_the_update_are_the_gradients(name: str) -> None:
+    """In the parameters' shapes, whatever their layout: the ranks' means add up."""
+    first, second = (own["waiting", name] for own in found(2))
+    assert any(kept.any() for kept, _, _ in first.values())
+    for n, (kept, gradient, update) in first.items():
+        assert kept.shape == gradient.shape == update.shape
+        assert torch.equal(update, second[n][2])
+        torch.testing.assert_close((kept + second[n][0]) / 2 + update, (gradient + second[n][1]) / 2)
+
+
 def test_within_a_group_its_members_train_together() -> None:
     first, _, second = found(3)
     assert torch.equal(first["some", EXACT], first["some", ALONE])
@@ -52,7 +63,7 @@ def test_a_loaded_state_continues_to_the_last_bit(spec: str, count: int) -> None
 
 def test_the_spec_can_change_in_mid_training() -> None:
     for own in found(2):
-        assert "spec: rank 0 has 'dense', rank 1 has 'sign'" in own["changed"]["refused"]
+        assert "spec: rank 0 has 'dense:feedback=true', rank 1 has 'sign'" in own["changed"]["refused"]
         assert own["changed"]["carried"]
         assert own["changed"]["spec"] == "sdagc:lam=2"
         assert torch.equal(own["changed"]["weights"], found(2)[0]["changed"]["weights"])

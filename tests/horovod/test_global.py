@@ -69,5 +69,5 @@ def test_real_ranks_do_what_simulated_ones_do(spec: str, world: int, hosts: int)
     assert [rank[spec]["bytes"] for rank in found(world, hosts)] == simulation.bytes_sent
     if hosts > 1:
         between = [rank[spec]["between"] for rank in found(world, hosts)]
-        assert between == [reducer.bytes_between_hosts for reducer in simulation.reducers]
+        assert between == [reducer.bytes_between_hosts for reducer in simulation._reducers]
         assert spec.startswith("dense") or max(between) < min(simulation.bytes_sent) / 10

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from odd_models import MODELS
+from odd_models import KEPT, MODELS
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +36,17 @@ def test_all_ranks_hold_the_same_weights_to_the_last_bit(model: str, route: str)
     assert not torch.equal(first, found()[0][model, route, "dense"][0])  # something was left out indeed
     expected = {"bfloat16": {"torch.bfloat16"}, "float16": {"torch.float16"}}.get(model)
     assert expected is None or set(types) == expected
+
+
+@pytest.mark.parametrize("route", ["A", "B"])
+@pytest.mark.parametrize("model", KEPT)
+def test_what_waits_and_the_update_are_the_gradients(model: str, route: str) -> None:
+    """In the parameters' shapes, whatever their layout: the ranks' means add up."""
+    first, second = (rank["waiting", model, route] for rank in found())
+    assert any(kept.any() for kept, _, _ in first.values())
+    for name, (kept, gradient, update) in first.items():
+        assert kept.shape == gradient.shape == update.shape
+        torch.testing.assert_close((kept + second[name][0]) / 2 + update, (gradient + second[name][1]) / 2)
 
 
 def test_stock_horovod_takes_no_bfloat16() -> None:

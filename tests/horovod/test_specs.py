@@ -14,7 +14,7 @@ SPECS = [
     "sdagc:lam=2",
     "sdagc:density=0.02,small=pool,momentum=0.9,shared=true",
     "sdagc:lam=2,sam=0.9,flush=5,clip=1,warmup=5",
-    "sdagc:lam=2,lr_revision=keep,about=mean,wire=exact",
+    "sdagc:lam=2,lr_revision=keep,wire=exact",
     "sdagc:lam=2,lr_revision=rescale,momentum=0.9,clip=1,clip_by=model",
     "sdagc:density=0.05,lr_revision=density",
     "sdagc:lam=2,lr_revision=staleness",
@@ -62,4 +62,4 @@ def test_a_spec_that_changes_otherwise_on_one_rank_is_refused_on_all(route: str)
 
 def test_a_learning_rate_that_nobody_knows_is_asked_for() -> None:
     for rank in found():
-        assert "give optimizer= to Compression" in rank["without"]
+        assert "needs the learning rates: pass optimizer=" in rank["without"]

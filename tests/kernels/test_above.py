@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels
+from gradcomp.native import extension, kernels
 
 SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [8192, 8192], [50_003], [64] * 300]
 
@@ -19,7 +19,7 @@ def moments_of(grads: list[Tensor], raw: bool = False, scales: Tensor | None = N
     n = sum(grad.numel() for grad in grads)
     value = torch.zeros(n, device=grads[0].device) if value is None else value
     flag = torch.zeros(1, dtype=torch.int32, device=value.device)
-    found = torch.full((len(grads), kernels.MOMENTS), -7.0, dtype=torch.float64, device=value.device)
+    found = torch.full((len(grads), extension.MOMENTS), -7.0, dtype=torch.float64, device=value.device)
     kernels.accumulate(grads, value, None, flag, scales=scales, moments=found, raw=raw)
     return found
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradcomp import kernels
+from gradcomp.native import extension, kernels
 
 
 def test_numpy_goes_in_as_it_is() -> None:
@@ -67,10 +67,10 @@ def test_k_out_of_range_is_refused() -> None:
 
 
 def test_too_many_arrays_for_one_launch_are_refused_below_and_cut_above() -> None:
-    grads = [torch.ones(1)] * (kernels.MOST_PIECES + 1)
+    grads = [torch.ones(1)] * (extension.MOST_PIECES + 1)
     flat = torch.zeros(len(grads))
-    with pytest.raises(ValueError, match=f"more than {kernels.MOST_PIECES} arrays"):
-        kernels._native.flatten(grads, flat)
+    with pytest.raises(ValueError, match=f"more than {extension.MOST_PIECES} arrays"):
+        extension.native.flatten(grads, flat)
     kernels.flatten(grads, flat)
     assert (flat == 1).all()
 
@@ -85,16 +85,16 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         value, velocity = start.clone(), start.clone()
         flag = torch.zeros(1, dtype=torch.int32)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-        scratch = torch.empty(kernels._native.take_topk_scratch(False, n, k), dtype=torch.int32)
-        moments = torch.empty(1, kernels.MOMENTS, dtype=torch.float64)
+        scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
+        moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
         peaks = kernels.peaks(n, g.device)
-        words = torch.empty(kernels._native.accumulate_scratch(False, n, 1), dtype=torch.int32)
-        kernels._native.accumulate([g], None, value, velocity, flag, moments, peaks, words, 0.9, True, False, threads=count)
-        kernels._native.take_topk(value, velocity, flag, peaks, k, *payload, scratch, threads=count)
+        words = torch.empty(extension.native.accumulate_scratch(False, n, 1), dtype=torch.int32)
+        extension.native.accumulate([g], None, value, velocity, flag, moments, peaks, words, 0.9, True, False, threads=count)
+        extension.native.take_topk(value, velocity, flag, peaks, k, *payload, scratch, threads=count)
         layers = torch.tensor([n], dtype=torch.int32), torch.zeros(1), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-        scratch = torch.empty(kernels._native.take_above_scratch(False, n, k), dtype=torch.int32)
-        kernels._native.take_above(value, velocity, flag, peaks, *layers, *above, scratch, threads=count)
+        scratch = torch.empty(extension.native.take_above_scratch(False, n, k), dtype=torch.int32)
+        extension.native.take_above(value, velocity, flag, peaks, *layers, *above, scratch, threads=count)
         results.append((value, velocity, moments, peaks, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -122,10 +122,10 @@ def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
     value, taken = OnGpu(torch.zeros(4)), OnGpu(torch.zeros(4))
     sentence = (
         "CUDA: "
-        if kernels.BUILT_WITH_CUDA
+        if extension.BUILT_WITH_CUDA
         else "offer_all: this gradcomp was built without CUDA; rebuild it where nvcc is found"
     )
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        kernels._native.offer_all(value, None, taken)
+        extension.native.offer_all(value, None, taken)
     with pytest.raises(ValueError, match="offer_all: its arrays lie on different devices"):
-        kernels._native.offer_all(value, None, torch.zeros(4))
+        extension.native.offer_all(value, None, torch.zeros(4))

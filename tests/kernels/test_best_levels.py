@@ -80,7 +80,7 @@ def check_best(value: Tensor, group: int, deviations: float | None) -> None:
     more than if they were not. The same of nine in groups with few entries on one side of the middle."""
     ends = ends_of(len(value), group)
     bounds = bounds_of(value, ends, deviations)
-    three, five, nine = (quantise(value, "orq", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))
+    three, five, nine = (quantise(value, "optimal", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))
     for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         x = value[begin:end].double()
         if bounds is not None:
@@ -116,7 +116,7 @@ def test_a_group_of_very_many_has_its_best_level() -> None:
     """Of more entries than exact sums have room for in units of the smallest size."""
     n = 200_000
     value = gradients.draw("laplace", n, 5)
-    low, level, high = quantise(value, "orq", n, 3).levels[0].double()
+    low, level, high = quantise(value, "optimal", n, 3).levels[0].double()
     wanted = float((value.double() - low).sum() / (high - low))
     assert int((value > level).sum()) <= wanted * (1 + 1e-9) and wanted * (1 - 1e-9) <= int((value >= level).sum())
 
@@ -126,7 +126,7 @@ def test_no_other_three_levels_err_less(seed: int, kind: str, n: int, deviations
     value = gradients.draw(kind, n, seed)
     bounds = bounds_of(value, [n], deviations)
     x = value if bounds is None else value.clamp(*bounds)
-    least = error_of(x, quantise(value, "orq", 512, 3, bounds=bounds).levels[0])
+    least = error_of(x, quantise(value, "optimal", 512, 3, bounds=bounds).levels[0])
     for form in ("norm", "peak", "range", "quantile"):
         other = error_of(x, quantise(value, form, 512, 3, bounds=bounds).levels[0])
         assert least <= other * (1 + 1e-6) + 1e-12 * float(x.double().square().sum())  # levels are floats

@@ -8,7 +8,8 @@ import reference
 import torch
 from torch import Tensor
 
-from gradcomp import kernels
+from gradcomp.native import kernels
+from gradcomp.native.memory import Memory
 
 SIZES = [[1], [3, 0, 5], [1000], [2047, 2049, 1, 70], [100_003], [64] * 300]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -142,27 +143,29 @@ def test_a_sparse_update_is_spread_as_if_all_of_it_were_read(
         "indices": torch.randperm(n)[: min(n, 50)].sort().values.to(torch.int32).to(device),
         "header": torch.tensor([50, 0], dtype=torch.int32, device=device),
     }
-    dense = torch.zeros(n, device=device)
+    dense, memory = torch.zeros(n, device=device), Memory()
     for attempt in range(2):  # the second time in the first one's memory, which was wiped
-        flat = kernels.sparse_zeros(n, device)
-        assert not flat.any()
-        for target in (flat, dense.zero_()):
-            kernels.add_sparse(target, **payload)
-            kernels.add_sparse(target, **payload, scale=0.5)
+        update = memory.lend(n, device)
+        assert not update.flat.any()
+        for target, marks in ((update.flat, update.marks), (dense.zero_(), None)):
+            kernels.add_sparse(target, **payload, marks=marks)
+            kernels.add_sparse(target, **payload, scale=0.5, marks=marks)
             if attempt:
-                kernels.add_sparse(target, **(payload | {"header": torch.tensor([-1, 0], dtype=torch.int32, device=device)}))
+                malformed = payload | {"header": torch.tensor([-1, 0], dtype=torch.int32, device=device)}
+                kernels.add_sparse(target, **malformed, marks=marks)
         ours, wanted = ([torch.full((size,), 7.0, dtype=dtype, device=device) for size in sizes] for _ in range(2))
-        kernels.spread(flat, ours, 0.25)
+        kernels.spread(update.flat, ours, 0.25, update.marks)
+        memory.give_back(update)
         kernels.spread(dense, wanted, 0.25)
         for own, other in zip(ours, wanted, strict=True):
             assert torch.equal(own.isnan(), other.isnan())
             assert reference.same(own.nan_to_num(), other.nan_to_num())
 
 
-def test_a_sparse_update_that_was_never_spread_is_clean_the_next_time(device: torch.device) -> None:
-    header = torch.tensor([1, 0], dtype=torch.int32, device=device)
-    flat = kernels.sparse_zeros(1000, device)
-    kernels.add_sparse(flat, torch.ones(1, device=device), torch.full_like(header[:1], 7), header)
-    assert flat[7] == 1
-    assert not kernels.sparse_zeros(2000, device).any()
-    assert not kernels.sparse_zeros(1000, device).any()
+def test_a_sparse_update_that_was_never_given_back_is_clean_the_next_time(device: torch.device) -> None:
+    header, memory = torch.tensor([1, 0], dtype=torch.int32, device=device), Memory()
+    update = memory.lend(1000, device)
+    kernels.add_sparse(update.flat, torch.ones(1, device=device), torch.full_like(header[:1], 7), header, marks=update.marks)
+    assert update.flat[7] == 1
+    assert not memory.lend(2000, device).flat.any()
+    assert not memory.lend(1000, device).flat.any()

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels
+from gradcomp.native import extension, kernels
 
-NATIVE = kernels._native
+NATIVE = extension.native
 PER_WORD = {2: 64, 3: 40, 5: 27, 9: 20}
 SHORTEST = 32
 
@@ -56,7 +56,7 @@ def quantise(value: Tensor, form: str, group: int, count: int, key: int = 1, bou
 
 
 CASES = [
-    *(("orq", count) for count in (3, 5, 9)),
+    *(("optimal", count) for count in (3, 5, 9)),
     *((form, count) for form in ("peak", "norm") for count in (3, 5, 9)),
     *((form, count) for form in ("range", "quantile") for count in (2, 3, 5, 9)),
     *((form, 2) for form in ("partly", "mean", "lloyd", "sign")),
@@ -69,12 +69,12 @@ forms = pytest.mark.parametrize("form,count", CASES)
 def test_twins_agree_and_nothing_is_lost(
     device: torch.device, form: str, count: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native = kernels._native
+    native = extension.native
     for kind in gradients.KINDS[n % 2 :: 2] if native is not NATIVE else gradients.KINDS:  # the emulator takes its time
         value = gradients.draw(kind, n, seed=n + count).to(device)
-        monkeypatch.setattr(kernels, "_native", native)
+        monkeypatch.setattr(extension, "native", native)
         found = quantise(value, form, group, count)
-        monkeypatch.setattr(kernels, "_native", NATIVE)
+        monkeypatch.setattr(extension, "native", NATIVE)
         wanted = quantise(value.cpu(), form, group, count)
         for ours, theirs in zip(found, wanted, strict=True):
             assert reference.same(ours.cpu(), theirs) if ours.dtype == torch.float32 else torch.equal(ours.cpu(), theirs)
@@ -112,7 +112,7 @@ def test_levels_that_are_means_keep_the_sum(form: str, seed: int, kind: str, n: 
 def test_rounding_at_random_is_right_in_the_mean(count: int, device: torch.device) -> None:
     n, tries = 256, 400
     value = gradients.draw("laplace", n, 7).to(device)
-    runs = [quantise(value, "orq", 128, count, key=key << 32 | 5) for key in range(tries)]
+    runs = [quantise(value, "optimal", 128, count, key=key << 32 | 5) for key in range(tries)]
     mean = torch.stack([run.said.cpu().double() for run in runs]).mean(0)
     x, levels = value.cpu().double(), runs[0].levels.cpu().double().repeat_interleave(128, 0)
     at = (x[:, None] >= levels).sum(1).clamp(1, count - 1)[:, None]
@@ -141,7 +141,7 @@ def test_a_group_times_a_number_has_its_levels_times_that(form: str, count: int,
     assert torch.allclose(factor * first.levels, second.levels, rtol=1e-5, atol=1e-5 * factor)
 
 
-MOVING = [case for case in CASES if case[0] in ("orq", "range", "quantile", "mean", "lloyd")]
+MOVING = [case for case in CASES if case[0] in ("optimal", "range", "quantile", "mean", "lloyd")]
 
 
 @pytest.mark.parametrize("form,count", MOVING)
@@ -163,7 +163,7 @@ def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, sh
 def test_a_mirrored_group_has_mirrored_levels(seed: int) -> None:
     """Three of them; more are refined from the lowest to the highest."""
     value = gradients.draw("laplace", 700, seed)
-    assert torch.equal(quantise(-value, "orq", 256, 3).levels, -quantise(value, "orq", 256, 3).levels.flip(1))
+    assert torch.equal(quantise(-value, "optimal", 256, 3).levels, -quantise(value, "optimal", 256, 3).levels.flip(1))
 
 
 def few_values() -> list[tuple[str, Tensor]]:
@@ -182,9 +182,9 @@ def few_values() -> list[tuple[str, Tensor]]:
 SAID_EXACTLY = {
     "one": {form for form, _ in CASES},
     "constant": {form for form, _ in CASES} - {"norm"},
-    "one-hot": {"orq", "range", "quantile", "peak", "norm", "mean", "lloyd"},
-    "two-valued": {"orq", "range", "quantile", "mean", "lloyd"},
-    "three-valued": {"orq"},
+    "one-hot": {"optimal", "range", "quantile", "peak", "norm", "mean", "lloyd"},
+    "two-valued": {"optimal", "range", "quantile", "mean", "lloyd"},
+    "three-valued": {"optimal"},
 }
 
 
@@ -221,7 +221,7 @@ def check_codes(device: torch.device, count: int, n: int) -> None:
         assert int(words[i]) & (1 << 64) - 1 == sum(code * count**place for place, code in enumerate(own))
 
 
-@pytest.mark.parametrize("ranks", [2, 5, kernels.MOST_RANKS + 3])
+@pytest.mark.parametrize("ranks", [2, 5, extension.MOST_RANKS + 3])
 @pytest.mark.parametrize("count", [2, 3, 5, 9])
 def test_many_ranks_levels_are_added_one_after_the_other(device: torch.device, ranks: int, count: int) -> None:
     """To the last bit; a flag of any of them is seen."""

@@ -10,15 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels, paths, wire
-from gradcomp.core import Payload
+from gradcomp.messages import payload as payloads
+from gradcomp.messages.sparse import CODECS, COMPACT, EXACT
+from gradcomp.native import extension, kernels
+from gradcomp.native.memory import Update
+from gradcomp.protocol import Payload
 
 CPU = torch.device("cpu")
 
 
 def pack(value: Tensor, k: int, flag: int = 0) -> tuple[Payload, dict[str, Tensor]]:
     """Takes the k largest out of value and packs them; also what was taken, exactly."""
-    payload = wire.empty(wire.packed_form(value.numel(), k), value.device)
+    payload = payloads.empty(COMPACT.form(value.numel(), k), value.device)
     taken = {
         "values": torch.empty(k, device=value.device),
         "indices": torch.empty(k, dtype=torch.int32, device=value.device),
@@ -42,13 +45,13 @@ def test_packing_is_its_definition_and_exact(device: torch.device, kind: str, n:
     assert torch.equal(payload["blocks"].cpu().long() & 0xFFFFFFFF, words)
     assert torch.equal(payload["entries"].cpu().long() & 0xFFFFFFFF, entries)
     target = torch.zeros(n, device=device)
-    paths.add_all(target, [payload])
+    COMPACT.add(Update(target), [payload])
     assert torch.equal(target[taken["indices"].long()].cpu(), said)
     assert torch.equal(value + target, before)
     values, indices = torch.empty_like(taken["values"]), torch.empty_like(taken["indices"])
     kernels.unpack_sparse(values, indices, payload["header"].clone(), payload["blocks"], payload["entries"])
     assert torch.equal(values.cpu(), said) and torch.equal(indices, taken["indices"])
-    again = wire.empty(payload.form, device)
+    again = payloads.empty(payload.form, device)
     kernels.pack_sparse(**taken, value=None, blocks=again["blocks"], entries=again["entries"])
     assert torch.equal(again["blocks"], payload["blocks"]) and torch.equal(again["entries"], payload["entries"])
     big = taken["values"].abs() >= 2**-14 * taken["values"].abs().max()
@@ -61,9 +64,9 @@ def test_scale_flag_and_settling(device: torch.device) -> None:
     value = before.clone()
     payload, _ = pack(value, 700)
     after, sent = value.clone(), torch.zeros_like(value)
-    paths.add_all(sent, [payload])
+    COMPACT.add(Update(sent), [payload])
     half = torch.zeros_like(value)
-    paths.add_all(half, [payload], 0.5)
+    COMPACT.add(Update(half), [payload], 0.5)
     assert torch.equal(half, 0.5 * sent)
     update = torch.zeros_like(value)
     kernels.settle_packed(value, **payload.arrays, update=update)
@@ -76,25 +79,25 @@ def test_scale_flag_and_settling(device: torch.device) -> None:
     assert torch.equal(value, before)
     value = before.clone()
     payload, _ = pack(value, 700, flag=1)
-    paths.add_all(update.zero_(), [payload])
+    COMPACT.add(Update(update.zero_()), [payload])
     assert update[0].isnan() and not update[1:].any()
 
 
-@pytest.mark.parametrize("ranks", [2, 5, kernels.MOST_RANKS + 3])
+@pytest.mark.parametrize("ranks", [2, 5, extension.MOST_RANKS + 3])
 def test_many_ranks_payloads_are_added_one_after_the_other(device: torch.device, ranks: int) -> None:
     """To the last bit, and though one of them is flagged, or malformed."""
     n, scale = 70_000, 1 / 3
-    payloads = [pack(gradients.draw("heavy", n, rank).to(device), 300)[0] for rank in range(ranks)]
+    sent = [pack(gradients.draw("heavy", n, rank).to(device), 300)[0] for rank in range(ranks)]
     together, apart = torch.zeros(n, device=device), torch.zeros(n, device=device)
-    paths.add_all(together, payloads, scale)
-    for payload in payloads:
-        paths.add_all(apart, [payload], scale)
+    COMPACT.add(Update(together), sent, scale)
+    for payload in sent:
+        COMPACT.add(Update(apart), [payload], scale)
     assert together.any() and torch.equal(together, apart)
     for spoiled in ("header", "blocks"):
         worse = [pack(gradients.draw("heavy", n, rank).to(device), 300)[0] for rank in range(ranks)]
         worse[1][spoiled][1] = 1 if spoiled == "header" else -1
         target = torch.zeros(n, device=device)
-        paths.add_all(target, worse, scale)
+        COMPACT.add(Update(target), worse, scale)
         assert target[0].isnan() and target[1:].isfinite().all()
 
 
@@ -102,15 +105,15 @@ def test_payloads_of_different_ranks_are_alike(device: torch.device) -> None:
     first, second = (pack(torch.randn(1000, device=device), k)[0] for k in (10, 20))
     target = torch.zeros(1000, device=device)
     with pytest.raises(ValueError, match=r"add_packed: entries\[1\] has 20 entries, but add_packed: entries\[0\] has 10"):
-        paths.add_all(target, [first, second])
+        COMPACT.add(Update(target), [first, second])
     lists = [[first[name]] for name in ("blocks", "entries", "header")]
     with pytest.raises(ValueError, match="add_packed: blocks are of 2 ranks, headers of 1"):
         kernels.add_packed(target, lists[0] * 2, *lists[1:])
 
 
-def sound(payload: Payload, n: int) -> bool:
+def sound(form: str, payload: Payload, n: int) -> bool:
     try:
-        wire.check_sparse(payload, n, "rank 1")
+        CODECS[form].check_one(payload, n, "rank 1")
     except ValueError as error:
         assert str(error).startswith("the payload of rank 1 is malformed: ")
         return False
@@ -132,17 +135,17 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
     if form == "compact":
         payload, _ = pack(value, k)
     else:
-        payload = wire.empty(wire.sparse_form(k), value.device)
+        payload = payloads.empty(EXACT.form(n, k), value.device)
         kernels.take_topk(value, k, **payload.arrays)
     for place, byte in changes:
         payload.bytes[place % payload.bytes.numel()] = byte
     around = torch.ones(n + 64, device=device)
     target = around[32 : 32 + n]
-    paths.add_all(target, [payload])
+    CODECS[form].add(Update(target), [payload])
     assert (around[:32] == 1).all() and (around[32 + n :] == 1).all()
     flagged = int(payload["header"][1]) != 0
     on_cpu = Payload(payload.form, payload.bytes.cpu(), {name: array.cpu() for name, array in payload.arrays.items()})
-    if flagged or not sound(on_cpu, n):
+    if flagged or not sound(form, on_cpu, n):
         assert target[0].isnan()
     if form == "compact":
         unpacked = torch.ones(k + 64, device=device)
@@ -152,7 +155,7 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
         for around in (unpacked, places):
             assert (around[:32] == 1).all() and (around[32 + k :] == 1).all()
         inside = (places[32 : 32 + k][: int(header[0])] < n).all()
-        assert flagged or sound(on_cpu, n) == bool(header[1] == 0 and inside)
+        assert flagged or sound(form, on_cpu, n) == bool(header[1] == 0 and inside)
     own = torch.randn(n + 64, device=device)
     before = own.clone()
     update = torch.full((n,), float("nan"), device=device)
@@ -178,10 +181,10 @@ def test_what_is_malformed_gets_a_sentence(change: object, sentence: str) -> Non
     payload, _ = pack(value, 5)
     change(payload)  # type: ignore[operator]
     with pytest.raises(ValueError, match=sentence):
-        wire.check_sparse(payload, 70_000, "rank 1")
+        COMPACT.check_one(payload, 70_000, "rank 1")
 
 
 def test_a_payload_of_another_size_is_refused() -> None:
-    form = wire.packed_form(1000, 10)
+    form = COMPACT.form(1000, 10)
     with pytest.raises(ValueError, match=r"a payload of 56 bytes was expected, but 48 entries of torch\.uint8 came"):
-        wire.read(form, torch.zeros(48, dtype=torch.uint8))
+        payloads.read(form, torch.zeros(48, dtype=torch.uint8))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels
+from gradcomp.native import extension, kernels
 
 CPU = torch.device("cpu")
 SIZES = [[1], [3, 0, 5], [1000], [2047, 2049, 1, 70], [100_003], [64] * 200, [63, 1, 65, 127]]
@@ -22,7 +22,7 @@ def accumulated(grads: list[Tensor], momentum: float | None = None) -> tuple[Ten
     assert peaks is not None
     velocity = None if momentum is None else torch.randn(n)
     flag = torch.zeros(1, dtype=torch.int32)
-    moments = torch.zeros(len(grads), kernels.MOMENTS, dtype=torch.float64)
+    moments = torch.zeros(len(grads), extension.MOMENTS, dtype=torch.float64)
     kernels.accumulate(grads, value, velocity, flag, momentum or 0.0, moments=moments, peaks=peaks)
     return value, peaks
 
@@ -32,13 +32,13 @@ def accumulated(grads: list[Tensor], momentum: float | None = None) -> tuple[Ten
 @pytest.mark.parametrize("sizes", SIZES)
 def test_peaks_are_their_definition(sizes: list[int], dtype: torch.dtype, momentum: float | None) -> None:
     value, peaks = accumulated([gradients.draw("normal", n, seed).to(dtype) for seed, n in enumerate(sizes)], momentum)
-    lines = torch.nn.functional.pad(value.abs(), (0, -len(value) % kernels.LINE)).view(-1, kernels.LINE)
+    lines = torch.nn.functional.pad(value.abs(), (0, -len(value) % extension.LINE)).view(-1, extension.LINE)
     assert reference.same(peaks.view(torch.float32), lines.amax(1))
 
 
 def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> None:
-    value, peaks = accumulated([torch.randn(100)] * (kernels.MOST_PIECES + 1))
-    assert (peaks == kernels.UNKNOWN_PEAK).all()
+    value, peaks = accumulated([torch.randn(100)] * (extension.MOST_PIECES + 1))
+    assert (peaks == extension.UNKNOWN_PEAK).all()
     check_topk(value, 77, peaks)
 
 

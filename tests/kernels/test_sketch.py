@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels
+from gradcomp.native import kernels
 
 SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
 ROWS = [3, 5, 7, 9]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp import kernels
+from gradcomp.native import kernels
 
 Taken = dict[str, Tensor]
 

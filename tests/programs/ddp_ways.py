@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -117,6 +118,15 @@ def made_of(name: str) -> Callable[[str | None], Tensor]:
     return trained
 
 
+def waiting(name: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """After one pass, by parameter: what this rank has not sent, its own gradient, and the update."""
+    alone, run = odd_models.make(name), Run(SPARSE, odd_models.make(name))
+    odd_models.step(alone, 0, me)
+    odd_models.step(run.whole, 0, me)
+    local, updated, kept = dict(alone.named_parameters()), dict(run.plain.named_parameters()), run.handle.residual()
+    return {n: (kept[n], local[n].grad, updated[n].grad) for n in kept}  # type: ignore[misc]
+
+
 def resumed(spec: str) -> tuple[Tensor, Tensor]:
     """20 steps; and 10, saved, loaded into new objects, and 10 more."""
     whole, first = Run(spec), Run(spec)
@@ -140,7 +150,7 @@ def changed() -> dict[str, Any]:
     run.handle.change("sdagc:lam=2")
     after = run.handle.state_dict()["rank"]["residual"]
     carried = all(torch.equal(before[name], after[name]) for name in before)
-    return {"refused": refused, "carried": carried, "weights": run.train(5), "spec": run.handle.spec}
+    return {"refused": refused, "carried": carried, "weights": run.train(5), "spec": run.handle._session.spec}
 
 
 def unused_everywhere() -> tuple[Tensor, Tensor]:
@@ -211,6 +221,7 @@ def unknown_momentum() -> str:
         warnings.simplefilter("always")
         gradcomp.ddp.attach(whole, "topk:momentum=0.9")
     assert said[0].filename == __file__
+    assert "gradcomp.ddp.attach(whole, " in linecache.getline(said[0].filename, said[0].lineno)
     optimizer = torch.optim.SGD(whole.parameters(), 0.1, momentum=0.9)
     again = DistributedDataParallel(model.net())
     refused = model.refused(lambda: gradcomp.ddp.attach(again, "topk:momentum=0.9", optimizer=optimizer))
@@ -227,6 +238,8 @@ for name, way in {
         found[name, spec] = way(spec)
 for spec in (SPARSE, "topk:ratio=0.05,momentum=0.9", "lgc:dense=2,learn=4,ratio=0.02", "dense"):
     found["resumed", spec] = resumed(spec)
+for name in [] if pair else odd_models.KEPT:
+    found["waiting", name] = waiting(name)
 for value in (float("inf"), float("nan")):
     found["overflow", str(value)] = overflow(value)
 for case in (changed, unused_everywhere, disagreement, embedded, without_ddp, twice, unknown_momentum):

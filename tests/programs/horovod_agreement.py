@@ -11,6 +11,7 @@ import training
 from torch import nn
 
 import gradcomp
+from gradcomp import _version
 
 hvd.init()
 odd = hvd.rank() == 1
@@ -37,21 +38,21 @@ def differing(term: str, route: str) -> None:
     if term == "count" and odd:
         model[1].bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    true, gradcomp.__version__ = gradcomp.__version__, "9.9" if term == "version" and odd else gradcomp.__version__
+    true, _version.VERSION = _version.VERSION, "9.9" if term == "version" and odd else _version.VERSION
     try:
         if route == training.OWN:
             own = gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, **options)
         else:
             compression = gradcomp.horovod.Compression(spec, named, **options)
             own = hvd.DistributedOptimizer(optimizer, named, compression=compression)
+        if term == "state" and odd:
+            kept = own.compression if route == training.OWN else compression
+            state = kept.state_dict()
+            state["rank"]["buckets"][0]["own"]["inner"]["phases"]["steps"] = 5
+            kept.load_state_dict(state)
+        step(model, own)
     finally:
-        gradcomp.__version__ = true
-    if term == "state" and odd:
-        kept = own.compression if route == training.OWN else compression
-        state = kept.state_dict()
-        state["rank"]["buckets"][0]["own"]["phases"]["steps"] = 5
-        kept.load_state_dict(state)
-    step(model, own)
+        _version.VERSION = true
 
 
 for term in ("spec", "version", "seed", "bucket_mb", "names", "shapes", "layout", "count", "state"):
@@ -75,7 +76,7 @@ hvd.barrier()
 ranks.start_anew()
 for (name, route), (model, optimizer, data) in runs.items():
     if odd:
-        optimizer.compression._front.terms["spec"] = "another"
+        optimizer.compression._session.spec = "another"
     again = training.refused(lambda m=model, o=optimizer, d=data: training.train(m, o, d, 1))  # type: ignore[misc]
     found["again", name, route] = again
     hvd.barrier()

@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import ranks
 import torch
 import training
-from odd_models import MODELS, make, step
+from odd_models import KEPT, MODELS, make, step
 from torch import Tensor
 
 hvd.init()
@@ -39,12 +39,26 @@ def through(name: str, route: str, spec: str) -> tuple[Tensor, list[str]]:
     return training.weights(model), [str(p.dtype) for p in model.parameters()]
 
 
+def waiting(name: str, route: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """After one step, by parameter: what this rank has not sent, its own gradient, and the update."""
+    alone, model = make(name), make(name)
+    step(alone, 0, hvd.rank())
+    optimizer = training.sgd(route, model, "topk:ratio=0.05", prefix="")
+    step(model, 0, hvd.rank())
+    optimizer.step()
+    local, updated, kept = dict(alone.named_parameters()), dict(model.named_parameters()), optimizer.compression.residual()
+    return {n: (kept[n], local[n].grad, updated[n].grad) for n in kept}  # type: ignore[misc]
+
+
 found: dict[Any, Any] = {}
 for name in MODELS:
     found[name] = by_hand(name)
     for route in training.ROUTES:
         for spec in ("dense", "topk:ratio=1,wire=exact", "topk:ratio=0.05"):
             found[name, route, spec] = through(name, route, spec)
+for name in KEPT:
+    for route in training.ROUTES:
+        found["waiting", name, route] = waiting(name, route)
 model = make("bfloat16")
 found["stock bfloat16"] = training.refused(lambda: step(model, training.sgd(training.STOCK, model) and 0, 0))
 ranks.report(found)

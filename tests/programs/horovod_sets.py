@@ -9,10 +9,10 @@ import ranks
 import torch
 import training
 
-from gradcomp import wire
-from gradcomp.core import Field, Form, Gather, Payload, Reduce, Request, Send
-from gradcomp.horovod import Network
-from gradcomp.simulate import Board
+from gradcomp.messages.payload import empty
+from gradcomp.networks.horovod import HorovodNetwork
+from gradcomp.networks.memory import Board
+from gradcomp.protocol import Field, Form, Gather, Payload, Reduce, Request, Send
 
 pair = hvd.ProcessSet([0, 2])
 hvd.init(process_sets=[pair])
@@ -30,7 +30,7 @@ def trained(route: str, spec: str, name: str, process_set: Any) -> torch.Tensor:
 
 def payload(*tag: int) -> Payload:
     """Different for every tag, and so for every sender, receiver and round."""
-    made = wire.empty(FORM, DEVICE)
+    made = empty(FORM, DEVICE)
     made.bytes.zero_()
     made["count"][0] = tag[0]
     made["values"].copy_(torch.tensor([float(x) for x in tag] + [0.5] * (5 - len(tag))))
@@ -83,22 +83,21 @@ def readable(reply: Any) -> Any:
     return [plain, [part["values"].tolist() for part in (reply.values() if isinstance(reply, dict) else reply)]]
 
 
-def exchange(network: Network, kind: Any) -> list[list[Any]]:
+def exchange(network: HorovodNetwork, kind: Any) -> list[list[Any]]:
     """Three rounds under one name, as in three steps: what came, and what the simulator says should come."""
     rounds = []
     for turn in range(3):
-        came = readable(network.finish(network.start(kind(me, turn), kind.__name__)))
+        came = readable(network.start(kind(me, turn), kind.__name__)())
         board = Board(size)
-        for rank in range(size):
-            board.post("", rank, kind(rank, turn))
-        rounds.append([came, [readable(board.collect("", rank)) for rank in range(size)][me]])
+        posted = [board.post("", rank, kind(rank, turn)) for rank in range(size)]
+        rounds.append([came, [readable(posted[rank].reply(rank)) for rank in range(size)][me]])
     return rounds
 
 
-def unheard(network: Network) -> str:
+def unheard(network: HorovodNetwork) -> str:
     """Rank 0 waits for 1, which has nothing to say; 2 hears itself."""
     own = Send({2: payload(2, 0)} if me == 2 else {}, [[1], [], [2]][me], FORM, DEVICE)
-    return training.refused(lambda: network.finish(network.start(own, "unheard")))
+    return training.refused(lambda: network.start(own, "unheard")())
 
 
 if pair.included():  # rank 1 has no part in this, and does not know of it
@@ -109,7 +108,7 @@ for route in training.ROUTES:  # an optimizer of all ranks after one of some
     found["all", route] = trained(route, "topk:ratio=0.01", "all", hvd.global_process_set)
 for route in training.ROUTES:  # every rank makes the optimizer; it works in the set alone, elsewhere each trains by itself
     found["everywhere", route] = trained(route, "topk:ratio=0.01", "everywhere", pair)
-network = Network(hvd.global_process_set)
+network = HorovodNetwork(hvd.global_process_set)
 network.prefix = "test"
 for kind in (swap, spread, ring, collect, everybody, nobody, gather, total, mean):
     found["exchange", kind.__name__] = exchange(network, kind)

@@ -1,0 +1,1 @@
+"""What drives a compressor: gradients in, error feedback, buckets, agreement of the ranks, updates out."""

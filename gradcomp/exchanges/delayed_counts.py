@@ -1,0 +1,31 @@
+"""Counts that all ranks see and act on alike: copied from the device without waiting, and used a few steps later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DELAY = 8
+"""Steps between a count and its effect; also how many counts are looked at."""
+
+
+class Counts:
+    """The counts of one step, on their way to main memory."""
+
+    def __init__(self, counts: Tensor):
+        self._event: Any = None
+        if counts.is_cuda:
+            self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._host.copy_(counts, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = counts.clone()
+
+    def largest(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()  # steps ago by now
+            self._event = None
+        return int(self._host.max())

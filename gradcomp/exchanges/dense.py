@@ -1,0 +1,26 @@
+"""Dense exchanges: all entries of a bucket, or any tensor, summed over the ranks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradcomp.exchanges import tree
+from gradcomp.native import kernels
+from gradcomp.native.memory import Update
+from gradcomp.protocol import Acc, Asking, Steps, World, reduce
+
+SUMS = ("allreduce", "tree")
+
+
+def allreduce(acc: Acc, world: World, buffer: Tensor, keep: float = 0.0, mask: bool = False) -> Steps:
+    """Send all of it. Unless the update is not finite, keep times itself stays. mask: all velocity starts afresh."""
+    update = yield from reduce(kernels.offer_all(acc.value, buffer, acc.flag), 1 / world.size)
+    kernels.settle_all(acc.value, update, keep)
+    if mask and acc.velocity is not None:
+        kernels.settle_all(acc.velocity, update)
+    return Update(update)
+
+
+def sum_over_ranks(tensor: Tensor, world: World, how: str) -> Asking[Tensor]:
+    """Sum all ranks' tensors, to the same bits everywhere. The tensor is given away."""
+    return (yield from (tree.dense_sum(tensor, world) if how == "tree" else reduce(tensor)))

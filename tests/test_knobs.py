@@ -1,0 +1,186 @@
+"""Knobs: one declaration each, from which checks, specs, descriptions and tables follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from specs import ALL
+
+import gradcomp
+from gradcomp import knobs
+from gradcomp.compressors.topk import TopK
+from gradcomp.engine.feedback import Feedback
+from gradcomp.knobs import Knob, knob
+from gradcomp.spec import WRAPPERS, kind_of
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = [*map(kind_of, gradcomp.names()), *WRAPPERS]
+DECLARED = [(kind, field) for kind in KINDS for field in knobs.knobs_of(kind).values()]
+all_knobs = pytest.mark.parametrize(
+    "kind,field", DECLARED, ids=lambda value: getattr(value, "name", getattr(value, "__name__", ""))
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_a_declared_knob(kind: Any) -> None:
+    assert [field.name for field in dataclasses.fields(kind) if field.name not in {*knobs.knobs_of(kind), "inner"}] == []
+
+
+@all_knobs
+def test_every_knob_has_a_line_of_help_and_a_default_in_its_range(kind: Any, field: dataclasses.Field[Any]) -> None:
+    own = knobs.declared(field)
+    assert own.help and "\n" not in own.help and len(own.help) <= 110, field.name
+    assert own.allows(field.default)
+    assert own.range or isinstance(field.default, bool), f"{field.name} may be anything"
+
+
+@pytest.mark.parametrize(
+    "own,inside,outside,said",
+    [
+        (Knob(above=0, most=1), [1e-9, 0.5, 1], [0, -1, 1.1, math.nan, math.inf], "in (0, 1]"),
+        (Knob(least=0, below=1), [0, 0.999], [1, -1e-9], "in [0, 1)"),
+        (Knob(least=32), [32, 10**9], [31, -math.inf, math.inf], "at least 32"),
+        (Knob(above=0), [1e-9], [0], "above 0"),
+        (Knob(most=3), [3, -9], [4], "at most 3"),
+        (Knob(below=3), [2.9], [3], "below 3"),
+        (Knob(least=0, multiple=16), [0, 16, 64], [8, -16], "at least 0 and a multiple of 16"),
+        (Knob(choices=("a", "b")), ["a"], ["c", ""], "one of a, b"),
+        (Knob(choices=(3, 5)), [3], [4], "one of 3, 5"),
+        (Knob(), [True, "x"], [math.nan], ""),
+    ],
+)
+def test_a_range_holds_what_it_says(own: Knob, inside: list[Any], outside: list[Any], said: str) -> None:
+    assert all(map(own.allows, inside)) and not any(map(own.allows, outside))
+    assert own.range == said
+
+
+@pytest.mark.parametrize(
+    "spec,sentence",
+    [
+        ("topk:ratio=2", "topk: ratio=2 must be in (0, 1]"),
+        ("topk:ratio=nan", "topk: ratio=nan must be in (0, 1]"),
+        ("topk:wire=compcat", "topk: wire=compcat must be one of compact, exact (did you mean 'compact'?)"),
+        ("topk:momentum=1", "topk: momentum=1 must be in [0, 1)"),
+        ("gs_sgd:columns=20", "gs_sgd: columns=20 must be at least 0 and a multiple of 16"),
+        ("orq:levels=4", "orq: levels=4 must be one of 3, 5, 9"),
+        ("sdagc:flush=-1", "sdagc: flush=-1 must be at least 0"),
+        ("orq:sigmas=inf", "orq: sigmas=inf must be at least 0"),
+    ],
+)
+def test_a_value_out_of_range_gets_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        gradcomp.make(spec)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True])
+def test_a_value_of_the_wrong_type_gets_a_sentence(value: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"topk: ratio={value!r} must be of type float")):
+        TopK(value)
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_the_canonical_spec_means_the_same(spec: str) -> None:
+    made = gradcomp.make(spec)
+    assert gradcomp.make(str(made)) == made
+    assert str(gradcomp.make(str(made))) == str(made)
+
+
+@pytest.mark.parametrize(
+    "one,other",
+    [
+        ("topk", "topk:ratio=0.001"),
+        ("topk:ratio=0.01,momentum=0.9", " topk : momentum=0.90 , ratio=1e-2"),
+        ("orq", "orq:feedback=false"),
+        ("sdagc; *.bias=dense", "sdagc:lam=3.3 ;*.bias = dense:feedback=no"),
+        ("dense", "dense:by_host=false"),
+        ("sign", "sign:feedback=true"),
+        ("dense", "dense:masking=true,feedback=false"),
+        ("topk", "topk;"),
+    ],
+)
+def test_specs_that_mean_the_same_are_the_same(one: str, other: str) -> None:
+    assert gradcomp.make(one) == gradcomp.make(other)
+    assert str(gradcomp.make(one)) == str(gradcomp.make(other))
+
+
+@pytest.mark.parametrize(
+    "spec,canonical",
+    [
+        ("orq:levels=9,feedback=true", "orq:levels=9,feedback=true"),
+        ("dense:momentum=0.9", None),
+        ("dense:feedback=false,momentum=0.9", None),
+    ],
+)
+def test_feedback_that_was_asked_for_is_in_the_canonical_spec(spec: str, canonical: str | None) -> None:
+    made = gradcomp.make(spec)
+    assert isinstance(made, Feedback)
+    assert str(made) == (canonical or spec)
+
+
+@pytest.mark.parametrize(
+    "spec", ["topk:ratio=0.1,by_host=true,momentum=0.5", "dense:by_host=true", "sdagc:by_host=true; b*=topk:by_host=true"]
+)
+def test_wrappers_are_in_the_canonical_spec(spec: str) -> None:
+    made = gradcomp.make(spec)
+    assert gradcomp.make(str(made)) == made and "by_host=true" in str(made)
+
+
+@given(value=st.floats(min_value=1e-300, max_value=1, allow_nan=False))
+def test_a_value_survives_its_canonical_form(value: float) -> None:
+    assert gradcomp.make(str(gradcomp.make(TopK(value)))) == gradcomp.make(TopK(value))
+
+
+@pytest.mark.parametrize("name", gradcomp.names())
+def test_a_description_has_every_knob_with_default_range_and_help(name: str) -> None:
+    text = " ".join(gradcomp.describe(name).split())
+    for kind in (kind_of(name), *WRAPPERS):
+        for knob_, default, range_, help_ in knobs.rows(kind):
+            assert f"{knob_}={default} {help_} [{range_}]" in text
+
+
+def test_what_serves_ablation_says_so() -> None:
+    marked = [row for kind in KINDS for row in knobs.rows(kind) if row[3].endswith("(for ablation)")]
+    assert {row[0] for row in marked} >= {"faithful", "decoder", "stat"}
+    assert "the published form, which loses what an inner rank drops (for ablation)" in " ".join(
+        gradcomp.describe("gtopk").split()
+    )
+
+
+def test_help_shows_the_knobs() -> None:
+    assert "ratio: share of entries sent" in (TopK.__doc__ or "")
+    assert "sigmas: entries count as if" in (kind_of("terngrad").__doc__ or ""), "also those of a base"
+    assert "momentum: kept locally" in (Feedback.__doc__ or "")
+
+
+def test_a_knob_is_checked_wherever_the_compressor_was_made() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own(TopK):
+        beta: float = knob(0.5, "a share", above=0, below=1)
+
+    assert Own().beta == 0.5
+    with pytest.raises(ValueError, match=re.escape("test_knobs: beta=1 must be in (0, 1)")):
+        Own(beta=1)
+
+
+def test_the_command_lists_and_describes() -> None:
+    def said(*words: str) -> str:
+        return subprocess.run([sys.executable, "-m", "gradcomp", *words], capture_output=True, text=True, check=True).stdout
+
+    assert [line.split()[0] for line in said("list").splitlines()] == gradcomp.names()
+    assert said("describe", "topk") == gradcomp.describe("topk") + "\n"
+    wrong = subprocess.run([sys.executable, "-m", "gradcomp", "describe", "topkk"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "did you mean 'topk'?" in wrong.stderr
+
+
+def test_the_tables_in_the_documentation_are_the_declarations() -> None:
+    made = subprocess.run([sys.executable, ROOT / "scripts" / "knobs"], capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs" / "knobs.md").read_text() == made, "run: scripts/knobs > docs/knobs.md"

@@ -1,0 +1,140 @@
+"""Owned memory: what is lent comes back as zeros, nothing is lent twice, and with its owner it goes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from dataclasses import dataclass
+
+import gradients
+import pytest
+import torch
+from laws import check_conservation
+
+import gradcomp
+from gradcomp.messages.sparse import EXACT
+from gradcomp.native import kernels
+from gradcomp.native.memory import Memory, Update
+from gradcomp.protocol import Acc, Compressor, Steps, World, gather, reduce
+
+SHAPES = {"a": (40, 31), "b": (700,), "c": (12, 9), "d": (300,)}
+
+
+@dataclass(frozen=True)
+class Early(Compressor):
+    """Asks for its update first, and writes to it between and after two rounds."""
+
+    def exchange(self, acc: Acc, state: None, world: World) -> Steps:
+        update = acc.memory.lend(acc.value.numel(), acc.value.device)
+        for share in (0.1, 0.2):
+            taken = EXACT.take(acc, max(1, int(share * acc.value.numel())))
+            payload = EXACT.pack(taken, acc.value)
+            came = yield from gather(payload)
+            EXACT.add(update, came, 1 / world.size)
+            yield from reduce(torch.zeros(1))
+        return update
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("bucket_mb", [25, 0.004, 0.0004])
+def test_a_compressor_may_yield_between_asking_for_its_update_and_returning_it(world: int, bucket_mb: float) -> None:
+    """With several buckets on their way at once, nothing is lost and nothing made up, step after step."""
+    simulation = gradcomp.Simulation(Early(), SHAPES, world, bucket_mb=bucket_mb)
+    for step in range(4):
+        grads = [
+            {
+                name: gradients.draw("normal", torch.Size(shape).numel(), 9 * step + rank).view(shape)
+                for name, shape in SHAPES.items()
+            }
+            for rank in range(world)
+        ]
+        check_conservation(simulation, grads)
+    assert simulation.stats()["buckets"] == {25: 1, 0.004: 3, 0.0004: 4}[bucket_mb]
+
+
+def test_two_updates_that_are_lent_at_once_are_two() -> None:
+    memory = Memory()
+    first, second = (memory.lend(1000, torch.device("cpu")) for _ in range(2))
+    kernels.add_sparse(first.flat, *entries(5, 2.0), marks=first.marks)
+    assert not second.flat.any() and first.flat[5] == 2
+
+
+def test_what_comes_back_is_lent_again_as_zeros() -> None:
+    memory = Memory()
+    for n in (1000, 100, 1000, 64, 500):  # shorter ones fit into what is there
+        update = memory.lend(n, torch.device("cpu"))
+        assert update.flat.numel() == n and not update.flat.any() and update.marks is not None and not update.marks.any()
+        kernels.add_sparse(update.flat, *entries(n - 1, 2.0), marks=update.marks)
+        kernels.add_sparse(update.flat, *entries(0, 3.0), marks=update.marks)
+        at = update.flat.data_ptr()
+        memory.give_back(update)
+        assert memory.lend(10, torch.device("cpu")).flat.data_ptr() == at
+        memory = memory if n == 1000 else Memory()
+
+
+def test_a_larger_update_takes_the_place_of_a_smaller_one() -> None:
+    memory = Memory()
+    for n in (10, 100, 1000):
+        memory.give_back(memory.lend(n, torch.device("cpu")))
+    assert [len(sheet.flat) for sheets in memory._free.values() for sheet in sheets] == [1000]
+
+
+def test_what_was_not_lent_and_what_was_given_back_is_left_alone() -> None:
+    memory = Memory()
+    own = Update(torch.ones(10))
+    memory.give_back(own)
+    assert own.flat.all()
+    lent = memory.lend(10, torch.device("cpu"))
+    memory.give_back(lent)
+    memory.give_back(lent)
+    assert sum(map(len, memory._free.values())) == 1
+
+
+def test_an_update_that_is_never_given_back_is_not_lent_again() -> None:
+    """As after a failure in mid-exchange."""
+    memory = Memory()
+    lost = memory.lend(1000, torch.device("cpu"))
+    kernels.add_sparse(lost.flat, *entries(3, 1.0), marks=lost.marks)
+    del lost
+    assert not memory.lend(1000, torch.device("cpu")).flat.any()
+
+
+def test_a_failed_step_leaves_clean_memory_behind() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.1", SHAPES, 2, bucket_mb=0.004)
+    grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(2)]
+    simulation.step(grads)
+    (reducer, _) = simulation._reducers
+    delivered, reducer._deliver = reducer._deliver, fail
+    with pytest.raises(RuntimeError, match="on purpose"):
+        simulation.step(grads)
+    reducer._deliver = delivered
+    for own in simulation._reducers:
+        own.abort()
+    check_conservation(simulation, grads)
+
+
+def fail(*arguments: object) -> None:
+    raise RuntimeError("on purpose")
+
+
+def test_memory_goes_with_its_owner_and_so_does_that_of_an_ended_thread() -> None:
+    alive: list[weakref.ref[object]] = []
+
+    def train() -> None:
+        simulation = gradcomp.Simulation("topk:ratio=0.1", SHAPES, 2)
+        simulation.step([{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(2)])
+        (sheet,) = (sheet for sheets in simulation._memory._free.values() for sheet in sheets)
+        scratch = simulation._memory._scratch.values()
+        alive.extend(weakref.ref(tensor) for tensor in (sheet.flat, sheet.marks, *scratch))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert len(alive) > 3 and [ref for ref in alive if ref() is not None] == []
+
+
+def entries(place: int, value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, places and header of one sparse entry."""
+    return torch.tensor([value]), torch.tensor([place], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)

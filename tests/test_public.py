@@ -1,0 +1,202 @@
+"""The public face: names and signatures, as users and type checkers see them. What is not here may change."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradcomp
+
+FACE = """
+gradcomp.Simulation(spec: 'str | Compressor', shapes: 'Mapping[str, Sequence[int]]', world: 'int', seed: 'int' = 0, *, bucket_mb: 'float' = 25, device: 'str | torch.device' = 'cpu', ranks_per_host: 'int' = 1, optimizer: 'torch.optim.Optimizer | None' = None, named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None)
+gradcomp.Simulation.change(spec: 'str | Compressor') -> 'None'
+gradcomp.Simulation.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
+gradcomp.Simulation.residual(rank: 'int') -> 'dict[str, Tensor]'
+gradcomp.Simulation.state_dict() -> 'dict[str, Any]'
+gradcomp.Simulation.stats() -> 'dict[str, Any]'
+gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dict[str, Tensor]'
+gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
+gradcomp.ddp.Handle.change(spec: 'str | Compressor') -> 'None'
+gradcomp.ddp.Handle.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
+gradcomp.ddp.Handle.residual() -> 'dict[str, Tensor]'
+gradcomp.ddp.Handle.state_dict() -> 'dict[str, Any]'
+gradcomp.ddp.Handle.stats() -> 'dict[str, Any]'
+gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
+gradcomp.describe(name: 'str') -> 'str'
+gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
+gradcomp.horovod.Compression.change(spec: 'str | Compressor') -> 'None'
+gradcomp.horovod.Compression.compress(tensor: 'Tensor') -> 'tuple[Tensor, Slot]'
+gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
+gradcomp.horovod.Compression.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
+gradcomp.horovod.Compression.residual() -> 'dict[str, Tensor]'
+gradcomp.horovod.Compression.state_dict() -> 'dict[str, Any]'
+gradcomp.horovod.Compression.stats() -> 'dict[str, Any]'
+gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
+gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
+gradcomp.names() -> 'list[str]'
+"""  # noqa: E501
+
+
+def members(owner: Any, name: str, own: type) -> list[str]:
+    """The signatures of a class and of its public methods, without self."""
+    signature = inspect.signature(own)
+    lines = (
+        [f"{name}{signature.replace(return_annotation=inspect.Signature.empty)}"] if own.__init__ is not object.__init__ else []
+    )
+    for method, value in vars(own).items():
+        if not method.startswith("_"):
+            found = inspect.signature(value)
+            lines.append(f"{name}.{method}{found.replace(parameters=list(found.parameters.values())[1:])}")
+    return lines
+
+
+def face() -> list[str]:
+    lines = []
+    for owner, names in {
+        "gradcomp": gradcomp.__all__,
+        "gradcomp.ddp": gradcomp.ddp.__all__,
+        "gradcomp.horovod": gradcomp.horovod.__all__,
+    }.items():
+        for name in names:
+            value = getattr(sys.modules[owner], name)
+            if inspect.isclass(value):
+                lines += members(owner, f"{owner}.{name}", value)
+            elif callable(value):
+                lines.append(f"{owner}.{name}{inspect.signature(value)}")
+    return sorted(lines)
+
+
+def plain(line: str) -> str:
+    """Without quotes and modules: annotations of ddp are types, because torch compares a hook's with types."""
+    line = line.replace("'", "").replace("torch.optim.optimizer.", "torch.optim.")
+    for module in ("collections.abc.", "typing.", "torch.nn.parallel.distributed.", "gradcomp.protocol."):
+        line = line.replace(module, "")
+    return line.replace("-> gradcomp.ddp.Handle", "-> Handle").replace("torch.Tensor", "Tensor")
+
+
+def test_the_public_names_and_signatures_are_these() -> None:
+    assert [plain(line) for line in face() if "ddp.Handle(" not in line] == [plain(line) for line in FACE.strip().splitlines()]
+
+
+def test_dir_shows_the_doors() -> None:
+    code = "import gradcomp, sys; assert 'horovod' not in sys.modules; print(*dir(gradcomp))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(shown) == {*gradcomp.__all__, "ddp", "horovod"}
+
+
+def test_doors_are_typed(tmp_path: Path) -> None:
+    """A type checker sees both doors, what they return, and what it can be asked for; and that there is nothing else."""
+    program = tmp_path / "user.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import gradcomp
+            import torch
+            from torch.nn.parallel import DistributedDataParallel
+
+            def right(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+                handle = gradcomp.ddp.attach(model, "topk")
+                reveal_type(handle)
+                reveal_type(handle.residual())
+                distributed = gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk")
+                reveal_type(distributed.compression)
+                reveal_type(distributed.step)
+                distributed.synchronize()
+
+            def wrong(model: DistributedDataParallel) -> None:
+                gradcomp.ddp.attach(model, "topk").put
+                gradcomp.horovod.Compression("topk", model.named_parameters()).finish
+                gradcomp.ddp.attach(model, 3)
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--scripts-are-modules", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[1],
+    )
+    said = done.stdout
+    for type_ in ('"gradcomp.ddp.Handle"', '"dict[str, torch._tensor.Tensor]"', '"gradcomp.horovod.Compression"'):
+        assert f"Revealed type is {type_}".replace("dict[str", "dict[str") in said.replace("builtins.", ""), said
+    for wrong in ('"Handle" has no attribute "put"', '"Compression" has no attribute "finish"', 'incompatible type "int"'):
+        assert wrong in said, said
+
+
+def test_a_simulation_shows_only_what_is_documented() -> None:
+    shown = {name for name in dir(gradcomp.Simulation("topk", {"w": (3,)}, 1)) if not name.startswith("_")}
+    assert shown == {"bytes_sent", "change", "load_state_dict", "residual", "state_dict", "stats", "step"}
+
+
+def test_a_simulation_reads_the_optimizers_rates() -> None:
+    w = torch.nn.Parameter(torch.zeros(50))
+    sgd = torch.optim.SGD([w], lr=0.5)
+    simulation = gradcomp.Simulation(
+        "sdagc:lam=2,small=none,wire=exact,lr_revision=keep", {"w": (50,)}, 1, optimizer=sgd, named_parameters=[("w", w)]
+    )
+    torch.manual_seed(0)
+    simulation.step([{"w": torch.randn(50)}])
+    before = simulation.residual(0)["w"].clone()
+    sgd.param_groups[0]["lr"] = 0.25
+    update = simulation.step([{"w": torch.zeros(50)}])["w"]
+    torch.testing.assert_close(simulation.residual(0)["w"] + update, 2 * before)  # what waits keeps the rate it was found under
+    with pytest.raises(ValueError, match="needs named_parameters= with the same names as shapes"):
+        gradcomp.Simulation("topk", {"w": (50,)}, 1, optimizer=sgd)
+    with pytest.raises(ValueError, match="needs the learning rates: pass optimizer="):
+        gradcomp.Simulation("sdagc:lr_revision=keep", {"w": (50,)}, 1)
+    with pytest.raises(ValueError, match="would act twice"):
+        momentum = torch.optim.SGD([w], lr=0.5, momentum=0.9)
+        gradcomp.Simulation("topk:momentum=0.9", {"w": (50,)}, 1, optimizer=momentum, named_parameters=[("w", w)])
+
+
+def test_a_compressor_made_by_hand_gets_error_feedback() -> None:
+    from gradcomp.compressors.topk import TopK
+
+    grads = [{"w": torch.arange(1.0, 11.0)}]
+    ours, theirs = gradcomp.Simulation(TopK(0.1), {"w": (10,)}, 1), gradcomp.Simulation("topk:ratio=0.1", {"w": (10,)}, 1)
+    for _ in range(3):
+        assert torch.equal(ours.step(grads)["w"], theirs.step(grads)["w"])
+    assert torch.equal(ours.residual(0)["w"], theirs.residual(0)["w"]) and ours.residual(0)["w"].any()
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "sign", "bingrad", "terngrad", "sdagc:lam=1,small=none", "gtopk:ratio=0.1"])
+def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> None:
+    """What is not sent is lost: the same gradients give the same update, after whatever steps, and nothing waits."""
+    torch.manual_seed(0)
+    before, grads = ([{"w": torch.randn(200)} for _ in range(3)] for _ in range(2))
+    worn, fresh = (
+        gradcomp.Simulation(f"{spec},feedback=false" if ":" in spec else f"{spec}:feedback=false", {"w": (200,)}, 3)
+        for _ in range(2)
+    )
+    worn.step(before)
+    if spec == "terngrad":  # its draws are another step's
+        fresh.step([{"w": torch.zeros(200)} for _ in range(3)])
+    ours, theirs = worn.step(grads)["w"], fresh.step(grads)["w"]
+    assert torch.equal(ours, theirs) and ours.any()
+    assert not worn.residual(0)["w"].any() and worn.state_dict()["ranks"][0]["residual"] == {}
+
+
+def test_changing_to_a_spec_that_would_lose_what_waits_is_refused() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (10,)}, 1)
+    simulation.step([{"w": torch.ones(10)}])
+    with pytest.raises(ValueError, match="would lose what has not been sent yet"):
+        simulation.change("sign:feedback=false")
+    simulation.change("orq:sigmas=1.5")
+    assert simulation.state_dict()["spec"] == "orq:sigmas=1.5"
+
+
+def test_compression_is_dense_bytes_over_all_that_is_handed_to_the_network() -> None:
+    """Also where all ranks share a host, and parts are sent to each by name."""
+    n = 1 << 16
+    simulation = gradcomp.Simulation("orq:route=alltoall", {"w": (n,)}, 4, ranks_per_host=4)
+    simulation.step([{"w": torch.randn(n)} for _ in range(4)])
+    stats = simulation.stats()
+    assert stats["bytes_sent"] == simulation.bytes_sent[0]
+    assert stats["compression"] == pytest.approx(4 * n / simulation.bytes_sent[0]) == pytest.approx(19.1, rel=0.02)

@@ -1,0 +1,167 @@
+"""The law of wrappers: what a compressor can do alone it can do inside of any wrapper, new abilities and wrappers included."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradcomp
+import gradcomp.engine
+from gradcomp.engine.by_host import ByHost
+from gradcomp.engine.feedback import Feedback, Plain
+from gradcomp.engine.wrapper import Wrapper
+from gradcomp.knobs import knob
+from gradcomp.native.memory import Update
+from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits, World, reduce
+
+LAYOUT = Layout(("a", "b"), (6, 4), torch.device("cpu"))
+OTHER = Layer(4, torch.device("cpu"))
+
+
+NONE = Traits()
+
+
+@dataclass(frozen=True)
+class Probe(Compressor):
+    """Has every ability, and notes in its state what was asked of it."""
+
+    number: int = knob(1, "to tell one from another")
+    own: Traits = NONE
+
+    @property
+    def traits(self) -> Traits:
+        return self.own
+
+    def init(self, layout: Layout, seed: int) -> dict[str, Any]:
+        return {"entries": layout.total, "seed": seed}
+
+    def exchange(self, acc: Acc, state: dict[str, Any], world: World) -> Steps:
+        state["exchanged by"] = self.number
+        update = yield from reduce(acc.value.clone(), 1 / world.size)
+        acc.value.zero_()
+        return Update(update)
+
+    def choose(self, name: str, layer: Layer) -> Compressor:
+        return self if name == "a" else replace(self, number=2)
+
+    def ease(self, progress: float) -> Compressor:
+        return replace(self, number=int(100 * progress))
+
+    def revise(self, value: Tensor, velocity: Tensor | None, state: dict[str, Any], rates: tuple[float, ...]) -> None:
+        state["rates"] = rates
+
+    def save(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"saved": state["seed"]}
+
+    def load(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        state["loaded"] = saved["saved"]
+
+    def alike(self, state: dict[str, Any]) -> str:
+        return f"alike {state['seed']}"
+
+    def stats(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"figure": state["entries"]}
+
+
+def wrappers() -> list[type[Wrapper]]:
+    for module in pkgutil.iter_modules(gradcomp.engine.__path__):
+        importlib.import_module(f"gradcomp.engine.{module.name}")
+    found, waiting = [], Wrapper.__subclasses__()
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if not inspect.isabstract(kind):
+            found.append(kind)
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+every = pytest.mark.parametrize("kind", wrappers(), ids=lambda kind: kind.__name__)
+WORLD = World(0, 1, (0,))
+
+
+def run(compressor: Compressor, state: Any) -> None:
+    """One exchange by a rank that is alone."""
+    acc = Acc(torch.arange(10.0))
+    steps = compressor.exchange(acc, state, WORLD)
+    request = next(steps)
+    while True:
+        reply: Any = {} if hasattr(request, "parts") else request.tensor
+        try:
+            request = steps.send(reply)
+        except StopIteration:
+            return
+
+
+@every
+def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
+    wrapper = kind(Probe())
+    state = wrapper.init(LAYOUT, 7)
+    run(wrapper, state)
+    inner = wrapper.within(state)
+    assert inner["exchanged by"] == 1
+    assert wrapper.choose("a", OTHER) is wrapper
+    assert wrapper.choose("b", OTHER) == replace(wrapper, inner=Probe(2))
+    assert wrapper.ease(0.5) == replace(wrapper, inner=Probe(50))
+    wrapper.revise(torch.zeros(10), None, state, (0.1, 0.2))
+    assert inner["rates"] == (0.1, 0.2)
+    saved = wrapper.save(state)
+    assert "{'saved': 7}" in str(saved)
+    wrapper.load(state, saved)
+    run(wrapper, state)
+    assert wrapper.within(state)["loaded"] == 7
+    assert wrapper.alike(state) == "alike 7"
+    assert wrapper.stats(state) == {"figure": 10}
+    assert str(wrapper).startswith("test_wrappers") and str(replace(wrapper, inner=Probe(3))).startswith(
+        "test_wrappers:number=3"
+    )
+
+
+def test_these_are_all_abilities_and_all_wrappers() -> None:
+    """Who adds one adds it to the probe above, and to the wrappers' base."""
+    abilities = {name for name, value in vars(Compressor).items() if not name.startswith("_") and callable(value)}
+    assert abilities == {"init", "exchange", "choose", "ease", "revise", "save", "load", "alike", "stats"}
+    assert abilities - {"exchange"} <= set(vars(Wrapper))
+    assert {*wrappers()} == {ByHost, Feedback, Plain}
+
+
+@every
+@pytest.mark.parametrize("trait", [field.name for field in fields(Traits)])
+def test_every_trait_is_copied_amended_or_refused(kind: type[Wrapper], trait: str) -> None:
+    values: dict[str, Any] = {"against_feedback": "a reason", "moments": "raw", "momentum": 0.5, "rates": "needed"}
+    value = values.get(trait, True)
+    amended = {ByHost: {"moments": "raises", "rates": "raises", "ends": "raises"}, Feedback: {"against_feedback": "raises"}}
+    inner = Probe(own=replace(Traits(), **{trait: value}))
+    if amended.get(kind, {}).get(trait) == "raises":
+        with pytest.raises(ValueError, match=r"a reason|cannot go by_host"):
+            kind(inner)
+    else:
+        assert getattr(kind(inner).traits, trait) == value
+
+
+@every
+def test_a_wrapper_that_has_not_exchanged_yet_keeps_what_it_loaded(kind: type[Wrapper]) -> None:
+    wrapper = kind(Probe())
+    first, second = wrapper.init(LAYOUT, 7), wrapper.init(LAYOUT, 8)
+    run(wrapper, first)
+    saved = wrapper.save(first)
+    wrapper.load(second, saved)
+    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.alike(second), str)
+    again = wrapper.init(LAYOUT, 9)
+    wrapper.load(again, wrapper.save(second))
+    run(wrapper, again)
+    assert "loaded" in wrapper.within(again)
+
+
+def test_figures_are_there_by_host() -> None:
+    """Whatever an algorithm tells of itself."""
+    simulation = gradcomp.Simulation(ByHost(Probe()), {"w": (10,)}, 4, ranks_per_host=2)
+    simulation.step([{"w": torch.ones(10)} for _ in range(4)])
+    assert simulation.stats()["figure"] == 5
