@@ -2,7 +2,6 @@
 
 # Not `from __future__ import annotations`: torch compares a hook's annotations with types, and would be given strings.
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,44 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.session import Options, Session
+from gradcomp.handle import Handle
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 
-__all__ = ["Handle", "attach"]
+__all__ = ["attach"]
 
 _SPARSE = (
     "sparse gradients, such as those of torch.nn.Embedding(sparse=True), cannot be compressed; use sparse=False, or leave that "
     "layer out of the model that DDP has"
 )
 _UNKNOWN = "a gradient came of a parameter that attach() did not find in the model: add and unfreeze layers before attach()"
-
-
-class Handle:
-    """What attach() returns: figures, residuals, state and change of the exchange that it set up."""
-
-    def __init__(self, session: Session):
-        self._session = session
-
-    def stats(self) -> dict[str, Any]:
-        """Give figures of the last step on this rank."""
-        return self._session.stats()
-
-    def residual(self) -> dict[str, Tensor]:
-        """Copy what this rank has not sent yet, by name; zeros where there is no error feedback."""
-        return self._session.residual()
-
-    def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec, between two steps and on all ranks; what has not been sent yet is carried over."""
-        self._session.change(make(spec))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copy what this rank's next step depends on. Every rank has its own: save one for each."""
-        return self._session.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() gave on this rank."""
-        self._session.load_state_dict(state)
 
 
 def attach(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import horovod
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradcomp.engine.parameters import Parameters, Slot, named_of
 from gradcomp.engine.session import Options, Session
+from gradcomp.handle import Handle
 from gradcomp.networks import carrier
 from gradcomp.networks.horovod import HorovodNetwork, broken
 from gradcomp.protocol import Compressor
@@ -36,7 +37,7 @@ _UNKNOWN = (
 )
 
 
-class Compression:
+class Compression(Handle):
     """What the stock optimizer takes as compression=: one for each optimizer.
 
     spec: "name:knob=value", or a compressor. named_parameters: as for Horovod, usually model.named_parameters().
@@ -57,7 +58,7 @@ class Compression:
     ):
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, bucket_mb, seed)
-        self._session = Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN)
+        super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN))
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Slot]:
         """Take a gradient over; Horovod gets a carrier in its stead, and hands the slot back to decompress().
@@ -86,26 +87,6 @@ class Compression:
         if tensor.is_sparse:
             raise ValueError(_SPARSE)
         return tensor
-
-    def stats(self) -> dict[str, Any]:
-        """Give figures of the last step on this rank."""
-        return self._session.stats()
-
-    def residual(self) -> dict[str, Tensor]:
-        """Copy what this rank has not sent yet, by name; zeros where there is no error feedback."""
-        return self._session.residual()
-
-    def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec, between two steps and on all ranks; what has not been sent yet is carried over."""
-        self._session.change(make(spec))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copy what this rank's next step depends on. Every rank has its own: save one for each."""
-        return self._session.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() gave on this rank."""
-        self._session.load_state_dict(state)
 
     def _why_unknown(self, tensor: Tensor) -> str:
         if self._session.parameters.find(tensor) is not None:

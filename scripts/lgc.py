@@ -14,7 +14,7 @@ from benchlib import machine, options, report
 from lgclib import phases, redundancy
 from studylib import arguments
 
-from gradcomp.compressors.lgc.support import Leading
+from gradcomp.compressors.lgc.common_places import Leading
 from gradcomp.protocol import World
 
 CONFIGURATIONS = (

@@ -9,7 +9,7 @@ import torch
 
 from gradcomp.compressors.lgc import coding
 from gradcomp.compressors.lgc.coding import Innovations, Rows
-from gradcomp.compressors.lgc.support import Support
+from gradcomp.compressors.lgc.common_places import Support
 from gradcomp.protocol import World
 
 

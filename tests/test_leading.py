@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp.compressors.lgc import support
-from gradcomp.compressors.lgc.support import Leading
+from gradcomp.compressors.lgc import common_places
+from gradcomp.compressors.lgc.common_places import Leading
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Gather, Send, World
 
@@ -90,7 +90,7 @@ def test_a_model_too_small_for_parts_has_one_leader() -> None:
     assert len(at(0, 4, 256).leaders) == 4
 
 
-@pytest.mark.parametrize("who", support.LEADERS)
+@pytest.mark.parametrize("who", common_places.LEADERS)
 def test_all_are_told_by_those_who_lead(who: str) -> None:
     """Where all lead each sends as much; where one does, it sends to all others, and they nothing."""
     world, value = 4, torch.randn(4000)

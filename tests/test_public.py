@@ -23,21 +23,16 @@ gradcomp.Simulation.state_dict() -> 'dict[str, Any]'
 gradcomp.Simulation.stats() -> 'dict[str, Any]'
 gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dict[str, Tensor]'
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
-gradcomp.ddp.Handle.change(spec: 'str | Compressor') -> 'None'
-gradcomp.ddp.Handle.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
-gradcomp.ddp.Handle.residual() -> 'dict[str, Tensor]'
-gradcomp.ddp.Handle.state_dict() -> 'dict[str, Any]'
-gradcomp.ddp.Handle.stats() -> 'dict[str, Any]'
 gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
+gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
+gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
+gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
+gradcomp.handle.Handle.state_dict() -> 'dict[str, Any]'
+gradcomp.handle.Handle.stats() -> 'dict[str, Any]'
 gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
-gradcomp.horovod.Compression.change(spec: 'str | Compressor') -> 'None'
 gradcomp.horovod.Compression.compress(tensor: 'Tensor') -> 'tuple[Tensor, Slot]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
-gradcomp.horovod.Compression.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
-gradcomp.horovod.Compression.residual() -> 'dict[str, Tensor]'
-gradcomp.horovod.Compression.state_dict() -> 'dict[str, Any]'
-gradcomp.horovod.Compression.stats() -> 'dict[str, Any]'
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
@@ -62,6 +57,7 @@ def face() -> list[str]:
     for owner, names in {
         "gradcomp": gradcomp.__all__,
         "gradcomp.ddp": gradcomp.ddp.__all__,
+        "gradcomp.handle": ["Handle"],
         "gradcomp.horovod": gradcomp.horovod.__all__,
     }.items():
         for name in names:
@@ -78,11 +74,18 @@ def plain(line: str) -> str:
     line = line.replace("'", "").replace("torch.optim.optimizer.", "torch.optim.")
     for module in ("collections.abc.", "typing.", "torch.nn.parallel.distributed.", "gradcomp.protocol."):
         line = line.replace(module, "")
-    return line.replace("-> gradcomp.ddp.Handle", "-> Handle").replace("torch.Tensor", "Tensor")
+    return line.replace("-> gradcomp.handle.Handle", "-> Handle").replace("torch.Tensor", "Tensor")
 
 
 def test_the_public_names_and_signatures_are_these() -> None:
-    assert [plain(line) for line in face() if "ddp.Handle(" not in line] == [plain(line) for line in FACE.strip().splitlines()]
+    assert [plain(line) for line in face() if "handle.Handle(" not in line] == [
+        plain(line) for line in FACE.strip().splitlines()
+    ]
+
+
+def test_compression_is_a_handle_that_horovod_can_call() -> None:
+    own = {name for name in dir(gradcomp.horovod.Compression) if not name.startswith("_")}
+    assert own - set(dir(gradcomp.handle.Handle)) == {"compress", "decompress"}
 
 
 def test_dir_shows_the_doors() -> None:
@@ -124,7 +127,7 @@ def test_doors_are_typed(tmp_path: Path) -> None:
         cwd=Path(__file__).resolve().parents[1],
     )
     said = done.stdout
-    for type_ in ('"gradcomp.ddp.Handle"', '"dict[str, torch._tensor.Tensor]"', '"gradcomp.horovod.Compression"'):
+    for type_ in ('"gradcomp.handle.Handle"', '"dict[str, torch._tensor.Tensor]"', '"gradcomp.horovod.Compression"'):
         assert f"Revealed type is {type_}".replace("dict[str", "dict[str") in said.replace("builtins.", ""), said
     for wrong in ('"Handle" has no attribute "put"', '"Compression" has no attribute "finish"', 'incompatible type "int"'):
         assert wrong in said, said

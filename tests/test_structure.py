@@ -30,6 +30,7 @@ ROOMS = [
     "compressors",
     "engine",
     "spec",
+    "handle",
     "simulate",
     "ddp",
     "horovod",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
-from gradcomp.compressors.lgc.support import Leading
+from gradcomp.compressors.lgc.common_places import Leading
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import World
 from lgclib import job

@@ -23,9 +23,9 @@ from gradcomp.compressors.lgc import autoencoder, coding
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
 from gradcomp.compressors.lgc.code_error import NOTES
 from gradcomp.compressors.lgc.coding import Innovations, Rows, Said
+from gradcomp.compressors.lgc.common_places import LEADERS, Leading, Support
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, Phases
 from gradcomp.compressors.lgc.state import State
-from gradcomp.compressors.lgc.support import LEADERS, Leading, Support
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradcomp.compressors.lgc.autoencoder import Autoencoder, mean_of, own_of
 from gradcomp.compressors.lgc.code_error import Verdict
-from gradcomp.compressors.lgc.support import Support
+from gradcomp.compressors.lgc.common_places import Support
 from gradcomp.messages.payload import whole
 from gradcomp.protocol import Asking, World, gather, reduce
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.compressors.dense import Dense
-from gradcomp.compressors.sdagc import staleness
 from gradcomp.compressors.sdagc.capacity import Capacity
+from gradcomp.compressors.sdagc.rate_revision import OF_RATES, REVISIONS, Ages, rescale
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages.payload import whole
@@ -34,7 +34,6 @@ TINY = 1024
 BIAS = 1 << 16
 MOMENTS = ("accumulated", "raw")
 SMALL = ("dense", "pool", "none")
-REVISIONS = ("none", "keep", "rescale", "density", "staleness", "per_layer")
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Sdagc(Compressor):
 
     @property
     def traits(self) -> Traits:
-        needs = self.lr_revision in ("keep", "rescale", "density")
+        needs = self.lr_revision in OF_RATES
         return Traits(moments=self.stat, sparse=True, momentum=self.sam, rates="needed" if needs else "unused")
 
     def choose(self, name: str, layer: Layer) -> Compressor:
@@ -82,15 +81,8 @@ class Sdagc(Compressor):
 
     def revise(self, value: Tensor, velocity: Tensor | None, state: State, rates: tuple[float, ...]) -> None:
         before, state.rates = state.rates, rates
-        if before is None or before == rates or self.lr_revision not in ("keep", "rescale"):
-            return
-        for i, (old, new) in enumerate(zip(before, rates, strict=True)):
-            if old != new and old > 0 and new > 0:
-                # keep: what waits keeps the rate it was found under; rescale: it shrinks and grows with the rate once more.
-                factor = old / new if self.lr_revision == "keep" else new / old
-                for flat in (value, velocity):
-                    if flat is not None:
-                        flat[state.begins[i] : state.begins[i + 1]] *= factor
+        if before is not None and before != rates and self.lr_revision in ("keep", "rescale"):
+            rescale(self.lr_revision, (value, velocity), state.begins, before, rates)
 
     def exchange(self, acc: Acc, state: State, world: World) -> Steps:
         state.steps += 1
@@ -123,7 +115,7 @@ class Sdagc(Compressor):
         if target is not None:
             kernels.steer(state.lam, taken.entries.header, target)
         if self.lr_revision in ("staleness", "per_layer"):
-            state.ages = state.ages or staleness.Ages(acc.value.numel(), state.ends)
+            state.ages = state.ages or Ages(acc.value.numel(), state.ends)
             state.ages.revise(taken.entries, state.steps, by_layer=self.lr_revision == "per_layer")
         return (yield from routes.exchange(acc, taken, world, self.route, keep=self.sam, seen=capacity.see))
 
@@ -142,7 +134,7 @@ class Sdagc(Compressor):
             state.capacity = Capacity(*self._expected(state.set_for, state.n))
             state.capacity.load(saved["capacity"])
         if saved["ages"] is not None:
-            state.ages = staleness.Ages(state.n, state.ends)
+            state.ages = Ages(state.n, state.ends)
             state.ages.last.copy_(saved["ages"])
 
     def _target(self, acc: Acc, state: State) -> int | None:
@@ -191,7 +183,7 @@ class State:
         self.capacity: Capacity | None = None
         self.rates: tuple[float, ...] | None = None
         self.first_rate = 0.0
-        self.ages: staleness.Ages | None = None
+        self.ages: Ages | None = None
         self.buffer: Tensor | None = None
 
 
