@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+import torch
 
 from gradcomp._version import VERSION as __version__
 from gradcomp.simulate import Simulation
@@ -25,4 +28,6 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "ddp", "horovod"]
+    """What can be had here: help() looks at all of it."""
+    there = {"ddp": torch.distributed.is_available(), "horovod": find_spec("horovod") is not None}
+    return [*__all__, *(name for name, can in there.items() if can)]

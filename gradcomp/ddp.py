@@ -111,3 +111,7 @@ def _hook(state: _Pass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     if bucket.is_last():
         state.finish()
     return future
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import horovod
 import horovod.torch as hvd
@@ -94,13 +94,15 @@ class Compression(Handle):
         return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN
 
 
-class CompressedOptimizer(torch.optim.Optimizer):
-    """Horovod's own distributed optimizer, as type checkers see it: a subclass of the given one, with these members beside."""
+if TYPE_CHECKING:
 
-    compression: Compression
-    stats: Callable[[], dict[str, Any]]
-    synchronize: Callable[[], None]
-    skip_synchronize: Callable[[], Any]
+    class CompressedOptimizer(torch.optim.Optimizer):
+        """Horovod's own distributed optimizer, as type checkers see it: a subclass of the given one, with these members."""
+
+        compression: Compression
+        stats: Callable[[], dict[str, Any]]
+        synchronize: Callable[[], None]
+        skip_synchronize: Callable[[], Any]
 
 
 def DistributedOptimizer(
@@ -141,7 +143,7 @@ def DistributedOptimizer(
         )
     stock.compression = own
     stock.stats = own.stats
-    return cast(CompressedOptimizer, stock)
+    return cast("CompressedOptimizer", stock)
 
 
 def _handing_over(
@@ -167,3 +169,7 @@ def _handing_over(
         return result, None
 
     return start
+
+
+def __dir__() -> list[str]:
+    return __all__

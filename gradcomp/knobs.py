@@ -5,14 +5,18 @@ Checking, parsing, suggestions, canonical specs, describe(), help() and the docu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
+import numbers
 import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 MARK = "knob"
+TYPES: dict[type, Any] = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}
+"""What a knob takes, by the type of its default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Knob:
         if not isinstance(value, int | float):
             return True
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value) or value == self.most)
             and (self.above is None or value > self.above)
             and (self.least is None or value >= self.least)
             and (self.below is None or value < self.below)
@@ -57,6 +61,8 @@ class Knob:
             text = f"{'above' if self.least is None else 'at least'} {shown(low)}"
         elif high is not None:
             text = f"{'below' if self.most is None else 'at most'} {shown(high)}"
+        if self.most == math.inf:
+            text = f"{'above' if self.least is None else 'at least'} {shown(low)}"
         if self.multiple > 1:
             text += f"{' and ' if text else ''}a multiple of {self.multiple}"
         return text
@@ -98,15 +104,21 @@ def declared(field: dataclasses.Field[Any]) -> Knob:
 
 
 def check(instance: Any, name: str) -> None:
-    """Refuse values of the wrong type or out of range, in the name of a compressor."""
+    """Refuse values of the wrong type or out of range, in a compressor's name. Numbers of other libraries become Python's."""
     for field in knobs_of(instance).values():
-        value, kind, own = getattr(instance, field.name), type(field.default), declared(field)
-        fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        kind: type = type(field.default)
+        value, own = getattr(instance, field.name), declared(field)
+        fits = isinstance(value, TYPES[kind]) and (kind is bool or not isinstance(value, bool))
+        if fits and type(value) is not kind:
+            with contextlib.suppress(OverflowError):  # of a whole number that no float holds
+                value = kind(value)
+                object.__setattr__(instance, field.name, value)
         said = f"{name}: {field.name}={shown(value) if fits else repr(value)} must be"
         if not fits:
             raise TypeError(f"{said} of type {kind.__name__}")
         if not own.allows(value):
-            raise ValueError(f"{said} {own.range or 'finite'}{suggested(value, own.choices)}")
+            finite = " and finite" if own.range and value == math.inf else ""
+            raise ValueError(f"{said} {own.range or 'finite'}{finite}{suggested(value, own.choices)}")
 
 
 def parse(spec: str, field: dataclasses.Field[Any], text: str) -> Any:

@@ -1,118 +1,28 @@
-"""The vocabulary: what a compressor is, what it may ask of the network, and what a bucket is made of.
+"""The vocabulary: what a compressor is, what it works on, and what a bucket is made of.
 
-A compressor takes what it sends out of the tensor; what is left in the tensor is the error. It never talks to the network: it
-yields what it wants moved and is resumed with the answer.
+A compressor takes what it sends out of the tensor; what is left in the tensor is the error.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcomp import knobs
 from gradcomp.native.memory import Memory, Update
+from gradcomp.requests import Asking, World
 
+REGISTRY = "gradcomp.compressors."
+"""Where compressors are that a spec can name."""
 
-class World(NamedTuple):
-    """The ranks that exchange with one another, and this one's place among them. hosts: a number for each rank's host."""
-
-    rank: int
-    size: int
-    hosts: tuple[int, ...] | None = None
-
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return [rank for rank in range(self.size) if rank != self.rank]
-
-    def apart(self, rank: int) -> bool:
-        """Whether a rank is on another host. Where hosts are not known, each rank counts as a host."""
-        return rank != self.rank if self.hosts is None else self.hosts[rank] != self.hosts[self.rank]
-
-
-class Field(NamedTuple):  # one array inside a payload
-    name: str
-    dtype: torch.dtype
-    length: int
-
-
-Form = tuple[Field, ...]
-"""What a payload is made of. All ranks use the same form, so nobody has to say how long a message is."""
-
-
-@dataclass(frozen=True)
-class Payload:
-    """A message: named arrays that are views of one byte buffer, the one that travels."""
-
-    form: Form
-    bytes: Tensor
-    arrays: Mapping[str, Tensor] = field(repr=False)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.arrays[name]
-
-
-class Gather(NamedTuple):
-    """Give every rank every rank's payload. The answer: a list of payloads in rank order."""
-
-    payload: Payload
-
-
-class Reduce(NamedTuple):
-    """Sum a float32 tensor over the ranks. The answer: scale times the sum, possibly in the same memory."""
-
-    tensor: Tensor
-    scale: float = 1.0
-
-
-class Send(NamedTuple):
-    """Give each named rank a payload of its own, all of one form. The answer: {rank: payload} of those who sent here.
-
-    Every rank takes part, also with no parts. Each knows its senders, so that nobody has to ask.
-    """
-
-    parts: Mapping[int, Payload]
-    senders: Collection[int]
-    form: Form
-    device: torch.device
-
-
-Request = Gather | Reduce | Send
-Reply = list[Payload] | Tensor | dict[int, Payload]
-T = TypeVar("T")
-Asking = Generator[Request, Reply | None, T]
-"""Code that asks the network and in the end returns something. A yielded tensor is given away, a reply is read-only."""
 Steps = Asking[Update]
 """An exchange under way. All ranks yield the same sequence of requests, one at least."""
-
-
-def gather(payload: Payload) -> Asking[list[Payload]]:
-    """Ask for every rank's payload, in rank order."""
-    reply = yield Gather(payload)
-    assert isinstance(reply, list)
-    return reply
-
-
-def reduce(tensor: Tensor, scale: float = 1.0) -> Asking[Tensor]:
-    """Ask for scale times the sum of all ranks' tensors. The tensor is given away."""
-    reply = yield Reduce(tensor, scale)
-    assert isinstance(reply, Tensor)
-    return reply
-
-
-def send(
-    parts: Mapping[int, Payload], senders: Collection[int], form: Form, device: torch.device
-) -> Asking[dict[int, Payload]]:
-    """Give each named rank a payload; ask for those that the senders give this one."""
-    reply = yield Send(parts, senders, form, device)
-    assert isinstance(reply, dict)
-    return reply
 
 
 class Layer(NamedTuple):
@@ -156,7 +66,7 @@ class Acc:
     """
 
     value: Tensor
-    memory: Memory = field(default_factory=Memory)
+    memory: Memory
     velocity: Tensor | None = None
     flag: Tensor | None = None
     moments: Tensor | None = None
@@ -170,16 +80,16 @@ class Traits:
 
     whole_model: it wants one bucket for everything, without overlap with backward.
     unbiased: what it sends is right in the mean without error feedback.
-    against_feedback: why there must be no error feedback around it.
+    outermost: it brings error feedback along, or chooses who does, so that nothing can go around it.
     moments: which statistics of each layer it reads, of what has accumulated or of the raw gradient.
-    sparse: it takes the few largest entries, and peaks tell it where to look. momentum: what it keeps itself.
-    rates: what learning rates are to it.
+    sparse: it takes the few largest entries, and peaks tell it where to look. momentum: the momentum that it keeps itself.
+    rates: whether it uses or even needs the learning rates.
     ends: the model's first and last layers are treated otherwise than those between.
     """
 
     whole_model: bool = False
     unbiased: bool = False
-    against_feedback: str | None = None
+    outermost: bool = False
     moments: Literal["accumulated", "raw"] | None = None
     sparse: bool = False
     momentum: float = 0.0
@@ -191,21 +101,28 @@ class Compressor(ABC):
     """Base of all compressors. Subclasses are frozen dataclasses whose fields are the knobs.
 
     init, exchange and traits make a compressor; the other methods are optional. str() gives the canonical spec, with the knobs
-    that differ from their defaults: make(str(compressor)) is the same compressor.
+    that differ from their defaults: for what a spec can name, make(str(compressor)) is the same compressor.
     """
-
-    name: ClassVar[str] = ""  # as a spec says it: that of the file
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.name = cls.__module__.rpartition(".")[2]
         cls.__doc__ = knobs.document(cls)
 
     def __post_init__(self) -> None:
         knobs.check(self, self.name)
 
+    @property
+    def name(self) -> str:
+        """The name that a spec has for it: its file's; of a compressor made elsewhere its class's, with the module."""
+        kind = type(self)
+        known = kind.__module__.startswith(REGISTRY)
+        return kind.__module__.removeprefix(REGISTRY).partition(".")[0] if known else f"{kind.__module__}.{kind.__qualname__}"
+
     def __str__(self) -> str:
-        return ":".join(filter(None, (self.name, ",".join(knobs.given(self)))))
+        given = knobs.given(self)
+        if not type(self).__module__.startswith(REGISTRY):  # no spec can name it, but all that it is must tell it from others
+            given = [f"{name}={getattr(self, name)!r}" for name in getattr(type(self), "__dataclass_fields__", {})]
+        return ":".join(filter(None, (self.name, ",".join(given))))
 
     @property
     def traits(self) -> Traits:
@@ -227,6 +144,10 @@ class Compressor(ABC):
 
     def ease(self, progress: float) -> Compressor | None:
         """Make a gentler form for warming up: at 0 it would send everything, at 1 it is this one. None if there is none."""
+        return None
+
+    def refuses(self, feedback: bool) -> str | None:
+        """Say why there must be no error feedback around it (or, asked for False, why there must be); None if there may."""
         return None
 
     def revise(self, value: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:

@@ -97,12 +97,13 @@ class Simulation:
         if len(grads) != len(self._reducers):
             raise ValueError(f"gradients of {len(grads)} ranks were given, but the simulation has {len(self._reducers)}")
         self._update = self._layout.views(self._updates.take())
-        for rank, own in enumerate(grads):
-            self._put(rank, own)
-        for reducer in self._reducers:
-            reducer.start_all()
-        while [reducer for reducer in self._reducers if reducer.advance()]:
-            pass
+        try:
+            self._exchange(grads)
+        except BaseException:
+            self._board.clear()
+            for reducer in self._reducers:
+                reducer.abort()
+            raise
         for reducer in self._reducers:
             reducer.end_step()
         self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
@@ -116,19 +117,27 @@ class Simulation:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy everything that the next step depends on, for all ranks."""
-        return {"spec": str(self._compressor), "ranks": [checkpoint.save(reducer) for reducer in self._reducers]}
+        return checkpoint.stamped(str(self._compressor), ranks=[checkpoint.save(reducer) for reducer in self._reducers])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what state_dict() gave: the same spec, shapes and number of ranks."""
         if len(state["ranks"]) != len(self._reducers):
             raise ValueError(f"the state is of {len(state['ranks'])} ranks, but the simulation has {len(self._reducers)}")
-        checkpoint.same_spec(state["spec"], str(self._compressor))
+        checkpoint.check_stamp(state, str(self._compressor))
         for reducer, own in zip(self._reducers, state["ranks"], strict=True):
             checkpoint.load(reducer, own)
 
     def stats(self) -> dict[str, Any]:
         """Give figures of rank 0's last step."""
         return self._reducers[0].stats()
+
+    def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
+        for rank, own in enumerate(grads):
+            self._put(rank, own)
+        for reducer in self._reducers:
+            reducer.start_all()
+        while [reducer for reducer in self._reducers if reducer.advance()]:
+            pass
 
     def _put(self, rank: int, own: Mapping[str, Tensor | None]) -> None:
         for name, grad in own.items():

@@ -8,13 +8,13 @@ import importlib
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcomp import compressors, knobs
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.by_layer import ByLayer
-from gradcomp.engine.feedback import Feedback, Source
+from gradcomp.engine.feedback import Feedback, complete
 from gradcomp.knobs import knob
 from gradcomp.protocol import Compressor
 
@@ -55,13 +55,13 @@ def make(spec: str | Compressor) -> Compressor:
     A compressor that needs error feedback gets it, also one that was made by hand, unless the spec says feedback=false.
     """
     if isinstance(spec, Compressor):
-        return _complete(spec, {})
+        return _whole(spec, {})
     if not isinstance(spec, str):
         raise TypeError(f'a spec such as "topk:ratio=0.01" or a compressor is needed, not {spec!r}')
     first, *rules = spec.split(";")
     if not rules:
         return _one(first)
-    return by_layer(dict(_rule(spec, rule) for rule in rules if rule.strip()), first)
+    return _by_layer([_rule(spec, rule) for rule in rules if rule.strip()], first)
 
 
 def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -> Compressor:
@@ -70,8 +70,7 @@ def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -
     by_layer({"*.bias": "dense", "embed*": "topk:ratio=0.01"}, "sdagc") is what the spec
     "sdagc; *.bias=dense; embed*=topk:ratio=0.01" means.
     """
-    made = tuple((pattern, make(spec)) for pattern, spec in rules.items())
-    return ByLayer(made, make(default)) if made else make(default)
+    return _by_layer(list(rules.items()), default)
 
 
 def describe(name: str) -> str:
@@ -89,6 +88,11 @@ def summary(name: str) -> str:
     """What a compressor does, in the first sentence of its file."""
     told = (sys.modules[kind_of(name).__module__].__doc__ or "").strip().split("\n\n")[0]
     return " ".join(told.split()).split("; ")[0].rstrip(".")
+
+
+def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Compressor) -> Compressor:
+    made = tuple((pattern, make(spec)) for pattern, spec in rules)
+    return ByLayer(made, make(default)) if made else make(default)
 
 
 def _rule(spec: str, rule: str) -> tuple[str, str]:
@@ -114,22 +118,19 @@ def _one(spec: str) -> Compressor:
         else:
             known = [*fields, *COMMON]
             raise ValueError(
-                f"{spec!r}: {kind.name} has no knob {knob_!r}{knobs.suggested(knob_, known)}; known: {', '.join(known)}"
+                f"{spec!r}: {name.strip()} has no knob {knob_!r}{knobs.suggested(knob_, known)}; known: {', '.join(known)}"
             )
-    return _complete(kind(**own), wrapper)
+    return _whole(kind(**own), wrapper)
 
 
-def _complete(compressor: Compressor, wrapper: dict[str, Any]) -> Compressor:
-    """The compressor with the wrappers that it needs, or that their knobs ask for."""
-    if isinstance(compressor, Source | ByLayer):
-        return compressor
-    if wrapper.pop("by_host", False):
+def _whole(compressor: Compressor, asked: dict[str, Any]) -> Compressor:
+    """The compressor with the wrappers that it needs, or that are asked for."""
+    if asked.pop("by_host", False):
         compressor = ByHost(compressor)
-    unbiased = compressor.traits.unbiased
-    if unbiased and not wrapper:
-        return compressor
-    made = Feedback(compressor, **wrapper)
-    return compressor if unbiased and made == Feedback(compressor, feedback=False) else made
+    made = complete(compressor, **asked)
+    if isinstance(made, Feedback) and made.inner.traits.unbiased and made == Feedback(made.inner, feedback=False):
+        return made.inner  # without anything that comes with error feedback
+    return made
 
 
 def _pairs(spec: str, tail: str) -> list[tuple[str, str]]:

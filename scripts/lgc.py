@@ -15,7 +15,7 @@ from lgclib import phases, redundancy
 from studylib import arguments
 
 from gradcomp.compressors.lgc.common_places import Leading
-from gradcomp.protocol import World
+from gradcomp.requests import World
 
 CONFIGURATIONS = (
     ("topk", ""),

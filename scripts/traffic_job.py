@@ -20,7 +20,7 @@ import gradcomp
 from gradcomp.engine.reducer import Reducer
 from gradcomp.networks import Answer, Network
 from gradcomp.networks.horovod import HorovodNetwork
-from gradcomp.protocol import Reply, Request
+from gradcomp.requests import Reply, Request
 
 WARM = 3
 """Steps before those that count: Horovod remembers operations that have come before, and says less about them."""

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import gradcomp.horovod
 from gradcomp.networks.horovod import HorovodNetwork
-from gradcomp.protocol import Reduce
+from gradcomp.requests import Reduce
 
 RATE = 0.05
 WARM_UP = 2  # steps of each spec before those that count

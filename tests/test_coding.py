@@ -10,7 +10,7 @@ import torch
 from gradcomp.compressors.lgc import coding
 from gradcomp.compressors.lgc.coding import Innovations, Rows
 from gradcomp.compressors.lgc.common_places import Support
-from gradcomp.protocol import World
+from gradcomp.requests import World
 
 
 def rows_of(rank: int, ranks: int, count: int, k: int, first: int = 0, told: bool = False) -> Rows:

@@ -10,7 +10,7 @@ from test_laws import SHAPES, draw
 
 import gradcomp
 from gradcomp.engine.by_host import place_of
-from gradcomp.protocol import World
+from gradcomp.requests import World
 
 PLACES = [(2, 2), (4, 2), (6, 3), (8, 4), (8, 2)]
 """Ranks, and ranks on each host."""

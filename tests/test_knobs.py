@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,11 @@ from specs import ALL
 
 import gradcomp
 from gradcomp import knobs
+from gradcomp.compressors.dense import Dense
+from gradcomp.compressors.orq import Orq
 from gradcomp.compressors.topk import TopK
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.by_host import ByHost
+from gradcomp.engine.feedback import Feedback, Plain
 from gradcomp.knobs import Knob, knob
 from gradcomp.spec import WRAPPERS, kind_of
 
@@ -73,12 +77,26 @@ def test_a_range_holds_what_it_says(own: Knob, inside: list[Any], outside: list[
         ("gs_sgd:columns=20", "gs_sgd: columns=20 must be at least 0 and a multiple of 16"),
         ("orq:levels=4", "orq: levels=4 must be one of 3, 5, 9"),
         ("sdagc:flush=-1", "sdagc: flush=-1 must be at least 0"),
-        ("orq:sigmas=inf", "orq: sigmas=inf must be at least 0"),
+        ("orq:sigmas=inf", "orq: sigmas=inf must be at least 0 and finite"),
     ],
 )
 def test_a_value_out_of_range_gets_a_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         gradcomp.make(spec)
+
+
+def test_numbers_of_other_libraries_become_pythons() -> None:
+    made = TopK(np.float32(0.25)), Orq(levels=np.int64(5)), TopK(1)
+    assert [str(compressor) for compressor in made] == ["topk:ratio=0.25", "orq:levels=5", "topk:ratio=1"]
+    assert [type(value) for value in (made[0].ratio, made[1].levels, made[2].ratio)] == [float, int, float]
+    with pytest.raises(ValueError, match=r"ratio=1000.* must be in \(0, 1\]"):
+        TopK(10**400)
+
+
+def test_an_infinite_bound_is_one_only_where_it_is_declared() -> None:
+    assert str(gradcomp.make("lgc:bound=inf")) == "lgc:bound=inf"
+    with pytest.raises(ValueError, match="bound=nan must be above 0"):
+        gradcomp.make("lgc:bound=nan")
 
 
 @pytest.mark.parametrize("value", ["0.1", None, True])
@@ -147,6 +165,56 @@ def test_a_description_has_every_knob_with_default_range_and_help(name: str) -> 
             assert f"{knob_}={default} {help_} [{range_}]" in text
 
 
+def test_no_knob_of_an_algorithm_has_a_common_ones_name() -> None:
+    common = {name for kind in WRAPPERS for name in knobs.knobs_of(kind)}
+    assert all(common.isdisjoint(knobs.knobs_of(kind_of(name))) for name in gradcomp.names())
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(TopK):
+    """No spec can name it."""
+
+    weights: tuple[int, ...] = (1, 2)
+
+
+def test_what_no_spec_can_name_is_still_told_apart() -> None:
+    texts = {str(gradcomp.make(own)) for own in (TopK(0.5), Own(0.5), Own(0.25), Own(0.5, weights=(3,)))}
+    assert len(texts) == 4
+    assert "test_knobs.Own:ratio=0.5,route='allgather',wire='compact',weights=(1, 2)" in texts
+
+
+@pytest.mark.parametrize("pattern", ["", " a", "a=b", "a;b"])
+def test_a_pattern_that_no_spec_can_say_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="is no pattern of layers' names"):
+        gradcomp.by_layer({pattern: "dense"}, "topk")
+
+
+def test_a_pattern_that_comes_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="the pattern 'a' is given twice"):
+        gradcomp.make("topk; a=dense; a=sign")
+
+
+def test_wrappers_go_around_once() -> None:
+    with pytest.raises(ValueError, match="ByHost cannot go around topk, which brings error feedback along"):
+        ByHost(Feedback(TopK()))
+    with pytest.raises(ValueError, match="topk needs error feedback"):
+        Plain(TopK())
+    assert gradcomp.make(Feedback(Dense(), feedback=False)) == Dense()
+
+
+@pytest.mark.parametrize("knob_", ["sam=0.5", "flush=5", "lr_revision=staleness"])
+def test_what_acts_on_what_waits_needs_that_something_waits(knob_: str) -> None:
+    with pytest.raises(ValueError, match="act on what waits, and with feedback=false nothing does"):
+        gradcomp.make(f"sdagc:feedback=false,{knob_}")
+
+
+def test_messages_name_the_algorithm_through_wrappers() -> None:
+    with pytest.raises(ValueError, match=r"^topk: clip=-1 must be at least 0$"):
+        gradcomp.make("topk:by_host=true,clip=-1")
+    with pytest.raises(ValueError, match="Less is left with norm=max"):
+        gradcomp.make("qsgd:momentum=0.9")
+
+
 def test_what_serves_ablation_says_so() -> None:
     marked = [row for kind in KINDS for row in knobs.rows(kind) if row[3].endswith("(for ablation)")]
     assert {row[0] for row in marked} >= {"faithful", "decoder", "stat"}
@@ -167,7 +235,7 @@ def test_a_knob_is_checked_wherever_the_compressor_was_made() -> None:
         beta: float = knob(0.5, "a share", above=0, below=1)
 
     assert Own().beta == 0.5
-    with pytest.raises(ValueError, match=re.escape("test_knobs: beta=1 must be in (0, 1)")):
+    with pytest.raises(ValueError, match=r"test_knobs\..*Own: beta=1 must be in \(0, 1\)"):
         Own(beta=1)
 
 

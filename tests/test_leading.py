@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gradcomp.compressors.lgc import common_places
 from gradcomp.compressors.lgc.common_places import Leading
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Gather, Send, World
+from gradcomp.requests import Gather, Send, World
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,13 @@ import torch
 from laws import check_conservation
 
 import gradcomp
+from gradcomp.compressors.topk import TopK
+from gradcomp.engine.feedback import Feedback
 from gradcomp.messages.sparse import EXACT
-from gradcomp.native import kernels
+from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Steps, World, gather, reduce
+from gradcomp.protocol import Acc, Compressor, Steps
+from gradcomp.requests import World, gather, reduce
 
 SHAPES = {"a": (40, 31), "b": (700,), "c": (12, 9), "d": (300,)}
 
@@ -100,6 +103,82 @@ def test_an_update_that_is_never_given_back_is_not_lent_again() -> None:
     assert not memory.lend(1000, torch.device("cpu")).flat.any()
 
 
+def test_every_update_that_is_lent_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever drives the exchange, also inside a host: a step then needs no new memory."""
+    made: list[int] = []
+    lend = Memory.lend
+
+    def counted(self: Memory, n: int, device: torch.device) -> Update:
+        before = sum(map(len, self._free.values()))
+        update = lend(self, n, device)
+        made.append(before == sum(map(len, self._free.values())))
+        return update
+
+    monkeypatch.setattr(Memory, "lend", counted)
+    for spec in (
+        "topk:ratio=0.1",
+        "topk:ratio=0.1,by_host=true",
+        "topk:route=split,ratio=0.3",
+        "gtopk",
+        "gs_sgd",
+        "lgc:dense=0,learn=2",
+    ):
+        simulation = gradcomp.Simulation(spec, SHAPES, 4, bucket_mb=0.004, ranks_per_host=2)
+        for step in range(4):
+            made.clear()
+            simulation.step([{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(4)])
+            assert step == 0 or not any(made), spec
+
+
+def test_scratch_is_kept_apart_by_use_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, like, at = Memory(), torch.zeros(1), set()
+    for stream in (1, 2):
+        monkeypatch.setattr(extension, "stream", lambda array, stream=stream: stream)
+        at |= {memory.scratch(use, 10, like).data_ptr() for use in ("a", "b", "a")}
+    assert len(at) == 4
+
+
+@pytest.mark.parametrize("broken", ["shape", "in the middle"])
+def test_a_simulation_goes_on_after_a_failed_step(broken: str) -> None:
+    """With the gradients of the next step alone: nothing of the failed one is left."""
+    simulation = gradcomp.Simulation("topk:ratio=0.1,route=split", SHAPES, 3, bucket_mb=0.004)
+    grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    simulation.step(grads)
+    bucket = simulation._reducers[1].buckets[0]
+    source = bucket.source
+    if broken == "shape":
+        with pytest.raises(ValueError, match="is of shape"):
+            simulation.step([grads[0], grads[1] | {"c": torch.randn(3)}, grads[2]])
+    else:
+        bucket.source = Feedback(Failing(0.1, "split"))
+        with pytest.raises(RuntimeError, match="on purpose"):
+            simulation.step(grads)
+        bucket.source = source
+    check_conservation(simulation, grads)
+
+
+@dataclass(frozen=True)
+class Failing(TopK):
+    """Raises between its first request and its second."""
+
+    def exchange(self, acc: Acc, state: None, world: World) -> Steps:
+        steps = super().exchange(acc, state, world)
+        yield next(steps)
+        raise RuntimeError("on purpose")
+
+
+def test_a_compressor_that_returns_no_update_gets_a_sentence() -> None:
+    with pytest.raises(TypeError, match=r"Bare.* returned a Tensor; an exchange returns an Update"):
+        gradcomp.Simulation(Bare(), {"w": (3,)}, 1).step([{"w": torch.ones(3)}])
+
+
+@dataclass(frozen=True)
+class Bare(Compressor):
+    def exchange(self, acc: Acc, state: None, world: World) -> Steps:
+        total = yield from reduce(acc.value)
+        return total  # type: ignore[return-value]
+
+
 def test_a_failed_step_leaves_clean_memory_behind() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.1", SHAPES, 2, bucket_mb=0.004)
     grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(2)]
@@ -109,8 +188,6 @@ def test_a_failed_step_leaves_clean_memory_behind() -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         simulation.step(grads)
     reducer._deliver = delivered
-    for own in simulation._reducers:
-        own.abort()
     check_conservation(simulation, grads)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import gradcomp
+
+ROOT = Path(__file__).resolve().parents[1]
 
 FACE = """
 gradcomp.Simulation(spec: 'str | Compressor', shapes: 'Mapping[str, Sequence[int]]', world: 'int', seed: 'int' = 0, *, bucket_mb: 'float' = 25, device: 'str | torch.device' = 'cpu', ranks_per_host: 'int' = 1, optimizer: 'torch.optim.Optimizer | None' = None, named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None)
@@ -88,6 +91,29 @@ def test_compression_is_a_handle_that_horovod_can_call() -> None:
     assert own - set(dir(gradcomp.handle.Handle)) == {"compress", "decompress"}
 
 
+def test_what_doors_keep_is_their_own() -> None:
+    """Nothing that an object of a door keeps is public, but the figure that a simulation documents."""
+    for module in ("handle", "ddp", "horovod", "simulate"):
+        tree = ast.parse((ROOT / "gradcomp" / f"{module}.py").read_text())
+        public = {
+            node.attr
+            for kind in tree.body
+            if isinstance(kind, ast.ClassDef) and not kind.name.startswith("_")
+            for node in ast.walk(kind)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        }
+        assert {name for name in public if not name.startswith("_")} <= {"bytes_sent"}, module
+    assert dir(gradcomp.horovod) == ["Compression", "DistributedOptimizer"] and dir(gradcomp.ddp) == ["attach"]
+
+
+def test_help_works_where_horovod_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['horovod'] = None; import pydoc, gradcomp; pydoc.render_doc(gradcomp); print(*dir(gradcomp))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "ddp" in shown and "horovod" not in shown
+
+
 def test_dir_shows_the_doors() -> None:
     code = "import gradcomp, sys; assert 'horovod' not in sys.modules; print(*dir(gradcomp))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -124,7 +150,7 @@ def test_doors_are_typed(tmp_path: Path) -> None:
         [sys.executable, "-m", "mypy", "--scripts-are-modules", program],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).resolve().parents[1],
+        cwd=ROOT,
     )
     said = done.stdout
     for type_ in ('"gradcomp.handle.Handle"', '"dict[str, torch._tensor.Tensor]"', '"gradcomp.horovod.Compression"'):

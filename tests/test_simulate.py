@@ -12,7 +12,8 @@ import gradcomp
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
 from gradcomp.networks.memory import Board, Round
-from gradcomp.protocol import Acc, Compressor, Field, Gather, Payload, Reduce, Send, Steps, World, reduce
+from gradcomp.protocol import Acc, Compressor, Steps
+from gradcomp.requests import Field, Gather, Payload, Reduce, Send, World, reduce
 
 
 def simulation(world: int = 2) -> gradcomp.Simulation:

@@ -20,7 +20,7 @@ import torch
 import gradcomp
 from gradcomp.messages.payload import whole
 from gradcomp.native.extension import MOMENTS
-from gradcomp.protocol import Gather, Reduce, Send, World
+from gradcomp.requests import Gather, Reduce, Send, World
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -20,7 +20,8 @@ from gradcomp.messages import payload
 from gradcomp.messages.sparse import CODECS
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Acc, Layout, World
+from gradcomp.protocol import Acc, Layout
+from gradcomp.requests import World
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 
@@ -198,7 +199,7 @@ def test_what_waits_may_follow_the_learning_rate() -> None:
 
 def test_a_malformed_payload_raises_and_names_the_rank() -> None:
     for form in ("compact", "exact"):
-        acc = Acc(torch.randn(100_000))
+        acc = Acc(torch.randn(100_000), Memory())
         taken = CODECS[form].room(acc, 50)
         kernels.take_topk(acc.value, 50, *taken.entries)
         steps = routes.allgather(acc, taken, World(0, 2))

@@ -19,14 +19,15 @@ from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.feedback import Feedback, Plain
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.knobs import knob
-from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits, World, reduce
+from gradcomp.native.memory import Memory, Update
+from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.requests import World, reduce
 
 LAYOUT = Layout(("a", "b"), (6, 4), torch.device("cpu"))
 OTHER = Layer(4, torch.device("cpu"))
 
 
-NONE = Traits()
+NONE = Traits(unbiased=True)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,9 @@ class Probe(Compressor):
         update = yield from reduce(acc.value.clone(), 1 / world.size)
         acc.value.zero_()
         return Update(update)
+
+    def refuses(self, feedback: bool) -> str | None:
+        return f"refused {self.number}" if self.number == 7 else None
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         return self if name == "a" else replace(self, number=2)
@@ -89,7 +93,7 @@ WORLD = World(0, 1, (0,))
 
 def run(compressor: Compressor, state: Any) -> None:
     """One exchange by a rank that is alone."""
-    acc = Acc(torch.arange(10.0))
+    acc = Acc(torch.arange(10.0), Memory())
     steps = compressor.exchange(acc, state, WORLD)
     request = next(steps)
     while True:
@@ -107,6 +111,7 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     run(wrapper, state)
     inner = wrapper.within(state)
     assert inner["exchanged by"] == 1
+    assert wrapper.refuses(True) is None
     assert wrapper.choose("a", OTHER) is wrapper
     assert wrapper.choose("b", OTHER) == replace(wrapper, inner=Probe(2))
     assert wrapper.ease(0.5) == replace(wrapper, inner=Probe(50))
@@ -119,31 +124,49 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     assert wrapper.within(state)["loaded"] == 7
     assert wrapper.alike(state) == "alike 7"
     assert wrapper.stats(state) == {"figure": 10}
-    assert str(wrapper).startswith("test_wrappers") and str(replace(wrapper, inner=Probe(3))).startswith(
-        "test_wrappers:number=3"
-    )
+    assert str(wrapper).startswith("test_wrappers.Probe:number=1") and wrapper.name == "test_wrappers.Probe"
+    assert str(replace(wrapper, inner=Probe(3))).startswith("test_wrappers.Probe:number=3")
 
 
 def test_these_are_all_abilities_and_all_wrappers() -> None:
     """Who adds one adds it to the probe above, and to the wrappers' base."""
     abilities = {name for name, value in vars(Compressor).items() if not name.startswith("_") and callable(value)}
-    assert abilities == {"init", "exchange", "choose", "ease", "revise", "save", "load", "alike", "stats"}
+    assert abilities == {"init", "exchange", "refuses", "choose", "ease", "revise", "save", "load", "alike", "stats"}
     assert abilities - {"exchange"} <= set(vars(Wrapper))
     assert {*wrappers()} == {ByHost, Feedback, Plain}
 
 
+REFUSED, RATES = "refused", "unused"
+TRAITS: dict[str, list[Any]] = {"moments": ["raw", "accumulated"], "momentum": [0.5], "rates": ["used", "needed"]}
+AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
+    (ByHost, "moments", "raw"): REFUSED,
+    (ByHost, "rates", "needed"): REFUSED,
+    (ByHost, "rates", "used"): RATES,
+    (ByHost, "ends", True): REFUSED,
+    **{(kind, "outermost", True): REFUSED for kind in wrappers()},
+    **{(Plain, "moments", value): REFUSED for value in TRAITS["moments"]},
+}
+"""Where a wrapper does not just copy a trait. (Plain and Feedback also become outermost; the probe is unbiased, for Plain.)"""
+
+
 @every
-@pytest.mark.parametrize("trait", [field.name for field in fields(Traits)])
-def test_every_trait_is_copied_amended_or_refused(kind: type[Wrapper], trait: str) -> None:
-    values: dict[str, Any] = {"against_feedback": "a reason", "moments": "raw", "momentum": 0.5, "rates": "needed"}
-    value = values.get(trait, True)
-    amended = {ByHost: {"moments": "raises", "rates": "raises", "ends": "raises"}, Feedback: {"against_feedback": "raises"}}
-    inner = Probe(own=replace(Traits(), **{trait: value}))
-    if amended.get(kind, {}).get(trait) == "raises":
-        with pytest.raises(ValueError, match=r"a reason|cannot go by_host"):
+@pytest.mark.parametrize(
+    "trait,value", [(field.name, value) for field in fields(Traits) for value in TRAITS.get(field.name, [True])]
+)
+def test_every_trait_is_copied_amended_or_refused(kind: type[Wrapper], trait: str, value: Any) -> None:
+    inner = Probe(own=replace(NONE, **{trait: value}))
+    wanted = AMENDED.get((kind, trait, value), value)
+    if wanted == REFUSED:
+        with pytest.raises(ValueError, match=r"cannot go around|cannot go by_host|needs error feedback"):
             kind(inner)
     else:
-        assert getattr(kind(inner).traits, trait) == value
+        assert getattr(kind(inner).traits, trait) == wanted
+
+
+def test_what_a_compressor_refuses_it_refuses_inside_of_wrappers() -> None:
+    for inner in (Probe(7), ByHost(Probe(7))):
+        with pytest.raises(ValueError, match="refused 7"):
+            Feedback(inner)
 
 
 @every
@@ -158,6 +181,24 @@ def test_a_wrapper_that_has_not_exchanged_yet_keeps_what_it_loaded(kind: type[Wr
     wrapper.load(again, wrapper.save(second))
     run(wrapper, again)
     assert "loaded" in wrapper.within(again)
+
+
+@every
+def test_what_was_loaded_is_what_is_saved(kind: type[Wrapper]) -> None:
+    """Whether a step has come before, after, or not at all."""
+    wrapper = kind(Probe())
+    source, state = wrapper.init(LAYOUT, 7), wrapper.init(LAYOUT, 8)
+    run(wrapper, source)
+    run(wrapper, state)
+    wrapper.load(state, wrapper.save(source))
+    assert wrapper.within(state)["loaded"] == 7
+
+
+def test_a_state_saved_before_the_first_step_can_be_loaded() -> None:
+    for spec in ("sdagc:by_host=true", "orq:by_host=true", "topk:by_host=true"):
+        fresh, other = (gradcomp.Simulation(spec, {"w": (3000,)}, 4, ranks_per_host=2) for _ in range(2))
+        other.load_state_dict(fresh.state_dict())
+        other.step([{"w": torch.ones(3000)} for _ in range(4)])
 
 
 def test_figures_are_there_by_host() -> None:

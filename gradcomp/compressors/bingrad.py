@@ -8,7 +8,6 @@ means of what lies below and above a threshold, which is the mean, or the best t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from gradcomp.exchanges.rounded import Quantising
 from gradcomp.knobs import knob
@@ -29,6 +28,6 @@ class BinGrad(Quantising):
             return Rule("partly", 2, self.group, travels="top")
         return Rule(self.threshold, 2, self.group, drawn=False)
 
-    @cached_property
+    @property
     def traits(self) -> Traits:
         return replace(super().traits, unbiased=False)

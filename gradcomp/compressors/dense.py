@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.exchanges import dense
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits, World
+from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

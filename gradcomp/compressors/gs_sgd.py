@@ -17,7 +17,8 @@ import torch
 
 from gradcomp.exchanges import dense, sketched
 from gradcomp.knobs import knob
-from gradcomp.protocol import Acc, Steps, World, reduce
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import World, reduce
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from gradcomp.exchanges import tree
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import EXACT, count_of, ratio_knob
-from gradcomp.protocol import Acc, Compressor, Steps, Traits, World
+from gradcomp.protocol import Acc, Compressor, Steps, Traits
+from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Encoding" (NeurIPS 2017). Levels are counted on both sides and with 0: five of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gradcomp.exchanges.rounded import Quantising, levels_knob
 from gradcomp.knobs import knob
@@ -19,6 +20,8 @@ class Qsgd(Quantising):
 
     levels: int = levels_knob(5)
     norm: str = knob("l2", "of a group: the Euclidean one, or the largest magnitude", choices=("l2", "max"))
+
+    leaves_less: ClassVar[str] = "norm=max, or with more levels"
 
     def __post_init__(self) -> None:
         super().__post_init__()

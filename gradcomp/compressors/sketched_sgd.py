@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from gradcomp.exchanges import server, sketched
-from gradcomp.protocol import Acc, Steps, World
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from gradcomp.exchanges import routes
 from gradcomp.messages.sparse import count_of, ratio_knob, wire_knob
-from gradcomp.protocol import Acc, Compressor, Steps, Traits, World
+from gradcomp.protocol import Acc, Compressor, Steps, Traits
+from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

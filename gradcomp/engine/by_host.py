@@ -20,24 +20,8 @@ from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import (
-    Acc,
-    Asking,
-    Compressor,
-    Field,
-    Form,
-    Gather,
-    Layout,
-    Payload,
-    Reduce,
-    Reply,
-    Request,
-    Send,
-    Steps,
-    Traits,
-    World,
-    send,
-)
+from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.requests import Asking, Field, Form, Gather, Payload, Reduce, Reply, Request, Send, World, send
 
 
 class Place(NamedTuple):
@@ -70,11 +54,12 @@ class ByHost(Wrapper):
     """Another compressor between hosts; what a host's ranks send one another is dense."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         own = self.inner.traits
         reasons = {
-            "no rank has the gradients of its host before they are summed, whose statistics it reads": own.moments == "raw",
-            "what waits lies in parts, which learning rates of layers cannot be applied to": own.rates == "needed",
-            "the model is dealt out in parts, so that no rank knows its first and last layers": own.ends,
+            "it reads statistics of the raw gradient, and the host's gradients are only there as a sum": own.moments == "raw",
+            "it needs the layers' learning rates, and a rank has a part of what waits, across layers": own.rates == "needed",
+            "it knows first and last layers, and a rank has a part of the model, across layers": own.ends,
         }
         for reason, holds in reasons.items():
             if holds:
@@ -91,12 +76,12 @@ class ByHost(Wrapper):
         return Share(layout, seed)
 
     def save(self, state: Share) -> dict[str, Any]:
-        if state.inner is None:
-            return dict(state.saved or {})
-        return super().save(state)
+        return super().save(state) if state.saved is None and state.inner is not None else dict(state.saved or {})
 
     def load(self, state: Share, saved: Mapping[str, Any]) -> None:
-        state.saved = saved
+        state.saved = saved or None
+        if state.inner is not None:
+            state.restore(self.inner)
 
     def alike(self, state: Share) -> str:
         return "" if state.inner is None else super().alike(state)
@@ -140,6 +125,10 @@ class Share:
                 layers = len(self.pieces.names)
                 self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
             self.peaks = kernels.peaks(self.length, self.layout.device) if inner.traits.sparse else None
+        self.restore(inner)
+
+    def restore(self, inner: Compressor) -> None:
+        """Hand on what was loaded, now that there is a state."""
         if self.saved is not None:
             inner.load(self.inner, self.saved)
             self.saved = None

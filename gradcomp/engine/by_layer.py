@@ -6,7 +6,8 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Any
 
-from gradcomp.protocol import Acc, Compressor, Layer, Steps, Traits, World
+from gradcomp.protocol import Acc, Compressor, Layer, Steps, Traits
+from gradcomp.requests import World
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,13 @@ class ByLayer(Compressor):
             if compressor.traits.whole_model:
                 raise ValueError(f"{compressor} needs the whole model in one bucket and cannot be one of several")
 
+        patterns = [pattern for pattern, _ in self.rules]
+        for i, pattern in enumerate(patterns):
+            if not pattern or pattern != pattern.strip() or {"=", ";"} & {*pattern}:
+                raise ValueError(f"{pattern!r} is no pattern of layers' names: spaces around it, '=' and ';' cannot be in one")
+            if pattern in patterns[:i]:
+                raise ValueError(f"the pattern {pattern!r} is given twice")
+
     def __str__(self) -> str:
         return "; ".join([str(self.default), *(f"{pattern}={compressor}" for pattern, compressor in self.rules)])
 
@@ -36,7 +44,8 @@ class ByLayer(Compressor):
     def traits(self) -> Traits:
         """What the model's optimizer has to be asked for, of whichever needs most."""
         every = [compressor.traits for compressor in self._all()]
-        return Traits(momentum=max(own.momentum for own in every), rates=max((own.rates for own in every), key=RATES.index))
+        momentum, rates = max(own.momentum for own in every), max((own.rates for own in every), key=RATES.index)
+        return Traits(momentum=momentum, rates=rates, outermost=True)
 
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
         raise TypeError("ByLayer only chooses; its compressors exchange")

@@ -13,6 +13,9 @@ from gradcomp.engine.feedback import Feedback, Source
 from gradcomp.engine.reducer import Bucket, Reducer
 from gradcomp.protocol import Compressor
 
+FORMAT = 2
+"""Raised when the content of a state changes, or what a saved spec means: the default of a knob."""
+
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
     """A copy of what has not been sent yet, flat, for every layer; zeros where there is no error feedback."""
@@ -70,10 +73,19 @@ def carry(old: Reducer, new: Reducer) -> None:
     new.steps_done = old.steps_done
 
 
-def same_spec(saved: str, present: str) -> None:
-    """Refuse a state that another configuration left."""
-    if saved != present:
-        raise ValueError(f"the state was saved with {saved!r} and cannot continue with {present!r}; use the same spec")
+def stamped(spec: str, **state: Any) -> dict[str, Any]:
+    """A state with what tells whether it can be continued."""
+    return {"format": FORMAT, "spec": spec, **state}
+
+
+def check_stamp(state: Mapping[str, Any], spec: str) -> None:
+    """Refuse a state that another configuration left, or a gradcomp that wrote states in another way."""
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"the state has format {state.get('format', 1)}, but this gradcomp reads format {FORMAT}: another version saved it"
+        )
+    if state["spec"] != spec:
+        raise ValueError(f"the state was saved with {state['spec']!r} and cannot continue with {spec!r}; use the same spec")
 
 
 def _views(bucket: Bucket, what: str) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from gradcomp.knobs import knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits, World
+from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.requests import World
 
 Rates = tuple[float, ...] | None
 """Each layer's learning rate, where an optimizer is known."""
@@ -48,6 +49,10 @@ class BucketState:
 class Source(Wrapper):
     """The outermost compressor of a bucket: it also brings the gradients together, each read where it lies."""
 
+    @property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, outermost=True)
+
     def init(self, layout: Layout, seed: int) -> BucketState:
         value = torch.zeros(layout.total, device=layout.device)
         flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
@@ -66,6 +71,11 @@ class Source(Wrapper):
 @dataclass(frozen=True)
 class Plain(Source):
     """No memory: every step begins with the gradient alone. For what is right in the mean without error feedback."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.inner.traits.unbiased or self.inner.traits.moments:
+            raise ValueError(f"{self.inner} needs error feedback")
 
     @property
     def keeps(self) -> bool:
@@ -97,16 +107,16 @@ class Feedback(Source):
     warmup: float = knob(0.0, "steps in which less is compressed, in five stages; 0 = none", least=0)
 
     def __post_init__(self) -> None:
-        knobs.check(self, self.inner.name)
+        super().__post_init__()
         if self.nesterov and self.momentum == 0:
             raise ValueError(f"{self}: nesterov needs a momentum above 0")
         if self.warmup and self.inner.ease(0.5) is None:
-            raise ValueError(f"{self}: {self.inner.name} has nothing to warm up: it has no gentler form")
+            raise ValueError(f"{self}: {self.name} has nothing to warm up: it has no gentler form")
         own = self.inner.traits
         if self.momentum and own.momentum:
             raise ValueError(f"{self}: momentum={self.momentum} and the {own.momentum} that {self.inner} keeps would act twice")
-        if self.feedback and own.against_feedback:
-            raise ValueError(own.against_feedback)
+        if reason := self.inner.refuses(self.feedback):
+            raise ValueError(f"{self}: {reason}")
 
     def added(self) -> list[str]:
         """An unbiased compressor has no error feedback unless a spec asks for it, or for something that comes with it."""
@@ -119,7 +129,7 @@ class Feedback(Source):
 
     @property
     def traits(self) -> Traits:
-        own = self.inner.traits
+        own = super().traits
         whole_model = own.whole_model or (self.clip > 0 and self.clip_by == "model")
         return replace(own, whole_model=whole_model, momentum=self.momentum or own.momentum)
 
@@ -194,3 +204,10 @@ class Feedback(Source):
         whole = self.clip_by == "model"
         norms = state.squares.sum().sqrt().expand_as(state.squares) if whole else state.squares.sqrt()
         return (self.clip / math.sqrt(ranks) / (norms + 1e-6)).clamp(max=1).float()
+
+
+def complete(compressor: Compressor, **asked: Any) -> Compressor:
+    """The compressor with the error feedback that it needs, or that is asked for."""
+    if compressor.traits.outermost or (compressor.traits.unbiased and not asked):
+        return compressor
+    return Feedback(compressor, **asked)

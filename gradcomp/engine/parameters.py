@@ -41,7 +41,7 @@ class Slot:
         return inner if self._apart is None else self._apart
 
     def close(self) -> None:
-        """Make what was written the parameter's gradient, where it was written to a copy."""
+        """Hand the gradient back to its parameter, if it was written in a copy."""
         if self._apart is not None:
             self.parameter.grad, self._apart = self._turned(self._apart), None
 

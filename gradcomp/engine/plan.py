@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from gradcomp.engine.feedback import Plain, Source
+from gradcomp.engine.feedback import Plain, Source, complete
 from gradcomp.protocol import Compressor, Layer, Layout
 
 
@@ -51,5 +51,6 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
 
 
 def source_of(compressor: Compressor) -> Source:
-    """What drives a compressor: itself where make() gave it error feedback, else the gradients as they are."""
-    return compressor if isinstance(compressor, Source) else Plain(compressor)
+    """What drives a compressor: error feedback where it needs it, else the gradients as they are."""
+    driven = complete(compressor)
+    return driven if isinstance(driven, Source) else Plain(driven)

@@ -19,7 +19,8 @@ from gradcomp.engine.plan import plan
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Answer, Network
-from gradcomp.protocol import Compressor, Gather, Layer, Layout, Reduce, Reply, Request, Send, Steps
+from gradcomp.protocol import Compressor, Layer, Layout, Steps
+from gradcomp.requests import Gather, Reduce, Reply, Request, Send
 
 GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -143,6 +144,10 @@ class Reducer:
             request = bucket.steps.send(reply)
         except StopIteration as end:
             bucket.steps = bucket.answer = None
+            if not isinstance(end.value, Update):
+                raise TypeError(
+                    f"{bucket.source.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
+                ) from None
             self._deliver(bucket, end.value)
             self.memory.give_back(end.value)
             bucket.grads.clear()

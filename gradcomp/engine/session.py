@@ -18,7 +18,8 @@ from gradcomp.engine.parameters import Parameters, Slot, check_momentum, rates_o
 from gradcomp.engine.reducer import Reducer
 from gradcomp.messages.payload import whole
 from gradcomp.networks import Connection
-from gradcomp.protocol import Compressor, Gather
+from gradcomp.protocol import Compressor
+from gradcomp.requests import Gather
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Options:
 
 
 class Session:
-    """One model's exchanges on one rank. unknown: the door's sentence for a gradient of no parameter that it was given."""
+    """One model's exchanges on one rank. unknown: what the door says of a gradient that belongs to none of the parameters."""
 
     def __init__(self, compressor: Compressor, parameters: Parameters, network: Connection, options: Options, unknown: str):
         self.parameters, self.network = parameters, network
@@ -105,11 +106,11 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy what this rank's next step depends on."""
-        return {"spec": self.spec, "rank": checkpoint.save(self._reducer)}
+        return checkpoint.stamped(self.spec, rank=checkpoint.save(self._reducer))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what state_dict() gave on this rank."""
-        checkpoint.same_spec(state["spec"], self.spec)
+        checkpoint.check_stamp(state, self.spec)
         checkpoint.load(self._reducer, state["rank"])
         self._met = None
 

@@ -18,6 +18,15 @@ class Wrapper(Compressor):
 
     inner: Compressor
 
+    def __post_init__(self) -> None:
+        knobs.check(self, self.name)
+        if self.inner.traits.outermost:
+            raise ValueError(f"{type(self).__name__} cannot go around {self.inner}, which brings error feedback along")
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
     def __str__(self) -> str:
         head, _, tail = str(self.inner).partition(":")
         return ":".join(filter(None, (head, ",".join(filter(None, (tail, *self.added()))))))
@@ -48,6 +57,9 @@ class Wrapper(Compressor):
 
     def init(self, layout: Layout, seed: int) -> Any:
         return self.inner.init(layout, seed)
+
+    def refuses(self, feedback: bool) -> str | None:
+        return self.inner.refuses(feedback)
 
     def revise(self, value: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
         self.inner.revise(value, velocity, self.within(state), rates)

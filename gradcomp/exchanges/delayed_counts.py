@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.requests import Payload
+
 DELAY = 8
 """Steps between a count and its effect; also how many counts are looked at."""
+
+Seen = Callable[[Sequence[Payload]], None]
+"""Is shown payloads, whose headers count the entries that wanted to travel."""
 
 
 class Counts:

@@ -7,7 +7,8 @@ from torch import Tensor
 from gradcomp.exchanges import tree
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Asking, Steps, World, reduce
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import Asking, World, reduce
 
 SUMS = ("allreduce", "tree")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.levels import Rounding, Rule, error_of
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Compressor, Form, Layout, Steps, Traits, World, gather, send
+from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.requests import Form, World, gather, send
 
 ROUTES = ("auto", "allgather", "alltoall")
 SCOPES = ("layer", "group")
@@ -39,7 +39,7 @@ def sigmas_knob(default: float) -> Any:
 def levels_knob(default: int, least: int = 3) -> Any:
     """The knob that says how many levels a group has."""
     known = [count for count in kernels.PER_WORD if count >= least]
-    return knob(default, "of a group; higher = smaller errors, more bytes", choices=known)
+    return knob(default, "levels of a group; higher = smaller errors, more bytes", choices=known)
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,31 @@ class Quantising(Compressor):
 
     group: int = knob(2048, "entries that share levels; lower = smaller errors, more bytes", least=32)
     sigmas: float = sigmas_knob(0.0)
-    per: str = knob("layer", "whose deviation that is", choices=SCOPES, ablation=True)
+    per: str = knob("layer", "deviation that sigmas counts: the layer's or the group's", choices=SCOPES, ablation=True)
     route: str = knob(
         "auto",
         "alltoall rounds twice, and its traffic does not grow with the ranks; auto = by what is sooner",
         choices=ROUTES,
     )
 
+    leaves_less: ClassVar[str] = "sigmas=1.5, or with more levels"
+
     @property
     @abstractmethod
     def rule(self) -> Rule:
         """How a group is rounded."""
 
-    @cached_property
+    @property
     def traits(self) -> Traits:
-        left = error_of(self.rule, self.sigmas)
-        refused = (
-            f"{self}: with error feedback, what is left would grow without end: rounding leaves {left:.1f} times the squares "
-            "of what it is given. Less is left with sigmas=1.5, or with more levels"
-        )
-        return Traits(
-            unbiased=self.rule.drawn and self.sigmas == 0,
-            against_feedback=refused if left > MOST_FED_BACK else None,
-            moments="accumulated" if self.sigmas and self.per == "layer" else None,
+        moments: Literal["accumulated"] | None = "accumulated" if self.sigmas and self.per == "layer" else None
+        return Traits(unbiased=self.rule.drawn and self.sigmas == 0, moments=moments)
+
+    def refuses(self, feedback: bool) -> str | None:
+        if not feedback or (left := error_of(self.rule, self.sigmas)) <= MOST_FED_BACK:
+            return None
+        return (
+            f"with error feedback, what is left would grow without end: rounding leaves {left:.1f} times the squares of what "
+            f"it is given. Less is left with {self.leaves_less}"
         )
 
     def init(self, layout: Layout, seed: int) -> State:
@@ -87,7 +89,7 @@ class Quantising(Compressor):
         bounds = None if not self.sigmas else self._bounds(acc, state)
         whole = Rounding(self.rule, acc.value.numel())
         if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(whole.form, world.size)):
-            parts = Parts(acc.value.numel(), self.group, world.size)
+            parts = GroupedParts(acc.value.numel(), self.group, world.size)
             if parts.all_full:
                 return (yield from self._by_parts(acc, state, world, parts, bounds))
         own = whole.take(acc.value, bounds, acc.flag, state.key(world.rank, 0))
@@ -97,7 +99,7 @@ class Quantising(Compressor):
         whole.settle(acc.value, own, update)
         return Update(update)
 
-    def _by_parts(self, acc: Acc, state: State, world: World, parts: Parts, bounds: Tensor | None) -> Steps:
+    def _by_parts(self, acc: Acc, state: State, world: World, parts: GroupedParts, bounds: Tensor | None) -> Steps:
         """Every rank adds up a part, its own entries as they are, and rounds the sum; what that leaves over stays with it."""
         roundings = [Rounding(self.rule, parts.length(rank)) for rank in range(world.size)]
         form = max((rounding.form for rounding in roundings), key=payloads.size)
@@ -178,7 +180,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Parts:
+class GroupedParts:
     """Parts of n entries, of whole groups, one for each rank; the last ones are shorter, or empty."""
 
     n: int

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradcomp.exchanges import split, tree
+from gradcomp.exchanges.delayed_counts import Seen
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, EXACT, Codec, Taken
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Payload, Steps, World, gather
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import World, gather
 
 ROUTES = ("allgather", "tree", "split")
-
-Seen = Callable[[Sequence[Payload]], None]
-"""Is shown payloads with counts of the entries that wanted to travel."""
-
-
-def unseen(payloads: Sequence[Payload]) -> None:
-    """Look at nothing."""
 
 
 def route_knob() -> Any:
@@ -42,7 +36,7 @@ def masked(acc: Acc, route: str) -> Tensor | None:
     return None if route == "tree" else acc.velocity
 
 
-def exchange(acc: Acc, taken: Taken, world: World, route: str, keep: float = 0.0, seen: Seen = unseen) -> Steps:
+def exchange(acc: Acc, taken: Taken, world: World, route: str, keep: float = 0.0, seen: Seen | None = None) -> Steps:
     """Exchange what all ranks took: the update is the mean of it, or of its largest part; the rest stays with somebody.
 
     If a rank met a gradient that is not finite, the update is not finite on all ranks and every rank takes its entries back.
@@ -56,7 +50,7 @@ def exchange(acc: Acc, taken: Taken, world: World, route: str, keep: float = 0.0
 
 
 def allgather(
-    acc: Acc, taken: Taken, world: World, keep: float = 0.0, seen: Seen = unseen, into: Update | None = None
+    acc: Acc, taken: Taken, world: World, keep: float = 0.0, seen: Seen | None = None, into: Update | None = None
 ) -> Steps:
     """Give everybody's entries to everybody, and add them up rank by rank: the same sum, in the same order, on all ranks.
 
@@ -69,5 +63,6 @@ def allgather(
     codec.add(update, came, 1 / world.size)
     codec.check(dict(enumerate(came)), update, n)
     codec.settle(acc.value, payload, update, keep)
-    seen(came)
+    if seen is not None:
+        seen(came)
     return update

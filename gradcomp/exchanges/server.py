@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradcomp.messages import payload
-from gradcomp.protocol import Asking, World, send
+from gradcomp.requests import Asking, World, send
 
 
 def sum_at_server(tensor: Tensor, world: World) -> Asking[Tensor]:

@@ -16,7 +16,8 @@ from gradcomp.messages.sparse import count_of, ratio_knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import TILE
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits, World
+from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.requests import World
 
 COLUMNS_FOR_ONE = 5
 """Columns for each entry that is sent, where nothing else is said."""
@@ -41,9 +42,9 @@ class Sketching(Compressor):
 
     ratio: float = ratio_knob()
     candidates: int = knob(4, "times k entries are looked at exactly; higher = fewer large ones missed; 0 = estimates", least=0)
-    rows: int = knob(5, "of the table; higher = better estimates, more bytes", choices=(3, 5, 7, 9))
-    columns: int = knob(0, "of the table; 0 = what compression leaves, or five for each entry sent", least=0, multiple=TILE)
-    compression: float = knob(0.0, "bytes, dense over sent, from which columns follow; 0 = columns decide", least=0)
+    rows: int = knob(5, "rows of the table; higher = better estimates, more bytes", choices=(3, 5, 7, 9))
+    columns: int = knob(0, "columns of the table; 0 = what compression leaves, or five an entry sent", least=0, multiple=TILE)
+    compression: float = knob(0.0, "ratio of bytes that columns follow from, above 1; 0 = columns decide", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

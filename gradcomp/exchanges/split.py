@@ -8,18 +8,19 @@ part is ever much fuller than another, wherever the large entries lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradcomp.exchanges.delayed_counts import Seen
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import Codec, Entries, Taken
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Form, Payload, Steps, World, gather, send
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import Form, Payload, World, gather, send
 
 SLACK, DEVIATIONS = 1.1, 3
 """Room for a part's entries: over the mean, and for so many deviations of a count by chance."""
@@ -95,7 +96,7 @@ def sparse_sum(
     taken: Taken,
     world: World,
     keep: float = 0.0,
-    seen: Callable[[Sequence[Payload]], None] = lambda results: None,
+    seen: Seen | None = None,
 ) -> Steps:
     """The mean update of what all ranks took: of each part the entries of largest sums, as many as it has room for.
 
@@ -106,7 +107,8 @@ def sparse_sum(
     n, device, codec = acc.value.numel(), acc.value.device, taken.codec
     parts = Parts(n, world.size)
     dealt = _deal(taken.entries, parts)
-    form = codec.form(parts.size, dealt.values.shape[1])
+    room = dealt.values.shape[1]
+    form = codec.form(parts.size, room)
     own = [_payload(codec, form, *each) for each in zip(dealt.values, dealt.local, dealt.headers, strict=True)]
     sent = torch.stack([codec.read(payload).values for payload in own])
     came = yield from send({rank: own[rank] for rank in world.others}, world.others, form, device)
@@ -115,7 +117,7 @@ def sparse_sum(
     codec.add(sums, [came[rank] for rank in sorted(came)])
     codec.check(came, sums, parts.size)
     headers = torch.stack([each["header"] for each in came.values()])
-    results = yield from gather(_result(codec, form, sums.flat, headers, acc.memory))
+    results = yield from gather(_result(codec, form, room, sums.flat, headers, acc.memory))
     update = acc.memory.lend(n, device)
     for rank, result in enumerate(results):
         values, local, header = codec.read(result)
@@ -126,7 +128,8 @@ def sparse_sum(
     acc.value.index_add_(0, dealt.places.flatten(), left.masked_fill(~dealt.there, 0.0).flatten())
     acc.value.index_add_(0, dealt.over_places, dealt.over_values)
     parts.put_back(world.rank, torch.where(failed, 0.0, sums.flat * (1 - keep)), acc.value)
-    seen(results)
+    if seen is not None:
+        seen(results)
     return update
 
 
@@ -167,9 +170,9 @@ def _deal(taken: Entries, parts: Parts) -> Dealt:
     )
 
 
-def _result(codec: Codec, form: Form, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
+def _result(codec: Codec, form: Form, room: int, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
     """The largest of a part's sums, moved out of it; what rounding leaves over stays. headers: of those who sent to it."""
-    room, device = form[-1].length, sums.device
+    device = sums.device
     values, local = torch.empty(room, device=device), torch.empty(room, dtype=torch.int32, device=device)
     header = torch.empty(2, dtype=torch.int32, device=device)
     kernels.take_topk(sums, room, values, local, header, memory=memory)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from gradcomp.exchanges.delayed_counts import Seen
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Acc, Asking, Payload, Steps, World, send
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import Asking, Payload, World, send
 
 
 def levels(ranks: int) -> list[int]:
@@ -62,7 +64,7 @@ def sparse_sum(
     *,
     keep: float = 0.0,
     faithful: bool = False,
-    seen: Callable[[Sequence[Payload]], None] = lambda results: None,
+    seen: Seen | None = None,
 ) -> Steps:
     """The mean update of what all ranks took (own: wire=exact), of which each meeting lets go on what there is room for.
 
@@ -84,7 +86,8 @@ def sparse_sum(
     update = acc.memory.lend(n, acc.value.device)
     kernels.add_sparse(update.flat, result["values"], result["indices"], counted(result, n), 1 / world.size, update.marks)
     _settle(acc, own, [] if faithful else dropped, result, update.flat, keep)
-    seen([result])
+    if seen is not None:
+        seen([result])
     return update
 
 

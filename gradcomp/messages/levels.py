@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
-from gradcomp.protocol import Field, Form, Payload
+from gradcomp.requests import Field, Form, Payload
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradcomp.protocol import Field, Form, Payload
+from gradcomp.requests import Field, Form, Payload
 
 ALIGNMENT = 8
 """Every array, and so every payload in a gathered buffer, begins at a multiple of this many bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Field, Form, Payload
+from gradcomp.protocol import Acc
+from gradcomp.requests import Field, Form, Payload
 
 BLOCK = 1 << 16
 """Entries of a block, inside which a place takes 16 bits."""
@@ -41,9 +42,12 @@ class Taken(NamedTuple):
 class Codec(ABC):
     """One form of sparse entries. All that differs between the forms stands in its two subclasses."""
 
+    entry_bytes: ClassVar[int]
+    """What an entry costs on the wire, beside what a payload has once."""
+
     @abstractmethod
     def form(self, n: int, capacity: int) -> Form:
-        """The form of a payload with room for so many of n entries."""
+        """Describe a payload with room for so many of n entries."""
 
     @abstractmethod
     def room(self, acc: Acc, capacity: int) -> Taken:
@@ -59,7 +63,7 @@ class Codec(ABC):
 
     @abstractmethod
     def read(self, payload: Payload) -> Entries:
-        """The entries of a payload. The header's flag is set where the payload is malformed."""
+        """Read the entries of a payload; of a malformed one at least the header's flag is set, where places are not plain."""
 
     @abstractmethod
     def add(self, update: Update, came: Sequence[Payload], scale: float = 1.0) -> None:
@@ -98,6 +102,8 @@ class Codec(ABC):
 class Exact(Codec):
     """Values and places of 32 bits each."""
 
+    entry_bytes = 8
+
     def form(self, n: int, capacity: int) -> Form:
         return (
             Field("header", torch.int32, 2),
@@ -132,6 +138,8 @@ class Exact(Codec):
 
 class Compact(Codec):
     """Entries of 32 bits, counted by blocks of 2^16."""
+
+    entry_bytes = 4
 
     def form(self, n: int, capacity: int) -> Form:
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +12,13 @@ from torch import Tensor
 from gradcomp.native import extension
 from gradcomp.native.extension import LINE, Array
 
-Place = tuple[torch.device, int]
-"""A device and one of its streams: memory is used again only where the kernels that last used it have run before."""
-
 
 class Sheet(NamedTuple):
-    """Zeros to be lent as updates, and their marks, which are 0."""
+    """Zeros to be lent as updates, their marks, which are 0, and on a GPU the event after which both are so."""
 
     flat: Tensor
     marks: Tensor
+    ready: Any = None
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, str, str, int], Array] = {}
-        self._free: dict[Place, list[Sheet]] = {}
+        self._free: dict[torch.device, list[Sheet]] = {}
 
     def scratch(self, use: str, words: int, like: Array, dtype: str = "int32") -> Array:
         """Lend an array of 32-bit entries where `like` lies, full of garbage.
@@ -59,23 +57,24 @@ class Memory:
 
     def lend(self, n: int, device: torch.device) -> Update:
         """Lend n zeros for an update that the sparse codecs alone write to. Most of it costs nothing."""
-        free = self._free.get(_place(device), [])
+        lines, place = -(-n // LINE), _numbered(device)
+        free = self._free.get(place, [])
         sheet = free.pop() if free else None
         if sheet is None or len(sheet.flat) < n:
-            lines = -(-n // LINE)
-            sheet = Sheet(torch.zeros(n, device=device), torch.zeros(lines, dtype=torch.uint8, device=device))
-        return Update(sheet.flat[:n], sheet.marks[: -(-n // LINE)], sheet)
+            sheet = Sheet(torch.zeros(n, device=place), torch.zeros(lines, dtype=torch.uint8, device=place))
+        elif sheet.ready is not None:
+            torch.cuda.current_stream(place).wait_event(sheet.ready)  # it may come back on another stream than it is lent on
+        return Update(sheet.flat[:n], sheet.marks[:lines], sheet)
 
     def give_back(self, update: Update) -> None:
         """Take back what was lent: its marked lines become zeros again. An update that was not lent is left alone."""
         sheet, update.sheet = update.sheet, None
         if sheet is not None:
             extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-            self._free.setdefault(_place(update.flat.device), []).append(sheet)
+            ready = torch.cuda.current_stream(sheet.flat.device).record_event() if sheet.flat.is_cuda else None
+            self._free.setdefault(sheet.flat.device, []).append(sheet._replace(ready=ready))
 
 
-def _place(device: torch.device) -> Place:
-    if device.type != "cuda":
-        return device, 0
-    stream = torch.cuda.current_stream(device)
-    return stream.device, stream.cuda_stream  # with the number of the GPU, where "cuda" means the current one
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number, where "cuda" means the current one: as tensors have it."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

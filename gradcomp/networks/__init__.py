@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from gradcomp.protocol import Reply, Request, World
+from gradcomp.requests import Reply, Request, World
 
 Answer = Callable[[], Reply]
 """Waits for the answer of a request, and returns it."""
@@ -32,7 +32,7 @@ class Connection(Network, Protocol):
 
     @property
     def generation(self) -> object:
-        """Another object after every re-initialisation, whereupon the ranks meet again."""
+        """Changes whenever the network is re-initialised; the ranks then meet again."""
 
     @property
     def host(self) -> str:

@@ -16,7 +16,7 @@ from horovod.torch import mpi_ops
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import check_senders, mail, opened
-from gradcomp.protocol import Gather, Reduce, Reply, Request, Send, World
+from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds
 

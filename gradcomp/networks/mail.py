@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradcomp.messages import payload
 from gradcomp.messages.payload import ALIGNMENT
-from gradcomp.protocol import Payload, Send, World
+from gradcomp.requests import Payload, Send, World
 
 
 class Mail(NamedTuple):

@@ -6,7 +6,7 @@ from functools import partial
 
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import check_senders
-from gradcomp.protocol import Gather, Payload, Reduce, Reply, Request, Send, World
+from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Send, World
 
 
 class Round:
@@ -18,6 +18,8 @@ class Round:
         self.replies: list[Reply] | None = None
 
     def post(self, rank: int, request: Request) -> None:
+        if self.requests[rank] is not None:
+            raise RuntimeError(f"exchange {self.name}: rank {rank} asks twice")
         self.requests[rank] = request
         self.missing -= 1
 
@@ -61,6 +63,10 @@ class Board:
     def __init__(self, world: int):
         self.world = world
         self._open: dict[str, Round] = {}
+
+    def clear(self) -> None:
+        """Forget what some rank has not posted for, after a failure."""
+        self._open.clear()
 
     def post(self, name: str, rank: int, request: Request) -> Round:
         own = self._open.setdefault(name, Round(name, self.world))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import mail, opened
-from gradcomp.protocol import Gather, Reduce, Reply, Request, Send, World
+from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """One operation that has two names, of which some versions of torch do not know the first, and others warn of the second."""

@@ -20,7 +20,8 @@ from gradcomp.messages.payload import ALIGNMENT, whole
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Answer, Network
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Gather, Layer, Reduce, Request, Send, World
+from gradcomp.protocol import Layer
+from gradcomp.requests import Gather, Reduce, Request, Send, World
 
 SEGMENT = 1 << 20  # bytes that a ring sends at once, at most
 PREAMBLE = 48  # bytes in front of a message; gloo announces each one by two more, from its sender and from its receiver

@@ -19,7 +19,7 @@ import gradcomp
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
 from gradcomp.compressors.lgc.common_places import Leading
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import World
+from gradcomp.requests import World
 from lgclib import job
 
 CURVES = {

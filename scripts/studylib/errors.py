@@ -11,7 +11,8 @@ from torch import Tensor
 import gradcomp
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.native import kernels
-from gradcomp.protocol import Acc, Steps, World
+from gradcomp.protocol import Acc, Steps
+from gradcomp.requests import World
 
 EVERY = 10
 """Steps of which one is looked at: that costs two passes over what every rank was to send."""

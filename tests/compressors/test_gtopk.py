@@ -13,7 +13,7 @@ import gradcomp
 from gradcomp.exchanges.tree import meet
 from gradcomp.messages.payload import empty
 from gradcomp.messages.sparse import EXACT
-from gradcomp.protocol import Payload
+from gradcomp.requests import Payload
 
 
 def _bytes(ratio: float) -> Callable[[int, int, int], int]:

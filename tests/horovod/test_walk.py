@@ -27,7 +27,7 @@ BACK = [
     "compressors/topk.py",
     "exchanges/routes.py",
 ]
-COMPUTES_AND_RETURNS = ("native/", "messages/", "protocol.py", "engine/parameters.py", "networks/carrier.py")
+COMPUTES_AND_RETURNS = ("native/", "messages/", "requests.py", "protocol.py", "engine/parameters.py", "networks/carrier.py")
 
 
 def test_a_gradient_passes_seven_files_none_more_than_twice() -> None:

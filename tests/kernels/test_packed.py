@@ -14,7 +14,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import CODECS, COMPACT, EXACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Payload
+from gradcomp.requests import Payload
 
 CPU = torch.device("cpu")
 

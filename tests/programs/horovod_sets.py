@@ -12,7 +12,7 @@ import training
 from gradcomp.messages.payload import empty
 from gradcomp.networks.horovod import HorovodNetwork
 from gradcomp.networks.memory import Board
-from gradcomp.protocol import Field, Form, Gather, Payload, Reduce, Request, Send
+from gradcomp.requests import Field, Form, Gather, Payload, Reduce, Request, Send
 
 pair = hvd.ProcessSet([0, 2])
 hvd.init(process_sets=[pair])

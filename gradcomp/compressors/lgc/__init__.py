@@ -12,6 +12,7 @@ send answers out would cost more than codes save.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import CODECS, EXACT, count_of, ratio_knob, wire_knob
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Asking, Compressor, Field, Layout, Steps, Traits, World, gather, reduce
+from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.requests import Asking, Field, World, gather, reduce
 
 GAINS_BY_HALVES = 4
 """Ranks up to which gathering codes of half as many bytes sends less than summing whole ones."""
@@ -57,7 +59,7 @@ class Lgc(Compressor):
     places: str = knob("packed", "as few bits as tell them apart, or 32 each", choices=("packed", "plain"), ablation=True)
     bands: int = knob(16, "of like values; higher = smaller errors, more bytes for places", least=1)
     window: int = knob(4096, "entries of all ranks learned from in a step; lower = shorter steps", least=coding.LEAST)
-    bound: float = knob(0.9, "relative error of codes above which a step waits; after many such, all is learned anew", above=0)
+    bound: float = knob(0.9, "relative error of codes above which a step waits; inf = none does", above=0, most=math.inf)
     wire: str = wire_knob()
 
     @property

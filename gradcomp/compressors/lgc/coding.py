@@ -12,7 +12,7 @@ from gradcomp.compressors.lgc.autoencoder import Autoencoder, mean_of, own_of
 from gradcomp.compressors.lgc.code_error import Verdict
 from gradcomp.compressors.lgc.common_places import Support
 from gradcomp.messages.payload import whole
-from gradcomp.protocol import Asking, World, gather, reduce
+from gradcomp.requests import Asking, World, gather, reduce
 
 FURTHEST = 1000.0
 """Root mean squares: beyond so many, entries are coded as if they were there."""

@@ -18,7 +18,7 @@ from gradcomp.messages.sparse import count_of
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Asking, Field, Form, Payload, World, gather, send
+from gradcomp.requests import Asking, Field, Form, Payload, World, gather, send
 
 LEADERS = ("parts", "rotate", "seed")
 

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.sdagc.capacity import Capacity
-from gradcomp.compressors.sdagc.rate_revision import OF_RATES, REVISIONS, Ages, rescale
+from gradcomp.compressors.sdagc.rate_revision import OF_RATES, REVISIONS, WAITING, Ages, rescale
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages.payload import whole
-from gradcomp.messages.sparse import wire_knob
+from gradcomp.messages.sparse import CODECS, wire_knob
 from gradcomp.native import kernels
-from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits, World, gather
+from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.requests import World, gather
 
 TINY = 1024
 BIAS = 1 << 16
@@ -43,7 +44,7 @@ class Sdagc(Compressor):
     lam: float = knob(3.3, "threshold in standard deviations; higher = fewer bytes, staler gradients", least=0, most=16)
     density: float = knob(0.0, "share of entries that lam is steered to; 0 = lam stays", least=0, below=1)
     stat: Literal["accumulated", "raw"] = knob(
-        "accumulated", "whose sigma: of what accumulated, or the gradient", choices=MOMENTS, ablation=True
+        "accumulated", "sigma of what has accumulated, or of the raw gradient", choices=MOMENTS, ablation=True
     )
     sigma: str = knob("mean", "deviation from the mean, or from zero", choices=("mean", "zero"), ablation=True)
     shared: bool = knob(False, "one sigma for all ranks: another small exchange", ablation=True)
@@ -57,7 +58,7 @@ class Sdagc(Compressor):
     )
     flush: int = knob(0, "every so many steps all of the residual travels; 0 = never", least=0)
     sam: float = knob(0.0, "SAMomentum: what is sent leaves this times itself behind; replaces momentum", least=0, below=1)
-    lr_revision: str = knob("none", "what a changing or late learning rate does to what waits", choices=REVISIONS)
+    lr_revision: str = knob("none", "how a changing or late learning rate acts on what waits", choices=REVISIONS)
     route: str = routes.route_knob()
     wire: str = wire_knob()
 
@@ -65,6 +66,11 @@ class Sdagc(Compressor):
     def traits(self) -> Traits:
         needs = self.lr_revision in OF_RATES
         return Traits(moments=self.stat, sparse=True, momentum=self.sam, rates="needed" if needs else "unused")
+
+    def refuses(self, feedback: bool) -> str | None:
+        if feedback or not (self.sam or self.flush or self.lr_revision in ("keep", "rescale", *WAITING)):
+            return None
+        return "sam, flush and lr_revision act on what waits, and with feedback=false nothing does"
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         """Where small layers go. One dimension alone does not make a layer small: no bias has more than 2^16 entries."""
@@ -89,13 +95,13 @@ class Sdagc(Compressor):
         target = self._target(acc, state)
         capacity = self._capacity(state, target)
         # In a flush, and where entries would cost what a dense exchange costs, everything goes.
-        entry = 4 if self.wire == "compact" else 8
         moments = acc.moments
         assert moments is not None
         if self.shared:  # also where everything goes: the parts of a host ask for the same, whatever room each has found
             replies = yield from gather(whole(moments.view(-1)))
             moments = together([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
-        if (self.flush and state.steps % self.flush == 0) or entry * capacity.room >= 4 * acc.value.numel():
+        as_much_as_dense = CODECS[self.wire].entry_bytes * capacity.room >= 4 * acc.value.numel()
+        if (self.flush and state.steps % self.flush == 0) or as_much_as_dense:
             # A buffer of its own only where it is needed: most buckets never are.
             state.buffer = torch.empty_like(acc.value) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, keep=self.sam, mask=True))
@@ -114,7 +120,7 @@ class Sdagc(Compressor):
         kernels.take_above(acc.value, *layers, *taken.entries, masked, acc.flag, acc.peaks, acc.memory)
         if target is not None:
             kernels.steer(state.lam, taken.entries.header, target)
-        if self.lr_revision in ("staleness", "per_layer"):
+        if self.lr_revision in WAITING:
             state.ages = state.ages or Ages(acc.value.numel(), state.ends)
             state.ages.revise(taken.entries, state.steps, by_layer=self.lr_revision == "per_layer")
         return (yield from routes.exchange(acc, taken, world, self.route, keep=self.sam, seen=capacity.see))

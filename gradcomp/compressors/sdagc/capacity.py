@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradcomp.exchanges.delayed_counts import DELAY, Counts
-from gradcomp.protocol import Payload
+from gradcomp.requests import Payload
 
 
 class Capacity:

@@ -16,6 +16,8 @@ from gradcomp.messages.sparse import Entries
 REVISIONS = ("none", "keep", "rescale", "density", "staleness", "per_layer")
 OF_RATES = ("keep", "rescale", "density")
 """Those that have to know the learning rates."""
+WAITING = ("staleness", "per_layer")
+"""Those that have to know how long entries waited."""
 
 
 def rescale(
