@@ -136,7 +136,8 @@ class Compressor(ABC):
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
         """Take out of acc.value what is sent; return the mean update over the ranks. What stays in acc.value is the error.
 
-        The law: mean(acc.value before) == mean(acc.value after) + update."""
+        The law: mean(acc.value before) == mean(acc.value after) + update.
+        """
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         """Choose the compressor for a layer. Layers whose compressors are equal share buckets."""
