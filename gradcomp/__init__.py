@@ -1,4 +1,8 @@
-"""Gradient compression for distributed training: for unmodified Horovod, for DDP, and a simulator to try it in one process."""
+"""Gradient compression for distributed training: for unmodified Horovod, for DDP, and a simulator to try it in one process.
+
+Doors: gradcomp.horovod.Compression and DistributedOptimizer, gradcomp.ddp.attach, gradcomp.Simulation. Each takes a spec, such
+as "topk:ratio=0.01,momentum=0.9": names() lists the compressors, and describe("topk") says what one does, with all its knobs.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,9 @@ class Handle:
     def __init__(self, session: Session):
         self._session = session
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._session.spec!r}>"
+
     def stats(self) -> dict[str, Any]:
         """Give figures of the last step on this rank."""
         return self._session.stats()

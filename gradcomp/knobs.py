@@ -147,7 +147,7 @@ def given(instance: Any) -> list[str]:
 
 def suggested(word: Any, known: Iterable[Any]) -> str:
     """The known word that is closest to a misspelt one, as the end of a message; empty where none is close."""
-    near = difflib.get_close_matches(str(word), list(map(str, known)), n=1)
+    near = difflib.get_close_matches(str(word).lower(), list(map(str, known)), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

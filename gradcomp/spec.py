@@ -31,10 +31,14 @@ COMMON = {name: field for each in WRAPPERS for name, field in knobs.knobs_of(eac
 """The knobs that every compressor has beside its own."""
 
 
-@functools.cache
 def names() -> list[str]:
-    """The names of all compressors."""
-    return sorted(module.name for module in pkgutil.iter_modules(compressors.__path__))
+    """List the names of all compressors."""
+    return list(_names())
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(compressors.__path__)))
 
 
 @functools.cache
@@ -57,7 +61,7 @@ def make(spec: str | Compressor) -> Compressor:
     if isinstance(spec, Compressor):
         return _whole(spec, {})
     if not isinstance(spec, str):
-        raise TypeError(f'a spec such as "topk:ratio=0.01" or a compressor is needed, not {spec!r}')
+        raise TypeError(f'a spec such as "topk:ratio=0.01" or a compressor is needed, not a {type(spec).__name__}')
     first, *rules = spec.split(";")
     if not rules:
         return _one(first)

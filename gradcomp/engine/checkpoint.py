@@ -85,7 +85,9 @@ def check_stamp(state: Mapping[str, Any], spec: str) -> None:
             f"the state has format {state.get('format', 1)}, but this gradcomp reads format {FORMAT}: another version saved it"
         )
     if state["spec"] != spec:
-        raise ValueError(f"the state was saved with {state['spec']!r} and cannot continue with {spec!r}; use the same spec")
+        raise ValueError(
+            f"the state was saved with {state['spec']!r} and cannot continue with {spec!r}; use the same spec: {state['spec']!r}"
+        )
 
 
 def _views(bucket: Bucket, what: str) -> dict[str, Tensor]:

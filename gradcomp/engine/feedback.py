@@ -98,7 +98,9 @@ class Feedback(Source):
     after every step, as some papers have it.
     """
 
-    feedback: bool = knob(True, "what a step does not send waits for the next; false = it is lost")
+    feedback: bool = knob(
+        True, "what a step does not send waits for the next one, or is lost; unbiased compressors do without unless asked"
+    )
     momentum: float = knob(0.0, "kept locally, before compression: the optimizer's own must be 0", least=0, below=1)
     nesterov: bool = knob(False, "Nesterov's form of the momentum")
     masking: bool = knob(True, "entries that were sent start with fresh momentum")
