@@ -5,7 +5,6 @@ Checking, parsing, suggestions, canonical specs, describe(), help() and the docu
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import math
@@ -109,10 +108,12 @@ def check(instance: Any, name: str) -> None:
         kind: type = type(field.default)
         value, own = getattr(instance, field.name), declared(field)
         fits = isinstance(value, TYPES[kind]) and (kind is bool or not isinstance(value, bool))
-        if fits and type(value) is not kind:
-            with contextlib.suppress(OverflowError):  # of a whole number that no float holds
-                value = kind(value)
-                object.__setattr__(instance, field.name, value)
+        if fits and (type(value) is not kind or value == 0):
+            try:
+                value = kind(value) or kind()  # without the sign of a zero
+            except OverflowError:  # of a whole number that no float holds
+                value = math.inf
+            object.__setattr__(instance, field.name, value)
         said = f"{name}: {field.name}={shown(value) if fits else repr(value)} must be"
         if not fits:
             raise TypeError(f"{said} of type {kind.__name__}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.engine import checkpoint
 from gradcomp.engine.parameters import check_momentum, rates_of
-from gradcomp.engine.reducer import Bucket, Reducer
+from gradcomp.engine.reducer import GRADIENT_TYPES, Bucket, Reducer
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -96,6 +96,8 @@ class Simulation:
         """
         if len(grads) != len(self._reducers):
             raise ValueError(f"gradients of {len(grads)} ranks were given, but the simulation has {len(self._reducers)}")
+        for rank, own in enumerate(grads):
+            self._check(rank, own)
         self._update = self._layout.views(self._updates.take())
         try:
             self._exchange(grads)
@@ -121,9 +123,11 @@ class Simulation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what state_dict() gave: the same spec, shapes and number of ranks."""
-        if len(state["ranks"]) != len(self._reducers):
-            raise ValueError(f"the state is of {len(state['ranks'])} ranks, but the simulation has {len(self._reducers)}")
         checkpoint.check_stamp(state, str(self._compressor))
+        if len(state.get("ranks", [])) != len(self._reducers):
+            raise ValueError(
+                f"the state is of {len(state.get('ranks', []))} ranks, but the simulation has {len(self._reducers)}"
+            )
         for reducer, own in zip(self._reducers, state["ranks"], strict=True):
             checkpoint.load(reducer, own)
 
@@ -133,13 +137,16 @@ class Simulation:
 
     def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
         for rank, own in enumerate(grads):
-            self._put(rank, own)
+            for name, grad in own.items():
+                if grad is not None:
+                    self._reducers[rank].put(name, grad.contiguous())
         for reducer in self._reducers:
             reducer.start_all()
         while [reducer for reducer in self._reducers if reducer.advance()]:
             pass
 
-    def _put(self, rank: int, own: Mapping[str, Tensor | None]) -> None:
+    def _check(self, rank: int, own: Mapping[str, Tensor | None]) -> None:
+        """Refuse what is wrong before any rank has begun, for ranks must stay in step."""
         for name, grad in own.items():
             if name not in self._shapes:
                 raise ValueError(f"rank {rank}: there is no parameter {name!r}; known: {', '.join(self._shapes)}")
@@ -149,7 +156,10 @@ class Simulation:
                 raise ValueError(
                     f"rank {rank}: {name!r} is of shape {tuple(self._shapes[name])}, its gradient {tuple(grad.shape)}"
                 )
-            self._reducers[rank].put(name, grad.contiguous())
+            if grad.dtype not in GRADIENT_TYPES:
+                raise TypeError(
+                    f"rank {rank}: the gradient of {name!r} is {grad.dtype}; gradcomp takes float32, float16, bfloat16"
+                )
 
     def _deliver(self, rank: int, bucket: Bucket, update: Update) -> None:
         if rank == 0:

@@ -10,7 +10,9 @@ import torch
 
 from gradcomp.engine import agreement
 from gradcomp.engine.parameters import Parameters, Slot, check_momentum, named_of
+from gradcomp.engine.session import Options, Session
 from gradcomp.networks import carrier
+from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 
 
@@ -122,3 +124,29 @@ def test_momentum_twice_is_refused_and_momentum_unseen_is_warned_of() -> None:
     assert check_momentum(compressor, torch.optim.SGD([p], lr=1)) is None
     assert "must be 0" in (check_momentum(compressor, None) or "")
     assert check_momentum(make("topk"), None) is None
+
+
+class Alone(MemoryNetwork):
+    """A connection of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(Board(1), 0, 1)
+        self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
+
+    def begin(self) -> None:
+        """Nothing is to be prepared."""
+
+
+def test_a_change_in_the_middle_of_a_step_is_refused() -> None:
+    """Gradients that were handed over would be forgotten, and the ranks' weights drift apart."""
+    p = parameter(100)
+    session = Session(make("topk:ratio=0.1"), Parameters([("p", p)]), Alone(), Options(None, 25, 0), "unknown")
+    for _ in range(2):
+        p.grad = torch.randn(100)
+        session.put(session.slot(p))
+        with pytest.raises(RuntimeError, match=r"change\(\) came in the middle of a step"):
+            session.change(make("dense"))
+        session.finish()
+    waiting = session.residual()["p"].clone()
+    session.change(make("dense"))
+    assert torch.equal(session.residual()["p"], waiting) and waiting.any()

@@ -157,6 +157,32 @@ def test_a_simulation_goes_on_after_a_failed_step(broken: str) -> None:
     check_conservation(simulation, grads)
 
 
+@pytest.mark.parametrize("spec", ["topk:ratio=0.01,warmup=10", "sdagc:flush=5,small=none"])
+@pytest.mark.parametrize("bad", [torch.randn(3), torch.randn(12, 9).double()])
+def test_ranks_stay_in_step_after_input_that_was_refused(spec: str, bad: torch.Tensor) -> None:
+    simulation = gradcomp.Simulation(spec, SHAPES, 3, bucket_mb=0.004)
+    grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    for step in range(12):
+        if step == 2:
+            before = simulation.residual(0)
+            with pytest.raises((ValueError, TypeError), match="rank 1: "):
+                simulation.step([grads[0], grads[1] | {"c": bad}, grads[2]])
+            assert all(torch.equal(kept, before[name]) for name, kept in simulation.residual(0).items())
+        check_conservation(simulation, grads)
+
+
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    ours, other = (gradcomp.Simulation("topk:ratio=0.1", {"b": (50,), "a": (n,)}, 1) for n in (90, 100))
+    for simulation in (ours, other):
+        simulation.step([{name: torch.randn(shape) for name, shape in simulation._shapes.items()}])
+    before = ours.residual(0)
+    with pytest.raises(ValueError, match="'a' has 90 entries, in the state 100"):
+        ours.load_state_dict(other.state_dict())
+    assert all(torch.equal(kept, before[name]) for name, kept in ours.residual(0).items())
+    with pytest.raises(ValueError, match="another version saved it"):
+        ours.load_state_dict({})
+
+
 @dataclass(frozen=True)
 class Failing(TopK):
     """Raises between its first request and its second."""

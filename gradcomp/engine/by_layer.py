@@ -26,7 +26,7 @@ class ByLayer(Compressor):
 
         patterns = [pattern for pattern, _ in self.rules]
         for i, pattern in enumerate(patterns):
-            if not pattern or pattern != pattern.strip() or {"=", ";"} & {*pattern}:
+            if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or {"=", ";"} & {*pattern}:
                 raise ValueError(f"{pattern!r} is no pattern of layers' names: spaces around it, '=' and ';' cannot be in one")
             if pattern in patterns[:i]:
                 raise ValueError(f"the pattern {pattern!r} is given twice")

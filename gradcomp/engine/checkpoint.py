@@ -39,8 +39,9 @@ def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
     Residuals and velocities go to their layers however the buckets are cut; what a compressor keeps for a bucket as a whole
     comes back where the cut is the same, and is found anew where it is not.
     """
-    _restore(reducer, "value", state["residual"])
-    _restore(reducer, "velocity", state["velocity"])
+    kept = [*_matched(reducer, "value", state["residual"]), *_matched(reducer, "velocity", state["velocity"])]
+    for view, saved_view in kept:  # once all of it is known to fit
+        view.copy_(saved_view)
     reducer.steps_done = state["steps"]
     saved = {tuple(own["layers"]): own["own"] for own in state["buckets"]}
     for bucket in reducer.buckets:
@@ -85,9 +86,8 @@ def check_stamp(state: Mapping[str, Any], spec: str) -> None:
             f"the state has format {state.get('format', 1)}, but this gradcomp reads format {FORMAT}: another version saved it"
         )
     if state["spec"] != spec:
-        raise ValueError(
-            f"the state was saved with {state['spec']!r} and cannot continue with {spec!r}; use the same spec: {state['spec']!r}"
-        )
+        saved = state["spec"]
+        raise ValueError(f"the state was saved with {saved!r} and cannot continue with {spec!r}; use the same spec: {saved!r}")
 
 
 def _views(bucket: Bucket, what: str) -> dict[str, Tensor]:
@@ -105,7 +105,8 @@ def _by_layer(reducer: Reducer, what: str) -> dict[str, Tensor]:
     return {name: view.clone() for name, view in _all_views(reducer, what).items()}
 
 
-def _restore(reducer: Reducer, what: str, saved: Mapping[str, Tensor]) -> None:
+def _matched(reducer: Reducer, what: str, saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """What there is, and what was saved of it; refuses what does not fit."""
     views = _all_views(reducer, what)
     if views.keys() != saved.keys():
         different = ", ".join(sorted(views.keys() ^ saved.keys())[:3])
@@ -117,4 +118,4 @@ def _restore(reducer: Reducer, what: str, saved: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"the state is of another model: {name!r} has {view.numel()} entries, in the state {saved[name].numel()}"
             )
-        view.copy_(saved[name])
+    return [(view, saved[name]) for name, view in views.items()]

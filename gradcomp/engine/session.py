@@ -97,6 +97,10 @@ class Session:
 
     def change(self, compressor: Compressor) -> None:
         """Continue with another compressor, carrying over what waits. Where the ranks have met they do so again, at once."""
+        if self._under_way and self.has_met:
+            raise RuntimeError(
+                "change() came in the middle of a step: call it after optimizer.step(), before the next backward"
+            )
         meet, chosen = self.has_met, checkpoint.carrying(compressor, self._reducer)
         changed = self._made(chosen)
         checkpoint.carry(self._reducer, changed)
