@@ -82,7 +82,7 @@ def wrappers() -> list[type[Wrapper]]:
     while waiting:
         kind = waiting.pop()
         waiting += kind.__subclasses__()
-        if not inspect.isabstract(kind):
+        if not inspect.isabstract(kind) and kind.__module__.startswith("gradcomp."):
             found.append(kind)
     return sorted(found, key=lambda kind: kind.__name__)
 
