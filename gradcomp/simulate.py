@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.engine import checkpoint
 from gradcomp.engine.parameters import check_momentum, rates_of
-from gradcomp.engine.reducer import GRADIENT_TYPES, Bucket, Reducer
+from gradcomp.engine.reducer import Bucket, Reducer, check_type
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -156,10 +156,7 @@ class Simulation:
                 raise ValueError(
                     f"rank {rank}: {name!r} is of shape {tuple(self._shapes[name])}, its gradient {tuple(grad.shape)}"
                 )
-            if grad.dtype not in GRADIENT_TYPES:
-                raise TypeError(
-                    f"rank {rank}: the gradient of {name!r} is {grad.dtype}; gradcomp takes float32, float16, bfloat16"
-                )
+            check_type(grad, f"rank {rank}: the gradient of {name!r}")
 
     def _deliver(self, rank: int, bucket: Bucket, update: Update) -> None:
         if rank == 0:

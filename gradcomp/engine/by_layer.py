@@ -23,7 +23,6 @@ class ByLayer(Compressor):
                 raise ValueError("rules for layers cannot stand inside one another")
             if compressor.traits.whole_model:
                 raise ValueError(f"{compressor} needs the whole model in one bucket and cannot be one of several")
-
         patterns = [pattern for pattern, _ in self.rules]
         for i, pattern in enumerate(patterns):
             if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or {"=", ";"} & {*pattern}:

@@ -78,8 +78,7 @@ class Reducer:
 
     def put(self, name: str, grad: Tensor) -> None:
         """Note a layer's gradient (contiguous), which must stay as it is until its update has been delivered."""
-        if grad.dtype not in GRADIENT_TYPES:
-            raise TypeError(f"the gradient of {name!r} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
+        check_type(grad, f"the gradient of {name!r}")
         if self.layers[name].size == 0:
             return
         bucket = self._bucket_of[name]
@@ -179,6 +178,12 @@ class Reducer:
             "bytes_between_hosts": self.bytes_between_hosts,
             "compression": dense / self.bytes_sent if self.bytes_sent else None,
         }
+
+
+def check_type(grad: Tensor, whose: str) -> None:
+    """Refuse a gradient of a type that kernels do not read."""
+    if grad.dtype not in GRADIENT_TYPES:
+        raise TypeError(f"{whose} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
 
 
 def bytes_of(request: Request, goes: Callable[[int], bool] = lambda rank: True) -> int:
