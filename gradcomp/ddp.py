@@ -59,14 +59,14 @@ class _Pass:
         self.grads: list[tuple[Slot, Tensor]] = []
         self.used: set[str] = set()
 
-    def begin(self) -> None:
+    def discard(self) -> None:
         """Discard the state of a failed backward pass."""
         self.promised.clear()
         self.grads.clear()
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """End the pass: fulfil all that was promised."""
-        self.session.finish()
+        self.session.finish_step()
         for promise, result in self.promised:
             promise.set_result(result)
         if self.some_unused and torch._C._current_graph_task_id() >= 0:  # DDP.join() calls hooks outside a pass
@@ -100,16 +100,16 @@ def _hook(state: _Pass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     if buffer.is_sparse:
         raise ValueError(_SPARSE)
     if bucket.index() == 0:
-        state.begin()
+        state.discard()
     for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
         slot, flat = state.session.slot(parameter), grad.view(-1)
         if state.some_unused:
             state.grads.append((slot, flat))
-        state.session.put(slot, flat)
+        state.session.mark_ready(slot, flat)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     state.promised.append((future, buffer))
     if bucket.is_last():
-        state.finish()
+        state.end()
     return future
 
 

@@ -69,7 +69,7 @@ class Compression(Handle):
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
             raise ValueError(self._why_unknown(tensor))
-        self._session.put(slot)
+        self._session.mark_ready(slot)
         return carrier.carrier(self._network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
@@ -81,7 +81,7 @@ class Compression(Handle):
                 if self._session.steps_done == 0:
                     raise
                 raise broken(error) from error  # it was right before: a rank that called hvd.join() adds a carrier of 0
-            self._session.finish(scale)
+            self._session.finish_step(scale)
             assert ctx.parameter.grad is not None
             return ctx.parameter.grad
         if tensor.is_sparse:
@@ -89,7 +89,7 @@ class Compression(Handle):
         return tensor
 
     def _why_unknown(self, tensor: Tensor) -> str:
-        if self._session.parameters.find(tensor) is not None:
+        if self._session.parameters.slot(tensor) is not None:
             return "op=Adasum hands over parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
         return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN
 
@@ -159,10 +159,10 @@ def _handing_over(
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             raise ValueError(_SPARSE)
-        session.put(session.slot(p), hold=True)
+        session.mark_ready(session.slot(p), hold=True)
 
         def result() -> Tensor:
-            session.finish(1.0 if op == hvd.Average else float(process_set.size()))
+            session.finish_step(1.0 if op == hvd.Average else float(process_set.size()))
             assert p.grad is not None
             return p.grad
 

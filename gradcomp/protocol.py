@@ -62,10 +62,10 @@ class Acc:
     memory: lends updates, and scratch for kernels. velocity: the local momentum, if it is masked where something is taken.
     flag: int32[1], not 0 where a gradient was not finite; None where nobody looked.
     moments: float64[layers, MOMENTS], each layer's statistics, for a compressor that needs them.
-    rates: each layer's learning rate, where known. peaks: the largest magnitude in each line of value, for takes on a CPU.
+    rates: each layer's learning rate, where known. peaks: the largest magnitude in each line of residual, for takes on a CPU.
     """
 
-    value: Tensor
+    residual: Tensor
     memory: Memory
     velocity: Tensor | None = None
     flag: Tensor | None = None
@@ -134,9 +134,9 @@ class Compressor(ABC):
 
     @abstractmethod
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
-        """Take out of acc.value what is sent; return the mean update over the ranks. What stays in acc.value is the error.
+        """Take what is sent out of acc.residual; return the mean update over the ranks. What stays there is the error.
 
-        The law: mean(acc.value before) == mean(acc.value after) + update.
+        The law: mean(acc.residual before) == mean(acc.residual after) + update.
         """
 
     def choose(self, name: str, layer: Layer) -> Compressor:
@@ -151,7 +151,7 @@ class Compressor(ABC):
         """Say why there must be no error feedback around it (or, asked for False, why there must be); None if there may."""
         return None
 
-    def revise(self, value: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
+    def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
         """Scale what waits, before a gradient is added that will be used with these learning rates."""
         return
 

@@ -70,10 +70,10 @@ class Reduce(NamedTuple):
 class Send(NamedTuple):
     """Give each named rank a payload of its own, all of one form. The answer: {rank: payload} of those who sent here.
 
-    Every rank takes part, also with no parts. Each knows its senders, so that nobody has to ask.
+    Every rank takes part, also with no payloads. Each knows its senders, so that nobody has to ask.
     """
 
-    parts: Mapping[int, Payload]
+    payloads: Mapping[int, Payload]
     senders: Collection[int]
     form: Form
     device: torch.device
@@ -101,9 +101,9 @@ def reduce(tensor: Tensor, scale: float = 1.0) -> Asking[Tensor]:
 
 
 def send(
-    parts: Mapping[int, Payload], senders: Collection[int], form: Form, device: torch.device
+    payloads: Mapping[int, Payload], senders: Collection[int], form: Form, device: torch.device
 ) -> Asking[dict[int, Payload]]:
     """Give each named rank a payload; ask for those that the senders give this one."""
-    reply = yield Send(parts, senders, form, device)
+    reply = yield Send(payloads, senders, form, device)
     assert isinstance(reply, dict)
     return reply

@@ -139,7 +139,7 @@ class Simulation:
         for rank, own in enumerate(grads):
             for name, grad in own.items():
                 if grad is not None:
-                    self._reducers[rank].put(name, grad.contiguous())
+                    self._reducers[rank].mark_ready(name, grad.contiguous())
         for reducer in self._reducers:
             reducer.start_all()
         while [reducer for reducer in self._reducers if reducer.advance()]:

@@ -96,8 +96,8 @@ def exchange(spec: str, size: int, steps: int) -> dict[str, dict[str, float]]:
 
     def step() -> None:
         for name, grad in grads.items():
-            reducer.put(name, grad)
-        reducer.finish()
+            reducer.mark_ready(name, grad)
+        reducer.finish_step()
 
     full = measure(step, steps, counting)
     reducer.network = noting

@@ -133,7 +133,7 @@ class Alone(MemoryNetwork):
         super().__init__(Board(1), 0, 1)
         self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Nothing is to be prepared."""
 
 
@@ -143,10 +143,10 @@ def test_a_change_in_the_middle_of_a_step_is_refused() -> None:
     session = Session(make("topk:ratio=0.1"), Parameters([("p", p)]), Alone(), Options(None, 25, 0), "unknown")
     for _ in range(2):
         p.grad = torch.randn(100)
-        session.put(session.slot(p))
+        session.mark_ready(session.slot(p))
         with pytest.raises(RuntimeError, match=r"change\(\) came in the middle of a step"):
             session.change(make("dense"))
-        session.finish()
+        session.finish_step()
     waiting = session.residual()["p"].clone()
     session.change(make("dense"))
     assert torch.equal(session.residual()["p"], waiting) and waiting.any()

@@ -23,7 +23,7 @@ def at(rank: int, world: int, n: int = 4000, ratio: float = 0.02, who: str = "pa
 
 
 def chosen(of: Leading, value: torch.Tensor) -> torch.Tensor:
-    return of.find(of.choose(value, Memory())["places"], of.leaders.index(of.world.rank))
+    return of.places_of(of.choose(value, Memory())["places"], of.leaders.index(of.world.rank))
 
 
 @pytest.mark.parametrize("world,n", [(1, 1000), (4, 4000), (4, 4001), (3, 3 * 64), (8, 8 * 64 + 7)])
@@ -103,7 +103,7 @@ def test_all_are_told_by_those_who_lead(who: str) -> None:
             assert isinstance(request, Gather)
         else:
             assert isinstance(request, Send)
-            assert sorted(request.parts) == ([r for r in range(world) if r != rank] if own else [])
+            assert sorted(request.payloads) == ([r for r in range(world) if r != rank] if own else [])
 
 
 @pytest.mark.parametrize("bands", [1, 16, 4000])
@@ -120,5 +120,5 @@ def test_no_bytes_do_harm(data: st.DataObject, n: int, world: int) -> None:
     size = of.form()[1].length
     packed = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
     for row in range(len(of.leaders)):
-        found = of.find(packed, row)
+        found = of.places_of(packed, row)
         assert found.shape == (of.k,) and bool(((found >= 0) & (found < n)).all())

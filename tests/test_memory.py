@@ -29,10 +29,10 @@ class Early(Compressor):
     """Asks for its update first, and writes to it between and after two rounds."""
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        update = acc.memory.lend(acc.value.numel(), acc.value.device)
+        update = acc.memory.lend(acc.residual.numel(), acc.residual.device)
         for share in (0.1, 0.2):
-            taken = EXACT.take(acc, max(1, int(share * acc.value.numel())))
-            payload = EXACT.pack(taken, acc.value)
+            taken = EXACT.take(acc, max(1, int(share * acc.residual.numel())))
+            payload = EXACT.pack(taken, acc.residual)
             came = yield from gather(payload)
             EXACT.add(update, came, 1 / world.size)
             yield from reduce(torch.zeros(1))
@@ -201,7 +201,7 @@ def test_a_compressor_that_returns_no_update_gets_a_sentence() -> None:
 @dataclass(frozen=True)
 class Bare(Compressor):
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        total = yield from reduce(acc.value)
+        total = yield from reduce(acc.residual)
         return total  # type: ignore[return-value]
 
 

@@ -18,7 +18,7 @@ def walk(phases: Phases, steps: int, mark: int = 0, rate: float = 0.1) -> list[s
     """The phases of the steps to come, all of which leave this mark."""
     found = []
     for _ in range(steps):
-        found.append(phases.begin((rate / 2, rate)))
+        found.append(phases.begin_step((rate / 2, rate)))
         if found[-1] == CODE:
             phases.see(torch.tensor([mark + 2 * phases.fallen]))
         phases.end(found[-1])
@@ -32,7 +32,7 @@ def test_one_comes_after_the_other() -> None:
 
 def test_a_step_that_did_not_end_is_begun_again() -> None:
     phases = Phases(1, 1)
-    assert phases.begin(None) == phases.begin(None) == DENSE
+    assert phases.begin_step(None) == phases.begin_step(None) == DENSE
     assert walk(phases, 2) == [DENSE, LEARN]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcomp
-from gradcomp.exchanges.split import Parts
+from gradcomp.exchanges.split import Partition
 
 WORLDS = [2, 3, 4, 7, 8]
 SPLIT, TREE = "topk:ratio=0.01,route=split", "topk:ratio=0.01,route=tree"
@@ -19,8 +19,8 @@ SPLIT, TREE = "topk:ratio=0.01,route=split", "topk:ratio=0.01,route=tree"
 
 @given(n=st.integers(1, 20_000), ranks=st.integers(1, 9), seed=gradients.seeds)
 def test_every_entry_is_in_one_place_of_one_part(n: int, ranks: int, seed: int) -> None:
-    parts = Parts(n, ranks)
-    owners, local = parts.find(torch.arange(n))
+    parts = Partition(n, ranks)
+    owners, local = parts.locate(torch.arange(n))
     assert len(set(zip(owners.tolist(), local.tolist(), strict=True))) == n
     value = torch.zeros(n)
     for rank in range(ranks):
@@ -29,7 +29,7 @@ def test_every_entry_is_in_one_place_of_one_part(n: int, ranks: int, seed: int) 
         assert torch.equal(parts.places(rank, local[own]), own)
         part = torch.zeros(parts.size)
         part[local[own]] = own + 1.0
-        parts.put_back(rank, part, value)
+        parts.add(rank, part, value)
     assert torch.equal(value, torch.arange(1.0, n + 1))
 
 
@@ -45,7 +45,7 @@ def test_parts_are_about_equally_full_wherever_the_large_entries_are(ranks: int,
         matrix[100:110, :1024] = 1
     else:
         matrix[::16, 64:128] = 1
-    owners, _ = Parts(matrix.numel(), ranks).find(matrix.flatten().nonzero().flatten())
+    owners, _ = Partition(matrix.numel(), ranks).locate(matrix.flatten().nonzero().flatten())
     counts = torch.bincount(owners, minlength=ranks)
     assert counts.max() <= 1.35 * counts.float().mean() + 4
 
@@ -75,11 +75,11 @@ def test_split_sends_the_largest_sums_of_each_part_on(world: int) -> None:
     for grad in grads:
         top = grad.abs().topk(k).indices
         sums[top] += grad[top]
-    parts = Parts(n, world)
-    owners, _ = parts.find(torch.arange(n))
+    parts = Partition(n, world)
+    owners, _ = parts.locate(torch.arange(n))
     for rank in range(world):
         own = sums.masked_fill(owners != rank, 0.0)
-        wanted = own.abs().topk(min(parts.room(k), int((own != 0).sum()))).indices
+        wanted = own.abs().topk(min(parts.part_capacity(k), int((own != 0).sum()))).indices
         torch.testing.assert_close(update[wanted], own[wanted] / world)
         assert (update[owners == rank] != 0).sum() == len(wanted)
 

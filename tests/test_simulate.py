@@ -71,7 +71,7 @@ def test_a_state_of_something_else_is_refused() -> None:
 @dataclass(frozen=True)
 class Nondeterministic(Compressor):
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        total = yield from reduce(acc.value.clone())
+        total = yield from reduce(acc.residual.clone())
         return Update(total + world.rank)
 
 

@@ -236,9 +236,9 @@ class First(Compressor):
     count: int = knob(1, "entries sent", least=1)
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        update = torch.zeros_like(acc.value)
-        update[:self.count] = yield from reduce(acc.value[:self.count].clone(), 1 / world.size)
-        acc.value[:self.count] = 0
+        update = torch.zeros_like(acc.residual)
+        update[:self.count] = yield from reduce(acc.residual[:self.count].clone(), 1 / world.size)
+        acc.residual[:self.count] = 0
         return Update(update)
 """
     )

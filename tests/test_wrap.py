@@ -186,7 +186,7 @@ def revised(spec: str, rates: list[float]) -> list[Tensor]:
         grad = torch.full((4000,), 1.0 if step == 0 else 0.0)
         grad[0] = 1e-3 * (step + 1)
         acc = source.collect([grad], state, Memory(), 1, (rate,))
-        left.append(acc.value.clone())
+        left.append(acc.residual.clone())
     return left
 
 
@@ -200,8 +200,8 @@ def test_what_waits_may_follow_the_learning_rate() -> None:
 def test_a_malformed_payload_raises_and_names_the_rank() -> None:
     for form in ("compact", "exact"):
         acc = Acc(torch.randn(100_000), Memory())
-        taken = CODECS[form].room(acc, 50)
-        kernels.take_topk(acc.value, 50, *taken.entries)
+        taken = CODECS[form].allocate(acc, 50)
+        kernels.take_topk(acc.residual, 50, *taken.entries)
         steps = routes.allgather(acc, taken, World(0, 2))
         request = next(steps)
         broken = payload.read(request.payload.form, request.payload.bytes.clone())

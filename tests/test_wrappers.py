@@ -46,8 +46,8 @@ class Probe(Compressor):
 
     def exchange(self, acc: Acc, state: dict[str, Any], world: World) -> Steps:
         state["exchanged by"] = self.number
-        update = yield from reduce(acc.value.clone(), 1 / world.size)
-        acc.value.zero_()
+        update = yield from reduce(acc.residual.clone(), 1 / world.size)
+        acc.residual.zero_()
         return Update(update)
 
     def refuses(self, feedback: bool) -> str | None:
@@ -97,7 +97,7 @@ def run(compressor: Compressor, state: Any) -> None:
     steps = compressor.exchange(acc, state, WORLD)
     request = next(steps)
     while True:
-        reply: Any = {} if hasattr(request, "parts") else request.tensor
+        reply: Any = {} if hasattr(request, "payloads") else request.tensor
         try:
             request = steps.send(reply)
         except StopIteration:

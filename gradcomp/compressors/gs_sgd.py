@@ -30,8 +30,8 @@ class GsSgd(sketched.Sketching):
     def sketched(self, acc: Acc, table: sketched.Table, world: World) -> Steps:
         total = yield from dense.sum_over_ranks(table.sketch(acc), world, self.sum)
         if not self.candidates:
-            places, estimates = table.find(total, table.sizes.k, acc.memory)
-            return sketched.settle(acc, places, torch.cat([estimates, total[-1:]]), world, whole=False)
-        places, _ = table.find(total, table.sizes.candidates, acc.memory)
+            places, estimates = table.heaviest(total, table.sizes.k, acc.memory)
+            return sketched.make_update(acc, places, torch.cat([estimates, total[-1:]]), world, whole=False)
+        places, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
         values = yield from reduce(sketched.values_at(acc, places))
-        return sketched.settle(acc, *sketched.largest(places, values, table.sizes.k, acc.memory), world)
+        return sketched.make_update(acc, *sketched.largest(places, values, table.sizes.k, acc.memory), world)

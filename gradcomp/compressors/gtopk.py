@@ -32,5 +32,5 @@ class GTopK(Compressor):
         return replace(self, ratio=self.ratio**progress)
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        taken = EXACT.take(acc, count_of(self.ratio, acc.value.numel()))
+        taken = EXACT.take(acc, count_of(self.ratio, acc.residual.numel()))
         return (yield from tree.sparse_sum(acc, taken.payload, world, faithful=self.faithful))

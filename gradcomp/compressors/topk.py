@@ -30,6 +30,6 @@ class TopK(Compressor):
         return replace(self, ratio=self.ratio**progress)
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
-        k = count_of(self.ratio, acc.value.numel())
+        k = count_of(self.ratio, acc.residual.numel())
         taken = routes.codec(self.wire, self.route).take(acc, k, routes.masked(acc, self.route))
         return (yield from routes.exchange(acc, taken, world, self.route))

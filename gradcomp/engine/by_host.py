@@ -94,7 +94,7 @@ class ByHost(Wrapper):
         state.settle_at(self.inner, place)
         own = yield from _move(acc, state, place)
         update = yield from _among(self.inner.exchange(own, state.inner, place.world), place)
-        state.cut(acc.value, place.part).copy_(own.value[: len(state.cut(acc.value, place.part))])
+        state.part_of(acc.residual, place.part).copy_(own.residual[: len(state.part_of(acc.residual, place.part))])
         whole = yield from _together(update, state, place, acc.memory)
         if acc.velocity is not None:
             acc.velocity.masked_fill_((whole != 0) & whole.isfinite(), 0.0)
@@ -144,13 +144,13 @@ class Share:
         """A part on its way inside the host, and whether a gradient was not finite."""
         return Field("flag", torch.int32, 1), Field("values", torch.float32, self.length)
 
-    def cut(self, flat: Tensor, part: int) -> Tensor:
+    def part_of(self, flat: Tensor, part: int) -> Tensor:
         """What there is of a part."""
         return flat[part * self.length : (part + 1) * self.length]
 
     def whole(self, flat: Tensor, part: int) -> Tensor:
         """A part in its full length: where it lies, or with zeros behind it."""
-        there = self.cut(flat, part)
+        there = self.part_of(flat, part)
         return there if len(there) == self.length else torch.nn.functional.pad(there, (0, self.length - len(there)))
 
     def payload(self, part: Tensor, flag: Tensor | None) -> Payload:
@@ -180,11 +180,11 @@ class Share:
 def _move(acc: Acc, state: Share, place: Place) -> Asking[Acc]:
     """Every part of what was accumulated goes to the rank that has it. The own part, to which is added what comes."""
     others = {rank: part for part, rank in enumerate(place.host) if part != place.part}
-    parts = {rank: state.payload(state.whole(acc.value, part), acc.flag) for rank, part in others.items()}
-    came = yield from send(parts, parts.keys(), state.form, acc.value.device)
+    parts = {rank: state.payload(state.whole(acc.residual, part), acc.flag) for rank, part in others.items()}
+    came = yield from send(parts, parts.keys(), state.form, acc.residual.device)
     for part in others.values():
-        state.cut(acc.value, part).zero_()
-    own = state.whole(acc.value, place.part)
+        state.part_of(acc.residual, part).zero_()
+    own = state.whole(acc.residual, place.part)
     total = torch.zeros_like(own)
     for rank in sorted(came):
         total += came[rank]["values"]
@@ -222,8 +222,8 @@ def _among(steps: Steps, place: Place) -> Steps:
                 for other in came[1:]:
                     total += other["bytes"]
                 reply = total.mul_(scale)
-            case Send(parts, senders, form, device):
-                there = {place.peers[rank]: payload for rank, payload in parts.items()}
+            case Send(outgoing, senders, form, device):
+                there = {place.peers[rank]: payload for rank, payload in outgoing.items()}
                 sent = yield from send(there, [place.peers[rank] for rank in senders], form, device)
                 reply = {i: sent[rank] for i, rank in enumerate(place.peers) if rank in sent}
 

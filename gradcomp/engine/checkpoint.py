@@ -13,21 +13,21 @@ from gradcomp.engine.feedback import Feedback, Source
 from gradcomp.engine.reducer import Bucket, Reducer
 from gradcomp.protocol import Compressor
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the content of a state changes, or what a saved spec means: the default of a knob."""
 
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
     """A copy of what has not been sent yet, flat, for every layer; zeros where there is no error feedback."""
     kept = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
-    return kept | _by_layer(reducer, "value")
+    return kept | _by_layer(reducer, "residual")
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
     """Everything the next step depends on, in copies."""
     return {
         "steps": reducer.steps_done,
-        "residual": _by_layer(reducer, "value"),
+        "residual": _by_layer(reducer, "residual"),
         "velocity": _by_layer(reducer, "velocity"),
         "buckets": [{"layers": bucket.layout.names, "own": bucket.source.save(bucket.state)} for bucket in reducer.buckets],
     }
@@ -39,7 +39,7 @@ def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
     Residuals and velocities go to their layers however the buckets are cut; what a compressor keeps for a bucket as a whole
     comes back where the cut is the same, and is found anew where it is not.
     """
-    kept = [*_matched(reducer, "value", state["residual"]), *_matched(reducer, "velocity", state["velocity"])]
+    kept = [*_matched(reducer, "residual", state["residual"]), *_matched(reducer, "velocity", state["velocity"])]
     for view, saved_view in kept:  # once all of it is known to fit
         view.copy_(saved_view)
     reducer.steps_done = state["steps"]
@@ -66,7 +66,7 @@ def carrying(compressor: Compressor, old: Reducer) -> Compressor:
 
 def carry(old: Reducer, new: Reducer) -> None:
     """Hand residuals, and velocities where both keep them, from one spec's reducer to another's for the same layers."""
-    for what in ("value", "velocity"):
+    for what in ("residual", "velocity"):
         kept = _by_layer(old, what)
         for name, view in _all_views(new, what).items():
             if name in kept:

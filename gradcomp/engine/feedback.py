@@ -31,12 +31,12 @@ STAGES = 5
 class BucketState:
     """What a bucket keeps between steps.
 
-    value: its flat array: the residual, and during a step what the compressor works on. velocity: the local momentum.
+    residual: its flat array: the residual, and during a step what the compressor works on. velocity: the local momentum.
     flag: whether a gradient was not finite. inner: the wrapped compressor's own.
     moments, squares, peaks: what accumulating notes.
     """
 
-    value: Tensor
+    residual: Tensor
     flag: Tensor
     inner: Any
     velocity: Tensor | None = None
@@ -54,9 +54,9 @@ class Source(Wrapper):
         return replace(self.inner.traits, outermost=True)
 
     def init(self, layout: Layout, seed: int) -> BucketState:
-        value = torch.zeros(layout.total, device=layout.device)
+        residual = torch.zeros(layout.total, device=layout.device)
         flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
-        return BucketState(value, flag, self.inner.init(layout, seed))
+        return BucketState(residual, flag, self.inner.init(layout, seed))
 
     @property
     @abstractmethod
@@ -82,8 +82,8 @@ class Plain(Source):
         return False
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
-        kernels.flatten(grads, state.value)
-        return Acc(state.value, memory, rates=rates)
+        kernels.flatten(grads, state.residual)
+        return Acc(state.residual, memory, rates=rates)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         return self.inner.exchange(acc, state.inner, world)
@@ -148,7 +148,7 @@ class Feedback(Source):
     def init(self, layout: Layout, seed: int) -> BucketState:
         state, layers = super().init(layout, seed), len(layout.names)
         if self.momentum:
-            state.velocity = torch.zeros_like(state.value)
+            state.velocity = torch.zeros_like(state.residual)
         if self.inner.traits.moments is not None:
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
         if self.inner.traits.sparse:
@@ -166,12 +166,12 @@ class Feedback(Source):
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
         if not self.feedback:
-            state.value.zero_()
+            state.residual.zero_()
         if rates is not None:
-            self.revise(state.value, state.velocity, state, rates)
+            self.revise(state.residual, state.velocity, state, rates)
         kernels.accumulate(
             grads,
-            state.value,
+            state.residual,
             state.velocity,
             state.flag,
             self.momentum,
@@ -183,7 +183,7 @@ class Feedback(Source):
             memory=memory,
         )
         masked = state.velocity if self.masking else None
-        return Acc(state.value, memory, masked, state.flag, state.moments, rates, state.peaks)
+        return Acc(state.residual, memory, masked, state.flag, state.moments, rates, state.peaks)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)

@@ -71,7 +71,7 @@ class Parameters:
         self._by_id = {id(slot.parameter): slot for slot in self.slots}
         self._next = 0
 
-    def find(self, parameter: Tensor) -> Slot | None:
+    def slot(self, parameter: Tensor) -> Slot | None:
         """The slot of a parameter."""
         return self._by_id.get(id(parameter))
 

@@ -1,8 +1,8 @@
 """Buckets of gradients, and the only loop that drives a compressor.
 
-put() notes one gradient; the bucket whose last gradient has come starts its exchange at once. finish() then takes all buckets
-round by round, in bucket order, to their updates. Never one bucket to its end before the next: ranks may have started them in
-different orders, and would wait for one another for ever.
+mark_ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish_step() takes all
+buckets to their updates, round by round, in bucket order. It never takes one bucket to its end before the next: ranks may have
+started their buckets in different orders and would wait for one another for ever.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Reducer:
         self.bytes_between_hosts = 0
         self._sending = self._leaving = 0
 
-    def put(self, name: str, grad: Tensor) -> None:
+    def mark_ready(self, name: str, grad: Tensor) -> None:
         """Note a layer's gradient (contiguous), which must stay as it is until its update has been delivered."""
         check_type(grad, f"the gradient of {name!r}")
         if self.layers[name].size == 0:
@@ -102,7 +102,7 @@ class Reducer:
             self._resume(bucket, bucket.answer())
         return bool(live)
 
-    def finish(self, scale: float = 1.0) -> None:
+    def finish_step(self, scale: float = 1.0) -> None:
         """Take the step to its end: all gradients are then scale times the mean update."""
         self.scale = scale
         self.start_all()
@@ -193,5 +193,5 @@ def bytes_of(request: Request, goes: Callable[[int], bool] = lambda rank: True) 
             return payload.bytes.numel()
         case Reduce(tensor):
             return tensor.numel() * tensor.element_size()
-        case Send(parts):
-            return sum(payload.bytes.numel() for rank, payload in parts.items() if goes(rank))
+        case Send(payloads):
+            return sum(payload.bytes.numel() for rank, payload in payloads.items() if goes(rank))

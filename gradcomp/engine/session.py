@@ -50,16 +50,16 @@ class Session:
 
     def slot(self, parameter: Tensor) -> Slot:
         """The slot of a parameter."""
-        slot = self.parameters.find(parameter)
+        slot = self.parameters.slot(parameter)
         if slot is None:
             raise ValueError(self._unknown)
         return slot
 
-    def put(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
+    def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
         """Note that a parameter's gradient is complete; the last one of a bucket sets the bucket's exchange going.
 
         grad: where it is, in the order of the parameter's own memory, if it is not the parameter's own.
-        hold: not before the ranks have met, for which they wait for one another; finish() makes up for it.
+        hold: not before the ranks have met, for which they wait for one another; finish_step() makes up for it.
         """
         self._under_way = True
         if hold and not self.has_met:
@@ -67,18 +67,18 @@ class Session:
             return
         with self._guarded():
             self.meet()
-            self._reducer.put(slot.name, slot.open() if grad is None else grad)
+            self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
 
-    def finish(self, scale: float = 1.0) -> None:
+    def finish_step(self, scale: float = 1.0) -> None:
         """Bring the step to its end: all gradients are then scale times the mean update. Only a step's first call counts."""
         if not self._under_way:
             return
         held, self._held = self._held, {}
         for slot in held.values():
-            self.put(slot)
+            self.mark_ready(slot)
         self._under_way = False
         with self._guarded():
-            self._reducer.finish(scale)
+            self._reducer.finish_step(scale)
         for slot in self.parameters.slots:
             slot.close()
 
@@ -127,7 +127,7 @@ class Session:
             return
         self._reducer.abort()
         generation = self.network.generation
-        self.network.begin()
+        self.network.prepare()
         terms = {
             "gradcomp's version": _version.VERSION,
             "spec": self.spec,

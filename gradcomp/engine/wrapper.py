@@ -61,8 +61,8 @@ class Wrapper(Compressor):
     def refuses(self, feedback: bool) -> str | None:
         return self.inner.refuses(feedback)
 
-    def revise(self, value: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
-        self.inner.revise(value, velocity, self.within(state), rates)
+    def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
+        self.inner.revise(residual, velocity, self.within(state), rates)
 
     def save(self, state: Any) -> dict[str, Any]:
         return self.inner.save(self.within(state))

@@ -15,8 +15,8 @@ SUMS = ("allreduce", "tree")
 
 def allreduce(acc: Acc, world: World, buffer: Tensor, keep: float = 0.0, mask: bool = False) -> Steps:
     """Send all of it. Unless the update is not finite, keep times itself stays. mask: all velocity starts afresh."""
-    update = yield from reduce(kernels.offer_all(acc.value, buffer, acc.flag), 1 / world.size)
-    kernels.settle_all(acc.value, update, keep)
+    update = yield from reduce(kernels.offer_all(acc.residual, buffer, acc.flag), 1 / world.size)
+    kernels.settle_all(acc.residual, update, keep)
     if mask and acc.velocity is not None:
         kernels.settle_all(acc.velocity, update)
     return Update(update)

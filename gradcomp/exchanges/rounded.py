@@ -75,41 +75,41 @@ class Quantising(Compressor):
             f"it is given. Less is left with {self.leaves_less}"
         )
 
-    def init(self, layout: Layout, seed: int) -> State:
-        return State(layout, seed, self.group)
+    def init(self, layout: Layout, seed: int) -> RoundedState:
+        return RoundedState(layout, seed, self.group)
 
-    def save(self, state: State) -> dict[str, Any]:
+    def save(self, state: RoundedState) -> dict[str, Any]:
         return {"steps": state.steps}
 
-    def load(self, state: State, saved: Mapping[str, Any]) -> None:
+    def load(self, state: RoundedState, saved: Mapping[str, Any]) -> None:
         state.steps = saved["steps"]
 
-    def exchange(self, acc: Acc, state: State, world: World) -> Steps:
+    def exchange(self, acc: Acc, state: RoundedState, world: World) -> Steps:
         state.steps += 1
         bounds = None if not self.sigmas else self._bounds(acc, state)
-        whole = Rounding(self.rule, acc.value.numel())
+        whole = Rounding(self.rule, acc.residual.numel())
         if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(whole.form, world.size)):
-            parts = GroupedParts(acc.value.numel(), self.group, world.size)
+            parts = GroupPartition(acc.residual.numel(), self.group, world.size)
             if parts.all_full:
                 return (yield from self._by_parts(acc, state, world, parts, bounds))
-        own = whole.take(acc.value, bounds, acc.flag, state.key(world.rank, 0))
+        own = whole.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0))
         replies = yield from gather(own)
-        update = state.zeros(acc.value)
+        update = state.zeros(acc.residual)
         whole.add(update, replies, 1 / world.size)
-        whole.settle(acc.value, own, update)
+        whole.settle(acc.residual, own, update)
         return Update(update)
 
-    def _by_parts(self, acc: Acc, state: State, world: World, parts: GroupedParts, bounds: Tensor | None) -> Steps:
+    def _by_parts(self, acc: Acc, state: RoundedState, world: World, parts: GroupPartition, bounds: Tensor | None) -> Steps:
         """Every rank adds up a part, its own entries as they are, and rounds the sum; what that leaves over stays with it."""
         roundings = [Rounding(self.rule, parts.length(rank)) for rank in range(world.size)]
         form = max((rounding.form for rounding in roundings), key=payloads.size)
-        own = parts.cut(acc.value, world.rank)
+        own = parts.part_of(acc.residual, world.rank)
         sent = {}
         for rank, rounding in enumerate(roundings):
             if rank != world.rank:
                 within = None if bounds is None else parts.bounds(bounds, rank)
                 payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
-                sent[rank] = rounding.take(parts.cut(acc.value, rank), within, acc.flag, key, payload)
+                sent[rank] = rounding.take(parts.part_of(acc.residual, rank), within, acc.flag, key, payload)
         came = yield from send(sent, world.others, form, own.device)
         sums, mine = own.clone(), roundings[world.rank]
         mine.add(sums, [came[rank] for rank in sorted(came)], 1.0)
@@ -117,14 +117,14 @@ class Quantising(Compressor):
         flag = torch.stack(flags).amax(0) if flags else None
         limits = self._within(state.deviations(sums)) if self.sigmas else None  # layers' deviations are not those of sums
         results = yield from gather(
-            mine.take(sums, limits, flag, state.key(world.rank, 0), payloads.empty(form, acc.value.device))
+            mine.take(sums, limits, flag, state.key(world.rank, 0), payloads.empty(form, acc.residual.device))
         )
-        update = state.zeros(acc.value)
+        update = state.zeros(acc.residual)
         for rank, result in enumerate(results):
-            roundings[rank].add(parts.cut(update, rank), [result], 1 / world.size)
+            roundings[rank].add(parts.part_of(update, rank), [result], 1 / world.size)
             if rank in sent:
-                roundings[rank].settle(parts.cut(acc.value, rank), sent[rank], parts.cut(update, rank))
-        own.copy_(torch.where(parts.cut(update, world.rank)[:1].isfinite(), sums, own))
+                roundings[rank].settle(parts.part_of(acc.residual, rank), sent[rank], parts.part_of(update, rank))
+        own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), sums, own))
         return Update(update)
 
     def _prefers_parts(self, form: Form, ranks: int) -> bool:
@@ -133,13 +133,13 @@ class Quantising(Compressor):
         sooner = (ranks - 1) * (1 - 2 / ranks) * payloads.size(form) * BYTE > ROUND
         return sooner and (self.traits.unbiased or error_of(self.rule, self.sigmas) < MOST_ROUNDED_TWICE)
 
-    def _bounds(self, acc: Acc, state: State) -> Tensor:
+    def _bounds(self, acc: Acc, state: RoundedState) -> Tensor:
         """Two for each group: no entry counts as further from 0 than so many deviations of its layer, or of the group."""
         if self.per == "group":
-            return self._within(state.deviations(acc.value))
+            return self._within(state.deviations(acc.residual))
         assert acc.moments is not None
         of_layers = (acc.moments[:, 1] / state.sizes).clamp(min=0).sqrt().float()
-        deviations = torch.zeros(state.groups, device=acc.value.device)
+        deviations = torch.zeros(state.groups, device=acc.residual.device)
         deviations.scatter_reduce_(0, state.touched, of_layers[state.touching], "amax")
         return self._within(deviations)
 
@@ -148,7 +148,7 @@ class Quantising(Compressor):
         return torch.stack([-most, most], 1).flatten()
 
 
-class State:
+class RoundedState:
     """What is kept of a bucket between steps: how many there were, for the draws, and room for the update."""
 
     def __init__(self, layout: Layout, seed: int, group: int):
@@ -172,15 +172,15 @@ class State:
             self.update = torch.zeros_like(like)
         return self.update.zero_()
 
-    def deviations(self, value: Tensor) -> Tensor:
+    def deviations(self, residual: Tensor) -> Tensor:
         """Each group's; of the bucket, or a part of it."""
-        whole = (kernels.groups(value.numel(), self.group) - 1) * self.group
-        last = value[whole:].std(0, correction=0, keepdim=True)
-        return torch.cat([value[:whole].view(-1, self.group).std(1, correction=0), last]) if whole else last
+        whole = (kernels.groups(residual.numel(), self.group) - 1) * self.group
+        last = residual[whole:].std(0, correction=0, keepdim=True)
+        return torch.cat([residual[:whole].view(-1, self.group).std(1, correction=0), last]) if whole else last
 
 
 @dataclass(frozen=True)
-class GroupedParts:
+class GroupPartition:
     """Parts of n entries, of whole groups, one for each rank; the last ones are shorter, or empty."""
 
     n: int
@@ -194,20 +194,20 @@ class GroupedParts:
     @property
     def all_full(self) -> bool:
         """Whether every rank has a group."""
-        return self.begin(self.ranks - 1) < kernels.groups(self.n, self.group) * self.group
+        return self.first(self.ranks - 1) < kernels.groups(self.n, self.group) * self.group
 
-    def begin(self, rank: int) -> int:
+    def first(self, rank: int) -> int:
         return rank * self.size
 
     def length(self, rank: int) -> int:
-        return self._end(rank) - self.begin(rank)
+        return self._end(rank) - self.first(rank)
 
-    def cut(self, flat: Tensor, rank: int) -> Tensor:
-        return flat[self.begin(rank) : self._end(rank)]
+    def part_of(self, flat: Tensor, rank: int) -> Tensor:
+        return flat[self.first(rank) : self._end(rank)]
 
     def bounds(self, bounds: Tensor, rank: int) -> Tensor:
-        first = self.begin(rank) // self.group
+        first = self.first(rank) // self.group
         return bounds[2 * first : 2 * (first + kernels.groups(self.length(rank), self.group))]
 
     def _end(self, rank: int) -> int:
-        return self.n if rank == self.ranks - 1 else min(self.n, self.begin(rank + 1))
+        return self.n if rank == self.ranks - 1 else min(self.n, self.first(rank + 1))

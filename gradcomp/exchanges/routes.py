@@ -44,7 +44,7 @@ def exchange(acc: Acc, taken: Taken, world: World, route: str, keep: float = 0.0
     """
     if route == "tree":
         return (yield from tree.sparse_sum(acc, taken.payload, world, keep=keep, seen=seen))
-    if route == "split" and split.Parts(acc.value.numel(), world.size).room(len(taken.entries.values)) > 0:
+    if route == "split" and split.Partition(acc.residual.numel(), world.size).part_capacity(len(taken.entries.values)) > 0:
         return (yield from split.sparse_sum(acc, taken, world, keep, seen))
     return (yield from allgather(acc, taken, world, keep, seen))
 
@@ -56,13 +56,13 @@ def allgather(
 
     into: zeros that become the update; None borrows one from acc's memory.
     """
-    n, codec = acc.value.numel(), taken.codec
-    payload = codec.pack(taken, acc.value)
+    n, codec = acc.residual.numel(), taken.codec
+    payload = codec.pack(taken, acc.residual)
     came = yield from gather(payload)
-    update = acc.memory.lend(n, acc.value.device) if into is None else into
+    update = acc.memory.lend(n, acc.residual.device) if into is None else into
     codec.add(update, came, 1 / world.size)
     codec.check(dict(enumerate(came)), update, n)
-    codec.settle(acc.value, payload, update, keep)
+    codec.settle(acc.residual, payload, update, keep)
     if seen is not None:
         seen(came)
     return update

@@ -69,8 +69,8 @@ class Sketching(Compressor):
         return Table(layout.total, self.sizes(layout.total), seed, layout.device)
 
     def exchange(self, acc: Acc, state: Table, world: World) -> Steps:
-        if state.sizes.cells + state.sizes.candidates >= acc.value.numel():  # a small model: everything travels at once
-            state.buffer = torch.empty_like(acc.value) if state.buffer is None else state.buffer
+        if state.sizes.cells + state.sizes.candidates >= acc.residual.numel():  # a small model: everything travels at once
+            state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, mask=True))
         return (yield from self.sketched(acc, state, world))
 
@@ -89,11 +89,11 @@ class Table:
 
     def sketch(self, acc: Acc) -> Tensor:
         """A table of this rank; behind its cells, whether a gradient was not finite."""
-        kernels.sketch(acc.value, self.sizes.rows, self.seed, self.cells[:-1])
+        kernels.sketch(acc.residual, self.sizes.rows, self.seed, self.cells[:-1])
         _flag(acc, self.cells)
         return self.cells
 
-    def find(self, total: Tensor, count: int, memory: Memory) -> tuple[Tensor, Tensor]:
+    def heaviest(self, total: Tensor, count: int, memory: Memory) -> tuple[Tensor, Tensor]:
         """The places of the heaviest entries of a sum of tables, in order, and their estimates."""
         places = torch.empty(count, dtype=torch.int32, device=total.device)
         estimates = torch.empty(count, device=total.device)
@@ -108,7 +108,7 @@ def _flag(acc: Acc, buffer: Tensor) -> None:
 def values_at(acc: Acc, places: Tensor) -> Tensor:
     """What a rank has at these places; behind it, whether a gradient was not finite."""
     found = torch.empty(places.numel() + 1, device=places.device)
-    torch.index_select(acc.value, 0, places, out=found[:-1])
+    torch.index_select(acc.residual, 0, places, out=found[:-1])
     _flag(acc, found)
     return found
 
@@ -123,7 +123,7 @@ def largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tuple[Tens
     return places.index_select(0, local), found
 
 
-def settle(acc: Acc, places: Tensor, total: Tensor, world: World, whole: bool = True) -> Update:
+def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, whole: bool = True) -> Update:
     """The update that has these sums at these places: every rank takes out what it has there, or, where the sums are
     estimates, its share of them. Where something is not finite, the update is not, and nothing is taken."""
     device, index = places.device, places.long()
@@ -131,11 +131,11 @@ def settle(acc: Acc, places: Tensor, total: Tensor, world: World, whole: bool = 
     header = torch.empty(2, dtype=torch.int32, device=device)
     header[:1] = places.numel()
     header[1:] = failed
-    update = acc.memory.lend(acc.value.numel(), device)
+    update = acc.memory.lend(acc.residual.numel(), device)
     kernels.add_sparse(update.flat, total[:-1], places, header, 1 / world.size, update.marks)
-    own = acc.value.index_select(0, index)
+    own = acc.residual.index_select(0, index)
     left = torch.zeros_like(own) if whole else own - update.flat.index_select(0, index)
-    acc.value.index_copy_(0, index, torch.where(failed, own, left))
+    acc.residual.index_copy_(0, index, torch.where(failed, own, left))
     if acc.velocity is not None:
         acc.velocity.index_copy_(0, index, acc.velocity.index_select(0, index).masked_fill(~failed, 0.0))
     return update

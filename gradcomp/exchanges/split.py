@@ -26,7 +26,7 @@ SLACK, DEVIATIONS = 1.1, 3
 """Room for a part's entries: over the mean, and for so many deviations of a count by chance."""
 
 
-class Parts(NamedTuple):
+class Partition(NamedTuple):
     """Who adds up which entries. Of every group of as many runs as there are ranks, each rank has one."""
 
     n: int
@@ -41,13 +41,13 @@ class Parts(NamedTuple):
         """Entries of a part; those of the last group's runs need not all be there."""
         return self.groups * LINE
 
-    def room(self, capacity: int) -> int:
-        """For how many entries a payload has room when a rank takes so many: no more than any part has for certain."""
-        certain = self.n // (self.ranks * LINE) * LINE
-        mean = capacity / self.ranks
-        return min(certain, capacity, math.ceil(SLACK * mean + DEVIATIONS * math.sqrt(mean)))
+    def part_capacity(self, taken: int) -> int:
+        """Return the capacity of a part's payload where a rank takes this many entries: never more than the smallest part."""
+        smallest = self.n // (self.ranks * LINE) * LINE
+        mean = taken / self.ranks
+        return min(smallest, taken, math.ceil(SLACK * mean + DEVIATIONS * math.sqrt(mean)))
 
-    def find(self, places: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Of entries of the bucket: whose part each is in, and where it is there."""
         run = places // LINE
         group = run // self.ranks
@@ -57,21 +57,21 @@ class Parts(NamedTuple):
         """Where in the bucket entries of a rank's part are."""
         return self._runs(rank, local // LINE) * LINE + local % LINE
 
-    def copy(self, rank: int, value: Tensor, memory: Memory) -> Tensor:
+    def copy(self, rank: int, residual: Tensor, memory: Memory) -> Tensor:
         """A rank's part of value, in scratch; zeros, where entries of the last group are not there."""
-        runs, whole, rest = self._there(rank, value.device)
-        lines: Tensor = memory.scratch("part", self.size, value, "float32").view(-1, LINE)
-        torch.index_select(value[:whole].view(-1, LINE), 0, runs, out=lines[: len(runs)])
+        runs, whole, rest = self._there(rank, residual.device)
+        lines: Tensor = memory.scratch("part", self.size, residual, "float32").view(-1, LINE)
+        torch.index_select(residual[:whole].view(-1, LINE), 0, runs, out=lines[: len(runs)])
         lines[len(runs) :] = 0
-        lines[-1, :rest] = value[whole : whole + rest]
+        lines[-1, :rest] = residual[whole : whole + rest]
         return lines.view(-1)
 
-    def put_back(self, rank: int, part: Tensor, value: Tensor) -> None:
-        """value += part, where that rank's part lies."""
-        runs, whole, rest = self._there(rank, value.device)
+    def add(self, rank: int, part: Tensor, residual: Tensor) -> None:
+        """residual += part, where that rank's part lies."""
+        runs, whole, rest = self._there(rank, residual.device)
         lines = part.view(-1, LINE)
-        value[:whole].view(-1, LINE).index_add_(0, runs, lines[: len(runs)])
-        value[whole : whole + rest] += lines[-1, :rest]
+        residual[:whole].view(-1, LINE).index_add_(0, runs, lines[: len(runs)])
+        residual[whole : whole + rest] += lines[-1, :rest]
 
     def _there(self, rank: int, device: torch.device) -> tuple[Tensor, int, int]:
         """A rank's runs that are there in full, how many entries the bucket's full runs have, and those of its last one if
@@ -104,11 +104,11 @@ def sparse_sum(
     that added it up. What went leaves keep times itself behind. seen() is shown the results, whose counts say for how many
     entries there should have been room.
     """
-    n, device, codec = acc.value.numel(), acc.value.device, taken.codec
-    parts = Parts(n, world.size)
+    n, device, codec = acc.residual.numel(), acc.residual.device, taken.codec
+    parts = Partition(n, world.size)
     dealt = _deal(taken.entries, parts)
-    room = dealt.values.shape[1]
-    form = codec.form(parts.size, room)
+    capacity = dealt.values.shape[1]
+    form = codec.form(parts.size, capacity)
     own = [_payload(codec, form, *each) for each in zip(dealt.values, dealt.local, dealt.headers, strict=True)]
     sent = torch.stack([codec.read(payload).values for payload in own])
     came = yield from send({rank: own[rank] for rank in world.others}, world.others, form, device)
@@ -117,7 +117,7 @@ def sparse_sum(
     codec.add(sums, [came[rank] for rank in sorted(came)])
     codec.check(came, sums, parts.size)
     headers = torch.stack([each["header"] for each in came.values()])
-    results = yield from gather(_result(codec, form, room, sums.flat, headers, acc.memory))
+    results = yield from gather(_result(codec, form, capacity, sums.flat, headers, acc.memory))
     update = acc.memory.lend(n, device)
     for rank, result in enumerate(results):
         values, local, header = codec.read(result)
@@ -125,16 +125,16 @@ def sparse_sum(
     codec.check(dict(enumerate(results)), update, parts.size)
     failed = ~update.flat[:1].isfinite()
     left = torch.where(failed, dealt.values, dealt.values - sent + keep * sent)
-    acc.value.index_add_(0, dealt.places.flatten(), left.masked_fill(~dealt.there, 0.0).flatten())
-    acc.value.index_add_(0, dealt.over_places, dealt.over_values)
-    parts.put_back(world.rank, torch.where(failed, 0.0, sums.flat * (1 - keep)), acc.value)
+    acc.residual.index_add_(0, dealt.places.flatten(), left.masked_fill(~dealt.there, 0.0).flatten())
+    acc.residual.index_add_(0, dealt.over_places, dealt.over_values)
+    parts.add(world.rank, torch.where(failed, 0.0, sums.flat * (1 - keep)), acc.residual)
     if seen is not None:
         seen(results)
     return update
 
 
 class Dealt(NamedTuple):
-    """What a rank took, by parts: [ranks, room] of each but the headers. over: what has no room, or zeros."""
+    """What a rank took, by parts: [ranks, capacity] of each but the headers. over: what has no capacity, or zeros."""
 
     values: Tensor
     places: Tensor
@@ -145,19 +145,19 @@ class Dealt(NamedTuple):
     over_places: Tensor
 
 
-def _deal(taken: Entries, parts: Parts) -> Dealt:
-    capacity, device = taken.values.numel(), taken.values.device
-    room, at = parts.room(capacity), torch.arange(taken.values.numel(), device=device)
+def _deal(taken: Entries, parts: Partition) -> Dealt:
+    count, device = taken.values.numel(), taken.values.device
+    capacity, at = parts.part_capacity(count), torch.arange(count, device=device)
     used = at < taken.header[0]
     places = torch.where(used, taken.indices, 0).long()
-    owner, local = parts.find(places)
+    owner, local = parts.locate(places)
     owner, order = torch.where(used, owner, parts.ranks).sort(stable=True)
     values, places, local = (each.index_select(0, order) for each in (taken.values, places, local))
     begins = torch.searchsorted(owner, torch.arange(parts.ranks + 1, device=device))
-    slots = begins[:-1, None] + torch.arange(room, device=device)
+    slots = begins[:-1, None] + torch.arange(capacity, device=device)
     there = slots < begins[1:, None]
-    slots = slots.clamp(max=capacity - 1)
-    over = (at - begins.index_select(0, owner) >= room) & (owner < parts.ranks)
+    slots = slots.clamp(max=count - 1)
+    over = (at - begins.index_select(0, owner) >= capacity) & (owner < parts.ranks)
     headers = torch.stack([begins[1:] - begins[:-1], taken.header[1].expand(parts.ranks)], 1).int()
     return Dealt(
         values[slots].masked_fill(~there, 0.0),
@@ -170,13 +170,13 @@ def _deal(taken: Entries, parts: Parts) -> Dealt:
     )
 
 
-def _result(codec: Codec, form: Form, room: int, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
+def _result(codec: Codec, form: Form, capacity: int, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
     """The largest of a part's sums, moved out of it; what rounding leaves over stays. headers: of those who sent to it."""
     device = sums.device
-    values, local = torch.empty(room, device=device), torch.empty(room, dtype=torch.int32, device=device)
+    values, local = torch.empty(capacity, device=device), torch.empty(capacity, dtype=torch.int32, device=device)
     header = torch.empty(2, dtype=torch.int32, device=device)
-    kernels.take_topk(sums, room, values, local, header, memory=memory)
-    header[:1] = (len(headers) * headers[:, 0].max()).clamp(min=room)
+    kernels.take_topk(sums, capacity, values, local, header, memory=memory)
+    header[:1] = (len(headers) * headers[:, 0].max()).clamp(min=capacity)
     header[1:] = torch.maximum(headers[:, 1].max(), ~values.isfinite().all())
     values.nan_to_num_(0.0, 0.0, 0.0)  # flagged, where there was anything to change
     return _payload(codec, form, values, local, header, sums)

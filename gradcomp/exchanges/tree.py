@@ -72,7 +72,7 @@ def sparse_sum(
     does come out, on another way, stays with the rank that dropped it (faithful: it is lost, as published). Velocity is masked
     where something went; what went leaves keep times itself behind. seen() is shown the result.
     """
-    n = acc.value.numel()
+    n = acc.residual.numel()
     dropped: list[Dropped] = []
 
     def join(ours: Payload, theirs: Payload) -> Payload:
@@ -83,7 +83,7 @@ def sparse_sum(
     fill(own, n)
     result = yield from up(own, world, join)
     result = yield from down(result, world)
-    update = acc.memory.lend(n, acc.value.device)
+    update = acc.memory.lend(n, acc.residual.device)
     kernels.add_sparse(update.flat, result["values"], result["indices"], counted(result, n), 1 / world.size, update.marks)
     _settle(acc, own, [] if faithful else dropped, result, update.flat, keep)
     if seen is not None:
@@ -134,14 +134,14 @@ def is_in(places: Tensor, chosen: Tensor) -> Tensor:
 
 def _settle(acc: Acc, own: Payload, dropped: list[Dropped], result: Payload, update: Tensor, keep: float) -> None:
     """What is not in the result goes back; so does what was dropped of an entry that is."""
-    n, failed = acc.value.numel(), ~update[:1].isfinite()
+    n, failed = acc.residual.numel(), ~update[:1].isfinite()
     there = own["indices"] < n
     places = own["indices"].clamp(max=n - 1).long()
     went = is_in(own["indices"], result["indices"]) & ~failed
     left = torch.where(went, keep * own["values"], own["values"])
-    acc.value.index_add_(0, places, left.masked_fill(~there, 0.0))
+    acc.residual.index_add_(0, places, left.masked_fill(~there, 0.0))
     if acc.velocity is not None:
         acc.velocity.index_add_(0, places, acc.velocity.index_select(0, places).masked_fill(~(went & there), 0.0), alpha=-1)
     for values, indices in dropped:
         lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
-        acc.value.index_add_(0, indices.clamp(max=n - 1).long(), values.masked_fill(~lost, 0.0), alpha=1 - keep)
+        acc.residual.index_add_(0, indices.clamp(max=n - 1).long(), values.masked_fill(~lost, 0.0), alpha=1 - keep)

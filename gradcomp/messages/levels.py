@@ -45,14 +45,14 @@ class Rounding:
         )
 
     def take(
-        self, value: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
+        self, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
     ) -> Payload:
-        """Round value, which keeps what that leaves over; payload: to be filled, of this form or with more room."""
-        rule, device = self.rule, value.device
+        """Round the residual, which keeps what that leaves over; payload: to be filled, of this form or with more room."""
+        rule, device = self.rule, residual.device
         payload = payloads.empty(self.form, device) if payload is None else payload
         levels = torch.empty(self.groups * rule.count, device=device)
         cuts = torch.empty(self.groups, device=device)
-        kernels.find_levels(value, rule.form, rule.group, rule.count, levels, cuts, bounds)
+        kernels.find_levels(residual, rule.form, rule.group, rule.count, levels, cuts, bounds)
         rows = levels.view(self.groups, rule.count)
         chosen = {"all": rows, "top": rows[:, -1:], "ends": rows[:, :: rule.count - 1]}[rule.travels]
         payload["levels"][: self.groups * self.each].copy_(chosen.flatten())
@@ -60,7 +60,7 @@ class Rounding:
         if flag is not None:
             payload["header"][1:].copy_(flag)
         by = None if rule.drawn else cuts
-        kernels.take_levels(value, self._levels(payload), rule.group, rule.count, key, self._words(payload), by)
+        kernels.take_levels(residual, self._levels(payload), rule.group, rule.count, key, self._words(payload), by)
         return payload
 
     def add(self, target: Tensor, came: Sequence[Payload], scale: float) -> None:
@@ -69,9 +69,9 @@ class Rounding:
         headers = [payload["header"] for payload in came]
         kernels.add_levels(target, levels, words, headers, self.rule.group, self.rule.count, scale)
 
-    def settle(self, value: Tensor, payload: Payload, update: Tensor) -> None:
+    def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
         """Put what was taken back where the update is not finite."""
-        kernels.settle_levels(value, self._levels(payload), self._words(payload), self.rule.group, self.rule.count, update)
+        kernels.settle_levels(residual, self._levels(payload), self._words(payload), self.rule.group, self.rule.count, update)
 
     def _words(self, payload: Payload) -> Tensor:
         return payload["words"][: self.form[-1].length]
@@ -93,9 +93,9 @@ def error_of(rule: Rule, sigmas: float) -> float:
 
     sigmas: entries count as if they lay within so many standard deviations of 0; 0 = as they are.
     """
-    value = torch.randn(rule.group, generator=torch.Generator().manual_seed(0))
-    whole = value.square().sum()
-    most = sigmas * value.std(0, correction=0, keepdim=True)
+    residual = torch.randn(rule.group, generator=torch.Generator().manual_seed(0))
+    whole = residual.square().sum()
+    most = sigmas * residual.std(0, correction=0, keepdim=True)
     bounds = torch.stack([-most, most], 1).flatten() if sigmas else None
-    Rounding(rule, rule.group).take(value, bounds, None, key=0)
-    return float(value.square().sum() / whole)
+    Rounding(rule, rule.group).take(residual, bounds, None, key=0)
+    return float(residual.square().sum() / whole)

@@ -50,7 +50,7 @@ class Codec(ABC):
         """Describe a payload with room for so many of n entries."""
 
     @abstractmethod
-    def room(self, acc: Acc, capacity: int) -> Taken:
+    def allocate(self, acc: Acc, capacity: int) -> Taken:
         """Make room for so many of acc's entries, for a take kernel to fill in before the caller yields."""
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Codec(ABC):
         """Add payloads, one after the other. Where one is flagged or malformed, the update's first entry becomes NaN."""
 
     @abstractmethod
-    def settle(self, value: Tensor, payload: Payload, update: Update, keep: float = 0.0) -> None:
+    def settle(self, residual: Tensor, payload: Payload, update: Update, keep: float = 0.0) -> None:
         """Leave keep times what went behind; where the update is not finite, put all of it back."""
 
     @abstractmethod
@@ -79,8 +79,8 @@ class Codec(ABC):
 
     def take(self, acc: Acc, k: int, velocity: Tensor | None = None) -> Taken:
         """Move the k largest entries out of acc, in index order; mask the velocity there, if it is given."""
-        taken = self.room(acc, k)
-        kernels.take_topk(acc.value, k, *taken.entries, velocity, acc.flag, acc.peaks, acc.memory)
+        taken = self.allocate(acc, k)
+        kernels.take_topk(acc.residual, k, *taken.entries, velocity, acc.flag, acc.peaks, acc.memory)
         return taken
 
     def check(self, came: Mapping[int, Payload], update: Update, n: int) -> None:
@@ -111,8 +111,8 @@ class Exact(Codec):
             Field("indices", torch.int32, capacity),
         )
 
-    def room(self, acc: Acc, capacity: int) -> Taken:
-        payload = payloads.empty(self.form(acc.value.numel(), capacity), acc.value.device)
+    def allocate(self, acc: Acc, capacity: int) -> Taken:
+        payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
         return Taken(self, self.read(payload), payload)
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, rest: Tensor | None) -> None:
@@ -129,8 +129,8 @@ class Exact(Codec):
         for payload in came:
             kernels.add_sparse(update.flat, *self.read(payload), scale, update.marks)
 
-    def settle(self, value: Tensor, payload: Payload, update: Update, keep: float = 0.0) -> None:
-        kernels.settle_sparse(value, *self.read(payload), update.flat, keep)
+    def settle(self, residual: Tensor, payload: Payload, update: Update, keep: float = 0.0) -> None:
+        kernels.settle_sparse(residual, *self.read(payload), update.flat, keep)
 
     def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         return payload["indices"][:wanted]
@@ -148,10 +148,10 @@ class Compact(Codec):
             Field("entries", torch.int32, capacity),
         )
 
-    def room(self, acc: Acc, capacity: int) -> Taken:
-        payload = payloads.empty(self.form(acc.value.numel(), capacity), acc.value.device)
-        values = acc.memory.scratch("values", capacity, acc.value, "float32")
-        indices = acc.memory.scratch("indices", capacity, acc.value, "int32")
+    def allocate(self, acc: Acc, capacity: int) -> Taken:
+        payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
+        values = acc.memory.scratch("values", capacity, acc.residual, "float32")
+        indices = acc.memory.scratch("indices", capacity, acc.residual, "int32")
         return Taken(self, Entries(values, indices, payload["header"]), payload)
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, rest: Tensor | None) -> None:
@@ -172,8 +172,8 @@ class Compact(Codec):
         blocks, entries, headers = ([payload[name] for payload in came] for name in ("blocks", "entries", "header"))
         kernels.add_packed(update.flat, blocks, entries, headers, scale, update.marks)
 
-    def settle(self, value: Tensor, payload: Payload, update: Update, keep: float = 0.0) -> None:
-        kernels.settle_packed(value, payload["blocks"], payload["entries"], payload["header"], update.flat, keep)
+    def settle(self, residual: Tensor, payload: Payload, update: Update, keep: float = 0.0) -> None:
+        kernels.settle_packed(residual, payload["blocks"], payload["entries"], payload["header"], update.flat, keep)
 
     def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         entries = payload["entries"][:wanted]

@@ -38,5 +38,5 @@ class Connection(Network, Protocol):
     def host(self) -> str:
         """A name for this rank's host, another one on each host."""
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """Prepare for the ranks' meeting."""

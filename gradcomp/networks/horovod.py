@@ -47,7 +47,7 @@ class HorovodNetwork:
             own += f" {hvd.cross_rank()}"
         return own
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         if self.generation is not self._numbered:
             self._numbered = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
@@ -73,7 +73,7 @@ class HorovodNetwork:
             incoming, counts = _result(handle)
             if counts.tolist() != comes:
                 me = self.world.rank
-                came = [i for i, n in enumerate(counts.tolist()) if n and (i != me or me in request.parts)]
+                came = [i for i, n in enumerate(counts.tolist()) if n and (i != me or me in request.payloads)]
                 check_senders(request, came, name)
             return opened(request, incoming, comes)
 

@@ -50,7 +50,7 @@ class Round:
                 sends = [r for r in requests if isinstance(r, Send)]
                 replies: list[Reply] = []
                 for me, own in enumerate(sends):
-                    came = {rank: each.parts[me] for rank, each in enumerate(sends) if me in each.parts}
+                    came = {rank: each.payloads[me] for rank, each in enumerate(sends) if me in each.payloads}
                     check_senders(own, came, self.name)
                     replies.append(came)
                 return replies

@@ -39,7 +39,7 @@ class TorchNetwork:
     def host(self) -> str:
         return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # by which torchrun numbers the hosts
 
-    def begin(self) -> None:
+    def prepare(self) -> None:
         """There is nothing to be prepared."""
 
     def start(self, request: Request, name: str) -> Answer:

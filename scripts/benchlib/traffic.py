@@ -122,7 +122,7 @@ def simulate(spec: str, shapes: Mapping[str, Sequence[int]], ranks: int) -> list
     reducers = [Reducer(compressor, own, network, 25, 0, deliver=ignore, memory=memory) for network in counting]
     for reducer in reducers:
         for name, grad in grads.items():
-            reducer.put(name, grad)
+            reducer.mark_ready(name, grad)
     first, *others = reducers
     while first.advance():
         done = {bucket.index for bucket in first.buckets if bucket.steps is None}

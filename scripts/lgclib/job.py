@@ -28,7 +28,7 @@ def walk(spec: str, steps: int, seed: int, ranks: int, see: See) -> Iterator[flo
 def accumulated(simulation: gradcomp.Simulation, grads: list[Grads]) -> tuple[Tensor, slice]:
     """What every rank would compress in this step, [ranks, entries], and which of it travels as codes."""
     (bucket,) = simulation._reducers[0].buckets
-    waiting = torch.stack([reducer.buckets[0].state.value for reducer in simulation._reducers])
+    waiting = torch.stack([reducer.buckets[0].state.residual for reducer in simulation._reducers])
     come = torch.stack([torch.cat([own[name].flatten() for name in bucket.layout.names]) for own in grads])
     middle: slice = bucket.state.inner.middle
     return waiting + come, middle

@@ -50,7 +50,7 @@ def measure(ratio: float, steps: int, seed: int, ranks: int, tell: Callable[[str
             ]
             leaders = leading[0].leaders
             chosen = [leading[leader].choose(value[leader], memory) for leader in leaders]
-            places = [leading[0].find(own["places"], row) for row, own in enumerate(chosen)]
+            places = [leading[0].places_of(own["places"], row) for row, own in enumerate(chosen)]
             rows = torch.stack([value[:, at] / own["scale"] for at, own in zip(places, chosen, strict=True)], 1)
             led = torch.stack([rows[leader, row] for row, leader in enumerate(leaders)])
             others = torch.stack([rows[(leader + 1) % ranks, row] for row, leader in enumerate(leaders)])

@@ -62,9 +62,9 @@ class Watched(Wrapper):
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
         if not self.errors.looking:
             return (yield from self.inner.exchange(acc, state, world))
-        meant = _square(acc.value)
+        meant = _square(acc.residual)
         update = yield from self.inner.exchange(acc, state, world)
-        self.errors.note(meant, _square(acc.value))
+        self.errors.note(meant, _square(acc.residual))
         return update
 
 

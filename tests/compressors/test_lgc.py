@@ -372,12 +372,12 @@ def test_a_step_that_waits_takes_nothing() -> None:
         state.coder.taps.mul_(50.0)
     own = simulation._reducers[2].buckets[0].state
     middle = states(simulation)[2].middle
-    before = own.value.clone()
+    before = own.residual.clone()
     update = simulation.step(draw(30))
     assert not update["a.weight"].any() and not update["a.bias"].any()
     assert update["conv1.weight"].all() and update["fc.weight"].any()  # the ends travel all the same
     assert (own.velocity[middle] != 0).all()
-    assert reference.same(own.value[middle], before[middle] + own.velocity[middle])
+    assert reference.same(own.residual[middle], before[middle] + own.velocity[middle])
 
 
 def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
@@ -467,8 +467,8 @@ def test_a_falling_learning_rate_refreshes_the_code() -> None:
     for step in range(7 + DELAY + 5):
         rate[0] = 0.1 if step < 7 else 0.01
         for name, grad in draw(step, 1)[0].items():
-            reducer.put(name, grad.flatten())
-        reducer.finish()
+            reducer.mark_ready(name, grad.flatten())
+        reducer.finish_step()
         phases.append(reducer.stats()["phase"])
     assert phases == ["dense"] + ["learn"] * 4 + ["code"] * (2 + DELAY) + ["learn"] * 4 + ["code"]
 

@@ -11,7 +11,7 @@ import torch
 import gradcomp
 from gradcomp.compressors.orq import Orq
 from gradcomp.engine.feedback import Feedback
-from gradcomp.exchanges.rounded import GroupedParts
+from gradcomp.exchanges.rounded import GroupPartition
 from gradcomp.native import kernels
 
 
@@ -24,7 +24,7 @@ def rounded_bytes(group: int, count: int, each: int, route: str = "allgather") -
     """By alltoall a payload of the longest part to each rank, and one to all; where not all ranks have a part, one of all."""
 
     def promised(n: int, rank: int, world: int) -> int:
-        parts = GroupedParts(n, group, world)
+        parts = GroupPartition(n, group, world)
         if route == "allgather" or not parts.all_full:
             return payload(n, group, count, each)
         return world * max(payload(parts.length(i), group, count, each) for i in range(world))

@@ -179,7 +179,7 @@ def test_the_room_follows_what_is_needed() -> None:
         sizes.append(simulation.bytes_sent[0])
     assert len(set(sizes[:8])) == 1 and sizes[8] != sizes[0]
     buckets = [reducer.buckets[0].state.inner.capacity for reducer in simulation._reducers]
-    assert len({capacity.room for capacity in buckets}) == 1
+    assert len({capacity.entries for capacity in buckets}) == 1
 
 
 @pytest.mark.parametrize("wanted", [0.02, 0.001])

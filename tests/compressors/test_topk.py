@@ -11,7 +11,7 @@ import torch
 import gradcomp
 from gradcomp.compressors.topk import TopK
 from gradcomp.engine.feedback import Feedback
-from gradcomp.exchanges.split import Parts
+from gradcomp.exchanges.split import Partition
 
 
 def payload(n: int, k: int, wire: str = "compact") -> int:
@@ -26,7 +26,7 @@ def _bytes(ratio: float, wire: str = "compact") -> Callable[[int], int]:
 
 def split_bytes(n: int, k: int, world: int, wire: str = "compact") -> int:
     """A payload to each other rank, and one to all; where a part has less than a line for certain, one of everything to all."""
-    parts = Parts(n, world)
+    parts = Partition(n, world)
     room = min(k, math.ceil(1.1 * k / world + 3 * math.sqrt(k / world)), n // (64 * world) * 64)
     return world * payload(parts.size, room, wire) if room else payload(n, k, wire)
 

@@ -26,7 +26,7 @@ from gradcomp.compressors.lgc.code_error import NOTES
 from gradcomp.compressors.lgc.coding import Innovations, Rows, Said
 from gradcomp.compressors.lgc.common_places import LEADERS, Leading, Support
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, Phases
-from gradcomp.compressors.lgc.state import State
+from gradcomp.compressors.lgc.state import LgcState
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
@@ -70,15 +70,15 @@ class Lgc(Compressor):
     def serves(self) -> bool:
         return self.instance == "server"
 
-    def init(self, layout: Layout, seed: int) -> State:
-        return State(layout, seed, Phases(self.dense, self.learn), self.bound, self.first, self.last)
+    def init(self, layout: Layout, seed: int) -> LgcState:
+        return LgcState(layout, seed, Phases(self.dense, self.learn), self.bound, self.first, self.last)
 
-    def save(self, state: State) -> dict[str, Any]:
+    def save(self, state: LgcState) -> dict[str, Any]:
         coder = state.coder
         own = {"decoders": coder and coder.decoders, "coder": coder and coder.save()}
         return {"phases": state.phases.save(), "error": state.error.save(), **own}
 
-    def load(self, state: State, saved: Mapping[str, Any]) -> None:
+    def load(self, state: LgcState, saved: Mapping[str, Any]) -> None:
         state.phases.load(saved["phases"])
         state.error.load(saved["error"])
         state.coder = None
@@ -86,11 +86,11 @@ class Lgc(Compressor):
             state.coder = self._autoencoder(saved["decoders"], state)
             state.coder.load(saved["coder"])
 
-    def alike(self, state: State) -> str:
+    def alike(self, state: LgcState) -> str:
         coder = state.coder if state.phases.now == CODE else None
         return state.phases.alike() + ("" if coder is None else f", weights {coder.digest()}")
 
-    def stats(self, state: State) -> dict[str, Any]:
+    def stats(self, state: LgcState) -> dict[str, Any]:
         return {
             "phase": state.phase,
             "code_error": state.error.error,
@@ -99,9 +99,9 @@ class Lgc(Compressor):
             "learned_anew": state.phases.falls,
         }
 
-    def exchange(self, acc: Acc, state: State, world: World) -> Steps:
+    def exchange(self, acc: Acc, state: LgcState, world: World) -> Steps:
         coder, update = self._coder(state, world), Update(state.update)
-        state.phase = phase = state.phases.begin(acc.rates)
+        state.phase = phase = state.phases.begin_step(acc.rates)
         if phase == DENSE:
             update = yield from dense.allreduce(acc, world, state.update)
         else:
@@ -111,7 +111,7 @@ class Lgc(Compressor):
             coder.freeze((yield from reduce(coder.frozen(), 1 / world.size)))
         return update
 
-    def _in_common(self, acc: Acc, state: State, coder: Autoencoder, world: World) -> Asking[None]:
+    def _in_common(self, acc: Acc, state: LgcState, coder: Autoencoder, world: World) -> Asking[None]:
         """A step in which all ranks send the same few entries, as they are or as codes. Fills in the state's update."""
         update = state.update.zero_()
         yield from self._largest(_cut(acc, state.last), Update(update[state.last]), world)
@@ -132,20 +132,20 @@ class Lgc(Compressor):
             state.error.compare(total[-NOTES:], said.mean / rows.support.scales)
             if state.phases.see(verdict.mark):
                 coder.draw()
-        if len(first.value):
-            kernels.settle_all(first.value, total[:-NOTES])
+        if len(first.residual):
+            kernels.settle_all(first.residual, total[:-NOTES])
             update[state.first] = total[:-NOTES]
-        rows.settle(middle.value, middle.velocity, out, said, verdict)
+        rows.settle(middle.residual, middle.velocity, out, said, verdict)
 
-    def _rows(self, middle: Acc, out: Tensor, state: State, coder: Autoencoder, world: World) -> Asking[Rows]:
+    def _rows(self, middle: Acc, out: Tensor, state: LgcState, coder: Autoencoder, world: World) -> Asking[Rows]:
         """This rank's entries at the places that all ranks send alike. out is zero, and is again afterwards."""
         step, packed = state.phases.steps, self.places == "packed"
         leading = Leading(len(out), self.ratio, self.leader, self.bands, packed, state.seed, world, step)
         support = yield from self._lead(middle, leading, coder, coded=state.phase == CODE)
         told = yield from self._innovations(middle, support, out)
-        return Rows(support.of(middle.value), support, world, told)
+        return Rows(support.of(middle.residual), support, world, told)
 
-    def _learn(self, rows: Rows, state: State, coder: Autoencoder) -> Asking[tuple[Said, Tensor, Tensor]]:
+    def _learn(self, rows: Rows, state: LgcState, coder: Autoencoder) -> Asking[tuple[Said, Tensor, Tensor]]:
         """Entries travel as they are, and the autoencoder learns: of a few, what this rank has and what codes would miss."""
         everyone = yield from coding.as_they_are(rows)
         with state.stopwatch:
@@ -158,7 +158,7 @@ class Lgc(Compressor):
             return coding.from_led_codes(rows, coder)
         return (yield from coding.from_mean_code(rows, coder, self._halves(rows.world)))
 
-    def _coder(self, state: State, world: World) -> Autoencoder:
+    def _coder(self, state: LgcState, world: World) -> Autoencoder:
         """The autoencoder for so many ranks; of another number than before, as many decoders have to be learned."""
         decoders = world.size if self.serves else 1
         if state.coder is None or state.coder.decoders != decoders:
@@ -167,7 +167,7 @@ class Lgc(Compressor):
             state.coder = self._autoencoder(decoders, state)
         return state.coder
 
-    def _autoencoder(self, decoders: int, state: State) -> Autoencoder:
+    def _autoencoder(self, decoders: int, state: LgcState) -> Autoencoder:
         return Autoencoder(decoders, self.serves, self.decoder == "linear", state.seed, state.update.device)
 
     def _halves(self, world: World) -> bool:
@@ -176,22 +176,22 @@ class Lgc(Compressor):
 
     def _largest(self, acc: Acc, update: Update, world: World) -> Asking[None]:
         """Send the largest entries of every rank's, as they are; the update is zero before."""
-        n = len(acc.value)
+        n = len(acc.residual)
         if n:
             taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.velocity)
             yield from routes.allgather(acc, taken, world, into=update)
 
     def _lead(self, acc: Acc, leading: Leading, coder: Autoencoder, coded: bool) -> Asking[Support]:
         """The places at which all ranks send; and, where the leaders' codes speak for all, these."""
-        own, code = leading.choose(acc.value, acc.memory), None
+        own, code = leading.choose(acc.residual, acc.memory), None
         if coded and self.serves:
             dtype = torch.float16 if self._halves(leading.world) else torch.float32
             code = Field("code", dtype, autoencoder.CODE * autoencoder.code_places(leading.k))
             if own:
-                row = acc.value[leading.find(own["places"], leading.leaders.index(leading.world.rank))] / own["scale"]
+                row = acc.residual[leading.places_of(own["places"], leading.leaders.index(leading.world.rank))] / own["scale"]
                 own["code"] = coding.encoded(coder, row[None])
-        came = yield from leading.share(own, leading.form(code), acc.value.device)
-        places = torch.stack([leading.find(each["places"], row) for row, each in enumerate(came)])
+        came = yield from leading.share(own, leading.form(code), acc.residual.device)
+        places = torch.stack([leading.places_of(each["places"], row) for row, each in enumerate(came)])
         support = Support(places, torch.stack([each["scale"] for each in came]), leading.leaders)
         if code is None:
             return support
@@ -202,11 +202,11 @@ class Lgc(Compressor):
         """What each rank sends of its own where others lead. out is zero, and is again afterwards."""
         if not self.serves:
             return None
-        n = len(acc.value)
+        n = len(acc.residual)
         count = count_of(self.innovation, n)
         codec = min(CODECS[self.wire], EXACT, key=lambda codec: payloads.size(codec.form(n, count)))
-        taken = codec.take(Acc(acc.value, acc.memory), count)
-        kernels.add_sparse(acc.value, *taken.entries)  # they stay until it is known what became of them
+        taken = codec.take(Acc(acc.residual, acc.memory), count)
+        kernels.add_sparse(acc.residual, *taken.entries)  # they stay until it is known what became of them
         came = yield from gather(codec.pack(taken, None))
         inside, outside = [], []
         for reply in came:
@@ -214,7 +214,7 @@ class Lgc(Compressor):
             places = indices.long().clamp(0, len(out) - 1)
             out.index_copy_(0, places, values)
             inside.append(support.of(out))
-            support.put(out, torch.zeros_like(inside[-1]))
+            support.write(out, torch.zeros_like(inside[-1]))
             outside.append((places, out[places]))
             out.index_fill_(0, places, 0.0)
         return Innovations(torch.stack(inside), outside)
@@ -222,12 +222,12 @@ class Lgc(Compressor):
 
 def _cut(acc: Acc, where: slice) -> Acc:
     """A part of it, without what was noted of the whole."""
-    return Acc(acc.value[where], acc.memory, None if acc.velocity is None else acc.velocity[where], acc.flag)
+    return Acc(acc.residual[where], acc.memory, None if acc.velocity is None else acc.velocity[where], acc.flag)
 
 
 def _behind(first: Acc, notes: Tensor, buffer: Tensor) -> Tensor:
     """The first layer as it is, and the notes."""
-    if len(first.value):
-        kernels.offer_all(first.value, buffer[: len(first.value)], first.flag)
-    buffer[len(first.value) :] = notes
+    if len(first.residual):
+        kernels.offer_all(first.residual, buffer[: len(first.residual)], first.flag)
+    buffer[len(first.residual) :] = notes
     return buffer

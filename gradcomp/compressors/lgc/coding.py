@@ -72,26 +72,26 @@ class Rows(NamedTuple):
         """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
         return own_of(said, [decoder % said.shape[1] for decoder in self.decoders])
 
-    def cut(self, which: slice, where: slice) -> Rows:
+    def some(self, which: slice, where: slice) -> Rows:
         """Some rows, as far as some of their entries."""
         places, scales, leaders, _ = self.support
         told = None if self.told is None else Innovations(self.told.inside[:, which, where], [])
         return Rows(self.values[which, where], Support(places[which, where], scales[which], leaders[which]), self.world, told)
 
-    def settle(self, value: Tensor, velocity: Tensor | None, update: Tensor, said: Said, verdict: Verdict) -> None:
+    def settle(self, residual: Tensor, velocity: Tensor | None, update: Tensor, said: Said, verdict: Verdict) -> None:
         """Makes what was said the update, if it is good, and leaves what it left. Where a gradient was not finite, the update
         is not, and nothing was taken."""
         taken = verdict.good & ~verdict.failed
         mean = torch.where(verdict.failed, torch.nan, torch.where(verdict.good, said.mean, 0.0))
-        self.support.put(update, mean)
-        self.support.put(value, torch.where(taken, said.left, self.values))
+        self.support.write(update, mean)
+        self.support.write(residual, torch.where(taken, said.left, self.values))
         if velocity is not None:
-            self.support.put(velocity, self.support.of(velocity).masked_fill(taken, 0.0))
+            self.support.write(velocity, self.support.of(velocity).masked_fill(taken, 0.0))
         for rank, (places, values) in enumerate([] if self.told is None else self.told.outside):
             went = values.masked_fill(verdict.failed, 0.0)
             update.index_add_(0, places, went / self.world.size)
             if rank == self.world.rank:
-                value.index_add_(0, places, -went)
+                residual.index_add_(0, places, -went)
                 if velocity is not None:
                     velocity.index_copy_(0, places, velocity.index_select(0, places).masked_fill(went != 0, 0.0))
 
@@ -142,7 +142,7 @@ def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: i
     high = min(count, max(1, window // (ranks * LEAST)))
     wide = min(k, max(LEAST, window // (ranks * high)))
     which, where = _some(turn, count, high), _some(turn, k, wide)
-    part = rows.cut(which, where)
+    part = rows.some(which, where)
     seen, beside = (everyone[:, which, where] / part.support.scales).clamp(-FURTHEST, FURTHEST), part.beside
     own = seen[rows.world.rank]
     if beside is None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradcomp.exchanges.split import Parts
+from gradcomp.exchanges.split import Partition
 from gradcomp.messages import payload as payloads
 from gradcomp.messages import places
 from gradcomp.messages.sparse import count_of
@@ -32,13 +32,13 @@ class Support(NamedTuple):
     leaders: list[int]
     codes: Tensor | None = None
 
-    def of(self, value: Tensor) -> Tensor:
+    def of(self, residual: Tensor) -> Tensor:
         """What stands there, [rows, k]."""
-        return value.index_select(0, self.places.flatten()).view(self.places.shape)
+        return residual.index_select(0, self.places.flatten()).view(self.places.shape)
 
-    def put(self, value: Tensor, rows: Tensor) -> None:
-        """value <- rows, there."""
-        value.index_copy_(0, self.places.flatten(), rows.flatten())
+    def write(self, residual: Tensor, rows: Tensor) -> None:
+        """residual <- rows, there."""
+        residual.index_copy_(0, self.places.flatten(), rows.flatten())
 
 
 class Leading:
@@ -47,7 +47,7 @@ class Leading:
     def __init__(self, n: int, ratio: float, who: str, bands: int, packed: bool, seed: int, world: World, step: int):
         self.world, self.packed = world, packed
         ranks = world.size if who == "parts" and n >= LINE * world.size else 1
-        self.parts = Parts(n, ranks)
+        self.parts = Partition(n, ranks)
         self.k = min(count_of(ratio, -(-n // ranks)), n // (ranks * LINE) * LINE if ranks > 1 else n)
         self.bands = min(bands, self.k)
         first = _drawn(seed, step, world.size) if who == "seed" else step % world.size
@@ -63,11 +63,11 @@ class Leading:
         where = coded if self.packed else Field("places", torch.int32, self.k)
         return (Field("scale", torch.float32, 1), where, *(() if code is None else (code,)))
 
-    def choose(self, value: Tensor, memory: Memory) -> dict[str, Tensor]:
+    def choose(self, residual: Tensor, memory: Memory) -> dict[str, Tensor]:
         """The places of the row that this rank leads, and its scale. Of another row there is nothing."""
         if self.world.rank not in self.leaders:
             return {}
-        part = self.parts.copy(self.leaders.index(self.world.rank), value, memory)
+        part = self.parts.copy(self.leaders.index(self.world.rank), residual, memory)
         values, found = part.new_empty(self.k), torch.empty(self.k, dtype=torch.int32, device=part.device)
         kernels.take_topk(part, self.k, values, found, torch.empty(2, dtype=torch.int32, device=part.device), memory=memory)
         bands = torch.empty_like(found, dtype=torch.int64)
@@ -79,7 +79,7 @@ class Leading:
             "places": places.pack(keys, self.span) if self.packed else (keys % self.parts.size).int(),
         }
 
-    def find(self, chosen: Tensor, row: int) -> Tensor:
+    def places_of(self, chosen: Tensor, row: int) -> Tensor:
         """Where in value those places of a row are."""
         keys = places.unpack(chosen, self.span, self.k) if self.packed else chosen.long()
         return self.parts.places(row, keys % self.parts.size).clamp(0, self.parts.n - 1)

@@ -33,7 +33,7 @@ class Phases:
         self._marks: deque[Counts] = deque()
         self._seen: deque[int] = deque(maxlen=LOOKED_AT)
 
-    def begin(self, rates: tuple[float, ...] | None) -> str:
+    def begin_step(self, rates: tuple[float, ...] | None) -> str:
         """The phase of this step; and whether this rank's learning rate has fallen, which the ranks have yet to agree upon."""
         rate = max(rates) if rates else 0.0
         self.rate = max(self.rate, rate) if self.now == CODE else rate

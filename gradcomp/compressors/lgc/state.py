@@ -14,7 +14,7 @@ SMALL = 0.01
 """Of the entries: a first layer that is no more travels as it is."""
 
 
-class State:
+class LgcState:
     """What lgc keeps between steps."""
 
     def __init__(self, layout: Layout, seed: int, phases: Phases, bound: float, first_as: str, last_as: str):

@@ -82,15 +82,15 @@ class Sdagc(Compressor):
         """Laplace's tail is exp(-sqrt(2) lam): a share of lam is the same power of the density."""
         return replace(self, lam=self.lam * progress, density=self.density**progress if self.density else 0.0)
 
-    def init(self, layout: Layout, seed: int) -> State:
-        return State(layout)
+    def init(self, layout: Layout, seed: int) -> SdagcState:
+        return SdagcState(layout)
 
-    def revise(self, value: Tensor, velocity: Tensor | None, state: State, rates: tuple[float, ...]) -> None:
+    def revise(self, residual: Tensor, velocity: Tensor | None, state: SdagcState, rates: tuple[float, ...]) -> None:
         before, state.rates = state.rates, rates
         if before is not None and before != rates and self.lr_revision in ("keep", "rescale"):
-            rescale(self.lr_revision, (value, velocity), state.begins, before, rates)
+            rescale(self.lr_revision, (residual, velocity), state.begins, before, rates)
 
-    def exchange(self, acc: Acc, state: State, world: World) -> Steps:
+    def exchange(self, acc: Acc, state: SdagcState, world: World) -> Steps:
         state.steps += 1
         target = self._target(acc, state)
         capacity = self._capacity(state, target)
@@ -100,10 +100,10 @@ class Sdagc(Compressor):
         if self.shared:  # also where everything goes: the parts of a host ask for the same, whatever room each has found
             replies = yield from gather(whole(moments.view(-1)))
             moments = together([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
-        as_much_as_dense = CODECS[self.wire].entry_bytes * capacity.room >= 4 * acc.value.numel()
+        as_much_as_dense = CODECS[self.wire].entry_bytes * capacity.entries >= 4 * acc.residual.numel()
         if (self.flush and state.steps % self.flush == 0) or as_much_as_dense:
             # A buffer of its own only where it is needed: most buckets never are.
-            state.buffer = torch.empty_like(acc.value) if state.buffer is None else state.buffer
+            state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, keep=self.sam, mask=True))
         kernels.set_thresholds(
             moments,
@@ -115,24 +115,24 @@ class Sdagc(Compressor):
             live=self.live,
             pooled=self.per == "bucket",
         )
-        taken = routes.codec(self.wire, self.route).room(acc, capacity.room)
+        taken = routes.codec(self.wire, self.route).allocate(acc, capacity.entries)
         layers, masked = (state.ends, state.centers, state.thresholds), routes.masked(acc, self.route)
-        kernels.take_above(acc.value, *layers, *taken.entries, masked, acc.flag, acc.peaks, acc.memory)
+        kernels.take_above(acc.residual, *layers, *taken.entries, masked, acc.flag, acc.peaks, acc.memory)
         if target is not None:
             kernels.steer(state.lam, taken.entries.header, target)
         if self.lr_revision in WAITING:
-            state.ages = state.ages or Ages(acc.value.numel(), state.ends)
+            state.ages = state.ages or Ages(acc.residual.numel(), state.ends)
             state.ages.revise(taken.entries, state.steps, by_layer=self.lr_revision == "per_layer")
         return (yield from routes.exchange(acc, taken, world, self.route, keep=self.sam, seen=capacity.see))
 
-    def save(self, state: State) -> dict[str, Any]:
+    def save(self, state: SdagcState) -> dict[str, Any]:
         kept: dict[str, Any] = {"steps": state.steps, "lam": float(state.lam), "set_for": state.set_for, "rates": state.rates}
         kept["first_rate"] = state.first_rate
         kept["capacity"] = None if state.capacity is None else state.capacity.save()
         kept["ages"] = None if state.ages is None else state.ages.last.clone()
         return kept
 
-    def load(self, state: State, saved: Mapping[str, Any]) -> None:
+    def load(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
         state.steps, state.set_for, state.rates = saved["steps"], tuple(saved["set_for"]), saved["rates"]
         state.lam.fill_(saved["lam"])
         state.first_rate = saved["first_rate"]
@@ -143,7 +143,7 @@ class Sdagc(Compressor):
             state.ages = Ages(state.n, state.ends)
             state.ages.last.copy_(saved["ages"])
 
-    def _target(self, acc: Acc, state: State) -> int | None:
+    def _target(self, acc: Acc, state: SdagcState) -> int | None:
         """How many entries lam is steered to."""
         if not self.density:
             return None
@@ -151,9 +151,9 @@ class Sdagc(Compressor):
         if self.lr_revision == "density" and acc.rates is not None:  # compress harder as the rate falls
             state.first_rate = state.first_rate or max(acc.rates)
             share *= min(1.0, max(acc.rates) / state.first_rate) if state.first_rate else 1.0
-        return max(1, math.ceil(share * acc.value.numel()))
+        return max(1, math.ceil(share * acc.residual.numel()))
 
-    def _capacity(self, state: State, target: int | None) -> Capacity:
+    def _capacity(self, state: SdagcState, target: int | None) -> Capacity:
         """The room of the payload; begun anew where lam or the target is another one than before, as in a warm-up."""
         wanted = (self.lam, target or 0)
         if state.capacity is None or state.set_for != wanted:
@@ -166,13 +166,13 @@ class Sdagc(Compressor):
     def _expected(self, wanted: tuple[float, int], n: int) -> tuple[int, int, bool]:
         lam, target = wanted
         if target:
-            room = min(n, math.ceil(1.1 * target))
-            return room, room, True
-        room = min(n, max(1, math.ceil(1.25 * laplace_density(lam) * n)))
-        return room, max(room, math.ceil(self.cap * n)), False
+            capacity = min(n, math.ceil(1.1 * target))
+            return capacity, capacity, True
+        capacity = min(n, max(1, math.ceil(1.25 * laplace_density(lam) * n)))
+        return capacity, max(capacity, math.ceil(self.cap * n)), False
 
 
-class State:
+class SdagcState:
     """What sdagc keeps of a bucket between steps."""
 
     def __init__(self, layout: Layout):

@@ -20,7 +20,7 @@ class Capacity:
     """The room of one bucket's payload: at first what is expected, then as much as the busiest rank needed lately."""
 
     def __init__(self, expected: int, most: int, fixed: bool = False):
-        self.room = min(expected, most)
+        self.entries = min(expected, most)
         self.most = most
         self.fixed = fixed
         self._counts: deque[Counts] = deque()
@@ -34,14 +34,14 @@ class Capacity:
             return
         wanted = rounded(max(counts.largest() for counts in self._counts))
         self._counts.popleft()
-        if wanted > self.room or wanted < 0.8 * self.room:
-            self.room = max(1, min(wanted, self.most))
+        if wanted > self.entries or wanted < 0.8 * self.entries:
+            self.entries = max(1, min(wanted, self.most))
 
     def save(self) -> dict[str, Any]:
-        return {"room": self.room, "counts": [counts.largest() for counts in self._counts]}
+        return {"entries": self.entries, "counts": [counts.largest() for counts in self._counts]}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.room = saved["room"]
+        self.entries = saved["entries"]
         self._counts = deque(Counts(torch.tensor([count])) for count in saved["counts"])
 
 
