@@ -1,5 +1,6 @@
 """Builds the emulator's Python modules, gradcomp_simt and simt_selftest, when something they are made of has changed."""
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -8,17 +9,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(sanitize: bool = False) -> Path:
-    """Returns the folder with the modules. Does nothing where they are up to date."""
+    """Build the modules and return their folder. Do nothing where they are up to date. One process builds, others wait."""
     import pybind11
 
     folder = ROOT / "build" / ("simt-asan" if sanitize else "simt")
+    folder.mkdir(parents=True, exist_ok=True)
     configure = ["cmake", "-S", str(ROOT / "tests" / "simt"), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
     configure += ["-DPYBIND11_FINDPYTHON=ON", f"-DGRADCOMP_SANITIZE={'ON' if sanitize else 'OFF'}"]
-    for command in (configure, ["cmake", "--build", str(folder)]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (configure, ["cmake", "--build", str(folder)]):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     return folder
 
 

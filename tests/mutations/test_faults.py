@@ -1,0 +1,18 @@
+"""Every fault can still be made: its passage stands once in its folder, and the tests that are to find it exist."""
+
+from __future__ import annotations
+
+import pytest
+from mutations.faults import FAULTS, Fault
+from mutations.run import ROOT, place_of
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_fault_can_be_made(fault: Fault) -> None:
+    assert place_of(fault, ROOT).is_file()
+    for name in fault.tests:
+        assert list((ROOT / "tests").rglob(name)), f"there is no test file {name}"
+
+
+def test_there_are_enough_faults_of_different_names() -> None:
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
