@@ -6,16 +6,14 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+from devices import DEVICES, HAS_GPU
 
 from gradcomp.native import extension
-
-sys.path.insert(0, str(Path(__file__).parent / "simt"))
 
 hypothesis.settings.register_profile(
     "gradcomp",
@@ -28,8 +26,6 @@ hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("gra
 hypothesis.settings.load_profile("gradcomp")
 
 SANITIZED = os.environ.get("GRADCOMP_SIMT_SANITIZED") == "1"
-HAS_GPU = torch.cuda.is_available() and extension.BUILT_WITH_CUDA
-DEVICES = ["cpu", "simt"] + (["cuda"] if HAS_GPU else [])
 
 
 def pytest_report_header() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import HAS_GPU
+from devices import HAS_GPU
 from torch import Tensor
 
 import gradcomp

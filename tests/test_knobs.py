@@ -183,7 +183,7 @@ class Own(TopK):
 def test_what_no_spec_can_name_is_still_told_apart() -> None:
     texts = {str(gradcomp.make(own)) for own in (TopK(0.5), Own(0.5), Own(0.25), Own(0.5, weights=(3,)))}
     assert len(texts) == 4
-    assert "test_knobs.Own:ratio=0.5,route='allgather',wire='compact',weights=(1, 2)" in texts
+    assert f"{__name__}.Own:ratio=0.5,route='allgather',wire='compact',weights=(1, 2)" in texts
 
 
 @pytest.mark.parametrize("pattern", ["", " a", "a=b", "a;b", 5])
@@ -238,7 +238,7 @@ def test_a_knob_is_checked_wherever_the_compressor_was_made() -> None:
         beta: float = knob(0.5, "a share", above=0, below=1)
 
     assert Own().beta == 0.5
-    with pytest.raises(ValueError, match=r"test_knobs\..*Own: beta=1 must be in \(0, 1\)"):
+    with pytest.raises(ValueError, match=rf"{__name__}\..*Own: beta=1 must be in \(0, 1\)"):
         Own(beta=1)
 
 

@@ -6,10 +6,10 @@ import gradients
 import pytest
 import reference
 import torch
-from conftest import DEVICES
+from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import Named, check_conservation, mean, residuals
+from laws import SHAPES, Named, check_conservation, draw, mean, residuals
 from specs import ALL, promised
 from torch import Tensor
 
@@ -19,25 +19,12 @@ from gradcomp.engine.feedback import Feedback
 WORLDS = [1, 2, 3, 4, 8]
 FEW = [1, 3]
 """Where numbers of ranks only take longer: kernels do not know them, and the emulator is slow."""
-SHAPES = {"conv": (8, 3, 3, 3), "weight": (40, 31), "bias": (31,), "empty": (0, 4), "scalar": (), "wide": (2, 700)}
-CPU = torch.device("cpu")
 
 worlds = pytest.mark.parametrize("world", WORLDS)
 on_devices = pytest.mark.parametrize(
     "device,world", [(on, world) for on in DEVICES for world in (FEW if on == "simt" else WORLDS)], indirect=["device"]
 )
 specs = pytest.mark.parametrize("spec", ALL)
-
-
-def draw(kind: str, seed: int, world: int, device: torch.device = CPU) -> list[Named]:
-    """Every rank's gradients."""
-    return [
-        {
-            name: gradients.draw(kind, torch.Size(shape).numel(), seed + 1000 * rank + i, world).view(shape).to(device)
-            for i, (name, shape) in enumerate(SHAPES.items())
-        }
-        for rank in range(world)
-    ]
 
 
 def test_every_compressor_has_its_laws() -> None:

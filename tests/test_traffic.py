@@ -132,7 +132,7 @@ LAYER = 8 * MOMENTS
 
 WAYS: dict[str, list[Way]] = {
     "dense": [reduce(4 * N)],
-    "lgc": [reduce(4 * N)],  # in its first steps; of the others tests/compressors/test_lgc.py
+    "lgc": [reduce(4 * N)],  # in its first steps; of the others tests/compressors/lgc/test_lgc.py
     "topk:ratio=0.01": [gather(8 + 8 + padded(K))],
     "topk:ratio=0.01,wire=exact": [gather(8 + 2 * padded(K))],
     "topk:ratio=0.01,route=split": [split(K)],

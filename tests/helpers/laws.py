@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import gradients
 import torch
 from torch import Tensor
 
 import gradcomp
 
 Named = dict[str, Tensor]
+SHAPES = {"conv": (8, 3, 3, 3), "weight": (40, 31), "bias": (31,), "empty": (0, 4), "scalar": (), "wide": (2, 700)}
+CPU = torch.device("cpu")
+
+
+def draw(kind: str, seed: int, world: int, device: torch.device = CPU) -> list[Named]:
+    """Every rank's gradients."""
+    return [
+        {
+            name: gradients.draw(kind, torch.Size(shape).numel(), seed + 1000 * rank + i, world).view(shape).to(device)
+            for i, (name, shape) in enumerate(SHAPES.items())
+        }
+        for rank in range(world)
+    ]
 
 
 def mean(parts: list[Named], name: str) -> Tensor:

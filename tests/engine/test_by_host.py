@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from laws import check_conservation
-from test_laws import SHAPES, draw
+from laws import SHAPES, check_conservation, draw
 
 import gradcomp
 from gradcomp.engine.by_host import place_of

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 FOLDER, PORTS = "GRADCOMP_TEST_REPORTS", "GRADCOMP_TEST_PORTS"
 
@@ -140,7 +140,7 @@ def by_horovodrun(program: str, count: int, argument: Any = None, *, seconds: fl
 def _environment(folder: str) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("HOROVOD_")}
     return inherited | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a rank that hangs is ended by SIGABRT and shows where it stood
         "OMP_NUM_THREADS": "1",

@@ -124,8 +124,8 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     assert wrapper.within(state)["loaded"] == 7
     assert wrapper.alike(state) == "alike 7"
     assert wrapper.stats(state) == {"figure": 10}
-    assert str(wrapper).startswith("test_wrappers.Probe:number=1") and wrapper.name == "test_wrappers.Probe"
-    assert str(replace(wrapper, inner=Probe(3))).startswith("test_wrappers.Probe:number=3")
+    assert str(wrapper).startswith(f"{__name__}.Probe:number=1") and wrapper.name == f"{__name__}.Probe"
+    assert str(replace(wrapper, inner=Probe(3))).startswith(f"{__name__}.Probe:number=3")
 
 
 def test_these_are_all_abilities_and_all_wrappers() -> None:
