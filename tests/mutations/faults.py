@@ -234,42 +234,42 @@ FAULTS = (
         "gradcomp/exchanges",
         'left = torch.where(went, keep * own["values"], own["values"])',
         'left = torch.where(went, keep * own["values"], 0.0)',
-        ("test_laws.py", "test_routes.py"),
+        ("test_laws.py", "test_split.py"),
     ),
     Fault(
         "a residual is dropped: entries beyond a part's capacity are lost",
         "gradcomp/exchanges",
         "acc.residual.index_add_(0, dealt.over_places, dealt.over_values)\n",
         "",
-        ("test_routes.py", "test_laws.py"),
+        ("test_split.py", "test_laws.py"),
     ),
     Fault(
         "a residual is dropped: a partition's remainder is not added back",
         "gradcomp/exchanges",
         "parts.add(world.rank, torch.where(failed, 0.0, sums.flat * (1 - keep)), acc.residual)",
         "parts.add(world.rank, torch.where(failed, 0.0, 0.0 * sums.flat), acc.residual)",
-        ("test_routes.py", "test_laws.py"),
+        ("test_split.py", "test_laws.py"),
     ),
     Fault(
         "clipping is by all ranks, not by a rank's share",
         "gradcomp/engine",
         "self.clip / math.sqrt(ranks)",
         "self.clip",
-        ("test_wrap.py", "test_phases.py"),
+        ("test_feedback.py", "test_phases.py"),
     ),
     Fault(
         "warm-up counts one stage too few",
         "gradcomp/engine",
         "(int(STAGES * steps / self.warmup) + 1) / (STAGES + 1)",
         "(int(STAGES * steps / self.warmup) + 2) / (STAGES + 1)",
-        ("test_wrap.py", "test_phases.py"),
+        ("test_feedback.py", "test_phases.py"),
     ),
     Fault(
         "a knob is ignored: masking=false masks all the same",
         "gradcomp/engine",
         "masked = state.velocity if self.masking else None",
         "masked = state.velocity",
-        ("test_wrap.py",),
+        ("test_feedback.py",),
     ),
     Fault(
         "a knob is ignored: a dense flush keeps the velocity",
@@ -284,7 +284,7 @@ FAULTS = (
         "gradcomp/engine",
         "self.scale = scale\n",
         "self.scale = 1.0\n",
-        ("test_adapters.py", "test_sets.py"),
+        ("test_parameters.py", "test_sets.py"),
     ),
     Fault(
         "an update is not given back: the next one begins with the last one's entries",
@@ -305,7 +305,7 @@ FAULTS = (
         "gradcomp/engine",
         "filled[at] + 4 * layer.size > most",
         "filled[at] > most",
-        ("test_simulate.py", "test_wrap.py"),
+        ("test_simulate.py", "test_feedback.py"),
     ),
     Fault(
         "a checkpoint leaves the velocity out",
@@ -326,7 +326,7 @@ FAULTS = (
         "gradcomp/engine",
         'for what in ("residual", "velocity"):',
         'for what in ("velocity",):',
-        ("test_wrap.py", "test_state.py"),
+        ("test_feedback.py", "test_state.py"),
     ),
     Fault(
         "ranks do not compare their seeds",
@@ -340,7 +340,7 @@ FAULTS = (
         "gradcomp/engine",
         "return self._met is self.network.generation",
         "return self._met is not None",
-        ("test_agreement.py", "test_adapters.py"),
+        ("test_agreement.py", "test_parameters.py"),
     ),
     Fault(
         "a channels-last gradient is written to a copy that nobody reads",
@@ -354,7 +354,7 @@ FAULTS = (
         "gradcomp/networks",
         'return 1.0 if op == "Average" else float(size)',
         "return 1.0",
-        ("test_adapters.py", "test_sets.py", "test_refusals.py"),
+        ("test_parameters.py", "test_sets.py", "test_refusals.py"),
     ),
     # --- Ranks and hosts
     Fault(
@@ -376,14 +376,14 @@ FAULTS = (
         "gradcomp/engine",
         ".div_(len(place.host))",
         ".div_(len(place.peers))",
-        ("test_hosts.py", "test_wrap.py", "test_laws.py"),
+        ("test_by_host.py", "test_feedback.py", "test_laws.py"),
     ),
     Fault(
         "by_host takes a part twice",
         "gradcomp/engine",
         "state.part_of(acc.residual, part).zero_()\n",
         "pass\n",
-        ("test_hosts.py", "test_wrap.py", "test_laws.py"),
+        ("test_by_host.py", "test_feedback.py", "test_laws.py"),
     ),
     # --- Algorithms
     Fault(
