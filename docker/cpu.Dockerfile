@@ -1,15 +1,15 @@
-# gradcomp and Horovod on the CPU: the container runs the demo, or any command (horovodrun -np 2 python train.py).
+# gradcomp and Horovod on the CPU. The container runs the demo, or any command (horovodrun -np 2 python train.py).
 #
 #   docker build -f docker/cpu.Dockerfile -t gradcomp-cpu .
 #   docker run gradcomp-cpu
 #
-# Where there is no Docker engine, as root: buildah --isolation chroot bud -f docker/cpu.Dockerfile -t gradcomp-cpu . ; then
-# c=$(buildah from gradcomp-cpu) and buildah run --isolation chroot --hostname localhost "$c" -- scripts/demo (the container's host
-# name must resolve: Horovod crashes where it does not, and outside Docker nothing sees to it). A base made by debootstrap will do.
+# buildah replaces the Docker engine, as root: README.md has the commands. Horovod crashes where the container's host name does
+# not resolve. Docker makes it resolve; buildah needs --hostname localhost.
 #
-# BASE is any Debian or Ubuntu with Python 3.10 or newer. TORCH is what pip is given; the CPU build is a fifth of the default's size
-# (TORCH="torch==2.13.0 --index-url <an index of CPU builds>"). pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are taken as
-# build arguments; none of them stays in the image's environment. One that is secret is better mounted as /etc/pip.conf.
+# BASE is any Debian or Ubuntu with Python 3.10 or newer; a base made by debootstrap will do. TORCH holds pip's arguments. The CPU
+# build is a fifth of the default's size (TORCH="torch==2.13.0 --index-url <an index of CPU builds>"). pip's own settings
+# (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are build arguments, and none of them stays in the image's environment. Mount /etc/pip.conf
+# for a secret one.
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS build
@@ -23,7 +23,7 @@ ARG PIP_TRUSTED_HOST
 ARG PIP_CERT
 ARG TORCH="torch==2.13.0"
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
-# A layer of its own for what takes long and hardly ever changes.
+# A layer of its own: torch takes long to install and hardly ever changes.
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
@@ -36,7 +36,7 @@ FROM ${BASE} AS run
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
 WORKDIR /opt/gradcomp
 CMD ["scripts/demo"]
-# The libraries are what the wheels leave to the system.
+# The wheels need these libraries from the system.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts

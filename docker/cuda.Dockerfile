@@ -3,8 +3,8 @@
 #   docker build -f docker/cuda.Dockerfile -t gradcomp-cuda .
 #   docker run --gpus all gradcomp-cuda
 #
-# BASE needs nvcc and NCCL's headers; its CUDA version must be the one TORCH was built for, in the first number at least. RUN_BASE needs
-# no CUDA: torch's packages bring theirs, NCCL and the CUDA runtime are linked into Horovod, the runtime into gradcomp.
+# BASE needs nvcc and NCCL's headers. Its CUDA major version must be the one TORCH was built for. RUN_BASE needs no CUDA: torch's
+# packages bring their own. NCCL and the CUDA runtime are linked into Horovod, the runtime into gradcomp.
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 ARG RUN_BASE=nvidia/cuda:13.0.1-base-ubuntu24.04
 
@@ -18,10 +18,10 @@ ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
 ARG PIP_CERT
 ARG TORCH="torch==2.13.0"
-# The GPUs to build for, as CMake writes them ("90" or "80-real;90"); empty: everything since Turing.
+# The GPUs to build for, in CMake's form ("90" or "80-real;90"). Empty means every GPU since Turing.
 ARG GRADCOMP_CUDA_ARCHS=
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:/usr/local/cuda/bin:$PATH
-# A layer of its own for what takes long and hardly ever changes.
+# A layer of its own: torch takes long to install and hardly ever changes.
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
@@ -35,7 +35,7 @@ FROM ${RUN_BASE} AS run
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
 WORKDIR /opt/gradcomp
 CMD ["scripts/demo"]
-# The libraries are what the wheels leave to the system.
+# The wheels need these libraries from the system.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
