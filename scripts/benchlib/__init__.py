@@ -1,1 +1,0 @@
-"""What scripts/bench.py is made of."""

@@ -1,1 +1,0 @@
-"""What scripts/compare.py is made of."""

@@ -1,1 +1,0 @@
-"""What scripts/gpu_check is made of."""

@@ -1,0 +1,1 @@
+"""The emulated cluster of scripts/cluster. It imports the standard library alone."""

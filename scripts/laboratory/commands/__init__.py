@@ -1,0 +1,1 @@
+"""The subcommands of scripts/lab, one file each: options in, a table and a result file out."""

@@ -1,0 +1,67 @@
+"""Time every kernel, and whole steps of the simulator, against copy_, add_ and plain torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from laboratory import machine, options
+from laboratory.kernels import lines
+from laboratory.kernels.arrays import Arrays
+from laboratory.kernels.cases import cases
+from laboratory.options import Refused
+from laboratory.report import results
+from laboratory.report.progress import Progress
+from laboratory.timing import clock, interleave
+
+EXAMPLES = """\
+examples:
+  scripts/lab kernels                                # half a minute
+  scripts/lab kernels --size 4.2M --name 4m          # the size of the sketches' bounds
+  scripts/lab kernels --device cuda --size 64M
+
+Times are medians over rounds in which all cases take turns. Ratios are taken within rounds."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    parser.add_argument("--size", type=options.size, default="16.8M", help="entries (default: 16.8M)")
+    parser.add_argument("--layers", type=options.positive, default=1, help="of the entries, about equal (default: 1)")
+    parser.add_argument("--threads", type=options.positive, default=1, help="of a CPU (default: 1)")
+    parser.add_argument("--rounds", type=options.positive, default=15, help="(default: 15)")
+    options.add_places(parser, "the device and its model")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Time the cases, and write the table."""
+    device = torch.device(chosen.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refused("--device cuda: torch finds no GPU; use --device cpu, or a machine with a GPU")
+    torch.set_num_threads(chosen.threads)
+    every, progress = cases(Arrays(chosen.size, device, chosen.layers)), Progress()
+    seconds = interleave(
+        every,
+        chosen.rounds,
+        clock(device),
+        lambda done: progress(f"round {done} of {chosen.rounds}", done / chosen.rounds),
+    )
+    progress.end()
+    found = lines.lines(every, seconds)
+    settings = {"device": chosen.device, "size": chosen.size, "layers": chosen.layers, "rounds": chosen.rounds}
+    result: dict[str, Any] = {"settings": settings, "lines": found, "targets": lines.targets(found)}
+    model = machine.cpu_name()
+    if device.type == "cuda":
+        gpu = machine.describe_gpu()
+        model, result["targets"] = gpu["gpu"], lines.gpu_targets(found)
+        packages = machine.versions(("torch", "numpy", "horovod", "cupy-cuda13x", "cupy-cuda12x"))
+        result |= {"machine": machine.describe() | gpu, "versions": {**packages, "cuda": torch.version.cuda}}
+    else:
+        settings["threads"] = chosen.threads
+    print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
+    print(lines.table(found))
+    print("\n".join(map(lines.sentence, result["targets"])))
+    results.save(chosen, results.path_of(chosen, f"{chosen.device}-{machine.slug(model)}"), result)
+    return 0

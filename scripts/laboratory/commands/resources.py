@@ -1,0 +1,32 @@
+"""Count registers and memory of every CUDA kernel as nvcc compiles it, against a budget. It needs nvcc, and no GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+from laboratory import options
+from laboratory.kernels import resources
+from laboratory.report import results
+
+EXAMPLES = """\
+example:
+  scripts/lab resources --arch sm_90      # half a minute
+
+The exit status is 1 if a kernel exceeds its budget."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--arch", type=options.arch, default="sm_90", help="architecture to compile for (default: sm_90)")
+    options.add_places(parser, "the architecture")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Compile the kernels, and write the table."""
+    uses = resources.measure(chosen.arch)
+    beyond = resources.exceeded(uses)
+    print(f"{resources.table(uses)}\n\n{len(uses)} kernels, {chosen.arch}")
+    print("\n".join(beyond) or "all within their budgets")
+    settings = {"arch": chosen.arch, "nvcc": resources.version()}
+    results.save(chosen, results.path_of(chosen, chosen.arch), {"settings": settings, "lines": resources.lines(uses)})
+    return int(bool(beyond))

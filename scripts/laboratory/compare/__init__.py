@@ -1,0 +1,1 @@
+"""Specs side by side: step times, throughput, and loss against seconds."""

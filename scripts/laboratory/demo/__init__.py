@@ -1,0 +1,1 @@
+"""The demo: two trainings on two ranks, side by side."""

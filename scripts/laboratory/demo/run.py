@@ -1,0 +1,73 @@
+"""The demo after its set-up: trains dense and compressed on two ranks, shows the progress, and compares the two."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gradcomp
+from laboratory import ranks
+from laboratory.demo import summary
+from laboratory.machine import ROOT
+from laboratory.options import positive
+from laboratory.ranks import RanksFailed
+from laboratory.report.tables import columns
+
+RANKS = 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line. Return the exit status."""
+    options = parse(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    width = options.width
+    print(f"Handwritten digits, an MLP 64-{width}-{width}-{width}-10, {RANKS} ranks, {options.steps} steps each.")
+    try:
+        trained = [train("dense", "dense", options), train("compressed", options.spec, options)]
+    except RanksFailed as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{columns(summary.rows(trained))}\n")
+    for result in trained:
+        if not result["ranks_equal"]:
+            print(f"{result['spec']}: the ranks' weights DIFFER after the training")
+    summary.plot(trained, options.out / "loss-against-bytes.png")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--spec", default="topk:ratio=0.001", help="of the compressed training (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=120, help="of each training (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.5, help="learning rate of both (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=2048, help="of the three hidden layers (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "demo-results", metavar="FOLDER", help="for the plot and the logs")
+    options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+    try:
+        gradcomp.make(options.spec)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def train(label: str, spec: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train once on real ranks. All their output but the progress goes to a log."""
+    settings = [f"--{name}={getattr(options, name)}" for name in ("steps", "lr", "seed", "width")]
+    job = ["laboratory.demo.job", f"--spec={spec}", *settings]
+    print(f"$ horovodrun -np {RANKS} python -m {shlex.join(job[:2])} ...", flush=True)
+    words = ranks.command("horovodrun", RANKS, job)
+    return ranks.run(words, ranks.environment(RANKS), label, options.out / f"{label}.log")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,139 @@
+"""Registers, stack, spills and shared memory of every CUDA kernel as nvcc compiles it, against a budget. It needs no GPU.
+
+The budget: 64 registers a thread, so that half of a multiprocessor's threads fit and hide the latency of memory; no local
+memory; 48 KiB of shared memory, which every device since Turing gives by default. Each exception below has its reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from laboratory import machine
+from laboratory.options import Refused
+from laboratory.report.tables import columns
+
+SOURCES = machine.ROOT / "csrc" / "cuda"
+# As in CMakeLists.txt, where they matter.
+FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-DGRADCOMP_CUDA", "-fmad=false", "-cubin", "-Xptxas", "-v", "-o", "/dev/null")
+
+
+class Use(NamedTuple):
+    """A kernel's use: registers and bytes of local memory of a thread, bytes of shared memory of a block."""
+
+    file: str
+    kernel: str
+    registers: int
+    stack: int
+    spilled: int
+    shared: int
+
+
+class Budget(NamedTuple):
+    """The most that a kernel may use."""
+
+    registers: int = 64
+    stack: int = 0
+    spilled: int = 0
+    shared: int = 48 * 1024
+
+    def exceeded(self, use: Use) -> list[str]:
+        """Return a sentence for each bound that a kernel exceeds."""
+        return [
+            f"{use.file}: {use.kernel} uses {found} {unit}, above the {most} of its budget"
+            for unit, found, most in (
+                ("registers", use.registers, self.registers),
+                ("bytes of stack", use.stack, self.stack),
+                ("bytes spilled", use.spilled, self.spilled),
+                ("bytes of shared memory", use.shared, self.shared),
+            )
+            if found > most
+        ]
+
+
+# Exceptions, by a pattern of the kernel's name.
+MORE = {
+    r"find(<.*>)?\(": (Budget(96, 560, 640), "loops index its levels, outside the reads that take the time"),
+    r"<EstimateReader<9>": (Budget(80), "it holds nine rows of a table at once"),
+}
+
+
+def budget_of(use: Use) -> Budget:
+    """Return a kernel's budget."""
+    return next((budget for pattern, (budget, _) in MORE.items() if re.search(pattern, use.kernel)), Budget())
+
+
+def nvcc() -> str:
+    """Find nvcc."""
+    found = shutil.which("nvcc")
+    if found is None:
+        raise Refused("nvcc was not found; install the CUDA toolkit, or put nvcc on PATH")
+    return found
+
+
+def version() -> str:
+    """Return nvcc's version."""
+    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    return text.strip().splitlines()[-1]
+
+
+def measure(arch: str) -> list[Use]:
+    """Compile every file for one architecture, for example sm_90."""
+    program = nvcc()
+
+    def compiled(source: Path) -> list[Use]:
+        done = subprocess.run([program, *FLAGS, f"-arch={arch}", str(source)], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise Refused(f"nvcc could not compile {source.name}:\n{done.stderr[-2000:]}")
+        return parse(source.name, plain_names(done.stderr + done.stdout))
+
+    with ThreadPoolExecutor(2) as pool:
+        return [use for uses in pool.map(compiled, sorted(SOURCES.glob("*.cu"))) for use in uses]
+
+
+def plain_names(text: str) -> str:
+    """Demangle C++'s names."""
+    program = shutil.which("c++filt")
+    if program is None:
+        raise Refused("c++filt was not found; apt-get install binutils")
+    return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout
+
+
+def parse(file: str, text: str) -> list[Use]:
+    """Read the report of ptxas, kernel by kernel."""
+    found = []
+    for part in text.split("Compiling entry function ")[1:]:
+        name = re.match(r"'(.*?)' for", part)
+        stack = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        used = re.search(r"Used (\d+) registers.*", part)
+        if name is None or stack is None or used is None:
+            raise Refused(f"{file}: nvcc's report has an unknown form:\n{part[:500]}")
+        shared = re.search(r"(\d+) bytes smem", used[0])
+        short = re.sub(r"gradcomp::|cuda::|\(anonymous namespace\)::|^void ", "", name[1])
+        spilled = int(stack[2]) + int(stack[3])
+        found.append(Use(file, short, int(used[1]), int(stack[1]), spilled, int(shared[1]) if shared else 0))
+    return found
+
+
+def exceeded(uses: Sequence[Use]) -> list[str]:
+    """Return a sentence for each exceeded bound."""
+    return [sentence for use in uses for sentence in budget_of(use).exceeded(use)]
+
+
+def table(uses: Sequence[Use]) -> str:
+    """Write the uses as a table."""
+    rows: list[tuple[str, ...]] = [("kernel", "file", "registers", "stack", "spilled", "shared")]
+    for use in uses:
+        name = use.kernel.partition("(")[0]
+        rows.append((name, use.file, *(str(figure) for figure in use[2:])))
+    return columns(rows)
+
+
+def lines(uses: Sequence[Use]) -> list[dict[str, Any]]:
+    """Return every use with its budget, for the result file."""
+    return [{**use._asdict(), "budget": budget_of(use)._asdict()} for use in uses]

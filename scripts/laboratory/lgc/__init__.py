@@ -1,0 +1,1 @@
+"""The phases of lgc, and the redundancy that they live on."""

@@ -1,0 +1,96 @@
+"""The command line of scripts/lab: finds the subcommand, reads its options, and turns a refusal into a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+
+SUBCOMMANDS = {
+    "kernels": "time every kernel against copy_, add_ and plain torch",
+    "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
+    "predict": "write benchmarks/gpu.md: predicted kernel times beside measured ones",
+    "paired": "time whole steps of two checkouts in turns",
+    "train": "time a training job's steps on real ranks, under each way to exchange gradients",
+    "traffic": "count the bytes that ranks send: by interface, by formula, simulated",
+    "study": "train over many seeds and compare accuracy and loss with dense",
+    "compare": "compare specs by step time, throughput, and loss against seconds",
+    "lgc": "measure the phases of lgc, and the redundancy between ranks",
+}
+USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one subcommand. Return 0, 1 if ranks failed or a bound does not hold, 2 if the command cannot be carried out."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in SUBCOMMANDS:
+        print(f"lab: unknown subcommand {name!r}{_nearest(name)}; known: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return _run(name, rest)
+    except KeyboardInterrupt:
+        print(f"\nlab {name}: interrupted; finished runs and launches are kept, no result is written", file=sys.stderr)
+        return INTERRUPTED
+
+
+def overview() -> str:
+    """List the subcommands."""
+    return USAGE + "\n".join(f"  {name:10} {help_}" for name, help_ in SUBCOMMANDS.items())
+
+
+def without_folders(arguments: Sequence[str]) -> list[str]:
+    """Leave out the options that name a folder: a result file records no path of the machine."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip or argument.startswith(("--out=", "--cache=", "--before=", "--after=")):
+            skip = False
+        elif argument in ("--out", "--cache", "--before", "--after"):
+            skip = True
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    try:
+        module = importlib.import_module(f"laboratory.commands.{name}")
+    except ModuleNotFoundError as error:
+        print(
+            f"lab {name}: the Python package {error.name} is missing for {sys.executable}; run scripts/setup, "
+            "then activate its environment: . .venv/bin/activate",
+            file=sys.stderr,
+        )
+        return 2
+    from laboratory.options import Refused
+    from laboratory.ranks import RanksFailed
+
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/lab {name}",
+        description=module.__doc__,
+        epilog=module.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_options(parser)
+    chosen = parser.parse_args(arguments)
+    chosen.subcommand, chosen.command = name, shlex.join(["scripts/lab", name, *without_folders(arguments)])
+    try:
+        return int(module.run(chosen))
+    except Refused as error:
+        print(f"lab {name}: {error}", file=sys.stderr)
+        return 2
+    except RanksFailed as error:
+        print(f"lab {name}: {error}", file=sys.stderr)
+        return 1
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

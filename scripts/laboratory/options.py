@@ -1,0 +1,155 @@
+"""Types of options: sizes, rates, specs, names. Each refuses a wrong value with a sentence before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+import gradcomp
+from laboratory.machine import ROOT, slug
+
+# Ways to exchange gradients that are not specs of gradcomp, for step times.
+BUILT_IN = {
+    "none": "no communication, the lower limit",
+    "sync": "one number a step, the lower limit of ranks that wait for one another",
+    "horovod": "Horovod itself, dense",
+    "fp16": "Horovod's Compression.fp16",
+}
+
+# Hosts of the emulated cluster, at most.
+MOST_HOSTS = 250
+
+T = TypeVar("T")
+
+
+class Refused(ValueError):
+    """A command that cannot be carried out. The message says what is wrong and what to do."""
+
+
+def size(text: str) -> int:
+    """Read 16.8M, 500k or 1000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", text)
+    count = round(float(found[1]) * {"": 1, "k": 1000, "M": 1_000_000}[found[2]]) if found else 0
+    if not 1000 <= count < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size from 1000 to 2147M; write for example 16.8M, 500k or 100000")
+    return count
+
+
+def positive(text: str) -> int:
+    """Read a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def above_0(text: str) -> float:
+    """Read a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def several(text: str) -> list[int]:
+    """Read 200,80."""
+    return [positive(part.strip()) for part in text.split(",")]
+
+
+def distinct(text: str) -> list[int]:
+    """Read 4,8, without repetition."""
+    return _once([str(number) for number in several(text)], int)
+
+
+def hosts(text: str) -> list[int]:
+    """Read 2,4,8: sizes of emulated clusters."""
+    found = distinct(text)
+    if not all(2 <= count <= MOST_HOSTS for count in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: a cluster has 2 to {MOST_HOSTS} hosts; write for example 2,4,8")
+    return found
+
+
+def rates(text: str) -> list[str]:
+    """Read 1gbit,100mbit: rates of the emulated links."""
+    found = [part.strip().lower() for part in text.split(",")]
+    for rate in found:
+        if not re.fullmatch(r"none|(?=.*[1-9])\d+(\.\d+)?[kmgt]?bit", rate):
+            raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; write for example 1gbit,100mbit")
+    return found
+
+
+def arch(text: str) -> str:
+    """Read a GPU's architecture in nvcc's form."""
+    if not re.fullmatch(r"sm_\d+[af]?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture; write for example sm_90")
+    return text
+
+
+def name(text: str) -> str:
+    """Read a part of a file's name."""
+    if not text or slug(text) != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a part of a file's name; use small letters, digits and hyphens")
+    return text
+
+
+def specs(text: str, built_in: Collection[str] = ()) -> list[str]:
+    """Read specs separated by semicolons or commas. `name=value` without a colon is a knob of the spec before it."""
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in re.split("[;,]", text))):
+        if found and ":" in found[-1] and "=" in part and ":" not in part:
+            found[-1] += "," + part
+        else:
+            found.append(part)
+    return _once(found, lambda spec: spec if spec in built_in else _made(spec, built_in))
+
+
+def any_specs(text: str) -> list[str]:
+    """Read specs of gradcomp, or names of BUILT_IN."""
+    return specs(text, BUILT_IN)
+
+
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the way that real ranks are started."""
+    parser.add_argument(
+        "--launcher",
+        choices=("cluster", "horovodrun"),
+        default="cluster",
+        help="cluster: emulated hosts, needs root (default); horovodrun: ranks on this machine alone, links as they are",
+    )
+
+
+def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None = None) -> None:
+    """Add the options for the result's name and folder, and for the folder of finished work."""
+    out = ROOT / "benchmarks" / "results"
+    parser.add_argument("--name", type=name, help=f"last part of the result file's name (default: {name_of})")
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="of the result (default: benchmarks/results)")
+    if cache is not None:
+        parser.add_argument(
+            "--cache", type=Path, default=cache, metavar="FOLDER", help=f"of finished work (default: {cache.relative_to(ROOT)})"
+        )
+
+
+def _made(spec: str, built_in: Collection[str]) -> str:
+    if spec in BUILT_IN:
+        raise argparse.ArgumentTypeError(f"{spec!r} is not a spec of gradcomp; only `lab train` measures it")
+    try:
+        gradcomp.make(spec)
+    except ValueError as error:
+        more = f" (beside gradcomp's specs: {', '.join(built_in)})" if built_in else ""
+        raise argparse.ArgumentTypeError(f"{error}{more}") from None
+    return spec
+
+
+def _once(parts: list[str], read: Callable[[str], T]) -> list[T]:
+    for part in parts:
+        if parts.count(part) > 1:
+            raise argparse.ArgumentTypeError(f"{part!r} is given twice")
+    if not parts:
+        raise argparse.ArgumentTypeError("nothing is given; write for example dense,topk:ratio=0.001")
+    return [read(part) for part in parts]

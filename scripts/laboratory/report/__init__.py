@@ -1,0 +1,1 @@
+"""What is written down: tables, progress, result files and pictures."""

@@ -1,0 +1,49 @@
+"""Result files: their place, their first lines, and writing them whole; and files of finished work, to continue after it."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from laboratory import machine
+from laboratory.options import Refused
+
+
+def path_of(chosen: argparse.Namespace, name: str | None, ending: str = ".json") -> Path:
+    """Name a file in --out after the subcommand and --name, or this name where none was given."""
+    stem = "-".join(filter(None, (chosen.subcommand, chosen.name or name)))
+    return Path(chosen.out) / f"{stem}{ending}"
+
+
+def save(chosen: argparse.Namespace, path: Path, content: Mapping[str, Any], command: str | None = None) -> None:
+    """Write a subcommand's result after the kind, command, commit, machine and versions. `command`: of an earlier call."""
+    write(path, {"what": chosen.subcommand, **machine.origin(command or chosen.command), **content})
+    print(f"written: {path}")
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Read a JSON file; None if it does not exist."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise Refused(f"{path.name} in {path.parent.name} is not JSON; delete it, and it is made again") from None
+
+
+def kept(folder: Path, name: str, key: Mapping[str, Any]) -> Path:
+    """Name a file of finished work after everything that decides its outcome."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    return folder / f"{name}-{digest}.json"

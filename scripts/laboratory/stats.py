@@ -1,0 +1,43 @@
+"""Arithmetic of studies: standard errors, the bound of paired differences, smoothed curves, the step that reaches a loss."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+# Of a one-sided bound.
+CONFIDENCE = 0.95
+
+# Steps that one point of a smoothed curve averages.
+SMOOTHED = 10
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN if a value is not finite."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def upper_bound(differences: Sequence[float]) -> float:
+    """Bound the true mean of these differences from above with 95 % confidence: one-sided, by Student's t."""
+    from scipy.stats import t
+
+    quantile = float(t.ppf(CONFIDENCE, len(differences) - 1))
+    return statistics.fmean(differences) + quantile * standard_error(differences)
+
+
+def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Average several curves step by step."""
+    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+
+
+def smooth(curve: Sequence[float], over: int = SMOOTHED) -> list[float]:
+    """Average each step with the few before it."""
+    return [statistics.fmean(curve[max(0, i + 1 - over) : i + 1]) for i in range(len(curve))]
+
+
+def steps_to(curve: Sequence[float], goal: float) -> int | None:
+    """Return the first step, counted from 1, at which the curve is down at the goal; None if it never is."""
+    return next((step for step, value in enumerate(curve, 1) if value <= goal), None)

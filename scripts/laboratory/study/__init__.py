@@ -1,0 +1,1 @@
+"""Accuracy and loss of specs over many seeds."""

@@ -1,0 +1,112 @@
+"""Figures of a study: scores against dense's over the same seeds, bytes, steps to a loss, curves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from laboratory import stats
+from laboratory.report.tables import figure
+from laboratory.report.tables import markdown as markdown_table
+from laboratory.study.runs import BySeed, BySpec, Record
+from laboratory.tasks.table import TASKS
+
+# The share of dense's steps after which its training loss is the goal of the others.
+GOAL_AT = 0.8
+
+# Steps between two points of a curve in the result file.
+POINTS = 20
+
+Line = dict[str, Any]
+
+
+def summarize(task: str, records: BySpec) -> list[Line]:
+    """Return a line for every spec, dense first. Only seeds that dense has too count; a line needs two."""
+    dense = records["dense"]
+    return [_line(task, spec, by_seed, dense) for spec, by_seed in records.items() if len(by_seed.keys() & dense.keys()) >= 2]
+
+
+def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
+    seeds = sorted(by_seed.keys() & dense.keys())
+    own, others = [by_seed[seed] for seed in seeds], [dense[seed] for seed in seeds]
+    scores = [number(record["score"]) for record in own]
+    sign = -1 if TASKS[task].higher_is_better else 1
+    worse = [sign * (a - number(b["score"])) for a, b in zip(scores, others, strict=True)]
+    losses, dense_losses = (stats.smooth(stats.mean_curve([_losses(r) for r in records])) for records in (own, others))
+    steps = max(1, round(GOAL_AT * len(dense_losses)))
+    reached = stats.steps_to(losses, dense_losses[steps - 1])
+    bytes_sent = list(itertools.accumulate(stats.mean_curve([record["sent"] for record in own])))
+    kept = sorted({*range(POINTS - 1, len(losses), POINTS), len(losses) - 1})
+    return {
+        "spec": spec,
+        "seeds": seeds,
+        "scores": [or_none(score) for score in scores],
+        "score": or_none(statistics.fmean(scores)),
+        "score_error": or_none(stats.standard_error(scores)),
+        "worse_than_dense": or_none(statistics.fmean(worse)),
+        "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
+        "squared_error": _squared_error(own),
+        "bytes_sent": round(bytes_sent[-1]),
+        "compression": sum(r["dense_bytes"] for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
+        "steps_to_loss": reached,
+        "times_the_steps": reached / steps if reached is not None else None,
+        "seconds": round(statistics.median(record["seconds"] for record in own), 1),
+        "curve": {
+            "step": [i + 1 for i in kept],
+            "bytes": [round(bytes_sent[i]) for i in kept],
+            "loss": [or_none(losses[i]) for i in kept],
+        },
+    }
+
+
+def number(value: float | None) -> float:
+    """Read a figure of a record; null stands for NaN."""
+    return math.nan if value is None else value
+
+
+def or_none(value: float) -> float | None:
+    """Round a figure for a result file; None stands for NaN."""
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _squared_error(records: Sequence[Record]) -> float | None:
+    """Return the mean over runs; None if a run was made before squares were recorded."""
+    if any("squares" not in record for record in records):
+        return None
+    return or_none(statistics.fmean(relative(**record["squares"]) for record in records))
+
+
+def relative(meant: Sequence[float], left: Sequence[float]) -> float:
+    """Return the mean over steps of the quotient left / meant.
+
+    Sums over all steps would be those of the steps with the largest accs, and these steps differ between specs.
+    """
+    quotients = [of_left / of_meant for of_meant, of_left in zip(meant, left, strict=True) if of_meant]
+    return statistics.fmean(quotients) if quotients else math.nan
+
+
+def _losses(record: Record) -> list[float]:
+    return [number(loss) for loss in record["losses"]]
+
+
+def markdown(task: str, lines: Sequence[Line]) -> str:
+    """Write the table of one task."""
+    kind, seeds = TASKS[task], sorted({len(line["seeds"]) for line in lines})
+    heads = ["spec", kind.score_name, "worse than dense", "at most (95 %)", "bytes, dense / sent", "steps to dense's loss"]
+    with_errors = any(line["squared_error"] is not None for line in lines)
+    rows = [[*heads, "relative squared error"] if with_errors else heads]
+    for line in lines:
+        dense = line["spec"] == "dense"
+        cells = [
+            f"`{line['spec']}`",
+            figure(line["score"], "{:.2f}", "diverged"),
+            "" if dense else figure(line["worse_than_dense"], "{:+.3f}", "diverged"),
+            "" if dense else figure(line["worse_at_most"], "{:+.3f}", "diverged"),
+            f"{line['compression']:,.1f} x",
+            figure(line["times_the_steps"], "{:.2f} x", "never"),
+        ]
+        rows.append([*cells, figure(line["squared_error"], "{:.3f}", "")] if with_errors else cells)
+    return f"{task}: {kind.about}; {'/'.join(map(str, seeds))} seeds\n\n{markdown_table(rows)}"

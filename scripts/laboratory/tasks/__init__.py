@@ -1,0 +1,1 @@
+"""What is trained: data, models, and the loop over the steps."""

@@ -1,0 +1,76 @@
+"""Models beside the MLP of digits.py: two convolutional nets for pictures, an LSTM for characters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Numbers that stand for one character.
+EMBEDDING = 64
+
+
+def conv(seed: int, width: int) -> nn.Sequential:
+    """Make a net from flat 8 x 8 pictures to ten digits: two convolutions, two linear layers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * width, 4 * width),
+        nn.ReLU(),
+        nn.Linear(4 * width, 10),
+    )
+
+
+class Block(nn.Module):
+    """Two convolutions with batch normalisation, and a shortcut past them."""
+
+    def __init__(self, channels: int, to: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, to, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(to)
+        self.conv2 = nn.Conv2d(to, to, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(to)
+        same = channels == to and stride == 1
+        resized = nn.Sequential(nn.Conv2d(channels, to, 1, stride, bias=False), nn.BatchNorm2d(to))
+        self.shortcut = nn.Identity() if same else resized
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(inside + self.shortcut(x))
+
+
+def resnet(seed: int, width: int) -> nn.Sequential:
+    """Make a net of residual blocks: two of `width` channels, two of twice as many on pictures half as large."""
+    torch.manual_seed(seed)
+    blocks = (Block(width, width, 1), Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(2 * width, 10),
+    )
+
+
+class Characters(nn.Module):
+    """An LSTM that predicts, after each character of a sequence, the next one."""
+
+    def __init__(self, seed: int, characters: int, width: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(characters, EMBEDDING)
+        self.memory = nn.LSTM(EMBEDDING, width, batch_first=True)
+        self.out = nn.Linear(width, characters)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        remembered, _ = self.memory(self.embedding(sequences))
+        logits: Tensor = self.out(remembered)
+        return logits

@@ -1,0 +1,1 @@
+"""Step times of a training job on real ranks."""

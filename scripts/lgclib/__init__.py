@@ -1,1 +1,0 @@
-"""What scripts/lgc.py consists of."""

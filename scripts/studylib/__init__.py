@@ -1,1 +1,0 @@
-"""What scripts/study.py is made of."""
