@@ -1,7 +1,7 @@
-"""Gradient compression for distributed training: for unmodified Horovod, for DDP, and a simulator to try it in one process.
+"""Gradient compression for distributed training, with unmodified Horovod, with DDP, or simulated in one process.
 
-Doors: gradcomp.horovod.Compression and DistributedOptimizer, gradcomp.ddp.attach, gradcomp.Simulation. Each takes a spec, such
-as "topk:ratio=0.01,momentum=0.9": names() lists the compressors, and describe("topk") says what one does, with all its knobs.
+The doors are gradcomp.horovod.Compression, gradcomp.horovod.DistributedOptimizer, gradcomp.ddp.attach and gradcomp.Simulation.
+Each takes a spec, for example "topk:ratio=0.01,momentum=0.9". names() lists the compressors, describe("topk") explains one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Load a door to a network when it is first asked for: each needs what the others do without."""
+    """Import the door of a network at its first use: Horovod or torch.distributed may be missing."""
     if name in ("ddp", "horovod"):
         return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module 'gradcomp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """What can be had here: help() looks at all of it."""
-    there = {"ddp": torch.distributed.is_available(), "horovod": find_spec("horovod") is not None}
-    return [*__all__, *(name for name, can in there.items() if can)]
+    """List the names that can be imported here: help() imports all of them."""
+    doors = {"ddp": torch.distributed.is_available(), "horovod": find_spec("horovod") is not None}
+    return [*__all__, *(name for name, importable in doors.items() if importable)]

@@ -1,3 +1,3 @@
-"""The version of gradcomp, here and nowhere else."""
+"""The version of gradcomp, written only here."""
 
 VERSION = "0.1.0"

@@ -1,6 +1,6 @@
-"""The door for DistributedDataParallel: the exchange as its communication hook."""
+"""The door for DistributedDataParallel: attach() registers the exchange as the model's communication hook."""
 
-# Not `from __future__ import annotations`: torch compares a hook's annotations with types, and would be given strings.
+# No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
 from typing import Any
 
@@ -18,11 +18,12 @@ from gradcomp.spec import make
 
 __all__ = ["attach"]
 
+# The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
 _SPARSE = (
-    "sparse gradients, such as those of torch.nn.Embedding(sparse=True), cannot be compressed; use sparse=False, or leave that "
-    "layer out of the model that DDP has"
+    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed; use sparse=False, or leave the "
+    "layer out of the DistributedDataParallel model"
 )
-_UNKNOWN = "a gradient came of a parameter that attach() did not find in the model: add and unfreeze layers before attach()"
+_UNKNOWN = "a parameter without gradients at attach() now has one; add and unfreeze layers before attach()"
 
 
 def attach(
@@ -33,25 +34,29 @@ def attach(
     bucket_mb: float = 25,
     seed: int = 0,
 ) -> Handle:
-    """Exchange the model's gradients as the spec says, from the next backward pass on. All ranks call it.
+    """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
-    model: as DistributedDataParallel(...) gives it. spec: "name:knob=value", or a compressor.
-    optimizer: lets a momentum in the spec be checked against the optimizer's own, and tells learning rates to specs that need
-    them. bucket_mb: the most that layers in one bucket have, in 10^6 bytes. seed: of what is drawn, the same on all ranks.
+    model: the result of DistributedDataParallel(...). spec: "name:knob=value", or a compressor.
+    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: that of random draws, equal on all ranks.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"attach() takes the model as DistributedDataParallel(...) gives it, not a {type(model).__name__}")
+        raise TypeError(f"attach() got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
     session = Session(make(spec), Parameters(named), network, Options(optimizer, bucket_mb, seed), _UNKNOWN)
-    session.meet()  # rather here than in a backward pass: DDP does not survive one that fails
-    model.register_comm_hook(_Pass(session, model.find_unused_parameters), _hook)
+    session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
+    model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)
     return Handle(session)
 
 
-class _Pass:
-    """What a backward pass has come to: what DDP was promised for the buckets that were ready, and their gradients."""
+class _BackwardPass:
+    """The state of a backward pass: the futures that DDP waits for, and the gradients in DDP's buckets.
+
+    promised: each future, and the buffer that becomes its result. grads: filled only where some layers may be unused.
+    used: the names of layers that have had a gradient in some pass.
+    """
 
     def __init__(self, session: Session, some_unused: bool):
         self.session, self.some_unused = session, some_unused
@@ -65,15 +70,15 @@ class _Pass:
         self.grads.clear()
 
     def end(self) -> None:
-        """End the pass: fulfil all that was promised."""
+        """Finish the step, and complete all futures."""
         self.session.finish_step()
-        for promise, result in self.promised:
-            promise.set_result(result)
+        for future, result in self.promised:
+            future.set_result(result)
         if self.some_unused and torch._C._current_graph_task_id() >= 0:  # DDP.join() calls hooks outside a pass
-            _after_ddp(self.complete)
+            _after_ddp(self.write_unused)
 
-    def complete(self) -> None:
-        """Write the updates of layers that DDP leaves alone because no rank used them: what was left of other passes."""
+    def write_unused(self) -> None:
+        """Write the updates of layers that no rank used in this pass. They come from residuals; DDP drops them."""
         for slot, grad in self.grads:
             if slot.parameter.grad is not None:
                 self.used.add(slot.name)
@@ -91,10 +96,10 @@ def _after_ddp(function: Any) -> None:
     engine.queue_callback(lambda: engine.queue_callback(function))
 
 
-def _hook(state: _Pass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Take over one of DDP's buckets, which come in the same order on all ranks.
+def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Exchange one of DDP's buckets. They come in the same order on all ranks.
 
-    Backward goes on while what is full is exchanged; with the last bucket the pass is at its end, and waits.
+    The exchange runs while backward continues. The last bucket ends the pass, and waits.
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:

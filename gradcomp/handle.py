@@ -1,4 +1,4 @@
-"""What the doors to a network give to their users: figures, residuals, state and change of the exchange that was set up."""
+"""The handle of a model's exchange: its figures, its residuals, its state, and the change to another spec."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ class Handle:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
 
     def stats(self) -> dict[str, Any]:
-        """Give figures of the last step on this rank."""
+        """Return figures of the last step on this rank."""
         return self._session.stats()
 
     def residual(self) -> dict[str, Tensor]:
-        """Copy what this rank has not sent yet, by name; zeros where there is no error feedback."""
+        """Copy this rank's residual, by parameter name. It is zero where there is no error feedback."""
         return self._session.residual()
 
     def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec, between two steps and on all ranks; what has not been sent yet is carried over."""
+        """Continue with another spec. All ranks call it, between two steps. Residuals are carried over.
+
+        spec: "name:knob=value", or a compressor.
+        """
         self._session.change(make(spec))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what this rank's next step depends on. Every rank has its own: save one for each."""
+        """Copy all that this rank's next step depends on. States differ between ranks: save one for each rank."""
         return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() gave on this rank."""
+        """Continue from a state of this rank.
+
+        state: the result of state_dict() on this rank, with the same spec and the same model.
+        """
         self._session.load_state_dict(state)

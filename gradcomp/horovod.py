@@ -1,8 +1,8 @@
-"""The doors for Horovod, which stays as it is published.
+"""The doors for unmodified Horovod.
 
-`Compression` goes into the stock `hvd.DistributedOptimizer(compression=...)`: Horovod hands it every gradient and gets one
-number back for each, the carrier, which it then reduces in the gradient's stead. `DistributedOptimizer` makes the stock
-optimizer and hands the gradients over itself, so that no carrier travels.
+`Compression` goes into the stock `hvd.DistributedOptimizer(compression=...)`. Horovod gives it every gradient. It gets one
+number for each, the carrier, and reduces that in place of the gradient. `DistributedOptimizer` makes the stock optimizer and
+takes the gradients itself, so that no carriers travel.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from gradcomp.engine.parameters import Parameters, Slot, named_of
 from gradcomp.engine.session import Options, Session
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
-from gradcomp.networks.horovod import HorovodNetwork, broken
+from gradcomp.networks.horovod import HorovodNetwork, exchange_failure
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 
 __all__ = ["Compression", "DistributedOptimizer"]
 
+# The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
 _SPARSE = (
-    "sparse gradients, such as those of torch.nn.Embedding(sparse=True), cannot be compressed (sparse_as_dense makes no "
-    "difference); use sparse=False, or keep that layer in an optimizer of its own"
+    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed, with sparse_as_dense neither; use "
+    "sparse=False, or give the layer its own optimizer"
 )
 _UNKNOWN = (
-    "a gradient came of a parameter that gradcomp does not know: it is not among the named_parameters that Compression or "
-    "DistributedOptimizer was given, or was frozen then"
+    "a gradient belongs to none of the named_parameters of Compression or DistributedOptimizer, or to one that was frozen "
+    "then; pass all parameters, and unfreeze them before"
 )
 
 
 class Compression(Handle):
-    """What the stock optimizer takes as compression=: one for each optimizer.
+    """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own.
 
-    spec: "name:knob=value", or a compressor. named_parameters: as for Horovod, usually model.named_parameters().
-    process_set: the one the optimizer gets, if it gets one. optimizer: lets a momentum in the spec be checked against the
-    optimizer's own, and tells learning rates to specs that need them. bucket_mb: the most that layers in one bucket have, in
-    10^6 bytes. seed: of what is drawn, the same on all ranks. compress() and decompress() are Horovod's to call.
+    spec: "name:knob=value", or a compressor. named_parameters: those of the optimizer, usually model.named_parameters().
+    process_set: the optimizer's process set; all ranks by default.
+    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: that of random draws, equal on all ranks.
+
+    Only Horovod calls compress() and decompress().
     """
 
     def __init__(
@@ -61,10 +64,10 @@ class Compression(Handle):
         super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN))
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Slot]:
-        """Take a gradient over; Horovod gets a carrier in its stead, and hands the slot back to decompress().
+        """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
 
-        The ranks meet before the first carrier, inside a backward hook: in the first step, two optimizers in one backward have
-        to reach their first gradients in the same order on all ranks.
+        The ranks meet before the first carrier, inside a backward hook. If one backward pass serves two optimizers, their first
+        gradients must therefore come in the same order on all ranks in the first step.
         """
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
@@ -73,14 +76,14 @@ class Compression(Handle):
         return carrier.carrier(self._network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
-        """Give the gradient with the update in it; the reduced carrier tells how Horovod reduces."""
+        """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
         if ctx is not None:
             try:
                 scale = carrier.scale(tensor.item(), self._network.world.size)
             except ValueError as error:
                 if self._session.steps_done == 0:
                     raise
-                raise broken(error) from error  # it was right before: a rank that called hvd.join() adds a carrier of 0
+                raise exchange_failure(error) from error  # earlier carriers were right: a rank that called hvd.join() adds 0
             self._session.finish_step(scale)
             assert ctx.parameter.grad is not None
             return ctx.parameter.grad
@@ -90,14 +93,14 @@ class Compression(Handle):
 
     def _why_unknown(self, tensor: Tensor) -> str:
         if self._session.parameters.slot(tensor) is not None:
-            return "op=Adasum hands over parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
+            return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
         return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN
 
 
 if TYPE_CHECKING:
 
     class CompressedOptimizer(torch.optim.Optimizer):
-        """Horovod's own distributed optimizer, as type checkers see it: a subclass of the given one, with these members."""
+        """The type of Horovod's distributed optimizer: a subclass of the given optimizer's class, with these members."""
 
         compression: Compression
         stats: Callable[[], dict[str, Any]]
@@ -114,44 +117,45 @@ def DistributedOptimizer(
     seed: int = 0,
     **stock_options: Any,
 ) -> CompressedOptimizer:
-    """Make hvd.DistributedOptimizer with a spec for compression=, without carriers; .compression and .stats() are added to it.
+    """Make a stock hvd.DistributedOptimizer with compression. It sends no carriers, and has .compression and .stats() added.
 
     named_parameters: usually model.named_parameters(). compression: "name:knob=value", or a compressor.
-    bucket_mb: the most that layers in one bucket have, in 10^6 bytes. seed: of what is drawn, the same on all ranks.
-    stock_options: all of Horovod's are taken; groups and num_groups have nothing left to group, since gradcomp's buckets stand
-    in for them.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: that of random draws, equal on all ranks.
+    stock_options: any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes its
+    own buckets.
 
-    Horovod's class stays as it is; of this one object the method that reduces a gradient is replaced.
+    The method that reduces a gradient is replaced in this one object. Horovod's class is not changed.
     """
     op = stock_options.get("op", hvd.Average)
     if op not in (hvd.Average, hvd.Sum):
-        raise ValueError("only op=hvd.Average and op=hvd.Sum can be compressed, not Adasum, Min, Max or Product")
+        name = next((name for name in ("Adasum", "Min", "Max", "Product") if getattr(hvd, name, None) == op), op)
+        raise ValueError(f"op={name} cannot be compressed; use op=Average or op=Sum")
     if stock_options.get("sparse_as_dense"):
         raise ValueError(_SPARSE)
     stock_options.pop("groups", None)
     stock_options.pop("num_groups", None)
     named = named_of(optimizer, named_parameters)
     process_set = stock_options.get("process_set", hvd.global_process_set)
-    own = Compression(compression, named, process_set=process_set, optimizer=optimizer, bucket_mb=bucket_mb, seed=seed)
-    stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=own, **stock_options)
+    door = Compression(compression, named, process_set=process_set, optimizer=optimizer, bucket_mb=bucket_mb, seed=seed)
+    stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
     if list(inspect.signature(stock._allreduce_grad_async).parameters) == ["p"]:
-        stock._allreduce_grad_async = _handing_over(own._session, process_set, op)
+        stock._allreduce_grad_async = _carrier_free_reduction(door._session, process_set, op)
     else:
         warnings.warn(
             f"Horovod {horovod.__version__} is untested (supported: 0.22 to 0.28); falling back to the slower carrier route",
             stacklevel=2,
         )
-    stock.compression = own
-    stock.stats = own.stats
+    stock.compression = door
+    stock.stats = door.stats
     return cast("CompressedOptimizer", stock)
 
 
-def _handing_over(
+def _carrier_free_reduction(
     session: Session, process_set: hvd.ProcessSet, op: Any
 ) -> Callable[[Tensor], tuple[Callable[[], Tensor], None]]:
-    """What stands in for the stock optimizer's allreduce of one gradient: Horovod calls what it returns for the result.
+    """Make a replacement for the stock optimizer's reduction of one gradient. It returns a function for the result.
 
-    Gradients are held until the ranks have met, in step(), the order of which is the same on all ranks.
+    Gradients are held until the ranks have met in step(), since steps have the same order on all ranks.
     """
 
     def start(p: Tensor) -> tuple[Callable[[], Tensor], None]:

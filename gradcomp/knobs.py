@@ -1,6 +1,6 @@
-"""Knobs: the settings of a compressor, each declared once as a dataclass field with its default, its range and a line of help.
+"""Knobs: the settings of a compressor. Each is declared once, as a dataclass field with a default, a range and a line of help.
 
-Checking, parsing, suggestions, canonical specs, describe(), help() and the documentation's tables all follow from that.
+Checks, parsing, suggestions, canonical specs, describe(), help() and the documentation's tables are made from declarations.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+# The key of a knob's declaration in the metadata of its field.
 MARK = "knob"
+# The types that a knob accepts, by the type of its default.
 TYPES: dict[type, Any] = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}
-"""What a knob takes, by the type of its default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """The declaration of one knob: bounds are exclusive (above, below) or inclusive (least, most); None is no bound."""
+    """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound."""
 
     help: str = ""
     above: float | None = None
@@ -32,7 +33,7 @@ class Knob:
     ablation: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether a value of the right type is in the range."""
+        """Say whether a value of the right type is in the range."""
         if self.choices:
             return value in self.choices
         if not isinstance(value, int | float):
@@ -48,20 +49,20 @@ class Knob:
 
     @property
     def range(self) -> str:
-        """The range in words, to stand after "must be"; empty where anything goes."""
+        """The range in words, to follow "must be". Empty where every value is allowed."""
         if self.choices:
-            return "one of " + ", ".join(map(shown, self.choices))
+            return "one of " + ", ".join(map(as_text, self.choices))
         low = self.above if self.least is None else self.least
         high = self.below if self.most is None else self.most
         text = ""
         if low is not None and high is not None:
-            text = f"in {'[' if self.above is None else '('}{shown(low)}, {shown(high)}{']' if self.below is None else ')'}"
+            text = f"in {'[' if self.above is None else '('}{as_text(low)}, {as_text(high)}{']' if self.below is None else ')'}"
         elif low is not None:
-            text = f"{'above' if self.least is None else 'at least'} {shown(low)}"
+            text = f"{'above' if self.least is None else 'at least'} {as_text(low)}"
         elif high is not None:
-            text = f"{'below' if self.most is None else 'at most'} {shown(high)}"
+            text = f"{'below' if self.most is None else 'at most'} {as_text(high)}"
         if self.most == math.inf:
-            text = f"{'above' if self.least is None else 'at least'} {shown(low)}"
+            text = f"{'above' if self.least is None else 'at least'} {as_text(low)}"
         if self.multiple > 1:
             text += f"{' and ' if text else ''}a multiple of {self.multiple}"
         return text
@@ -81,49 +82,53 @@ def knob(
 ) -> Any:
     """Declare a knob as a field of a frozen dataclass.
 
-    default: its value where nothing is said; its type is the knob's. help: one line. above, least, below, most: its bounds.
-    choices: all that it may be. multiple: what it must be a multiple of. ablation: it only serves to show what a part is worth.
+    default: the value where a spec gives none; its type is the knob's type. help: one line. above, least, below, most: bounds.
+    choices: the allowed values. multiple: a number that divides every allowed value.
+    ablation: the knob exists only to measure the worth of a part.
     """
     declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation)
     return dataclasses.field(default=default, metadata={MARK: declared})
 
 
 def knobs_of(kind: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The knobs of a dataclass or of an instance, by name: all its fields that have a plain default."""
+    """Return the knobs of a dataclass or an instance by name: its fields with a default of type bool, int, float or str."""
     if not dataclasses.is_dataclass(kind):
         return {}
     plain = (bool, int, float, str)
     return {field.name: field for field in dataclasses.fields(kind) if isinstance(field.default, plain)}
 
 
-def declared(field: dataclasses.Field[Any]) -> Knob:
-    """The declaration of a knob; an empty one where the field is a plain one."""
-    found: Knob = field.metadata.get(MARK, Knob())
-    return found
+def declaration(field: dataclasses.Field[Any]) -> Knob:
+    """Return the declaration of a knob, or an empty one if the field was not made by knob()."""
+    declared: Knob = field.metadata.get(MARK, Knob())
+    return declared
 
 
 def check(instance: Any, name: str) -> None:
-    """Refuse values of the wrong type or out of range, in a compressor's name. Numbers of other libraries become Python's."""
+    """Refuse values of a wrong type or out of range. Numbers of other libraries become Python's.
+
+    name: the compressor's, with which messages begin.
+    """
     for field in knobs_of(instance).values():
         kind: type = type(field.default)
-        value, own = getattr(instance, field.name), declared(field)
+        value, declared = getattr(instance, field.name), declaration(field)
         fits = isinstance(value, TYPES[kind]) and (kind is bool or not isinstance(value, bool))
         if fits and (type(value) is not kind or value == 0):
             try:
-                value = kind(value) or kind()  # without the sign of a zero
-            except OverflowError:  # of a whole number that no float holds
+                value = kind(value) or kind()  # -0.0 becomes 0.0
+            except OverflowError:  # an int too large for a float
                 value = math.inf
             object.__setattr__(instance, field.name, value)
-        said = f"{name}: {field.name}={shown(value) if fits else repr(value)} must be"
+        subject = f"{name}: {field.name}={as_text(value) if fits else repr(value)}"
         if not fits:
-            raise TypeError(f"{said} of type {kind.__name__}")
-        if not own.allows(value):
-            finite = " and finite" if own.range and value == math.inf else ""
-            raise ValueError(f"{said} {own.range or 'finite'}{finite}{suggested(value, own.choices)}")
+            raise TypeError(f"{subject} must be of type {kind.__name__}")
+        if not declared.allows(value):
+            finite = " and finite" if declared.range and value == math.inf else ""
+            raise ValueError(f"{subject} must be {declared.range or 'finite'}{finite}{suggestion(value, declared.choices)}")
 
 
 def parse(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
-    """The value that a text in a spec stands for."""
+    """Read the value of a knob from its text in a spec."""
     kind: type = type(field.default)
     try:
         if kind is bool:
@@ -133,48 +138,48 @@ def parse(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
         raise ValueError(f"{spec!r}: {field.name}={text} must be of type {kind.__name__}") from None
 
 
-def shown(value: Any) -> str:
-    """A value as a spec has it."""
+def as_text(value: Any) -> str:
+    """Write a value as in a spec."""
     if isinstance(value, bool):
         return str(value).lower()
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
-def given(instance: Any) -> list[str]:
-    """The knobs that differ from their defaults, as "name=value", in the order of their declaration."""
-    found = ((name, getattr(instance, name), field.default) for name, field in knobs_of(instance).items())
-    return [f"{name}={shown(value)}" for name, value, default in found if value != default]
+def changed(instance: Any) -> list[str]:
+    """List the knobs that differ from their defaults as "name=value", in the order of declaration."""
+    values = ((name, getattr(instance, name), field.default) for name, field in knobs_of(instance).items())
+    return [f"{name}={as_text(value)}" for name, value, default in values if value != default]
 
 
-def suggested(word: Any, known: Iterable[Any]) -> str:
-    """The known word that is closest to a misspelt one, as the end of a message; empty where none is close."""
+def suggestion(word: Any, known: Iterable[Any]) -> str:
+    """Suggest the known word closest to a misspelt one, as the end of a message. Empty where none is close."""
     near = difflib.get_close_matches(str(word).lower(), list(map(str, known)), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def rows(kind: Any) -> list[tuple[str, str, str, str]]:
-    """For every knob its name, its default, its range, and its help; what only serves ablation says so."""
-    found = []
+    """Return the name, default, range and help of every knob. The help of a knob for ablation says so."""
+    table = []
     for name, field in knobs_of(kind).items():
-        own = declared(field)
-        text = own.help + (" (for ablation)" if own.ablation else "")
-        range_ = (
-            ", ".join(map(shown, own.choices)) or own.range or ("true, false" if isinstance(field.default, bool) else "any")
-        )
-        found.append((name, shown(field.default), range_, text))
-    return found
+        declared = declaration(field)
+        text = declared.help + (" (for ablation)" if declared.ablation else "")
+        anything = "true, false" if isinstance(field.default, bool) else "any"
+        range_ = ", ".join(map(as_text, declared.choices)) or declared.range or anything
+        table.append((name, as_text(field.default), range_, text))
+    return table
 
 
 def document(kind: type) -> str | None:
-    """The docstring of a compressor's class with its knobs behind it, before the class has become a dataclass."""
+    """Return a class's docstring, followed by its knobs. The class need not be a dataclass yet."""
     inherited = getattr(kind, "__dataclass_fields__", {})
     own = {name: value for name, value in vars(kind).items() if isinstance(value, dataclasses.Field)}
-    lines = [f"    {name}: {declared(field).help}" for name, field in {**inherited, **own}.items() if declared(field).help]
+    helps = {name: declaration(field).help for name, field in {**inherited, **own}.items()}
+    lines = [f"    {name}: {text}" for name, text in helps.items() if text]
     return "\n".join([kind.__doc__ or kind.__name__, "", "Knobs:", *lines]) if lines else kind.__doc__
 
 
-def listed(kind: Any, width: int = 128) -> str:
-    """The knobs as lines for people to read."""
+def table_of(kind: Any, width: int = 128) -> str:
+    """Lay the knobs out for a terminal, one to a line or more."""
     lines = []
     for name, default, range_, text in rows(kind):
         head = f"  {name}={default}"

@@ -1,6 +1,6 @@
-"""The vocabulary: what a compressor is, what it works on, and what a bucket is made of.
+"""The vocabulary: compressors, the arrays that they work on, and the layers of a bucket.
 
-A compressor takes what it sends out of the tensor; what is left in the tensor is the error.
+A compressor takes what it sends out of the tensor. What is left in the tensor is the error.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gradcomp import knobs
 from gradcomp.native.memory import Memory, Update
 from gradcomp.requests import Asking, World
 
+# The package of the compressors that a spec can name.
 REGISTRY = "gradcomp.compressors."
-"""Where compressors are that a spec can name."""
 
+# A running exchange: a generator of requests that returns the update. All ranks yield the same sequence, at least one request.
 Steps = Asking[Update]
-"""An exchange under way. All ranks yield the same sequence of requests, one at least."""
 
 
 class Layer(NamedTuple):
-    """One parameter: its entries, where they are, and how many dimensions it has."""
+    """One parameter: its number of entries, its device and its number of dimensions."""
 
     size: int
     device: torch.device
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a bucket is made of: its layers, one after the other in one flat array."""
+    """The layers of a bucket, one after the other in one flat array."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -46,23 +46,25 @@ class Layout(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Where each layer begins and ends."""
+        """The first entry of each layer, and the first one behind it."""
         ends = itertools.accumulate(self.sizes)
         return [(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Each layer's part of the bucket's flat array."""
+        """Slice the bucket's flat array into layers, by name."""
         return {name: flat[begin:end] for name, (begin, end) in zip(self.names, self.spans, strict=True)}
 
 
 @dataclass(frozen=True, eq=False)
 class Acc:
-    """What a compressor works on: the gradient plus the residual, flat, in float32.
+    """The object that a compressor works on. One bucket has one acc in each step.
 
-    memory: lends updates, and scratch for kernels. velocity: the local momentum, if it is masked where something is taken.
-    flag: int32[1], not 0 where a gradient was not finite; None where nobody looked.
-    moments: float64[layers, MOMENTS], each layer's statistics, for a compressor that needs them.
-    rates: each layer's learning rate, where known. peaks: the largest magnitude in each line of residual, for takes on a CPU.
+    residual: the gradient plus the residual of earlier steps, flat, in float32. memory: lends updates, and scratch to kernels.
+    velocity: the local momentum; a kernel clears it where it takes an entry. None where velocities are kept.
+    flag: int32[1], not 0 where a gradient was not finite; None where gradients were not checked.
+    moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor that needs them.
+    rates: the learning rate of each layer; None where no optimizer is known.
+    peaks: the largest magnitude in each line of the residual, which a CPU's takes use to skip lines.
     """
 
     residual: Tensor
@@ -76,15 +78,15 @@ class Acc:
 
 @dataclass(frozen=True)
 class Traits:
-    """What others must know of a configured compressor.
+    """The properties of a configured compressor that the engine must know.
 
-    whole_model: it wants one bucket for everything, without overlap with backward.
-    unbiased: what it sends is right in the mean without error feedback.
-    outermost: it brings error feedback along, or chooses who does, so that nothing can go around it.
-    moments: which statistics of each layer it reads, of what has accumulated or of the raw gradient.
-    sparse: it takes the few largest entries, and peaks tell it where to look. momentum: the momentum that it keeps itself.
-    rates: whether it uses or even needs the learning rates.
-    ends: the model's first and last layers are treated otherwise than those between.
+    whole_model: it needs all layers in one bucket, so that its exchange does not overlap with backward.
+    unbiased: the mean of its updates is right without error feedback.
+    outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
+    moments: it reads statistics of each layer, either of the accumulated residual or of the raw gradient.
+    sparse: it takes the few largest entries, and uses the peaks to find them. momentum: the momentum that it keeps itself.
+    rates: it uses the learning rates where they are known, or it needs them.
+    ends: it treats the model's first and last layers differently from the others.
     """
 
     whole_model: bool = False
@@ -100,8 +102,8 @@ class Traits:
 class Compressor(ABC):
     """Base of all compressors. Subclasses are frozen dataclasses whose fields are the knobs.
 
-    init, exchange and traits make a compressor; the other methods are optional. str() gives the canonical spec, with the knobs
-    that differ from their defaults: for what a spec can name, make(str(compressor)) is the same compressor.
+    init, exchange and traits make a compressor; the other methods are optional. str() gives the canonical spec: the name, and
+    the knobs that differ from their defaults. make(str(compressor)) is the same compressor if a spec can name it.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -113,60 +115,61 @@ class Compressor(ABC):
 
     @property
     def name(self) -> str:
-        """The name that a spec has for it: its file's; of a compressor made elsewhere its class's, with the module."""
+        """The name in a spec, which is the name of the compressor's file. One from elsewhere has its class's dotted name."""
         kind = type(self)
-        known = kind.__module__.startswith(REGISTRY)
-        return kind.__module__.removeprefix(REGISTRY).partition(".")[0] if known else f"{kind.__module__}.{kind.__qualname__}"
+        if not kind.__module__.startswith(REGISTRY):
+            return f"{kind.__module__}.{kind.__qualname__}"
+        return kind.__module__.removeprefix(REGISTRY).partition(".")[0]
 
     def __str__(self) -> str:
-        given = knobs.given(self)
-        if not type(self).__module__.startswith(REGISTRY):  # no spec can name it, but all that it is must tell it from others
-            given = [f"{name}={getattr(self, name)!r}" for name in getattr(type(self), "__dataclass_fields__", {})]
-        return ":".join(filter(None, (self.name, ",".join(given))))
+        settings = knobs.changed(self)
+        if not type(self).__module__.startswith(REGISTRY):  # no spec can name it: all fields tell it from others of its class
+            settings = [f"{name}={getattr(self, name)!r}" for name in getattr(type(self), "__dataclass_fields__", {})]
+        return ":".join(filter(None, (self.name, ",".join(settings))))
 
     @property
     def traits(self) -> Traits:
         return Traits()
 
     def init(self, layout: Layout, seed: int) -> Any:
-        """Make what one bucket keeps between steps."""
+        """Make the state that one bucket keeps between steps."""
         return None
 
     @abstractmethod
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
-        """Take what is sent out of acc.residual; return the mean update over the ranks. What stays there is the error.
+        """Take what is sent out of acc.residual, and return the mean update over the ranks. What stays there is the error.
 
-        The law: mean(acc.residual before) == mean(acc.residual after) + update.
+        The law of conservation: mean(acc.residual before) == mean(acc.residual after) + update.
         """
 
     def choose(self, name: str, layer: Layer) -> Compressor:
-        """Choose the compressor for a layer. Layers whose compressors are equal share buckets."""
+        """Choose the compressor for a layer. Layers with equal compressors share buckets."""
         return self
 
     def ease(self, progress: float) -> Compressor | None:
-        """Make a gentler form for warming up: at 0 it would send everything, at 1 it is this one. None if there is none."""
+        """Make a gentler form for a warm-up, or None if there is none. At progress 0 it sends all, at 1 it is this one."""
         return None
 
     def refuses(self, feedback: bool) -> str | None:
-        """Say why there must be no error feedback around it (or, asked for False, why there must be); None if there may."""
+        """Say why error feedback around it is refused (feedback=True) or its absence is (feedback=False); None if it is not."""
         return None
 
     def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
-        """Scale what waits, before a gradient is added that will be used with these learning rates."""
+        """Scale the residual for these learning rates, before the next gradient is added to it."""
         return
 
     def save(self, state: Any) -> dict[str, Any]:
-        """Copy what a checkpoint must hold of the state."""
+        """Copy the part of the state that a checkpoint must hold."""
         return {}
 
     def load(self, state: Any, saved: Mapping[str, Any]) -> None:
-        """Put back what save() gave."""
+        """Restore a state from the result of save()."""
         return
 
-    def alike(self, state: Any) -> str:
-        """Describe what of the state must be the same on all ranks; they compare it before their first exchange."""
+    def common_state(self, state: Any) -> str:
+        """Describe the part of the state that all ranks must share. They compare it before their first exchange."""
         return ""
 
     def stats(self, state: Any) -> dict[str, Any]:
-        """Give figures of the last step."""
+        """Return figures of the last step."""
         return {}

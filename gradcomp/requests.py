@@ -1,6 +1,6 @@
-"""What a compressor may ask of the network: the messages, the three requests, and their answers.
+"""Requests: the three operations that a compressor may ask of the network, their payloads and their answers.
 
-A compressor never talks to the network. It yields what it wants moved and is resumed with the answer.
+A compressor never talks to the network. It yields a request and is resumed with the answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 class World(NamedTuple):
-    """The ranks that exchange with one another, and this one's place among them. hosts: a number for each rank's host."""
+    """The ranks of an exchange, seen from one of them.
+
+    rank: this rank's number. size: the number of ranks. hosts: each rank's host as a number; None where hosts are unknown.
+    """
 
     rank: int
     size: int
@@ -22,11 +25,11 @@ class World(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """All ranks but this one."""
+        """All ranks except this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def apart(self, rank: int) -> bool:
-        """Whether a rank is on another host. Where hosts are not known, each rank counts as a host."""
+    def on_other_host(self, rank: int) -> bool:
+        """Say whether a rank is on another host. Each rank counts as a host of its own where hosts are unknown."""
         return rank != self.rank if self.hosts is None else self.hosts[rank] != self.hosts[self.rank]
 
 
@@ -38,13 +41,13 @@ class Field(NamedTuple):
     length: int
 
 
+# The fields of a payload. All ranks use the same form, so the length of a message never has to be sent.
 Form = tuple[Field, ...]
-"""What a payload is made of. All ranks use the same form, so nobody has to say how long a message is."""
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A message: named arrays that are views of one byte buffer, the one that travels."""
+    """A message: one byte buffer, which travels, and named arrays that are views of it."""
 
     form: Form
     bytes: Tensor
@@ -55,22 +58,22 @@ class Payload:
 
 
 class Gather(NamedTuple):
-    """Give every rank every rank's payload. The answer: a list of payloads in rank order."""
+    """The request to give every rank's payload to every rank. The answer is a list of payloads in rank order."""
 
     payload: Payload
 
 
 class Reduce(NamedTuple):
-    """Sum a float32 tensor over the ranks. The answer: scale times the sum, possibly in the same memory."""
+    """The request to sum a float32 tensor over the ranks. The answer is scale times the sum, possibly in the same memory."""
 
     tensor: Tensor
     scale: float = 1.0
 
 
 class Send(NamedTuple):
-    """Give each named rank a payload of its own, all of one form. The answer: {rank: payload} of those who sent here.
+    """The request to give each named rank its own payload, all of one form. The answer is {sender: payload}.
 
-    Every rank takes part, also with no payloads. Each knows its senders, so that nobody has to ask.
+    Every rank takes part, even with no payloads. Each rank names its senders, so that sizes never have to be asked for.
     """
 
     payloads: Mapping[int, Payload]
@@ -82,19 +85,20 @@ class Send(NamedTuple):
 Request = Gather | Reduce | Send
 Reply = list[Payload] | Tensor | dict[int, Payload]
 T = TypeVar("T")
+# A generator that yields requests, is resumed with their replies and returns a T.
+# A yielded tensor is given away: the network may overwrite it. A reply is read-only.
 Asking = Generator[Request, Reply | None, T]
-"""Code that asks the network and in the end returns something. A yielded tensor is given away, a reply is read-only."""
 
 
 def gather(payload: Payload) -> Asking[list[Payload]]:
-    """Ask for every rank's payload, in rank order."""
+    """Ask for the payloads of all ranks, in rank order."""
     reply = yield Gather(payload)
     assert isinstance(reply, list)
     return reply
 
 
 def reduce(tensor: Tensor, scale: float = 1.0) -> Asking[Tensor]:
-    """Ask for scale times the sum of all ranks' tensors. The tensor is given away."""
+    """Ask for scale times the sum of all ranks' tensors. The network may overwrite the tensor."""
     reply = yield Reduce(tensor, scale)
     assert isinstance(reply, Tensor)
     return reply
@@ -103,7 +107,7 @@ def reduce(tensor: Tensor, scale: float = 1.0) -> Asking[Tensor]:
 def send(
     payloads: Mapping[int, Payload], senders: Collection[int], form: Form, device: torch.device
 ) -> Asking[dict[int, Payload]]:
-    """Give each named rank a payload; ask for those that the senders give this one."""
+    """Give each named rank its payload, and ask for the payloads that the senders give to this rank."""
     reply = yield Send(payloads, senders, form, device)
     assert isinstance(reply, dict)
     return reply

@@ -1,4 +1,4 @@
-"""Every rank in this process, in lock-step: trains with many ranks on one machine, and counts what each of them would send."""
+"""The simulator: runs all ranks in one process, in lock-step, and counts the bytes that each of them would send."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from gradcomp.spec import make
 
 
 class Simulation:
-    """Exchanges the gradients of `world` simulated ranks, for a model with parameters of these names and shapes.
+    """The exchanges of simulated ranks, for one model.
 
-    spec: "name:knob=value", or a compressor. shapes: {name: shape}. world: how many ranks. seed: of what is drawn.
-    bucket_mb: the most that layers in one bucket have, in 10^6 bytes. device: where the gradients lie.
-    ranks_per_host: neighbours on one simulated host. optimizer, named_parameters: tell learning rates to specs that need them,
-    and let a momentum be checked. bytes_sent: what each rank handed to the network in the last step.
+    spec: "name:knob=value", or a compressor. shapes: {name: shape} of the model's parameters. world: the number of ranks.
+    seed: the seed of random draws. bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
+    device: the device of the gradients. ranks_per_host: the number of ranks on each simulated host.
+    optimizer, named_parameters: the source of learning rates, for specs that need them; the optimizer's momentum is checked.
+
+    bytes_sent holds the bytes that each rank handed to the network in the last step.
     """
 
     def __init__(
@@ -42,27 +44,27 @@ class Simulation:
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     ):
         if world < 1:
-            raise ValueError(f"world={world}: a simulation needs at least one rank")
+            raise ValueError(f"world={world} must be at least 1: a simulation needs at least one rank")
         if ranks_per_host < 1:
-            raise ValueError(f"ranks_per_host={ranks_per_host}: a host has at least one rank")
+            raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
         self.bytes_sent = [0] * world
         self._shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self._optimizer = optimizer
         self._named = None if named_parameters is None else dict(named_parameters)
         if optimizer is not None and (self._named is None or self._named.keys() != self._shapes.keys()):
             raise ValueError("optimizer= needs named_parameters= with the same names as shapes")
-        where = torch.device(device)
-        self._layers = {name: Layer(shape.numel(), where, len(shape)) for name, shape in self._shapes.items()}
-        self._layout = Layout(tuple(self._layers), tuple(layer.size for layer in self._layers.values()), where)
-        self._updates = _Recycled(self._layout)
+        device = torch.device(device)
+        self._layers = {name: Layer(shape.numel(), device, len(shape)) for name, shape in self._shapes.items()}
+        self._layout = Layout(tuple(self._layers), tuple(layer.size for layer in self._layers.values()), device)
+        self._update_array = _ReusedArray(self._layout)
         self._update: dict[str, Tensor] = {}
         self._options, self._board, self._memory = (bucket_mb, seed), Board(world), Memory()
         self._networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
         self._compressor = make(spec)
-        self._reducers = self._made(self._compressor)
+        self._reducers = self._make_reducers(self._compressor)
 
-    def _made(self, compressor: Compressor) -> list[Reducer]:
-        """A reducer for each rank. They take turns, so that they share their memory."""
+    def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
+        """Make a reducer for each rank. They share one memory, since they take turns."""
         rates = None
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
@@ -81,24 +83,29 @@ class Simulation:
         ]
 
     def change(self, spec: str | Compressor) -> None:
-        """Continue with another spec; what has not been sent yet is carried over."""
-        compressor = checkpoint.carrying(make(spec), self._reducers[0])
-        changed = self._made(compressor)
+        """Continue with another spec. Residuals are carried over.
+
+        spec: "name:knob=value", or a compressor.
+        """
+        compressor = checkpoint.successor(make(spec), self._reducers[0])
+        changed = self._make_reducers(compressor)
         for old, new in zip(self._reducers, changed, strict=True):
             checkpoint.carry(old, new)
         self._reducers, self._compressor = changed, compressor
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
-        """Do one step: each rank's gradients by name in, the mean update out.
+        """Run one step, and return the mean update by name.
 
-        A gradient that is missing or None counts as zero. All ranks compute the update, as they would on a cluster; that they
-        agree to the last bit is checked.
+        grads: {name: gradient} for each rank. A gradient that is missing or None counts as zero.
+        All ranks compute the update, as on a cluster. An error is raised unless they agree to the last bit.
         """
         if len(grads) != len(self._reducers):
-            raise ValueError(f"gradients of {len(grads)} ranks were given, but the simulation has {len(self._reducers)}")
-        for rank, own in enumerate(grads):
-            self._check(rank, own)
-        self._update = self._layout.views(self._updates.take())
+            raise ValueError(
+                f"step() got gradients of {len(grads)} ranks, but the simulation has {len(self._reducers)}; pass a dict a rank"
+            )
+        for rank, of_rank in enumerate(grads):
+            self._check(rank, of_rank)
+        self._update = self._layout.views(self._update_array.take())
         try:
             self._exchange(grads)
         except BaseException:
@@ -113,31 +120,35 @@ class Simulation:
         return {name: update[name].view(shape) for name, shape in self._shapes.items()}
 
     def residual(self, rank: int) -> dict[str, Tensor]:
-        """Copy what this rank has not sent yet, by name; zeros where there is no error feedback."""
-        kept = checkpoint.residual(self._reducers[rank])
-        return {name: kept[name].view(shape) for name, shape in self._shapes.items()}
+        """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""
+        flat = checkpoint.residual(self._reducers[rank])
+        return {name: flat[name].view(shape) for name, shape in self._shapes.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy everything that the next step depends on, for all ranks."""
-        return checkpoint.stamped(str(self._compressor), ranks=[checkpoint.save(reducer) for reducer in self._reducers])
+        """Copy all that the next step depends on, of all ranks."""
+        return checkpoint.stamp(str(self._compressor), ranks=[checkpoint.save(reducer) for reducer in self._reducers])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() gave: the same spec, shapes and number of ranks."""
+        """Continue from a state.
+
+        state: the result of state_dict() with the same spec, shapes and number of ranks.
+        """
         checkpoint.check_stamp(state, str(self._compressor))
         if len(state.get("ranks", [])) != len(self._reducers):
             raise ValueError(
-                f"the state is of {len(state.get('ranks', []))} ranks, but the simulation has {len(self._reducers)}"
+                f"the state is of {len(state.get('ranks', []))} ranks, but the simulation has {len(self._reducers)}; use the "
+                "same number"
             )
-        for reducer, own in zip(self._reducers, state["ranks"], strict=True):
-            checkpoint.load(reducer, own)
+        for reducer, of_rank in zip(self._reducers, state["ranks"], strict=True):
+            checkpoint.load(reducer, of_rank)
 
     def stats(self) -> dict[str, Any]:
-        """Give figures of rank 0's last step."""
+        """Return figures of the last step on rank 0."""
         return self._reducers[0].stats()
 
     def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
-        for rank, own in enumerate(grads):
-            for name, grad in own.items():
+        for rank, of_rank in enumerate(grads):
+            for name, grad in of_rank.items():
                 if grad is not None:
                     self._reducers[rank].mark_ready(name, grad.contiguous())
         for reducer in self._reducers:
@@ -145,16 +156,16 @@ class Simulation:
         while [reducer for reducer in self._reducers if reducer.advance()]:
             pass
 
-    def _check(self, rank: int, own: Mapping[str, Tensor | None]) -> None:
-        """Refuse what is wrong before any rank has begun, for ranks must stay in step."""
-        for name, grad in own.items():
+    def _check(self, rank: int, grads: Mapping[str, Tensor | None]) -> None:
+        """Refuse wrong gradients before any rank starts, since all ranks must be at the same step."""
+        for name, grad in grads.items():
             if name not in self._shapes:
                 raise ValueError(f"rank {rank}: there is no parameter {name!r}; known: {', '.join(self._shapes)}")
             if grad is None:
                 continue
             if grad.shape != self._shapes[name]:
                 raise ValueError(
-                    f"rank {rank}: {name!r} is of shape {tuple(self._shapes[name])}, its gradient {tuple(grad.shape)}"
+                    f"rank {rank}: {name!r} has shape {tuple(self._shapes[name])}, but its gradient has {tuple(grad.shape)}"
                 )
             check_type(grad, f"rank {rank}: the gradient of {name!r}")
 
@@ -162,25 +173,26 @@ class Simulation:
         if rank == 0:
             kernels.spread(update.flat, [self._update[name] for name in bucket.layout.names], marks=update.marks)
             return
-        for name, own in bucket.layout.views(update.flat).items():
-            if not torch.equal(self._update[name].view(torch.int32), own.view(torch.int32)):
+        for name, of_layer in bucket.layout.views(update.flat).items():
+            if not torch.equal(self._update[name].view(torch.int32), of_layer.view(torch.int32)):
                 raise RuntimeError(
-                    f"rank {rank} came to another update of {name!r} than rank 0: {self._compressor} is not deterministic"
+                    f"rank {rank} has another update of {name!r} than rank 0: {self._compressor} is not deterministic"
                 )
 
 
-class _Recycled:
-    """One flat array, handed out again once nobody holds a view of it: a fresh one costs more in page faults than a step."""
+class _ReusedArray:
+    """A flat array that is reused once nobody holds a view of it. A new one costs more in page faults than a step."""
 
     def __init__(self, layout: Layout):
         self._flat = torch.empty(layout.total, device=layout.device)
-        self._users = getattr(torch._C, "_storage_Use_Count", None)
-        self._alone = self._count()
+        self._count_users = getattr(torch._C, "_storage_Use_Count", None)
+        self._users_without_views = self._users()
 
-    def _count(self) -> int:
-        return int(self._users(self._flat.untyped_storage()._cdata)) if self._users else 0
+    def _users(self) -> int:
+        return int(self._count_users(self._flat.untyped_storage()._cdata)) if self._count_users else 0
 
     def take(self) -> Tensor:
-        if not self._users or self._count() > self._alone:
+        """Return the array if it is free, else a new one."""
+        if not self._count_users or self._users() > self._users_without_views:
             self._flat = torch.empty_like(self._flat)
         return self._flat

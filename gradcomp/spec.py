@@ -1,4 +1,4 @@
-"""Specs: "name:knob=value,knob=value" and the compressor that it means. A file or folder in compressors/ is a name."""
+"""Specs: make a compressor from "name:knob=value,knob=value". Each file or folder in compressors/ is a name."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 from gradcomp import compressors, knobs
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.by_layer import ByLayer
-from gradcomp.engine.feedback import Feedback, complete
+from gradcomp.engine.feedback import Feedback, with_feedback
 from gradcomp.knobs import knob
 from gradcomp.protocol import Compressor
 
 
 @dataclasses.dataclass
-class Hosts:
-    """The knob that every compressor has from by_host."""
+class HostKnobs:
+    """The knob of every compressor that puts ByHost around it."""
 
-    by_host: bool = knob(False, "dense inside a host, compressed between hosts: for hosts with several ranks")
+    by_host: bool = knob(False, "compress between hosts only, dense inside a host; for hosts with several ranks")
 
 
-WRAPPERS = (Feedback, Hosts)
+# The classes that declare the knobs which every compressor has beside its own, and these knobs by name.
+WRAPPERS = (Feedback, HostKnobs)
 COMMON = {name: field for each in WRAPPERS for name, field in knobs.knobs_of(each).items()}
-"""The knobs that every compressor has beside its own."""
 
 
 def names() -> list[str]:
@@ -43,25 +43,25 @@ def _names() -> tuple[str, ...]:
 
 @functools.cache
 def kind_of(name: str) -> type[Compressor]:
-    """The compressor class of this name: the one its file defines."""
+    """Find the compressor class of a name, the only one that its file defines."""
     if name not in names():
-        raise ValueError(f"there is no compressor {name!r}{knobs.suggested(name, names())}; known: {', '.join(names())}")
+        raise ValueError(f"there is no compressor {name!r}{knobs.suggestion(name, names())}; known: {', '.join(names())}")
     module = importlib.import_module(f"{compressors.__name__}.{name}")
-    own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
-    (found,) = [kind for kind in own if issubclass(kind, Compressor)]
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    (found,) = [kind for kind in classes if issubclass(kind, Compressor)]
     return found
 
 
 def make(spec: str | Compressor) -> Compressor:
     """Make the compressor that a spec describes: "name" or "name:knob=value,knob=value".
 
-    Rules for layers by name may follow, the first that matches counts: "sdagc; *.bias=dense; embed*=topk:ratio=0.01".
-    A compressor that needs error feedback gets it, also one that was made by hand, unless the spec says feedback=false.
+    Rules for layers may follow; the first pattern that matches a layer's name decides: "sdagc; *.bias=dense; embed*=topk".
+    A compressor that needs error feedback gets it unless the spec says feedback=false. This includes compressor objects.
     """
     if isinstance(spec, Compressor):
-        return _whole(spec, {})
+        return _wrap(spec, {})
     if not isinstance(spec, str):
-        raise TypeError(f'a spec such as "topk:ratio=0.01" or a compressor is needed, not a {type(spec).__name__}')
+        raise TypeError(f'the spec is a {type(spec).__name__}; pass a spec such as "topk:ratio=0.01", or a compressor')
     first, *rules = spec.split(";")
     if not rules:
         return _one(first)
@@ -69,29 +69,29 @@ def make(spec: str | Compressor) -> Compressor:
 
 
 def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -> Compressor:
-    """Make a compressor for each layer: that of the first pattern (of file names) its name matches, else the default.
+    """Make a compressor that compresses layers by rules. The first pattern that matches a layer's name decides.
 
-    by_layer({"*.bias": "dense", "embed*": "topk:ratio=0.01"}, "sdagc") is what the spec
-    "sdagc; *.bias=dense; embed*=topk:ratio=0.01" means.
+    rules: {pattern: spec or compressor}; patterns are those of file names. default: for layers that no pattern matches.
+    by_layer({"*.bias": "dense", "embed*": "topk"}, "sdagc") equals make("sdagc; *.bias=dense; embed*=topk").
     """
     return _by_layer(list(rules.items()), default)
 
 
 def describe(name: str) -> str:
-    """Describe a compressor: what it does, and its knobs with their defaults and ranges."""
+    """Describe a compressor: its method, and its knobs with their defaults and ranges."""
     kind = kind_of(name)
-    told = textwrap.dedent(sys.modules[kind.__module__].__doc__ or "").strip()
-    parts = [f"{name}\n\n{told}"]
-    if own := knobs.listed(kind):
-        parts.append(f"Knobs:\n{own}")
-    parts.append("Knobs of every compressor:\n" + "\n".join(map(knobs.listed, WRAPPERS)))
+    method = textwrap.dedent(sys.modules[kind.__module__].__doc__ or "").strip()
+    parts = [f"{name}\n\n{method}"]
+    if table := knobs.table_of(kind):
+        parts.append(f"Knobs:\n{table}")
+    parts.append("Knobs of every compressor:\n" + "\n".join(map(knobs.table_of, WRAPPERS)))
     return "\n\n".join(parts)
 
 
 def summary(name: str) -> str:
-    """What a compressor does, in the first sentence of its file."""
-    told = (sys.modules[kind_of(name).__module__].__doc__ or "").strip().split("\n\n")[0]
-    return " ".join(told.split()).split("; ")[0].rstrip(".")
+    """Summarise a compressor by the first sentence of its file."""
+    opening = (sys.modules[kind_of(name).__module__].__doc__ or "").strip().split("\n\n")[0]
+    return " ".join(opening.split()).split("; ")[0].rstrip(".")
 
 
 def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Compressor) -> Compressor:
@@ -100,10 +100,10 @@ def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Comp
 
 
 def _rule(spec: str, rule: str) -> tuple[str, str]:
-    pattern, equals, own = rule.partition("=")
-    if not equals or not pattern.strip() or not own.strip():
+    pattern, equals, of_layer = rule.partition("=")
+    if not equals or not pattern.strip() or not of_layer.strip():
         raise ValueError(f"{spec!r}: {rule.strip()!r} is not of the form pattern=spec")
-    return pattern.strip(), own
+    return pattern.strip(), of_layer
 
 
 def _one(spec: str) -> Compressor:
@@ -114,7 +114,7 @@ def _one(spec: str) -> Compressor:
     wrapper: dict[str, Any] = {}
     for knob_, text in _pairs(spec, tail):
         if knob_ in own or knob_ in wrapper:
-            raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice")
+            raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice; keep one")
         if knob_ in fields:
             own[knob_] = knobs.parse(spec, fields[knob_], text)
         elif knob_ in COMMON:
@@ -122,18 +122,18 @@ def _one(spec: str) -> Compressor:
         else:
             known = [*fields, *COMMON]
             raise ValueError(
-                f"{spec!r}: {name.strip()} has no knob {knob_!r}{knobs.suggested(knob_, known)}; known: {', '.join(known)}"
+                f"{spec!r}: {name.strip()} has no knob {knob_!r}{knobs.suggestion(knob_, known)}; known: {', '.join(known)}"
             )
-    return _whole(kind(**own), wrapper)
+    return _wrap(kind(**own), wrapper)
 
 
-def _whole(compressor: Compressor, asked: dict[str, Any]) -> Compressor:
-    """The compressor with the wrappers that it needs, or that are asked for."""
-    if asked.pop("by_host", False):
+def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
+    """Put the wrappers around a compressor that it needs, or that the knobs of wrappers ask for."""
+    if settings.pop("by_host", False):
         compressor = ByHost(compressor)
-    made = complete(compressor, **asked)
+    made = with_feedback(compressor, **settings)
     if isinstance(made, Feedback) and made.inner.traits.unbiased and made == Feedback(made.inner, feedback=False):
-        return made.inner  # without anything that comes with error feedback
+        return made.inner  # feedback=false alone changes nothing for an unbiased compressor
     return made
 
 

@@ -1,1 +1,1 @@
-"""What drives a compressor: gradients in, error feedback, buckets, agreement of the ranks, updates out."""
+"""The engine drives compressors: it collects gradients in buckets, adds error feedback and delivers the updates."""

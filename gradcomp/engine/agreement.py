@@ -1,4 +1,4 @@
-"""The handshake: a fixed-size record of what must be the same on all ranks, and the comparison that names what is not."""
+"""The agreement of the ranks: a record of the terms that must be equal, and the check that names differences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+# Bytes of a term's entry in a record: the digest of its text, and the beginning of the text.
 _DIGEST = 16
 _TEXT = 112
 _ENTRY = _DIGEST + _TEXT
 
 
 def record(terms: Mapping[str, str]) -> Tensor:
-    """One entry for each term: a digest of all of its text, and the beginning of it for people to read."""
+    """Make a rank's record, of fixed size: for each term a digest of its text, and the beginning of the text for messages."""
     entries = b"".join(
         hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest() + text.encode()[:_TEXT].ljust(_TEXT)
         for text in terms.values()
@@ -23,15 +24,20 @@ def record(terms: Mapping[str, str]) -> Tensor:
 
 
 def check(terms: Mapping[str, str], records: Sequence[Tensor]) -> None:
-    """Raises, naming every term on which a rank differs from rank 0. All ranks hold the same records, so all raise alike."""
+    """Raise an error that names every term in which a rank differs from rank 0.
+
+    All ranks hold the same records, so that all raise the same error.
+    """
     differences = []
     for i, term in enumerate(terms):
-        entries = [bytes(r[i * _ENTRY : (i + 1) * _ENTRY].tolist()) for r in records]
-        odd = next((rank for rank, entry in enumerate(entries) if entry != entries[0]), None)
-        if odd is not None:
-            differences.append(f"{term}: rank 0 has {_readable(entries[0])}, rank {odd} has {_readable(entries[odd])}")
+        entries = [bytes(record[i * _ENTRY : (i + 1) * _ENTRY].tolist()) for record in records]
+        other = next((rank for rank, entry in enumerate(entries) if entry != entries[0]), None)
+        if other is not None:
+            differences.append(f"{term}: rank 0 has {_readable(entries[0])}, rank {other} has {_readable(entries[other])}")
     if differences:
-        raise ValueError("the ranks do not agree on what they exchange; " + "; ".join(differences))
+        raise ValueError(
+            "the ranks do not agree and cannot exchange gradients; make these equal on all ranks: " + "; ".join(differences)
+        )
 
 
 def _readable(entry: bytes) -> str:

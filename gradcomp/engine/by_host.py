@@ -1,8 +1,9 @@
-"""Dense inside a host, compressed between hosts: the ranks of a host are one sender, and share its work.
+"""ByHost: dense inside a host, compressed between hosts. The ranks of a host act as one sender and share its work.
 
-What a rank has accumulated moves, part by part, to the ranks of its host that have these parts. There the compressor works on
-the host's sum, together with the ranks that have the same part on the other hosts, and the parts' updates come together inside
-the host again. All of it is sends, so that no process sets are needed.
+A bucket has as many parts as a host has ranks, and each rank owns one part. An exchange has three stages. Every rank sends its
+accumulated parts to their owners on its host, which add them up. The compressor exchanges the host's sum with the owners of the
+same part on the other hosts. The ranks of a host send one another the updates of their parts. All stages consist of sends, so
+that no process sets are needed.
 """
 
 from __future__ import annotations
@@ -24,188 +25,199 @@ from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import Asking, Field, Form, Gather, Payload, Reduce, Reply, Request, Send, World, send
 
 
-class Place(NamedTuple):
-    """A rank's place: the ranks of its host, and those with its part on every host."""
+class Position(NamedTuple):
+    """A rank's position among the hosts.
 
-    host: tuple[int, ...]
-    peers: tuple[int, ...]
+    neighbours: the ranks of its host, in the order of their parts. part: the part that it owns.
+    peers: the owners of the same part, one on each host. peer_world: the world of the peers.
+    """
+
+    neighbours: tuple[int, ...]
     part: int
-    world: World
+    peers: tuple[int, ...]
+    peer_world: World
 
 
 @functools.cache
-def place_of(world: World) -> Place:
-    """Refuses hosts with unequal numbers of ranks."""
+def position_of(world: World) -> Position:
+    """Find a rank's position. Refuse hosts with different numbers of ranks."""
     hosts = world.hosts if world.hosts is not None else tuple(range(world.size))
-    by_host: dict[int, list[int]] = {}
+    ranks_of: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    counts = [len(ranks) for ranks in by_host.values()]
+        ranks_of.setdefault(host, []).append(rank)
+    counts = [len(ranks) for ranks in ranks_of.values()]
     if len(set(counts)) > 1:
-        raise ValueError(f"by_host needs as many ranks on every host, but there are {', '.join(map(str, counts))}")
-    own = by_host[hosts[world.rank]]
-    part = own.index(world.rank)
-    peers = tuple(ranks[part] for ranks in by_host.values())
-    return Place(tuple(own), peers, part, World(peers.index(world.rank), len(peers)))
+        raise ValueError(
+            f"by_host=true needs as many ranks on every host, but the hosts have {', '.join(map(str, counts))}; start the same "
+            "number on each"
+        )
+    neighbours = ranks_of[hosts[world.rank]]
+    part = neighbours.index(world.rank)
+    peers = tuple(ranks[part] for ranks in ranks_of.values())
+    return Position(tuple(neighbours), part, peers, World(peers.index(world.rank), len(peers)))
 
 
 @dataclass(frozen=True)
 class ByHost(Wrapper):
-    """Another compressor between hosts; what a host's ranks send one another is dense."""
+    """A wrapper that uses its compressor between hosts only. The ranks of a host exchange dense parts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = self.inner.traits
+        traits = self.inner.traits
         reasons = {
-            "it reads statistics of the raw gradient, and the host's gradients are only there as a sum": own.moments == "raw",
-            "it needs the layers' learning rates, and a rank has a part of what waits, across layers": own.rates == "needed",
-            "it knows first and last layers, and a rank has a part of the model, across layers": own.ends,
+            "it reads statistics of the raw gradient, but a rank only gets the sum of its host's": traits.moments == "raw",
+            "it needs the layers' learning rates, but a rank's part cuts through layers": traits.rates == "needed",
+            "it treats the first and last layers differently, but a rank's part cuts through layers": traits.ends,
         }
         for reason, holds in reasons.items():
             if holds:
-                raise ValueError(f"{self.inner} cannot go by_host: {reason}")
+                raise ValueError(f"{self.inner} cannot go by_host: {reason}; leave by_host out")
 
-    def added(self) -> list[str]:
+    def added_knobs(self) -> list[str]:
         return ["by_host=true"]
 
     @property
     def traits(self) -> Traits:
         return replace(self.inner.traits, rates="unused")
 
-    def init(self, layout: Layout, seed: int) -> Share:
-        return Share(layout, seed)
+    def init(self, layout: Layout, seed: int) -> PartState:
+        return PartState(layout, seed)
 
-    def save(self, state: Share) -> dict[str, Any]:
+    def save(self, state: PartState) -> dict[str, Any]:
         return super().save(state) if state.saved is None and state.inner is not None else dict(state.saved or {})
 
-    def load(self, state: Share, saved: Mapping[str, Any]) -> None:
+    def load(self, state: PartState, saved: Mapping[str, Any]) -> None:
         state.saved = saved or None
         if state.inner is not None:
             state.restore(self.inner)
 
-    def alike(self, state: Share) -> str:
-        return "" if state.inner is None else super().alike(state)
+    def common_state(self, state: PartState) -> str:
+        return "" if state.inner is None else super().common_state(state)
 
-    def stats(self, state: Share) -> dict[str, Any]:
+    def stats(self, state: PartState) -> dict[str, Any]:
         return {} if state.inner is None else super().stats(state)
 
-    def exchange(self, acc: Acc, state: Share, world: World) -> Steps:
-        place = place_of(world)
-        state.settle_at(self.inner, place)
-        own = yield from _move(acc, state, place)
-        update = yield from _among(self.inner.exchange(own, state.inner, place.world), place)
-        state.part_of(acc.residual, place.part).copy_(own.residual[: len(state.part_of(acc.residual, place.part))])
-        whole = yield from _together(update, state, place, acc.memory)
+    def exchange(self, acc: Acc, state: PartState, world: World) -> Steps:
+        position = position_of(world)
+        state.settle(self.inner, position)
+        host_acc = yield from _sum_in_host(acc, state, position)
+        part_update = yield from _exchange_among_peers(
+            self.inner.exchange(host_acc, state.inner, position.peer_world), position
+        )
+        part = state.slice(acc.residual, position.part)
+        part.copy_(host_acc.residual[: len(part)])
+        update = yield from _gather_parts(part_update, state, position, acc.memory)
         if acc.velocity is not None:
-            acc.velocity.masked_fill_((whole != 0) & whole.isfinite(), 0.0)
-        return Update(whole)
+            acc.velocity.masked_fill_((update != 0) & update.isfinite(), 0.0)
+        return Update(update)
 
 
-class Share:
-    """What one rank keeps of a bucket: its own part's state. Made once the ranks' places are known, and anew if they change.
+class PartState:
+    """The state of the part of a bucket that this rank owns. settle() makes it, again whenever the rank's position changes.
 
-    All parts are equally long, so that all ranks ask for the same: a last one that is not full ends with zeros.
+    All parts are equally long, so that all ranks yield the same requests. Zeros fill up a last part that is shorter.
     """
 
     def __init__(self, layout: Layout, seed: int):
         self.layout, self.seed = layout, seed
-        self.place: Place | None = None
+        self.position: Position | None = None
         self.saved: Mapping[str, Any] | None = None
         self.inner: Any = None
-        self.pieces = layout
+        self.part_layout = layout
         self.moments: Tensor | None = None
         self.peaks: Tensor | None = None
 
-    def settle_at(self, inner: Compressor, place: Place) -> None:
-        if place != self.place:
-            self.place = place
-            self.pieces = self._pieces(place.part)
-            self.inner = inner.init(self.pieces, self.seed)
+    def settle(self, inner: Compressor, position: Position) -> None:
+        """Make the inner compressor's state for this position, and load what load() was given before."""
+        if position != self.position:
+            self.position = position
+            self.part_layout = self._layout_of(position.part)
+            self.inner = inner.init(self.part_layout, self.seed)
             if inner.traits.moments is not None:
-                layers = len(self.pieces.names)
+                layers = len(self.part_layout.names)
                 self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
             self.peaks = kernels.peaks(self.length, self.layout.device) if inner.traits.sparse else None
         self.restore(inner)
 
     def restore(self, inner: Compressor) -> None:
-        """Hand on what was loaded, now that there is a state."""
+        """Load the saved state into the inner compressor's state."""
         if self.saved is not None:
             inner.load(self.inner, self.saved)
             self.saved = None
 
     @property
     def length(self) -> int:
-        """Entries of a part."""
-        assert self.place is not None
-        return -(-self.layout.total // len(self.place.host))
+        """The number of entries of a part."""
+        assert self.position is not None
+        return -(-self.layout.total // len(self.position.neighbours))
 
     @property
     def form(self) -> Form:
-        """A part on its way inside the host, and whether a gradient was not finite."""
+        """The form of a part's payload: its entries, and a flag that is not 0 where a gradient was not finite."""
         return Field("flag", torch.int32, 1), Field("values", torch.float32, self.length)
 
-    def part_of(self, flat: Tensor, part: int) -> Tensor:
-        """What there is of a part."""
+    def slice(self, flat: Tensor, part: int) -> Tensor:
+        """Slice a part out of the bucket's flat array. The last one may be shorter than a part, or empty."""
         return flat[part * self.length : (part + 1) * self.length]
 
-    def whole(self, flat: Tensor, part: int) -> Tensor:
-        """A part in its full length: where it lies, or with zeros behind it."""
-        there = self.part_of(flat, part)
-        return there if len(there) == self.length else torch.nn.functional.pad(there, (0, self.length - len(there)))
+    def padded(self, flat: Tensor, part: int) -> Tensor:
+        """Return a part in its full length: a view of the bucket's array, or a copy that ends with zeros."""
+        view = self.slice(flat, part)
+        return view if len(view) == self.length else torch.nn.functional.pad(view, (0, self.length - len(view)))
 
-    def payload(self, part: Tensor, flag: Tensor | None) -> Payload:
-        payload = payloads.empty(self.form, part.device)
+    def payload(self, values: Tensor, flag: Tensor | None) -> Payload:
+        """Copy a part into a payload."""
+        payload = payloads.empty(self.form, values.device)
         payload["flag"].zero_()
         if flag is not None:
             payload["flag"].copy_(flag)
-        payload["values"].copy_(part)
+        payload["values"].copy_(values)
         return payload
 
-    def _pieces(self, part: int) -> Layout:
-        """The layers, as far as they lie in a part; its zeros are one more."""
+    def _layout_of(self, part: int) -> Layout:
+        """Cut the layers to a part. The zeros that fill it up become one more layer."""
         begin = part * self.length
-        names, sizes, at = [], [], 0
-        for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
-            inside = min(at + size, begin + self.length) - max(at, begin)
+        names, sizes = [], []
+        for name, (first, end) in zip(self.layout.names, self.layout.spans, strict=True):
+            inside = min(end, begin + self.length) - max(first, begin)
             if inside > 0:
                 names.append(name)
                 sizes.append(inside)
-            at += size
         if sum(sizes) < self.length:
             names.append("")
             sizes.append(self.length - sum(sizes))
         return Layout(tuple(names), tuple(sizes), self.layout.device)
 
 
-def _move(acc: Acc, state: Share, place: Place) -> Asking[Acc]:
-    """Every part of what was accumulated goes to the rank that has it. The own part, to which is added what comes."""
-    others = {rank: part for part, rank in enumerate(place.host) if part != place.part}
-    parts = {rank: state.payload(state.whole(acc.residual, part), acc.flag) for rank, part in others.items()}
-    came = yield from send(parts, parts.keys(), state.form, acc.residual.device)
-    for part in others.values():
-        state.part_of(acc.residual, part).zero_()
-    own = state.whole(acc.residual, place.part)
-    total = torch.zeros_like(own)
-    for rank in sorted(came):
-        total += came[rank]["values"]
-    flag = torch.zeros(1, dtype=torch.int32, device=own.device)
+def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Asking[Acc]:
+    """Send every part to its owner on this host. Return the acc of the own part: the sum over the host's ranks."""
+    owners = {rank: part for part, rank in enumerate(position.neighbours) if part != position.part}
+    outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag) for rank, part in owners.items()}
+    received = yield from send(outgoing, outgoing.keys(), state.form, acc.residual.device)
+    for part in owners.values():
+        state.slice(acc.residual, part).zero_()
+    residual = state.padded(acc.residual, position.part)
+    total = torch.zeros_like(residual)
+    for rank in sorted(received):
+        total += received[rank]["values"]
+    flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
     kernels.accumulate(
-        total.split(state.pieces.sizes), own, None, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
+        total.split(state.part_layout.sizes), residual, None, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
     )
-    flags = [flag, *(each["flag"] for each in came.values()), *([] if acc.flag is None else [acc.flag])]
-    return Acc(own, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
+    flags = [flag, *(payload["flag"] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]
+    return Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
 
 
-def _together(update: Update, state: Share, place: Place, memory: Memory) -> Asking[Tensor]:
-    """All parts' updates, of means over hosts, as the update of the mean over ranks."""
-    own = state.payload(update.flat, None)
+def _gather_parts(update: Update, state: PartState, position: Position, memory: Memory) -> Asking[Tensor]:
+    """Gather the updates of all parts inside the host. Turn the mean over hosts into the mean over ranks."""
+    payload = state.payload(update.flat, None)
     memory.give_back(update)
-    parts = yield from _gather(own, place.host, place)
-    return torch.cat([each["values"] for each in parts])[: state.layout.total].div_(len(place.host))
+    parts = yield from _gather_from(position.neighbours, payload, position)
+    return torch.cat([part["values"] for part in parts])[: state.layout.total].div_(len(position.neighbours))
 
 
-def _among(steps: Steps, place: Place) -> Steps:
-    """An exchange among those who have the same part: each of its requests is one send among all ranks."""
+def _exchange_among_peers(steps: Steps, position: Position) -> Steps:
+    """Run an exchange among the peers. Each of its requests becomes one send among all ranks."""
     reply: Reply | None = None
     while True:
         try:
@@ -215,21 +227,21 @@ def _among(steps: Steps, place: Place) -> Steps:
             return update
         match request:
             case Gather(payload):
-                reply = yield from _gather(payload, place.peers, place)
+                reply = yield from _gather_from(position.peers, payload, position)
             case Reduce(tensor, scale):
-                came = yield from _gather(payloads.whole(tensor), place.peers, place)
-                total = came[0]["bytes"].clone()
-                for other in came[1:]:
+                received = yield from _gather_from(position.peers, payloads.whole(tensor), position)
+                total = received[0]["bytes"].clone()
+                for other in received[1:]:
                     total += other["bytes"]
                 reply = total.mul_(scale)
             case Send(outgoing, senders, form, device):
-                there = {place.peers[rank]: payload for rank, payload in outgoing.items()}
-                sent = yield from send(there, [place.peers[rank] for rank in senders], form, device)
-                reply = {i: sent[rank] for i, rank in enumerate(place.peers) if rank in sent}
+                to_ranks = {position.peers[peer]: payload for peer, payload in outgoing.items()}
+                sent = yield from send(to_ranks, [position.peers[peer] for peer in senders], form, device)
+                reply = {peer: sent[rank] for peer, rank in enumerate(position.peers) if rank in sent}
 
 
-def _gather(payload: Payload, ranks: tuple[int, ...], place: Place) -> Asking[list[Payload]]:
-    """The payloads of these ranks, of which this is one."""
-    others = [rank for rank in ranks if rank != place.host[place.part]]
-    came = yield from send(dict.fromkeys(others, payload), others, payload.form, payload.bytes.device)
-    return [came.get(rank, payload) for rank in ranks]
+def _gather_from(ranks: tuple[int, ...], payload: Payload, position: Position) -> Asking[list[Payload]]:
+    """Gather the payloads of these ranks, which include this one, by a send."""
+    others = [rank for rank in ranks if rank != position.neighbours[position.part]]
+    received = yield from send(dict.fromkeys(others, payload), others, payload.form, payload.bytes.device)
+    return [received.get(rank, payload) for rank in ranks]

@@ -1,4 +1,4 @@
-"""A compressor of its own for the layers whose names match a pattern."""
+"""Rules for layers: the name of a layer decides which compressor it gets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import Any
 from gradcomp.protocol import Acc, Compressor, Layer, Steps, Traits
 from gradcomp.requests import World
 
+# The values of the trait rates, from the weakest need to the strongest.
+NEEDS = ("unused", "used", "needed")
+
 
 @dataclass(frozen=True)
 class ByLayer(Compressor):
-    """The first rule whose pattern (of file names) matches a layer's name counts, else the default."""
+    """Chooses each layer's compressor: that of the first pattern that matches the layer's name, else the default.
+
+    Patterns are those of file names: * stands for any characters.
+    """
 
     rules: tuple[tuple[str, Compressor], ...]
     default: Compressor
@@ -20,15 +26,17 @@ class ByLayer(Compressor):
     def __post_init__(self) -> None:
         for compressor in self._all():
             if isinstance(compressor, ByLayer):
-                raise ValueError("rules for layers cannot stand inside one another")
+                raise ValueError(f"{compressor}: rules for layers cannot contain rules for layers; write them as one list")
             if compressor.traits.whole_model:
-                raise ValueError(f"{compressor} needs the whole model in one bucket and cannot be one of several")
+                raise ValueError(
+                    f"{compressor} needs the whole model in one bucket and cannot be used in rules for layers; use it alone"
+                )
         patterns = [pattern for pattern, _ in self.rules]
         for i, pattern in enumerate(patterns):
             if not isinstance(pattern, str) or not pattern or pattern != pattern.strip() or {"=", ";"} & {*pattern}:
-                raise ValueError(f"{pattern!r} is no pattern of layers' names: spaces around it, '=' and ';' cannot be in one")
+                raise ValueError(f"{pattern!r} is no pattern of layers' names: leave out '=', ';' and spaces around it")
             if pattern in patterns[:i]:
-                raise ValueError(f"the pattern {pattern!r} is given twice")
+                raise ValueError(f"the pattern {pattern!r} is given twice; keep one")
 
     def __str__(self) -> str:
         return "; ".join([str(self.default), *(f"{pattern}={compressor}" for pattern, compressor in self.rules)])
@@ -41,16 +49,13 @@ class ByLayer(Compressor):
 
     @property
     def traits(self) -> Traits:
-        """What the model's optimizer has to be asked for, of whichever needs most."""
+        """The largest momentum of all compressors, and the strongest need of learning rates."""
         every = [compressor.traits for compressor in self._all()]
-        momentum, rates = max(own.momentum for own in every), max((own.rates for own in every), key=RATES.index)
+        momentum, rates = max(each.momentum for each in every), max((each.rates for each in every), key=NEEDS.index)
         return Traits(momentum=momentum, rates=rates, outermost=True)
 
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
-        raise TypeError("ByLayer only chooses; its compressors exchange")
+        raise TypeError("ByLayer chooses compressors and has no exchange; call choose() for each layer")
 
     def _all(self) -> list[Compressor]:
         return [self.default, *(compressor for _, compressor in self.rules)]
-
-
-RATES = ("unused", "used", "needed")

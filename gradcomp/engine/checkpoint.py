@@ -1,4 +1,4 @@
-"""What a reducer carries from step to step, by layer name, so that a checkpoint does not depend on how buckets were cut."""
+"""Checkpoints: a reducer's state between steps, by layer name, so that it does not depend on how buckets were cut."""
 
 from __future__ import annotations
 
@@ -9,109 +9,110 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.by_layer import ByLayer
-from gradcomp.engine.feedback import Feedback, Source
-from gradcomp.engine.reducer import Bucket, Reducer
+from gradcomp.engine.feedback import Collector, Feedback
+from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
+# The format of a state. It is raised when the content of a state changes, or the meaning of a saved spec (a knob's default).
 FORMAT = 3
-"""Raised when the content of a state changes, or what a saved spec means: the default of a knob."""
 
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
-    """A copy of what has not been sent yet, flat, for every layer; zeros where there is no error feedback."""
-    kept = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
-    return kept | _by_layer(reducer, "residual")
+    """Copy the residual of every layer, flat. It is zero where there is no error feedback."""
+    zeros = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
+    return zeros | _copies(reducer, "residual")
 
 
 def save(reducer: Reducer) -> dict[str, Any]:
-    """Everything the next step depends on, in copies."""
+    """Copy all that the next step depends on."""
     return {
         "steps": reducer.steps_done,
-        "residual": _by_layer(reducer, "residual"),
-        "velocity": _by_layer(reducer, "velocity"),
-        "buckets": [{"layers": bucket.layout.names, "own": bucket.source.save(bucket.state)} for bucket in reducer.buckets],
+        "residual": _copies(reducer, "residual"),
+        "velocity": _copies(reducer, "velocity"),
+        "buckets": [{"layers": bucket.layout.names, "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets],
     }
 
 
 def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
-    """Put back what save() gave, for the same layers and the same spec.
+    """Restore a state that save() made for the same layers and the same spec.
 
-    Residuals and velocities go to their layers however the buckets are cut; what a compressor keeps for a bucket as a whole
-    comes back where the cut is the same, and is found anew where it is not.
+    Residuals and velocities return to their layers, however the buckets are cut now. A compressor's state of a bucket returns
+    only to a bucket of the same layers; other buckets start with a fresh one.
     """
-    kept = [*_matched(reducer, "residual", state["residual"]), *_matched(reducer, "velocity", state["velocity"])]
-    for view, saved_view in kept:  # once all of it is known to fit
+    pairs = [*_pairs(reducer, "residual", state["residual"]), *_pairs(reducer, "velocity", state["velocity"])]
+    for view, saved_view in pairs:  # nothing is written before all of the state is known to fit
         view.copy_(saved_view)
     reducer.steps_done = state["steps"]
-    saved = {tuple(own["layers"]): own["own"] for own in state["buckets"]}
+    saved = {tuple(bucket["layers"]): bucket["own"] for bucket in state["buckets"]}
     for bucket in reducer.buckets:
         bucket.state.steps = reducer.steps_done
-        if own := saved.get(bucket.layout.names):
-            bucket.source.load(bucket.state, own)
+        if saved_bucket := saved.get(bucket.layout.names):
+            bucket.collector.load(bucket.state, saved_bucket)
 
 
-def carrying(compressor: Compressor, old: Reducer) -> Compressor:
-    """The compressor to change to: with error feedback, if there is a residual to be carried over."""
-    if not any(bucket.source.keeps for bucket in old.buckets):
+def successor(compressor: Compressor, old: Reducer) -> Compressor:
+    """Prepare a compressor to follow an old reducer: add error feedback if the old one has residuals to carry over."""
+    if not any(bucket.collector.keeps_residual for bucket in old.buckets):
         return compressor
-    if isinstance(compressor, Source):
-        if not compressor.keeps:
-            raise ValueError(f"{compressor} would lose what has not been sent yet; change to a spec with error feedback")
+    if isinstance(compressor, Collector):
+        if not compressor.keeps_residual:
+            raise ValueError(
+                f"{compressor} would lose the residual, which has not been sent yet; use a spec with error feedback"
+            )
         return compressor
     if isinstance(compressor, ByLayer):
-        rules = tuple((pattern, carrying(own, old)) for pattern, own in compressor.rules)
-        return ByLayer(rules, carrying(compressor.default, old))
+        rules = tuple((pattern, successor(chosen, old)) for pattern, chosen in compressor.rules)
+        return ByLayer(rules, successor(compressor.default, old))
     return Feedback(compressor)
 
 
 def carry(old: Reducer, new: Reducer) -> None:
-    """Hand residuals, and velocities where both keep them, from one spec's reducer to another's for the same layers."""
-    for what in ("residual", "velocity"):
-        kept = _by_layer(old, what)
-        for name, view in _all_views(new, what).items():
-            if name in kept:
-                view.copy_(kept[name])
+    """Copy residuals, and velocities if both keep them, from one reducer to another with the same layers."""
+    for array in ("residual", "velocity"):
+        copies = _copies(old, array)
+        for name, view in _views(new, array).items():
+            if name in copies:
+                view.copy_(copies[name])
     new.steps_done = old.steps_done
 
 
-def stamped(spec: str, **state: Any) -> dict[str, Any]:
-    """A state with what tells whether it can be continued."""
+def stamp(spec: str, **state: Any) -> dict[str, Any]:
+    """Add the format and the spec to a state, for check_stamp()."""
     return {"format": FORMAT, "spec": spec, **state}
 
 
 def check_stamp(state: Mapping[str, Any], spec: str) -> None:
-    """Refuse a state that another configuration left, or a gradcomp that wrote states in another way."""
+    """Refuse a state of another spec, or of a version of gradcomp with another format."""
     if state.get("format") != FORMAT:
         raise ValueError(
-            f"the state has format {state.get('format', 1)}, but this gradcomp reads format {FORMAT}: another version saved it"
+            f"the state has format {state.get('format', 1)}, but this gradcomp reads format {FORMAT}: another version saved "
+            "it; continue with that version, or without the state"
         )
     if state["spec"] != spec:
         saved = state["spec"]
         raise ValueError(f"the state was saved with {saved!r} and cannot continue with {spec!r}; use the same spec: {saved!r}")
 
 
-def _views(bucket: Bucket, what: str) -> dict[str, Tensor]:
-    flat: Tensor | None = getattr(bucket.state, what)
-    return {} if flat is None else bucket.layout.views(flat)
+def _views(reducer: Reducer, array: str) -> dict[str, Tensor]:
+    """Slice residuals or velocities into layers, by name. Buckets that do not keep the array between steps are left out."""
+    views: dict[str, Tensor] = {}
+    for bucket in reducer.buckets:
+        flat: Tensor | None = getattr(bucket.state, array)
+        if flat is not None and (bucket.collector.keeps_residual or array == "velocity"):
+            views |= bucket.layout.views(flat)
+    return views
 
 
-def _all_views(reducer: Reducer, what: str) -> dict[str, Tensor]:
-    """Each layer's part of what lasts: of the residual only where what is not sent waits."""
-    lasting = [bucket for bucket in reducer.buckets if bucket.source.keeps or what == "velocity"]
-    return {name: view for bucket in lasting for name, view in _views(bucket, what).items()}
+def _copies(reducer: Reducer, array: str) -> dict[str, Tensor]:
+    return {name: view.clone() for name, view in _views(reducer, array).items()}
 
 
-def _by_layer(reducer: Reducer, what: str) -> dict[str, Tensor]:
-    return {name: view.clone() for name, view in _all_views(reducer, what).items()}
-
-
-def _matched(reducer: Reducer, what: str, saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """What there is, and what was saved of it; refuses what does not fit."""
-    views = _all_views(reducer, what)
-    if views.keys() != saved.keys():
-        different = ", ".join(sorted(views.keys() ^ saved.keys())[:3])
+def _pairs(reducer: Reducer, array: str, saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pair each layer's array with the saved one. Refuse a state that does not fit the layers."""
+    views = _views(reducer, array)
+    if different := sorted(views.keys() ^ saved.keys()):
         raise ValueError(
-            f"the state is of another model: {different} {'is' if len(views.keys() ^ saved.keys()) == 1 else 'are'} not in both"
+            f"the state is of another model: {', '.join(different[:3])} {'is' if len(different) == 1 else 'are'} not in both"
         )
     for name, view in views.items():
         if view.numel() != saved[name].numel():

@@ -1,4 +1,4 @@
-"""Error feedback, and its absence: what turns a bucket's gradients into the one array that a compressor works on."""
+"""Collectors: add a bucket's gradients to its residual (Feedback), or hand them on without one (NoFeedback)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
 
+# The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None
-"""Each layer's learning rate, where an optimizer is known."""
 
+# Stages of a warm-up, each gentler than the compressor itself.
 STAGES = 5
-"""Steps of a warm-up between sending everything and the compressor itself."""
 
 
 @dataclass
 class BucketState:
-    """What a bucket keeps between steps.
+    """The state that a bucket keeps between steps.
 
-    residual: its flat array: the residual, and during a step what the compressor works on. velocity: the local momentum.
-    flag: whether a gradient was not finite. inner: the wrapped compressor's own.
-    moments, squares, peaks: what accumulating notes.
+    residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
+    flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
+    velocity: the local momentum. moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
+    squares: the sum of squares of each layer's gradient, for clipping.
     """
 
     residual: Tensor
@@ -46,8 +47,8 @@ class BucketState:
     steps: int = 0
 
 
-class Source(Wrapper):
-    """The outermost compressor of a bucket: it also brings the gradients together, each read where it lies."""
+class Collector(Wrapper):
+    """The outermost compressor of a bucket. It also collects the bucket's gradients, each read where it lies."""
 
     @property
     def traits(self) -> Traits:
@@ -60,25 +61,28 @@ class Source(Wrapper):
 
     @property
     @abstractmethod
-    def keeps(self) -> bool:
-        """Whether what a step does not send waits for the next one."""
+    def keeps_residual(self) -> bool:
+        """Whether entries that a step does not send wait for the next step."""
 
     @abstractmethod
     def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
-        """Bring a bucket's gradients together with what waits."""
+        """Make the acc of a step from a bucket's gradients and its residual.
+
+        ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
+        """
 
 
 @dataclass(frozen=True)
-class Plain(Source):
-    """No memory: every step begins with the gradient alone. For what is right in the mean without error feedback."""
+class NoFeedback(Collector):
+    """A collector without error feedback, for unbiased compressors: each step starts from the gradients alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.inner.traits.unbiased or self.inner.traits.moments:
-            raise ValueError(f"{self.inner} needs error feedback")
+            raise ValueError(f"{self.inner} needs error feedback; make() adds it")
 
     @property
-    def keeps(self) -> bool:
+    def keeps_residual(self) -> bool:
         return False
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
@@ -90,58 +94,64 @@ class Plain(Source):
 
 
 @dataclass(frozen=True)
-class Feedback(Source):
-    """Error feedback: what a step does not send is added to the next step's gradient.
+class Feedback(Collector):
+    """A collector with error feedback: entries that a step does not send are added to the next step's gradient.
 
-    With momentum m, the local velocity u and the residual v: u <- m u + g, v <- v + u (nesterov: v + g + m u), and the wrapped
-    compressor takes from v. The momentum is then local: the optimizer's own must be 0. With feedback=false, v is forgotten
-    after every step, as some papers have it.
+    A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
+    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must be 0 with it.
+    With feedback=false the residual is cleared before every step, as in some papers.
     """
 
     feedback: bool = knob(
-        True, "what a step does not send waits for the next one, or is lost; unbiased compressors do without unless asked"
+        True, "entries not sent wait for the next step; false: they are lost; unbiased compressors have none unless a spec asks"
     )
-    momentum: float = knob(0.0, "kept locally, before compression: the optimizer's own must be 0", least=0, below=1)
+    momentum: float = knob(0.0, "local momentum, applied before compression; the optimizer's own must be 0", least=0, below=1)
     nesterov: bool = knob(False, "Nesterov's form of the momentum")
-    masking: bool = knob(True, "entries that were sent start with fresh momentum")
-    clip: float = knob(0.0, "longest gradient, of all ranks together: a rank's is cut to clip / sqrt(ranks); 0 = off", least=0)
-    clip_by: str = knob("layer", "layers by themselves, or the model: one bucket, without overlap", choices=("layer", "model"))
-    warmup: float = knob(0.0, "steps in which less is compressed, in five stages; 0 = none", least=0)
+    masking: bool = knob(True, "clear the velocity of entries that were sent")
+    clip: float = knob(
+        0.0, "bound of the gradient's norm over all ranks: each rank scales its own to clip / sqrt(ranks); 0 = off", least=0
+    )
+    clip_by: str = knob(
+        "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
+    )
+    warmup: float = knob(0.0, "steps with gentler compression, in five stages; 0 = none", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and self.momentum == 0:
-            raise ValueError(f"{self}: nesterov needs a momentum above 0")
+            raise ValueError(f"{self}: nesterov=true needs a momentum above 0; set momentum")
         if self.warmup and self.inner.ease(0.5) is None:
-            raise ValueError(f"{self}: {self.name} has nothing to warm up: it has no gentler form")
-        own = self.inner.traits
-        if self.momentum and own.momentum:
-            raise ValueError(f"{self}: momentum={self.momentum} and the {own.momentum} that {self.inner} keeps would act twice")
+            raise ValueError(f"{self}: {self.name} has no gentler form to warm up with; leave warmup out")
+        kept = self.inner.traits.momentum
+        if self.momentum and kept:
+            raise ValueError(
+                f"{self}: momentum={self.momentum} and the {kept} that {self.inner} keeps would act twice; leave momentum out"
+            )
         if reason := self.inner.refuses(self.feedback):
             raise ValueError(f"{self}: {reason}")
 
-    def added(self) -> list[str]:
-        """An unbiased compressor has no error feedback unless a spec asks for it, or for something that comes with it."""
-        own = knobs.given(self)
-        return own if own or not self.inner.traits.unbiased else ["feedback=true"]
+    def added_knobs(self) -> list[str]:
+        """List the knobs that differ from their defaults. For an unbiased compressor, feedback=true stands in for none."""
+        changed = knobs.changed(self)
+        return changed if changed or not self.inner.traits.unbiased else ["feedback=true"]
 
     @property
-    def keeps(self) -> bool:
+    def keeps_residual(self) -> bool:
         return self.feedback
 
     @property
     def traits(self) -> Traits:
-        own = super().traits
-        whole_model = own.whole_model or (self.clip > 0 and self.clip_by == "model")
-        return replace(own, whole_model=whole_model, momentum=self.momentum or own.momentum)
+        inner = super().traits
+        whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
+        return replace(inner, whole_model=whole_model, momentum=self.momentum or inner.momentum)
 
     def choose(self, name: str, layer: Layer) -> Compressor:
-        if self.traits.whole_model:  # a norm over all layers, or an algorithm over all: they stay together
+        if self.traits.whole_model:  # a norm or an algorithm over all layers keeps them together
             return self
         chosen = self.inner.choose(name, layer)
         if chosen is self.inner:
             return self
-        # Where the algorithm kept the momentum and this layer's compressor does not, it is kept here.
+        # Feedback takes over the momentum that the algorithm keeps and this layer's compressor does not.
         momentum = self.momentum or (0.0 if chosen.traits.momentum else self.inner.traits.momentum)
         return replace(self, inner=chosen, momentum=momentum, warmup=0.0 if chosen.ease(0.5) is None else self.warmup)
 
@@ -191,7 +201,7 @@ class Feedback(Source):
         return inner.exchange(acc, state.inner, world)
 
     def stage(self, steps: int) -> Compressor:
-        """The wrapped compressor after so many steps: itself, or while warming up a gentler form of it."""
+        """Choose the compressor after this number of steps: a gentler form during the warm-up, then the wrapped one."""
         if steps >= self.warmup:
             return self.inner
         gentler = self.inner.ease((int(STAGES * steps / self.warmup) + 1) / (STAGES + 1))
@@ -199,17 +209,17 @@ class Feedback(Source):
         return gentler
 
     def _scales(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int) -> Tensor | None:
-        """What each layer's gradient is multiplied by to be no longer than allowed."""
+        """Compute the factor of each layer's gradient that clips its norm; None where nothing is clipped."""
         if state.squares is None:
             return None
         kernels.sum_squares(grads, state.squares, memory)
-        whole = self.clip_by == "model"
-        norms = state.squares.sum().sqrt().expand_as(state.squares) if whole else state.squares.sqrt()
+        of_model = self.clip_by == "model"
+        norms = state.squares.sum().sqrt().expand_as(state.squares) if of_model else state.squares.sqrt()
         return (self.clip / math.sqrt(ranks) / (norms + 1e-6)).clamp(max=1).float()
 
 
-def complete(compressor: Compressor, **asked: Any) -> Compressor:
-    """The compressor with the error feedback that it needs, or that is asked for."""
-    if compressor.traits.outermost or (compressor.traits.unbiased and not asked):
+def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
+    """Put error feedback around a compressor that needs it, or for which one of Feedback's knobs is set."""
+    if compressor.traits.outermost or (compressor.traits.unbiased and not settings):
         return compressor
-    return Feedback(compressor, **asked)
+    return Feedback(compressor, **settings)

@@ -1,4 +1,4 @@
-"""A model's parameters as the doors see them: a name, and a gradient read and written where it lies."""
+"""A model's parameters for the doors: each has a name, and a gradient that is read and written where it lies."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ Named = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Slot:
-    """One parameter. Entries are numbered in the order of the parameter's own memory, so that channels-last costs no copy."""
+    """One parameter. Its entries are numbered in the order of its memory, so that channels-last costs no copy."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter):
         self.name = name
         self.parameter = parameter
         self.layer = Layer(parameter.numel(), parameter.device, parameter.dim())
         self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
-        self._plain = self.order == list(range(parameter.dim()))
-        self._apart: Tensor | None = None
+        self._row_major = self.order == list(range(parameter.dim()))
+        self._copy: Tensor | None = None
 
     def describe(self) -> str:
-        """What must be the same on all ranks."""
+        """Describe the properties that must be equal on all ranks."""
         order = [dim for dim in self.order if self.parameter.shape[dim] > 1]
         return f"{self.name} {tuple(self.parameter.shape)} {order} {self.parameter.device.type}"
 
     def open(self) -> Tensor:
-        """The gradient that is there now, contiguous; one laid out in another order than its parameter is copied."""
+        """Return the gradient as a contiguous array. It is copied if its memory has another order than the parameter's."""
         grad = self.parameter.grad
         assert grad is not None
         if grad.device != self.layer.device:
             raise ValueError(
-                f"{self.name!r} was on {self.layer.device}, its gradient is on {grad.device}: move the model first"
+                f"{self.name!r} was on {self.layer.device}, but its gradient is on {grad.device}; move the model first"
             )
-        inner = grad if self._plain else grad.permute(self.order)
-        self._apart = None if inner.is_contiguous() else inner.contiguous()
-        return inner if self._apart is None else self._apart
+        ordered = grad if self._row_major else grad.permute(self.order)
+        self._copy = None if ordered.is_contiguous() else ordered.contiguous()
+        return ordered if self._copy is None else self._copy
 
     def close(self) -> None:
-        """Hand the gradient back to its parameter, if it was written in a copy."""
-        if self._apart is not None:
-            self.parameter.grad, self._apart = self._turned(self._apart), None
+        """Give the copy that open() made, if any, to the parameter as its gradient."""
+        if self._copy is not None:
+            self.parameter.grad, self._copy = self._reordered(self._copy), None
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """Entries in the order of the parameter's memory, as a tensor of its shape."""
-        return self._turned(flat.view([self.parameter.shape[dim] for dim in self.order]))
+        """Shape a flat array like the parameter. Its entries are in the order of the parameter's memory."""
+        return self._reordered(flat.view([self.parameter.shape[dim] for dim in self.order]))
 
-    def _turned(self, inner: Tensor) -> Tensor:
-        return inner.permute([self.order.index(dim) for dim in range(len(self.order))])
+    def _reordered(self, ordered: Tensor) -> Tensor:
+        return ordered.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 class Parameters:
-    """All parameters that are trained, in the given order. A parameter under two names (tied) counts once."""
+    """All parameters that are trained, in the given order. A tied parameter, which has two names, counts once."""
 
     def __init__(self, named: Named):
         seen: set[int] = set()
@@ -62,7 +62,7 @@ class Parameters:
         self.slots: list[Slot] = []
         for name, parameter in named:
             if name in names:
-                raise ValueError(f"named_parameters has two parameters called {name!r}")
+                raise ValueError(f"named_parameters has two parameters called {name!r}; give each its own name")
             names.add(name)
             if parameter.requires_grad and id(parameter) not in seen:
                 self.slots.append(Slot(name, parameter))
@@ -72,11 +72,11 @@ class Parameters:
         self._next = 0
 
     def slot(self, parameter: Tensor) -> Slot | None:
-        """The slot of a parameter."""
+        """Find the slot of a parameter."""
         return self._by_id.get(id(parameter))
 
     def of_gradient(self, grad: Tensor) -> Slot | None:
-        """The slot of a gradient; the search begins behind the one found last, where it nearly always is."""
+        """Find the slot of a gradient. The search starts behind the last one found, where it nearly always is."""
         for i in range(self._next, self._next + len(self.slots)):
             slot = self.slots[i % len(self.slots)]
             if slot.parameter.grad is grad:
@@ -86,11 +86,11 @@ class Parameters:
 
     @property
     def any_sparse(self) -> bool:
-        """Whether a sparse gradient is there."""
+        """Whether any gradient is sparse."""
         return any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self.slots)
 
     def terms(self) -> dict[str, str]:
-        """What must be the same on all ranks."""
+        """Describe the properties of the model that must be equal on all ranks."""
         size = sum(slot.layer.size for slot in self.slots)
         return {
             "parameter names": f"{len(self.slots)}: " + ", ".join(self.layers),
@@ -99,41 +99,41 @@ class Parameters:
 
 
 def named_of(optimizer: torch.optim.Optimizer, named: Named | None) -> list[tuple[str, torch.nn.Parameter]]:
-    """The optimizer's parameters by name; without names, under the ones Horovod would give."""
+    """Name the optimizer's parameters. Without given names they get those that Horovod would give."""
     groups = enumerate(optimizer.param_groups)
-    theirs = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
+    unnamed = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
     if named is None:
-        return theirs
-    ids = {id(parameter) for _, parameter in theirs}
+        return unnamed
+    ids = {id(parameter) for _, parameter in unnamed}
     return [(name, parameter) for name, parameter in named if id(parameter) in ids]
 
 
 def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Refuse momentum that would act twice; return a warning where that cannot be seen."""
+    """Refuse a momentum that would act twice. Return a warning if the optimizer is not known."""
     momentum = compressor.traits.momentum
     if momentum == 0:
         return None
     if optimizer is None:
         return (
-            f"momentum={momentum} is kept by the compressor: the optimizer's own momentum must be 0. "
-            "Pass optimizer= to have that checked."
+            f"momentum={momentum} in the spec acts before compression: the optimizer's own momentum must be 0. "
+            "Pass optimizer= to have gradcomp check it."
         )
     if any(group.get("momentum", 0) > 0 for group in optimizer.param_groups):
         raise ValueError(
-            f"momentum={momentum} in the spec and a momentum in the optimizer would act twice; set one of them to 0"
+            f"momentum={momentum} in the spec and the optimizer's own momentum would act twice; set one of them to 0"
         )
     return None
 
 
 def rates_of(optimizer: torch.optim.Optimizer, named: Named) -> Callable[[str], float]:
-    """What tells a parameter's learning rate of this moment, by name."""
+    """Return a function from a parameter's name to its current learning rate."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     group_of = {name: groups.get(id(parameter)) for name, parameter in named}
 
     def rate(name: str) -> float:
         group = group_of[name]
         if group is None:
-            raise ValueError(f"optimizer= does not have the parameter {name!r}")
+            raise ValueError(f"optimizer= does not have the parameter {name!r}; pass the optimizer of all parameters")
         return float(group["lr"])
 
     return rate

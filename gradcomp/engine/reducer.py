@@ -1,8 +1,8 @@
 """Buckets of gradients, and the only loop that drives a compressor.
 
-mark_ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish_step() takes all
-buckets to their updates, round by round, in bucket order. It never takes one bucket to its end before the next: ranks may have
-started their buckets in different orders and would wait for one another for ever.
+mark_ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish_step() advances all
+buckets to their updates, round by round, in bucket order. It never finishes one bucket before the next: ranks may have started
+their buckets in different orders, and would then wait for one another for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine.feedback import BucketState, Source
+from gradcomp.engine.feedback import BucketState, Collector
 from gradcomp.engine.plan import plan
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
@@ -22,16 +22,21 @@ from gradcomp.networks import Answer, Network
 from gradcomp.protocol import Compressor, Layer, Layout, Steps
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send
 
+# The types of gradients that kernels read.
 GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
 class Bucket:
-    """Layers that are exchanged together."""
+    """Layers that are exchanged together.
+
+    grads: the gradients that are ready. steps: the running exchange. answer: waits for the reply to its request.
+    round: the number of its requests so far.
+    """
 
     index: int
     layout: Layout
-    source: Source
+    collector: Collector
     state: BucketState
     grads: dict[str, Tensor] = field(default_factory=dict)
     steps: Steps | None = None
@@ -42,8 +47,10 @@ class Bucket:
 class Reducer:
     """All buckets of one model on one rank.
 
-    rates(name) gives a layer's learning rate. deliver(bucket, update) is called with each finished bucket's mean update, which
-    is valid during the call; without it the update is written into the gradients. memory: a pool of its own by default.
+    bucket_mb: the largest size of a bucket, in 10^6 bytes. seed: the seed of the first bucket; later buckets add their index.
+    rates: a function from a layer's name to its learning rate. memory: the owner of scratch and updates, a new one by default.
+    deliver: called with each finished bucket and its mean update, which is valid during the call. By default the update is
+    written into the gradients.
     """
 
     def __init__(
@@ -58,15 +65,15 @@ class Reducer:
         deliver: Callable[[Bucket, Update], None] | None = None,
         memory: Memory | None = None,
     ):
-        needs = compressor.traits.rates
-        if needs == "needed" and rates is None:
+        need = compressor.traits.rates
+        if need == "needed" and rates is None:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self.network, self.layers = network, dict(layers)
-        self.rates = None if needs == "unused" else rates
+        self.rates = None if need == "unused" else rates
         self.memory = Memory() if memory is None else memory
         self.buckets = [
-            Bucket(i, layout, source, source.init(layout, seed + i))
-            for i, (source, layout) in enumerate(plan(layers, bucket_mb, compressor))
+            Bucket(i, layout, collector, collector.init(layout, seed + i))
+            for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
         self._deliver = deliver or self._write
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
@@ -74,36 +81,44 @@ class Reducer:
         self.steps_done = 0
         self.bytes_sent = 0
         self.bytes_between_hosts = 0
-        self._sending = self._leaving = 0
+        self._sent = self._sent_between_hosts = 0
 
     def mark_ready(self, name: str, grad: Tensor) -> None:
-        """Note a layer's gradient (contiguous), which must stay as it is until its update has been delivered."""
+        """Note a layer's gradient, and start its bucket if it is the last one.
+
+        grad: contiguous. It must not change before its update is delivered.
+        """
         check_type(grad, f"the gradient of {name!r}")
         if self.layers[name].size == 0:
             return
         bucket = self._bucket_of[name]
         if name in bucket.grads:
-            raise RuntimeError(f"the gradient of {name!r} came twice in one step")
+            raise RuntimeError(
+                f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
+            )
         bucket.grads[name] = grad
         if len(bucket.grads) == len(bucket.layout.names):
             self._start(bucket)
 
     def start_all(self) -> None:
-        """Start every bucket that still waits; a layer without a gradient counts as one that is zero."""
+        """Start every bucket that has not started. A layer without a gradient gets one of zeros."""
         for bucket in self.buckets:
             if bucket.steps is None:
                 self._start(bucket)
 
     def advance(self) -> bool:
-        """Take all buckets under way one round on: answers in, next requests out. False once every update is delivered."""
-        live = [bucket for bucket in self.buckets if bucket.answer is not None]
-        for bucket in live:
+        """Advance all running buckets by one round: wait for their replies, and start their next requests.
+
+        Return False once every update is delivered.
+        """
+        running = [bucket for bucket in self.buckets if bucket.answer is not None]
+        for bucket in running:
             assert bucket.answer is not None
             self._resume(bucket, bucket.answer())
-        return bool(live)
+        return bool(running)
 
     def finish_step(self, scale: float = 1.0) -> None:
-        """Take the step to its end: all gradients are then scale times the mean update."""
+        """Finish all exchanges of the step. The gradients are then scale times the mean update."""
         self.scale = scale
         self.start_all()
         while self.advance():
@@ -111,14 +126,14 @@ class Reducer:
         self.end_step()
 
     def end_step(self) -> None:
-        """Close the books of a step whose updates have all been delivered."""
+        """Count the step and its bytes, after all its updates are delivered."""
         self.steps_done += 1
-        self.bytes_sent, self.bytes_between_hosts = self._sending, self._leaving
-        self._sending = self._leaving = 0
+        self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
+        self._sent = self._sent_between_hosts = 0
 
     def abort(self) -> None:
-        """Forget the step under way, after a failure of the network."""
-        self._sending = self._leaving = 0
+        """Discard the running step after a failure of the network."""
+        self._sent = self._sent_between_hosts = 0
         for bucket in self.buckets:
             if bucket.steps is not None:
                 bucket.steps.close()
@@ -126,15 +141,15 @@ class Reducer:
             bucket.grads.clear()
 
     def _start(self, bucket: Bucket) -> None:
-        layout, source, world = bucket.layout, bucket.source, self.network.world
+        layout, collector, world = bucket.layout, bucket.collector, self.network.world
         for name, size in zip(layout.names, layout.sizes, strict=True):
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
         rates = None if self.rates is None else tuple(map(self.rates, layout.names))
         grads = [bucket.grads[name] for name in layout.names]
-        acc = source.collect(grads, bucket.state, self.memory, world.size, rates)
+        acc = collector.collect(grads, bucket.state, self.memory, world.size, rates)
         bucket.round = 0
-        bucket.steps = source.exchange(acc, bucket.state, world)
+        bucket.steps = collector.exchange(acc, bucket.state, world)
         self._resume(bucket, None)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
@@ -145,34 +160,34 @@ class Reducer:
             bucket.steps = bucket.answer = None
             if not isinstance(end.value, Update):
                 raise TypeError(
-                    f"{bucket.source.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
+                    f"{bucket.collector.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
                 ) from None
             self._deliver(bucket, end.value)
             self.memory.give_back(end.value)
             bucket.grads.clear()
         else:
-            self._sending += bytes_of(request)
-            self._leaving += bytes_of(request, self.network.world.apart)
+            self._sent += bytes_of(request)
+            self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
             bucket.answer = self.network.start(request, f"{bucket.index}.{bucket.round}")
             bucket.round += 1
 
     def _write(self, bucket: Bucket, update: Update) -> None:
-        """Write an update into the gradients' own memory."""
+        """Write an update into the gradients."""
         kernels.spread(update.flat, [bucket.grads[name] for name in bucket.layout.names], self.scale, update.marks)
 
-    def alike(self) -> str:
-        """Describe what of the compressors' states must be the same on all ranks."""
-        return "; ".join(filter(None, (bucket.source.alike(bucket.state) for bucket in self.buckets)))
+    def common_state(self) -> str:
+        """Describe the parts of the compressors' states that all ranks must share."""
+        return "; ".join(filter(None, (bucket.collector.common_state(bucket.state) for bucket in self.buckets)))
 
     def stats(self) -> dict[str, Any]:
-        """Give figures of the last step. compression: dense float32 bytes over all bytes handed to the network."""
+        """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network."""
         dense = 4 * sum(layer.size for layer in self.layers.values())
-        own = [bucket.source.stats(bucket.state) for bucket in self.buckets]
+        by_bucket = [bucket.collector.stats(bucket.state) for bucket in self.buckets]
         return {
-            **{name: figure for figures in own for name, figure in figures.items()},
+            **{name: figure for figures in by_bucket for name, figure in figures.items()},
             "steps": self.steps_done,
             "buckets": len(self.buckets),
-            "overlap": not any(bucket.source.traits.whole_model for bucket in self.buckets),
+            "overlap": not any(bucket.collector.traits.whole_model for bucket in self.buckets),
             "bytes_dense": dense,
             "bytes_sent": self.bytes_sent,
             "bytes_between_hosts": self.bytes_between_hosts,
@@ -180,18 +195,24 @@ class Reducer:
         }
 
 
-def check_type(grad: Tensor, whose: str) -> None:
-    """Refuse a gradient of a type that kernels do not read."""
+def check_type(grad: Tensor, subject: str) -> None:
+    """Refuse a gradient of a type that kernels do not read.
+
+    subject: the gradient's description, with which the message begins.
+    """
     if grad.dtype not in GRADIENT_TYPES:
-        raise TypeError(f"{whose} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
+        raise TypeError(f"{subject} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
 
 
-def bytes_of(request: Request, goes: Callable[[int], bool] = lambda rank: True) -> int:
-    """What a rank hands to the network: a gather's capacity, a reduction's tensor, of a send the parts that go somewhere."""
+def bytes_of(request: Request, counts: Callable[[int], bool] = lambda rank: True) -> int:
+    """Count the bytes that a rank hands to the network: a gather's payload, a reduction's tensor, or the payloads of a send.
+
+    counts: says for which receivers the payloads of a send count.
+    """
     match request:
         case Gather(payload):
             return payload.bytes.numel()
         case Reduce(tensor):
             return tensor.numel() * tensor.element_size()
         case Send(payloads):
-            return sum(payload.bytes.numel() for rank, payload in payloads.items() if goes(rank))
+            return sum(payload.bytes.numel() for rank, payload in payloads.items() if counts(rank))

@@ -1,4 +1,4 @@
-"""What a door has behind it: a model's gradients in, updates in their place, once all ranks have found that they agree."""
+"""Sessions: one model's exchanges behind a door. Before the first exchange the ranks meet and check that they agree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from gradcomp.requests import Gather
 
 @dataclass(frozen=True)
 class Options:
-    """What a door hands through from its user. optimizer: checks a momentum in the spec, and tells learning rates."""
+    """The options that a door passes on from its user.
+
+    optimizer: the source of learning rates; its momentum is checked against the spec's. bucket_mb: the largest size of a bucket
+    of several layers, in 10^6 bytes. seed: the seed of random draws.
+    """
 
     optimizer: torch.optim.Optimizer | None
     bucket_mb: float
@@ -32,36 +36,36 @@ class Options:
 
 
 class Session:
-    """One model's exchanges on one rank. unknown: what the door says of a gradient that belongs to none of the parameters."""
+    """One model's exchanges on one rank. unknown: the door's message for a gradient of none of the parameters."""
 
     def __init__(self, compressor: Compressor, parameters: Parameters, network: Connection, options: Options, unknown: str):
         self.parameters, self.network = parameters, network
         self._options, self._unknown = options, unknown
-        self._met: object = None
-        self._under_way = False
+        self._met_in: object = None  # the network's generation in which the ranks met last
+        self._step_began = False
         self._held: dict[str, Slot] = {}
-        self._reducer = self._made(compressor)
+        self._reducer = self._make_reducer(compressor)
         self.spec = str(compressor)
 
     @property
     def has_met(self) -> bool:
-        """Whether the ranks have found that they agree, since the network was last initialised."""
-        return self._met is self.network.generation
+        """Whether the ranks have met since the network was last initialised."""
+        return self._met_in is self.network.generation
 
     def slot(self, parameter: Tensor) -> Slot:
-        """The slot of a parameter."""
+        """Find the slot of a parameter. Refuse an unknown parameter."""
         slot = self.parameters.slot(parameter)
         if slot is None:
             raise ValueError(self._unknown)
         return slot
 
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
-        """Note that a parameter's gradient is complete; the last one of a bucket sets the bucket's exchange going.
+        """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
 
-        grad: where it is, in the order of the parameter's own memory, if it is not the parameter's own.
-        hold: not before the ranks have met, for which they wait for one another; finish_step() makes up for it.
+        grad: the gradient in the order of the parameter's memory; parameter.grad by default.
+        hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
         """
-        self._under_way = True
+        self._step_began = True
         if hold and not self.has_met:
             self._held[slot.name] = slot
             return
@@ -70,13 +74,13 @@ class Session:
             self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
 
     def finish_step(self, scale: float = 1.0) -> None:
-        """Bring the step to its end: all gradients are then scale times the mean update. Only a step's first call counts."""
-        if not self._under_way:
+        """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
+        if not self._step_began:
             return
         held, self._held = self._held, {}
         for slot in held.values():
             self.mark_ready(slot)
-        self._under_way = False
+        self._step_began = False
         with self._guarded():
             self._reducer.finish_step(scale)
         for slot in self.parameters.slots:
@@ -87,42 +91,39 @@ class Session:
         return self._reducer.steps_done
 
     def stats(self) -> dict[str, Any]:
-        """Give figures of the last step on this rank."""
+        """Return figures of the last step on this rank."""
         return self._reducer.stats()
 
     def residual(self) -> dict[str, Tensor]:
-        """Copy what this rank has not sent yet, by name, in the parameters' shapes."""
-        kept = checkpoint.residual(self._reducer)
-        return {slot.name: slot.shaped(kept[slot.name]) for slot in self.parameters.slots}
+        """Copy this rank's residual, by name, in the parameters' shapes."""
+        flat = checkpoint.residual(self._reducer)
+        return {slot.name: slot.shaped(flat[slot.name]) for slot in self.parameters.slots}
 
     def change(self, compressor: Compressor) -> None:
-        """Continue with another compressor, carrying over what waits. Where the ranks have met they do so again, at once."""
-        if self._under_way and self.has_met:
+        """Continue with another compressor, and carry residuals over. If the ranks have met before, they meet again at once."""
+        if self._step_began and self.has_met:
             raise RuntimeError(
                 "change() came in the middle of a step: call it after optimizer.step(), before the next backward"
             )
-        meet, chosen = self.has_met, checkpoint.carrying(compressor, self._reducer)
-        changed = self._made(chosen)
+        meet_again, compressor = self.has_met, checkpoint.successor(compressor, self._reducer)
+        changed = self._make_reducer(compressor)
         checkpoint.carry(self._reducer, changed)
-        self._reducer, self.spec, self._met = changed, str(chosen), None
-        if meet:
+        self._reducer, self.spec, self._met_in = changed, str(compressor), None
+        if meet_again:
             self.meet()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what this rank's next step depends on."""
-        return checkpoint.stamped(self.spec, rank=checkpoint.save(self._reducer))
+        """Copy all that this rank's next step depends on."""
+        return checkpoint.stamp(self.spec, rank=checkpoint.save(self._reducer))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what state_dict() gave on this rank."""
+        """Continue from a state that state_dict() returned on this rank."""
         checkpoint.check_stamp(state, self.spec)
         checkpoint.load(self._reducer, state["rank"])
-        self._met = None
+        self._met_in = None
 
     def meet(self) -> None:
-        """Before the first exchange, and after every re-initialisation of the network: find out whether all ranks agree.
-
-        This waits for the other ranks.
-        """
+        """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised."""
         if self.has_met:
             return
         self._reducer.abort()
@@ -134,15 +135,15 @@ class Session:
             "seed": str(self._options.seed),
             "bucket_mb": str(self._options.bucket_mb),
             **self.parameters.terms(),
-            "compressor's state": self._reducer.alike(),
+            "compressor's state": self._reducer.common_state(),
         }
         agreement.check(terms, self._gather(agreement.record(terms), "agreement"))
         host = hashlib.blake2b(self.network.host.encode(), digest_size=8).digest()
         hosts = self._gather(torch.frombuffer(bytearray(host), dtype=torch.int64), "hosts")
         self.network.hosts = tuple(map(int, hosts))
-        self._met = generation
+        self._met_in = generation
 
-    def _made(self, compressor: Compressor) -> Reducer:
+    def _make_reducer(self, compressor: Compressor) -> Reducer:
         optimizer = self._options.optimizer
         if warning := check_momentum(compressor, optimizer):
             warnings.warn(warning, stacklevel=4)
@@ -158,9 +159,9 @@ class Session:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """After any failure the step under way is forgotten, and the next one begins with a meeting."""
+        """Make the ranks meet again after any failure. The meeting discards the failed step."""
         try:
             yield
         except BaseException:
-            self._met = None
+            self._met_in = None
             raise

@@ -1,4 +1,4 @@
-"""A compressor around a compressor: what a wrapper does not change is forwarded, here and nowhere else."""
+"""Wrapper: a compressor around a compressor. Only this file forwards the methods that a wrapper does not change."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from gradcomp.protocol import Compressor, Layer, Layout, Traits
 
 @dataclass(frozen=True)
 class Wrapper(Compressor):
-    """Base of all wrappers. A subclass has an inner compressor, whose state is found in its own by within()."""
+    """Base of all wrappers. inner is the wrapped compressor; inner_state() finds its state in the wrapper's state."""
 
     inner: Compressor
 
     def __post_init__(self) -> None:
         knobs.check(self, self.name)
         if self.inner.traits.outermost:
-            raise ValueError(f"{type(self).__name__} cannot go around {self.inner}, which brings error feedback along")
+            raise ValueError(
+                f"{type(self).__name__} cannot go around {self.inner}, which contains error feedback; wrap what is inside"
+            )
 
     @property
     def name(self) -> str:
@@ -29,18 +31,18 @@ class Wrapper(Compressor):
 
     def __str__(self) -> str:
         head, _, tail = str(self.inner).partition(":")
-        return ":".join(filter(None, (head, ",".join(filter(None, (tail, *self.added()))))))
+        return ":".join(filter(None, (head, ",".join(filter(None, (tail, *self.added_knobs()))))))
 
-    def added(self) -> list[str]:
-        """What the canonical spec has beside the inner compressor's knobs."""
-        return knobs.given(self)
+    def added_knobs(self) -> list[str]:
+        """List the knobs that the wrapper adds to the canonical spec."""
+        return knobs.changed(self)
 
-    def around(self, inner: Compressor) -> Wrapper:
-        """The same wrapper around another compressor."""
+    def wrap(self, inner: Compressor) -> Wrapper:
+        """Make the same wrapper around another compressor."""
         return replace(self, inner=inner)
 
-    def within(self, state: Any) -> Any:
-        """The inner compressor's state."""
+    def inner_state(self, state: Any) -> Any:
+        """Return the inner compressor's state."""
         return state.inner
 
     @property
@@ -49,11 +51,11 @@ class Wrapper(Compressor):
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         chosen = self.inner.choose(name, layer)
-        return self if chosen is self.inner else self.around(chosen)
+        return self if chosen is self.inner else self.wrap(chosen)
 
     def ease(self, progress: float) -> Compressor | None:
         gentler = self.inner.ease(progress)
-        return None if gentler is None else self.around(gentler)
+        return None if gentler is None else self.wrap(gentler)
 
     def init(self, layout: Layout, seed: int) -> Any:
         return self.inner.init(layout, seed)
@@ -62,16 +64,16 @@ class Wrapper(Compressor):
         return self.inner.refuses(feedback)
 
     def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
-        self.inner.revise(residual, velocity, self.within(state), rates)
+        self.inner.revise(residual, velocity, self.inner_state(state), rates)
 
     def save(self, state: Any) -> dict[str, Any]:
-        return self.inner.save(self.within(state))
+        return self.inner.save(self.inner_state(state))
 
     def load(self, state: Any, saved: Mapping[str, Any]) -> None:
-        self.inner.load(self.within(state), saved)
+        self.inner.load(self.inner_state(state), saved)
 
-    def alike(self, state: Any) -> str:
-        return self.inner.alike(self.within(state))
+    def common_state(self, state: Any) -> str:
+        return self.inner.common_state(self.inner_state(state))
 
     def stats(self, state: Any) -> dict[str, Any]:
-        return self.inner.stats(self.within(state))
+        return self.inner.stats(self.inner_state(state))

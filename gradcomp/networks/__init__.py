@@ -1,4 +1,4 @@
-"""Three implementations of one method: start(request, name) sets an exchange going and returns what waits for the answer."""
+"""Networks: three implementations of start(request, name), which starts an operation and returns a function for the answer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from gradcomp.requests import Reply, Request, World
 
+# Waits for the reply to a request, and returns it.
 Answer = Callable[[], Reply]
-"""Waits for the answer of a request, and returns it."""
 
 
 class Network(Protocol):
-    """What moves requests between ranks. Names are the same on all ranks and in every step."""
+    """Carries out the requests of one rank. A request has the same name on all ranks and in every step."""
 
     @property
     def world(self) -> World: ...
@@ -22,21 +22,20 @@ class Network(Protocol):
 
 
 class Connection(Network, Protocol):
-    """A network between processes, whose ranks have to meet before they exchange gradients."""
+    """A network between processes. Its ranks must meet before they exchange gradients."""
 
+    # Each rank's host as a number; None until the ranks have met.
     hosts: tuple[int, ...] | None
-    """A number for each rank's host, once the ranks have met."""
-
+    # The device of the tensors that the ranks exchange when they meet.
     device: torch.device
-    """Where the tensors lie by which the ranks meet."""
 
     @property
     def generation(self) -> object:
-        """Changes whenever the network is re-initialised; the ranks then meet again."""
+        """Changes whenever the network is re-initialised. The ranks then meet again."""
 
     @property
     def host(self) -> str:
-        """A name for this rank's host, another one on each host."""
+        """A name for this rank's host, different on each host."""
 
     def prepare(self) -> None:
-        """Prepare for the ranks' meeting."""
+        """Prepare for the meeting of the ranks."""

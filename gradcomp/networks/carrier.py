@@ -1,4 +1,4 @@
-"""The carrier: the one number that Horovod reduces in a gradient's stead, chosen so that the result tells the operation."""
+"""The carrier: the number that Horovod reduces in place of a gradient. Its reduced value reveals the operation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def carrier(rank: int) -> Tensor:
-    """What a rank gives: its number plus 2. (A 1 from all would come back as 1 from Average, Min, Max and Product alike.)"""
+    """Make a rank's carrier: the rank plus 2. (If all gave 1, Average, Min, Max and Product would all give 1 back.)"""
     return torch.tensor([rank + 2.0])
 
 
 def scale(result: float, size: int) -> float:
-    """What the mean is to be multiplied by: 1 for op=Average, the number of ranks for op=Sum; all else is refused."""
+    """Return the op's result over the mean: 1 for op=Average, the number of ranks for op=Sum. Refuse other ops."""
     results = {
         "Average": (size + 3) / 2,
         "Sum": size * (size + 3) / 2,
@@ -25,9 +25,9 @@ def scale(result: float, size: int) -> float:
     op = next((op for op, expected in results.items() if math.isclose(result, expected, rel_tol=1e-4)), "")
     if not op:
         raise ValueError(
-            "the gradients are reduced in a way gradcomp does not know, or the optimizer works in another process set than "
-            "Compression(process_set=...) was given"
+            f"the optimizer reduced a carrier to {result}, which fits neither op=Average nor op=Sum over {size} ranks; use one "
+            "of these, and give hvd.DistributedOptimizer and Compression the same process_set"
         )
     if op not in ("Average", "Sum"):
-        raise ValueError(f"the gradients are reduced with op={op}, which cannot be compressed; use op=Average or op=Sum")
+        raise ValueError(f"the optimizer reduces gradients with op={op}, which cannot be compressed; use op=Average or op=Sum")
     return 1.0 if op == "Average" else float(size)

@@ -1,4 +1,4 @@
-"""Requests as Horovod's operations. Horovod stays as it is published."""
+"""The network of Horovod: requests become its operations. Horovod itself is not changed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from horovod.torch import mpi_ops
 
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
-from gradcomp.networks.mail import check_senders, mail, opened
+from gradcomp.networks.mail import check_senders, pack, unpack
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3  # seconds
+# Seconds between two looks at an operation under way.
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
 
 
 class HorovodNetwork:
-    """Requests as Horovod's operations, each under a name that is the same on all ranks and in every step."""
+    """Turns requests into Horovod's operations. An operation has the same name on all ranks and in every step."""
 
     def __init__(self, process_set: hvd.ProcessSet):
         self.process_set = process_set
         self.prefix = ""
         self.hosts: tuple[int, ...] | None = None
         self.device = torch.device("cpu")
-        self._numbered: object = None
+        self._prepared_for: object = None
 
     @property
     def world(self) -> World:
@@ -37,28 +38,28 @@ class HorovodNetwork:
 
     @property
     def generation(self) -> object:
-        """Horovod's map of handles, which every hvd.init() makes anew."""
+        """Horovod's map of handles, which every hvd.init() replaces."""
         return getattr(mpi_ops, "_handle_map", mpi_ops)
 
     @property
     def host(self) -> str:
-        own = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        if mpi_ops.is_homogeneous():  # then the launcher has numbered the hosts, and names may be as they like
-            own += f" {hvd.cross_rank()}"
-        return own
+        name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+        if mpi_ops.is_homogeneous():  # then the launcher has numbered the hosts, so that two hosts may have one name
+            name += f" {hvd.cross_rank()}"
+        return name
 
     def prepare(self) -> None:
-        if self.generation is not self._numbered:
-            self._numbered = self.generation
+        if self.generation is not self._prepared_for:
+            self._prepared_for = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
 
     def start(self, request: Request, name: str) -> Answer:
-        """Set an operation going; calling the result waits for its answer."""
+        """Start an operation. The returned function waits for its reply."""
         options = {"name": f"{self.prefix}.{name}", "process_set": self.process_set}
         match request:
-            case Gather(own):
-                handle = _try(hvd.allgather_async, own.bytes, **options)
-                return lambda: [payload.read(own.form, part) for part in _result(handle).chunk(self.world.size)]
+            case Gather(sent):
+                handle = _try(hvd.allgather_async, sent.bytes, **options)
+                return lambda: [payload.read(sent.form, part) for part in _result(handle).chunk(self.world.size)]
             case Reduce(tensor, scale):
                 handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
                 return lambda: _result(handle)
@@ -66,22 +67,22 @@ class HorovodNetwork:
                 return self._send(request, name, options)
 
     def _send(self, request: Send, name: str, options: dict[str, Any]) -> Answer:
-        outgoing, goes, comes = mail(request, self.world)
-        handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(goes, dtype=torch.int32), **options)
+        outgoing, bytes_out, bytes_in = pack(request, self.world)
+        handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
 
         def answer() -> Reply:
             incoming, counts = _result(handle)
-            if counts.tolist() != comes:
+            if counts.tolist() != bytes_in:
                 me = self.world.rank
-                came = [i for i, n in enumerate(counts.tolist()) if n and (i != me or me in request.payloads)]
-                check_senders(request, came, name)
-            return opened(request, incoming, comes)
+                senders = [rank for rank, n in enumerate(counts.tolist()) if n and (rank != me or me in request.payloads)]
+                check_senders(request, senders, name)
+            return unpack(request, incoming, bytes_in)
 
         return answer
 
 
 def _result(handle: Any) -> Any:
-    """An operation's result, waited for asleep: hvd.synchronize spins, on a core that a rank's backward may need."""
+    """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
     pause = SHORTEST_PAUSE
     while not _try(hvd.poll, handle):
         time.sleep(pause)
@@ -89,16 +90,18 @@ def _result(handle: Any) -> Any:
     answer = _try(hvd.synchronize, handle)
     for tensor in answer if isinstance(answer, tuple) else (answer,):
         if tensor.is_cuda:
-            _take_over(tensor)
+            _wait_on_stream(tensor)
     return answer
 
 
-def _take_over(output: torch.Tensor) -> None:
-    """Horovod's threads make outputs on the device's default stream, and see to it that this one waits. Another stream waits
-    for that one, and memory that it still reads is given to nobody else."""
-    stream, theirs = torch.cuda.current_stream(output.device), torch.cuda.default_stream(output.device)
-    if stream != theirs:
-        stream.wait_stream(theirs)
+def _wait_on_stream(output: torch.Tensor) -> None:
+    """Make the current stream wait for an output, and keep the output's memory until this stream has read it.
+
+    Horovod's threads make outputs on the device's default stream. They make only that stream wait for them.
+    """
+    stream, default = torch.cuda.current_stream(output.device), torch.cuda.default_stream(output.device)
+    if stream != default:
+        stream.wait_stream(default)
         output.record_stream(stream)
 
 
@@ -106,24 +109,25 @@ def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return operation(*args, **options)
     except (HorovodInternalError, ValueError) as error:
-        raise broken(error) from error
+        raise exchange_failure(error) from error
 
 
-def broken(error: Exception) -> HorovodInternalError:
-    """The error that Horovod's own recovery knows, with what may have caused it."""
+def exchange_failure(error: Exception) -> HorovodInternalError:
+    """Wrap an error in the type that Horovod's elastic recovery catches, with its possible causes."""
     return HorovodInternalError(
-        f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), in which gathers cannot take part "
-        "(give every rank the same number of steps instead); a rank ended or raised, see its output; the network broke."
+        f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), which gathers do not support (give "
+        "every rank the same number of steps instead); a rank ended or raised an error (see its output); the network failed."
     )
 
 
+# The generation of the network, and for each process set in it the number of the next HorovodNetwork.
 _numbers: tuple[object, dict[int, int]] = (None, {})
 
 
 def _next_number(generation: object, process_set: int) -> int:
-    """Number the networks of a process set in the order in which they begin, for the names of their operations.
+    """Number the networks of a process set in the order of their first meetings, for the names of their operations.
 
-    Numbers begin at 0 again after every re-initialisation, so that an old process and a new one come to the same number.
+    Numbers restart at 0 after every re-initialisation, so that a process that stayed and a new one use the same numbers.
     """
     global _numbers
     if _numbers[0] is not generation:

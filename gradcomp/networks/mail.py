@@ -1,4 +1,4 @@
-"""A send as an alltoall: one buffer out, one buffer in, and how many of their bytes go to and come from each rank."""
+"""A send as an alltoall: one buffer out, one buffer in, and the number of bytes to and from each rank."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from gradcomp.requests import Payload, Send, World
 
 
 class Mail(NamedTuple):
-    """What an alltoall is given: the buffer, how many of its bytes go to each rank, and how many come from each."""
+    """The arguments of an alltoall: the buffer to send, its bytes for each rank, and the bytes to receive from each rank."""
 
     outgoing: Tensor
-    goes: list[int]
-    comes: list[int]
+    bytes_out: list[int]
+    bytes_in: list[int]
 
 
-def mail(request: Send, world: World) -> Mail:
-    """Lay a send out. A rank with nothing for itself sends itself a word of zeros: no operation is of nothing, in or out."""
-    parts, senders, form, device = request
+def pack(request: Send, world: World) -> Mail:
+    """Lay a send out in one buffer.
+
+    A rank that has no payload for itself sends itself a word of zeros, so that no operation is empty, out or in.
+    """
+    payloads, senders, form, device = request
     ranks, word = range(world.size), torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-    goes = [payload.size(form) if rank in parts else ALIGNMENT * (rank == world.rank) for rank in ranks]
-    comes = [payload.size(form) if rank in senders else ALIGNMENT * (rank == world.rank) for rank in ranks]
-    return Mail(torch.cat([parts[rank].bytes if rank in parts else word for rank in ranks if goes[rank]]), goes, comes)
+    bytes_out = [payload.size(form) if rank in payloads else ALIGNMENT * (rank == world.rank) for rank in ranks]
+    bytes_in = [payload.size(form) if rank in senders else ALIGNMENT * (rank == world.rank) for rank in ranks]
+    outgoing = torch.cat([payloads[rank].bytes if rank in payloads else word for rank in ranks if bytes_out[rank]])
+    return Mail(outgoing, bytes_out, bytes_in)
 
 
-def opened(request: Send, incoming: Tensor, comes: list[int]) -> dict[int, Payload]:
-    """Read what came in an alltoall."""
-    came = enumerate(incoming.split(comes))
-    return {rank: payload.read(request.form, part) for rank, part in came if rank in request.senders}
+def unpack(request: Send, incoming: Tensor, bytes_in: list[int]) -> dict[int, Payload]:
+    """Read the payloads in the received buffer, by sender."""
+    parts = enumerate(incoming.split(bytes_in))
+    return {rank: payload.read(request.form, part) for rank, part in parts if rank in request.senders}
 
 
-def check_senders(request: Send, came: Collection[int], name: str) -> None:
-    """Refuse what came from others than were to send here."""
-    if {*came} != {*request.senders}:
+def check_senders(request: Send, senders: Collection[int], name: str) -> None:
+    """Refuse an alltoall in which other ranks sent than the request names."""
+    if {*senders} != {*request.senders}:
         raise RuntimeError(
-            f"exchange {name}: something was to come from ranks {sorted(request.senders)}, but it came from {sorted(came)}: "
-            "are all ranks at the same step?"
+            f"exchange {name}: payloads were expected from ranks {sorted(request.senders)}, but came from {sorted(senders)}; "
+            "check that all ranks are at the same step"
         )

@@ -1,4 +1,4 @@
-"""Ranks in one process: each posts its requests on a board, and finds the answers there once all have posted theirs."""
+"""The network of simulated ranks in one process: ranks post requests on a board, which answers once all have posted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Send, Wor
 
 
 class Round:
-    """One request of every rank, and once all are there the answers. It goes when the last rank has let go of it."""
+    """The requests of all ranks for one exchange, and the replies to them."""
 
     def __init__(self, name: str, world: int):
         self.name, self.missing = name, world
@@ -19,7 +19,7 @@ class Round:
 
     def post(self, rank: int, request: Request) -> None:
         if self.requests[rank] is not None:
-            raise RuntimeError(f"exchange {self.name}: rank {rank} asks twice")
+            raise RuntimeError(f"exchange {self.name}: rank {rank} posted two requests; a rank posts one")
         self.requests[rank] = request
         self.missing -= 1
 
@@ -34,46 +34,50 @@ class Round:
         first = requests[0]
         if any(type(request) is not type(first) for request in requests):
             kinds = ", ".join(type(request).__name__ for request in requests)
-            raise RuntimeError(f"exchange {self.name}: the ranks ask for different things ({kinds})")
+            raise RuntimeError(
+                f"exchange {self.name}: the ranks posted different requests ({kinds}); all ranks must yield the same sequence"
+            )
         match first:
             case Gather():
                 payloads: list[Payload] = [r.payload for r in requests if isinstance(r, Gather)]
                 if len({payload.form for payload in payloads}) > 1:
-                    raise RuntimeError(f"exchange {self.name}: the ranks' payloads have different forms")
+                    raise RuntimeError(
+                        f"exchange {self.name}: the ranks' payloads have different forms; all ranks must use the same"
+                    )
                 return [payloads] * world
             case Reduce(tensor, scale):
                 for request in requests[1:]:
                     assert isinstance(request, Reduce)
-                    tensor += request.tensor  # it was given away
+                    tensor += request.tensor  # a yielded tensor may be overwritten
                 return [tensor.mul_(scale)] * world
             case Send():
                 sends = [r for r in requests if isinstance(r, Send)]
                 replies: list[Reply] = []
-                for me, own in enumerate(sends):
-                    came = {rank: each.payloads[me] for rank, each in enumerate(sends) if me in each.payloads}
-                    check_senders(own, came, self.name)
-                    replies.append(came)
+                for receiver, request in enumerate(sends):
+                    received = {rank: each.payloads[receiver] for rank, each in enumerate(sends) if receiver in each.payloads}
+                    check_senders(request, received, self.name)
+                    replies.append(received)
                 return replies
-        raise TypeError(f"exchange {self.name}: {first!r} is no request")
+        raise TypeError(f"exchange {self.name}: {first!r} is not a request; yield a Gather, a Reduce or a Send")
 
 
 class Board:
-    """The rounds for which some rank has not posted yet."""
+    """The rounds that still miss the request of some rank. A complete round is kept only by the answers that read it."""
 
     def __init__(self, world: int):
         self.world = world
         self._open: dict[str, Round] = {}
 
     def clear(self) -> None:
-        """Forget what some rank has not posted for, after a failure."""
+        """Discard the incomplete rounds after a failure."""
         self._open.clear()
 
     def post(self, name: str, rank: int, request: Request) -> Round:
-        own = self._open.setdefault(name, Round(name, self.world))
-        own.post(rank, request)
-        if own.missing == 0:
+        current = self._open.setdefault(name, Round(name, self.world))
+        current.post(rank, request)
+        if current.missing == 0:
             del self._open[name]
-        return own
+        return current
 
 
 class MemoryNetwork:

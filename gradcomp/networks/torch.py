@@ -1,4 +1,4 @@
-"""Requests as collective operations of a process group of torch.distributed, asked for by all ranks in the same order."""
+"""The network of torch.distributed: requests become collective operations of a process group."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch.distributed as dist
 
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
-from gradcomp.networks.mail import mail, opened
+from gradcomp.networks.mail import pack, unpack
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
+# One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""One operation that has two names, of which some versions of torch do not know the first, and others warn of the second."""
 
 
 class TorchNetwork:
-    """Requests as collective operations of a process group, asked for by all ranks in the same order."""
+    """Turns requests into collective operations of a process group. All ranks start them in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.hosts: tuple[int, ...] | None = None
-        self.device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device  # NCCL takes the GPU's alone
+        self.device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device  # NCCL takes only a GPU's tensors
 
     @property
     def world(self) -> World:
@@ -32,39 +32,39 @@ class TorchNetwork:
 
     @property
     def generation(self) -> object:
-        """The group: it lasts as long as the model's DistributedDataParallel."""
+        """The group, which lasts as long as the model's DistributedDataParallel."""
         return self.group
 
     @property
     def host(self) -> str:
-        return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # by which torchrun numbers the hosts
+        return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun's number of the host
 
     def prepare(self) -> None:
-        """There is nothing to be prepared."""
+        """Do nothing: a process group is ready when it is made."""
 
     def start(self, request: Request, name: str) -> Answer:
-        """Set an operation going; calling the result waits for its answer."""
+        """Start an operation. The returned function waits for its reply."""
         match request:
-            case Gather(own):
-                came = own.bytes.new_empty(self.world.size * own.bytes.numel())
-                waiting = all_gather(came, own.bytes, self.group, async_op=True)
-                return _after(waiting, lambda: [payload.read(own.form, part) for part in came.chunk(self.world.size)])
+            case Gather(sent):
+                received = sent.bytes.new_empty(self.world.size * sent.bytes.numel())
+                work = all_gather(received, sent.bytes, self.group, async_op=True)
+                return _after(work, lambda: [payload.read(sent.form, part) for part in received.chunk(self.world.size)])
             case Reduce(tensor, scale):
-                waiting = dist.all_reduce(tensor, group=self.group, async_op=True)
-                return _after(waiting, lambda: tensor if scale == 1 else tensor.mul_(scale))
+                work = dist.all_reduce(tensor, group=self.group, async_op=True)
+                return _after(work, lambda: tensor if scale == 1 else tensor.mul_(scale))
             case Send():
-                outgoing, goes, comes = mail(request, self.world)
-                came = outgoing.new_empty(sum(comes))
-                waiting = dist.all_to_all_single(came, outgoing, comes, goes, self.group, async_op=True)
-                return _after(waiting, lambda: opened(request, came, comes))
+                outgoing, bytes_out, bytes_in = pack(request, self.world)
+                incoming = outgoing.new_empty(sum(bytes_in))
+                work = dist.all_to_all_single(incoming, outgoing, bytes_in, bytes_out, self.group, async_op=True)
+                return _after(work, lambda: unpack(request, incoming, bytes_in))
 
 
-def _after(waiting: dist.Work | None, answer: Answer) -> Answer:
-    """Waits, which with NCCL is the stream's to do, and then answers."""
-    assert waiting is not None
+def _after(work: dist.Work | None, read: Answer) -> Answer:
+    """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""
+    assert work is not None
 
-    def answered() -> Reply:
-        waiting.wait()
-        return answer()
+    def answer() -> Reply:
+        work.wait()
+        return read()
 
-    return answered
+    return answer

@@ -86,7 +86,7 @@ class Lgc(Compressor):
             state.coder = self._autoencoder(saved["decoders"], state)
             state.coder.load(saved["coder"])
 
-    def alike(self, state: LgcState) -> str:
+    def common_state(self, state: LgcState) -> str:
         coder = state.coder if state.phases.now == CODE else None
         return state.phases.alike() + ("" if coder is None else f", weights {coder.digest()}")
 
