@@ -22,7 +22,7 @@ from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.orq import Orq
 from gradcomp.compressors.topk import TopK
 from gradcomp.engine.by_host import ByHost
-from gradcomp.engine.feedback import Feedback, Plain
+from gradcomp.engine.feedback import Feedback, NoFeedback
 from gradcomp.knobs import Knob, knob
 from gradcomp.spec import WRAPPERS, kind_of
 
@@ -41,7 +41,7 @@ def test_every_field_is_a_declared_knob(kind: Any) -> None:
 
 @all_knobs
 def test_every_knob_has_a_line_of_help_and_a_default_in_its_range(kind: Any, field: dataclasses.Field[Any]) -> None:
-    own = knobs.declared(field)
+    own = knobs.declaration(field)
     assert own.help and "\n" not in own.help and len(own.help) <= 110, field.name
     assert own.allows(field.default)
     assert own.range or isinstance(field.default, bool), f"{field.name} may be anything"
@@ -198,10 +198,10 @@ def test_a_pattern_that_comes_twice_is_refused() -> None:
 
 
 def test_wrappers_go_around_once() -> None:
-    with pytest.raises(ValueError, match="ByHost cannot go around topk, which brings error feedback along"):
+    with pytest.raises(ValueError, match="ByHost cannot go around topk, which contains error feedback"):
         ByHost(Feedback(TopK()))
     with pytest.raises(ValueError, match="topk needs error feedback"):
-        Plain(TopK())
+        NoFeedback(TopK())
     assert gradcomp.make(Feedback(Dense(), feedback=False)) == Dense()
 
 

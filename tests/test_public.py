@@ -215,7 +215,7 @@ def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> N
 def test_changing_to_a_spec_that_would_lose_what_waits_is_refused() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (10,)}, 1)
     simulation.step([{"w": torch.ones(10)}])
-    with pytest.raises(ValueError, match="would lose what has not been sent yet"):
+    with pytest.raises(ValueError, match="would lose the residual"):
         simulation.change("sign:feedback=false")
     simulation.change("orq:sigmas=1.5")
     assert simulation.state_dict()["spec"] == "orq:sigmas=1.5"

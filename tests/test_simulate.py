@@ -42,13 +42,13 @@ def test_gradients_are_only_read() -> None:
 
 
 def test_wrong_input_gets_a_sentence() -> None:
-    with pytest.raises(ValueError, match="world=0: a simulation needs at least one rank"):
+    with pytest.raises(ValueError, match="world=0 must be at least 1: a simulation needs at least one rank"):
         simulation(0)
-    with pytest.raises(ValueError, match="gradients of 1 ranks were given, but the simulation has 2"):
+    with pytest.raises(ValueError, match=r"step\(\) got gradients of 1 ranks, but the simulation has 2"):
         simulation().step([grads(1)])
     with pytest.raises(ValueError, match="rank 1: there is no parameter 'v'; known: w, b"):
         simulation().step([grads(1), {"v": torch.zeros(1)}])
-    with pytest.raises(ValueError, match=r"rank 0: 'w' is of shape \(2, 3\), its gradient \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"rank 0: 'w' has shape \(2, 3\), but its gradient has \(3, 2\)"):
         simulation().step([{"w": torch.zeros(3, 2)}, {}])
     with pytest.raises(TypeError, match=r"the gradient of 'b' is torch\.int64; gradcomp takes float32"):
         simulation(1).step([{"b": torch.ones(4, dtype=torch.int64)}])
@@ -77,7 +77,7 @@ class Nondeterministic(Compressor):
 
 def test_ranks_that_come_to_different_updates_are_found_out() -> None:
     s = gradcomp.Simulation(Nondeterministic(), {"w": (3,)}, 2)
-    with pytest.raises(RuntimeError, match="rank 1 came to another update of 'w' than rank 0"):
+    with pytest.raises(RuntimeError, match="rank 1 has another update of 'w' than rank 0"):
         s.step([{}, {}])
 
 
@@ -112,7 +112,7 @@ def test_a_sender_that_says_nothing_is_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Send({}, [1], FORM, CPU))
     board.post("x", 1, Send({}, [], FORM, CPU))
-    with pytest.raises(RuntimeError, match=r"exchange x: something was to come from ranks \[1\], but it came from \[\]"):
+    with pytest.raises(RuntimeError, match=r"exchange x: payloads were expected from ranks \[1\], but came from \[\]"):
         own.reply(0)
 
 
@@ -120,5 +120,5 @@ def test_ranks_that_ask_for_different_things_are_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Reduce(torch.zeros(1)))
     board.post("x", 1, Gather(payloads.whole(torch.zeros(1))))
-    with pytest.raises(RuntimeError, match=r"exchange x: the ranks ask for different things \(Reduce, Gather\)"):
+    with pytest.raises(RuntimeError, match=r"exchange x: the ranks posted different requests \(Reduce, Gather\)"):
         own.reply(0)

@@ -34,7 +34,7 @@ def test_specs_mean_what_they_say() -> None:
         ("topk:nesterov=maybe", "'topk:nesterov=maybe': nesterov=maybe must be of type bool"),
         ("topk:ratio=1,ratio=1", "the knob 'ratio' is given twice"),
         ("topk:momentum=1", "topk: momentum=1 must be in [0, 1)"),
-        ("topk:nesterov=true", "nesterov needs a momentum above 0"),
+        ("topk:nesterov=true", "nesterov=true needs a momentum above 0"),
     ],
 )
 def test_wrong_specs_get_a_sentence(spec: str, sentence: str) -> None:

@@ -26,7 +26,7 @@ def scale(result: float, size: int) -> float:
     if not op:
         raise ValueError(
             f"the optimizer reduced a carrier to {result}, which fits neither op=Average nor op=Sum over {size} ranks; use one "
-            "of these, and give hvd.DistributedOptimizer and Compression the same process_set"
+            "of these, and give hvd.DistributedOptimizer and Compression the same process set"
         )
     if op not in ("Average", "Sum"):
         raise ValueError(f"the optimizer reduces gradients with op={op}, which cannot be compressed; use op=Average or op=Sum")

@@ -8,7 +8,7 @@ import torch
 from laws import SHAPES, check_conservation, draw
 
 import gradcomp
-from gradcomp.engine.by_host import place_of
+from gradcomp.engine.by_host import position_of
 from gradcomp.requests import World
 
 PLACES = [(2, 2), (4, 2), (6, 3), (8, 4), (8, 2)]
@@ -107,13 +107,13 @@ def test_momentum_is_masked_on_all_ranks_of_a_host() -> None:
     assert not simulation.step([{"w": zeros} for _ in range(4)])["w"].any()
 
 
-def test_places() -> None:
+def test_positions() -> None:
     scattered = World(2, 4, (7, 9, 9, 7))
-    place = place_of(scattered)
-    assert (place.host, place.peers, place.part, place.world) == ((1, 2), (3, 2), 1, World(1, 2))
-    assert place_of(World(1, 3)).host == (1,)
-    with pytest.raises(ValueError, match="by_host needs as many ranks on every host, but there are 2, 1"):
-        place_of(World(0, 3, (0, 0, 1)))
+    position = position_of(scattered)
+    assert (position.neighbours, position.peers, position.part, position.peer_world) == ((1, 2), (3, 2), 1, World(1, 2))
+    assert position_of(World(1, 3)).neighbours == (1,)
+    with pytest.raises(ValueError, match="by_host=true needs as many ranks on every host, but the hosts have 2, 1"):
+        position_of(World(0, 3, (0, 0, 1)))
 
 
 def test_its_spec() -> None:

@@ -115,11 +115,14 @@ def test_rules_by_layer() -> None:
         ("topk; =dense", "'=dense' is not of the form pattern=spec"),
         ("topk; *.bias", "'*.bias' is not of the form pattern=spec"),
         ("topk; *.bias=dens", "there is no compressor 'dens' (did you mean 'dense'?)"),
-        ("topk; *.bias=dense:clip=1,clip_by=model", "needs the whole model in one bucket and cannot be one of several"),
+        (
+            "topk; *.bias=dense:clip=1,clip_by=model",
+            "needs the whole model in one bucket and cannot be used in rules for layers",
+        ),
         ("topk:clip=-1", "topk: clip=-1 must be at least 0"),
         ("topk:clip_by=bucket", "topk: clip_by=bucket must be one of layer, model"),
         ("topk:warmup=-1", "topk: warmup=-1 must be at least 0"),
-        ("dense:warmup=3", "dense has nothing to warm up"),
+        ("dense:warmup=3", "dense has no gentler form to warm up with"),
     ],
 )
 def test_wrong_ones_get_a_sentence(spec: str, sentence: str) -> None:

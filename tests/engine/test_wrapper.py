@@ -16,7 +16,7 @@ from torch import Tensor
 import gradcomp
 import gradcomp.engine
 from gradcomp.engine.by_host import ByHost
-from gradcomp.engine.feedback import Feedback, Plain
+from gradcomp.engine.feedback import Feedback, NoFeedback
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.knobs import knob
 from gradcomp.native.memory import Memory, Update
@@ -68,8 +68,8 @@ class Probe(Compressor):
     def load(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         state["loaded"] = saved["saved"]
 
-    def alike(self, state: dict[str, Any]) -> str:
-        return f"alike {state['seed']}"
+    def common_state(self, state: dict[str, Any]) -> str:
+        return f"common {state['seed']}"
 
     def stats(self, state: dict[str, Any]) -> dict[str, Any]:
         return {"figure": state["entries"]}
@@ -109,7 +109,7 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     wrapper = kind(Probe())
     state = wrapper.init(LAYOUT, 7)
     run(wrapper, state)
-    inner = wrapper.within(state)
+    inner = wrapper.inner_state(state)
     assert inner["exchanged by"] == 1
     assert wrapper.refuses(True) is None
     assert wrapper.choose("a", OTHER) is wrapper
@@ -121,8 +121,8 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     assert "{'saved': 7}" in str(saved)
     wrapper.load(state, saved)
     run(wrapper, state)
-    assert wrapper.within(state)["loaded"] == 7
-    assert wrapper.alike(state) == "alike 7"
+    assert wrapper.inner_state(state)["loaded"] == 7
+    assert wrapper.common_state(state) == "common 7"
     assert wrapper.stats(state) == {"figure": 10}
     assert str(wrapper).startswith(f"{__name__}.Probe:number=1") and wrapper.name == f"{__name__}.Probe"
     assert str(replace(wrapper, inner=Probe(3))).startswith(f"{__name__}.Probe:number=3")
@@ -131,9 +131,9 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
 def test_these_are_all_abilities_and_all_wrappers() -> None:
     """Who adds one adds it to the probe above, and to the wrappers' base."""
     abilities = {name for name, value in vars(Compressor).items() if not name.startswith("_") and callable(value)}
-    assert abilities == {"init", "exchange", "refuses", "choose", "ease", "revise", "save", "load", "alike", "stats"}
+    assert abilities == {"init", "exchange", "refuses", "choose", "ease", "revise", "save", "load", "common_state", "stats"}
     assert abilities - {"exchange"} <= set(vars(Wrapper))
-    assert {*wrappers()} == {ByHost, Feedback, Plain}
+    assert {*wrappers()} == {ByHost, Feedback, NoFeedback}
 
 
 REFUSED, RATES = "refused", "unused"
@@ -144,9 +144,9 @@ AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
     (ByHost, "rates", "used"): RATES,
     (ByHost, "ends", True): REFUSED,
     **{(kind, "outermost", True): REFUSED for kind in wrappers()},
-    **{(Plain, "moments", value): REFUSED for value in TRAITS["moments"]},
+    **{(NoFeedback, "moments", value): REFUSED for value in TRAITS["moments"]},
 }
-"""Where a wrapper does not just copy a trait. (Plain and Feedback also become outermost; the probe is unbiased, for Plain.)"""
+"""Where a wrapper does not just copy a trait. (Both feedbacks also become outermost; the probe is unbiased, for NoFeedback.)"""
 
 
 @every
@@ -176,11 +176,11 @@ def test_a_wrapper_that_has_not_exchanged_yet_keeps_what_it_loaded(kind: type[Wr
     run(wrapper, first)
     saved = wrapper.save(first)
     wrapper.load(second, saved)
-    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.alike(second), str)
+    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.common_state(second), str)
     again = wrapper.init(LAYOUT, 9)
     wrapper.load(again, wrapper.save(second))
     run(wrapper, again)
-    assert "loaded" in wrapper.within(again)
+    assert "loaded" in wrapper.inner_state(again)
 
 
 @every
@@ -191,7 +191,7 @@ def test_what_was_loaded_is_what_is_saved(kind: type[Wrapper]) -> None:
     run(wrapper, source)
     run(wrapper, state)
     wrapper.load(state, wrapper.save(source))
-    assert wrapper.within(state)["loaded"] == 7
+    assert wrapper.inner_state(state)["loaded"] == 7
 
 
 def test_a_state_saved_before_the_first_step_can_be_loaded() -> None:

@@ -33,7 +33,9 @@ def found() -> list[dict[Any, Any]]:
 def test_all_ranks_raise_naming_the_term(term: str, route: str) -> None:
     for rank in found():
         text = rank[term, route]
-        assert text.startswith("ValueError: the ranks do not agree on what they exchange; "), text
+        assert text.startswith(
+            "ValueError: the ranks do not agree and cannot exchange gradients; make these equal on all ranks: "
+        ), text
         assert TERMS[term] in text
     assert len({rank[term, route] for rank in found()}) == 1, "all ranks hold the same records, so all say the same"
 
@@ -52,6 +54,6 @@ def test_after_a_new_start_the_ranks_compare_again(route: str) -> None:
         for name in ("broken", "whole"):
             text = rank["again", name, route]
             assert text == (
-                "ValueError: the ranks do not agree on what they exchange; "
+                "ValueError: the ranks do not agree and cannot exchange gradients; make these equal on all ranks: "
                 "spec: rank 0 has 'topk:ratio=0.05', rank 1 has 'another'"
             )

@@ -303,15 +303,15 @@ FAULTS = (
     Fault(
         "a bucket is one layer too large",
         "gradcomp/engine",
-        "filled[at] + 4 * layer.size > most",
-        "filled[at] > most",
+        "sizes[index] + 4 * layer.size > limit",
+        "sizes[index] > limit",
         ("test_simulate.py", "test_feedback.py"),
     ),
     Fault(
         "a checkpoint leaves the velocity out",
         "gradcomp/engine",
-        '*_matched(reducer, "velocity", state["velocity"])]',
-        '*_matched(reducer, "velocity", state["velocity"])][: len(state["residual"])]',
+        '*_pairs(reducer, "velocity", state["velocity"])]',
+        '*_pairs(reducer, "velocity", state["velocity"])][: len(state["residual"])]',
         ("test_state.py", "test_public.py"),
     ),
     Fault(
@@ -324,8 +324,8 @@ FAULTS = (
     Fault(
         "a change of spec loses what waits",
         "gradcomp/engine",
-        'for what in ("residual", "velocity"):',
-        'for what in ("velocity",):',
+        'for array in ("residual", "velocity"):',
+        'for array in ("velocity",):',
         ("test_feedback.py", "test_state.py"),
     ),
     Fault(
@@ -338,15 +338,15 @@ FAULTS = (
     Fault(
         "ranks do not meet again after Horovod is initialised anew",
         "gradcomp/engine",
-        "return self._met is self.network.generation",
-        "return self._met is not None",
+        "return self._met_in is self.network.generation",
+        "return self._met_in is not None",
         ("test_agreement.py", "test_parameters.py"),
     ),
     Fault(
         "a channels-last gradient is written to a copy that nobody reads",
         "gradcomp/engine",
-        "self.parameter.grad, self._apart = self._turned(self._apart), None",
-        "self._apart = None",
+        "self.parameter.grad, self._copy = self._reordered(self._copy), None",
+        "self._copy = None",
         ("test_models.py", "test_weights.py"),
     ),
     Fault(
@@ -374,14 +374,14 @@ FAULTS = (
     Fault(
         "by_host divides by the wrong number of ranks",
         "gradcomp/engine",
-        ".div_(len(place.host))",
-        ".div_(len(place.peers))",
+        ".div_(len(position.neighbours))",
+        ".div_(len(position.peers))",
         ("test_by_host.py", "test_feedback.py", "test_laws.py"),
     ),
     Fault(
         "by_host takes a part twice",
         "gradcomp/engine",
-        "state.part_of(acc.residual, part).zero_()\n",
+        "state.slice(acc.residual, part).zero_()\n",
         "pass\n",
         ("test_by_host.py", "test_feedback.py", "test_laws.py"),
     ),
@@ -459,8 +459,8 @@ FAULTS = (
     Fault(
         "a spec's knob is parsed and forgotten",
         "gradcomp",
-        "return _whole(kind(**own), wrapper)",
-        "return _whole(kind(**own), {})",
+        "return _wrap(kind(**own), wrapper)",
+        "return _wrap(kind(**own), {})",
         ("test_knobs.py",),
     ),
 )

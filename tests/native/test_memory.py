@@ -145,15 +145,15 @@ def test_a_simulation_goes_on_after_a_failed_step(broken: str) -> None:
     grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
     simulation.step(grads)
     bucket = simulation._reducers[1].buckets[0]
-    source = bucket.source
+    collector = bucket.collector
     if broken == "shape":
-        with pytest.raises(ValueError, match="is of shape"):
+        with pytest.raises(ValueError, match="has shape"):
             simulation.step([grads[0], grads[1] | {"c": torch.randn(3)}, grads[2]])
     else:
-        bucket.source = Feedback(Failing(0.1, "split"))
+        bucket.collector = Feedback(Failing(0.1, "split"))
         with pytest.raises(RuntimeError, match="on purpose"):
             simulation.step(grads)
-        bucket.source = source
+        bucket.collector = collector
     check_conservation(simulation, grads)
 
 
