@@ -23,7 +23,10 @@ _SPARSE = (
     "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed; use sparse=False, or leave the "
     "layer out of the DistributedDataParallel model"
 )
-_UNKNOWN = "a parameter without gradients at attach() now has one; add and unfreeze layers before attach()"
+_UNKNOWN = (
+    "a gradient belongs to a parameter that attach() did not find in the model, or found frozen; add and unfreeze layers "
+    "before attach()"
+)
 
 
 def attach(

@@ -71,7 +71,7 @@ class ByHost(Wrapper):
         }
         for reason, holds in reasons.items():
             if holds:
-                raise ValueError(f"{self.inner} cannot go by_host: {reason}; leave by_host out")
+                raise ValueError(f"{self.inner} cannot use by_host: {reason}; leave by_host out")
 
     def added_knobs(self) -> list[str]:
         return ["by_host=true"]

@@ -37,7 +37,7 @@ def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Restore a state that save() made for the same layers and the same spec.
 
     Residuals and velocities return to their layers, however the buckets are cut now. A compressor's state of a bucket returns
-    only to a bucket of the same layers; other buckets start with a fresh one.
+    only to a bucket of the same layers. Other buckets keep the state that they have.
     """
     pairs = [*_pairs(reducer, "residual", state["residual"]), *_pairs(reducer, "velocity", state["velocity"])]
     for view, saved_view in pairs:  # nothing is written before all of the state is known to fit

@@ -62,7 +62,7 @@ class Collector(Wrapper):
     @property
     @abstractmethod
     def keeps_residual(self) -> bool:
-        """Whether entries that a step does not send wait for the next step."""
+        """True if entries that a step does not send wait for the next step."""
 
     @abstractmethod
     def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
@@ -103,7 +103,7 @@ class Feedback(Collector):
     """
 
     feedback: bool = knob(
-        True, "entries not sent wait for the next step; false: they are lost; unbiased compressors have none unless a spec asks"
+        True, "entries not sent wait for the next step, else they are lost; off for unbiased compressors unless set"
     )
     momentum: float = knob(0.0, "local momentum, applied before compression; the optimizer's own must be 0", least=0, below=1)
     nesterov: bool = knob(False, "Nesterov's form of the momentum")

@@ -86,7 +86,7 @@ class Parameters:
 
     @property
     def any_sparse(self) -> bool:
-        """Whether any gradient is sparse."""
+        """True if any gradient is sparse."""
         return any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self.slots)
 
     def terms(self) -> dict[str, str]:

@@ -49,7 +49,7 @@ class Session:
 
     @property
     def has_met(self) -> bool:
-        """Whether the ranks have met since the network was last initialised."""
+        """True if the ranks have met since the network was last initialised."""
         return self._met_in is self.network.generation
 
     def slot(self, parameter: Tensor) -> Slot:
@@ -69,7 +69,7 @@ class Session:
         if hold and not self.has_met:
             self._held[slot.name] = slot
             return
-        with self._guarded():
+        with self._meet_after_failure():
             self.meet()
             self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
 
@@ -81,7 +81,7 @@ class Session:
         for slot in held.values():
             self.mark_ready(slot)
         self._step_began = False
-        with self._guarded():
+        with self._meet_after_failure():
             self._reducer.finish_step(scale)
         for slot in self.parameters.slots:
             slot.close()
@@ -158,7 +158,7 @@ class Session:
         return [reply["bytes"].cpu() for reply in replies]
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _meet_after_failure(self) -> Iterator[None]:
         """Make the ranks meet again after any failure. The meeting discards the failed step."""
         try:
             yield

@@ -95,7 +95,7 @@ def test_a_spec_that_is_another_on_one_rank_is_refused_on_all() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     for own in found(2):
-        assert own["without_ddp"].startswith("TypeError: attach() got a Sequential; wrap the model in DistributedDataParallel")
+        assert own["without_ddp"].startswith("TypeError: attach() got a Net; wrap the model in DistributedDataParallel")
         assert own["embedded"].startswith("ValueError: sparse gradients")
         assert "can only be called once" in own["twice"]
         assert "Pass optimizer= to have gradcomp check it" in own["unknown_momentum"]

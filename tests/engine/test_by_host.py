@@ -118,6 +118,6 @@ def test_positions() -> None:
 
 def test_its_spec() -> None:
     for bad in ("sdagc:stat=raw", "sdagc:lr_revision=keep"):
-        with pytest.raises(ValueError, match="cannot go by_host: "):
+        with pytest.raises(ValueError, match="cannot use by_host: "):
             gradcomp.make(f"{bad},by_host=true")
     assert gradcomp.make("topk:by_host=false") == gradcomp.make("topk")

@@ -499,7 +499,7 @@ def test_how_long_learning_takes_is_said() -> None:
     ("lgc:bound=0", "lgc: bound=0 must be above 0"),
     ("lgc:innovation=2", r"lgc: innovation=2 must be in \(0, 1\]"),
     ("lgc:decoder=deep", "lgc: decoder=deep must be one of linear, leaky"),
-    ("lgc:by_host=true", "lgc cannot go by_host: it knows first and last layers"),
+    ("lgc:by_host=true", "lgc cannot use by_host: it treats the first and last layers"),
     ("lgc:warmup=5", "lgc has no gentler form to warm up with"),
 ])  # fmt: skip
 def test_bad_knobs_are_refused(spec: str, said: str) -> None:
