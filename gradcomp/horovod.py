@@ -1,8 +1,8 @@
 """The doors for unmodified Horovod.
 
-`Compression` goes into the stock `hvd.DistributedOptimizer(compression=...)`. Horovod gives it every gradient. It gets one
-number for each, the carrier, and reduces that in place of the gradient. `DistributedOptimizer` makes the stock optimizer and
-takes the gradients itself, so that no carriers travel.
+`Compression` goes into the stock `hvd.DistributedOptimizer(compression=...)`. Horovod gives it every gradient,
+and reduces one number in place of each: the carrier. `DistributedOptimizer` makes the stock optimizer and takes the gradients
+itself, so that no carriers travel.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["Compression", "DistributedOptimizer"]
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
 _SPARSE = (
-    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed, with sparse_as_dense neither; use "
-    "sparse=False, or give the layer its own optimizer"
+    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed, not even with "
+    "sparse_as_dense=True; use sparse=False, or give the layer its own optimizer"
 )
 _UNKNOWN = (
     "a gradient belongs to none of the named_parameters of Compression or DistributedOptimizer, or to one that was frozen "
-    "then; pass all parameters, and unfreeze them before"
+    "when it was made; pass all parameters, and unfreeze them first"
 )
 
 
 class Compression(Handle):
-    """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own.
+    """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own object.
 
     spec: "name:knob=value", or a compressor. named_parameters: those of the optimizer, usually model.named_parameters().
     process_set: the optimizer's process set; all ranks by default.

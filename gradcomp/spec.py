@@ -26,8 +26,9 @@ class HostKnobs:
     by_host: bool = knob(False, "compress between hosts only, dense inside a host; for hosts with several ranks")
 
 
-# The classes that declare the knobs which every compressor has beside its own, and these knobs by name.
+# The classes that declare the knobs of every compressor.
 WRAPPERS = (Feedback, HostKnobs)
+# These knobs, by name.
 COMMON = {name: field for each in WRAPPERS for name, field in knobs.knobs_of(each).items()}
 
 
@@ -64,8 +65,8 @@ def make(spec: str | Compressor) -> Compressor:
         raise TypeError(f'the spec is a {type(spec).__name__}; pass a spec such as "topk:ratio=0.01", or a compressor')
     first, *rules = spec.split(";")
     if not rules:
-        return _one(first)
-    return _by_layer([_rule(spec, rule) for rule in rules if rule.strip()], first)
+        return _parse(first)
+    return _by_layer([_parse_rule(spec, rule) for rule in rules if rule.strip()], first)
 
 
 def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -> Compressor:
@@ -99,32 +100,32 @@ def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Comp
     return ByLayer(made, make(default)) if made else make(default)
 
 
-def _rule(spec: str, rule: str) -> tuple[str, str]:
+def _parse_rule(spec: str, rule: str) -> tuple[str, str]:
     pattern, equals, of_layer = rule.partition("=")
     if not equals or not pattern.strip() or not of_layer.strip():
         raise ValueError(f"{spec!r}: {rule.strip()!r} is not of the form pattern=spec")
     return pattern.strip(), of_layer
 
 
-def _one(spec: str) -> Compressor:
+def _parse(spec: str) -> Compressor:
     name, _, tail = spec.strip().partition(":")
     kind = kind_of(name.strip())
     fields = knobs.knobs_of(kind)
-    own: dict[str, Any] = {}
-    wrapper: dict[str, Any] = {}
-    for knob_, text in _pairs(spec, tail):
-        if knob_ in own or knob_ in wrapper:
+    settings: dict[str, Any] = {}
+    wrapper_settings: dict[str, Any] = {}
+    for knob_, text in _split(spec, tail):
+        if knob_ in settings or knob_ in wrapper_settings:
             raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice; keep one")
         if knob_ in fields:
-            own[knob_] = knobs.parse(spec, fields[knob_], text)
+            settings[knob_] = knobs.parse(spec, fields[knob_], text)
         elif knob_ in COMMON:
-            wrapper[knob_] = knobs.parse(spec, COMMON[knob_], text)
+            wrapper_settings[knob_] = knobs.parse(spec, COMMON[knob_], text)
         else:
             known = [*fields, *COMMON]
             raise ValueError(
                 f"{spec!r}: {name.strip()} has no knob {knob_!r}{knobs.suggestion(knob_, known)}; known: {', '.join(known)}"
             )
-    return _wrap(kind(**own), wrapper)
+    return _wrap(kind(**settings), wrapper_settings)
 
 
 def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
@@ -137,7 +138,7 @@ def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
     return made
 
 
-def _pairs(spec: str, tail: str) -> list[tuple[str, str]]:
+def _split(spec: str, tail: str) -> list[tuple[str, str]]:
     pairs = []
     for item in filter(None, (part.strip() for part in tail.split(","))):
         knob_, equals, text = item.partition("=")

@@ -459,8 +459,8 @@ FAULTS = (
     Fault(
         "a spec's knob is parsed and forgotten",
         "gradcomp",
-        "return _wrap(kind(**own), wrapper)",
-        "return _wrap(kind(**own), {})",
+        "return _wrap(kind(**settings), wrapper_settings)",
+        "return _wrap(kind(**settings), {})",
         ("test_knobs.py",),
     ),
 )
