@@ -119,6 +119,6 @@ def test_a_sender_that_says_nothing_is_found_out() -> None:
 def test_ranks_that_ask_for_different_things_are_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Reduce(torch.zeros(1)))
-    board.post("x", 1, Gather(payloads.whole(torch.zeros(1))))
+    board.post("x", 1, Gather(payloads.wrap(torch.zeros(1))))
     with pytest.raises(RuntimeError, match=r"exchange x: the ranks posted different requests \(Reduce, Gather\)"):
         own.reply(0)

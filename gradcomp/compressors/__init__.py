@@ -1,1 +1,1 @@
-"""The algorithms. A file or folder here is a compressor of that name; gradcomp/spec.py finds it."""
+"""The algorithms. Each file or folder here is a compressor of that name, which gradcomp/spec.py finds."""

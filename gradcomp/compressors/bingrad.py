@@ -1,32 +1,34 @@
-"""BinGrad: one bit an entry, with the two levels that err least.
+"""BinGrad: one bit an entry, with the two levels that have the smallest error.
 
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
-pb, partially biased: levels -b and b, between which is rounded at random; b = E[|v|; |v| > b] errs least. b, fully biased: the
-means of what lies below and above a threshold, which is the mean, or the best there is, where Lloyd's conditions hold.
+form=pb, partially biased: the levels are -b and b, with random rounding between them.
+b = E[|v|; |v| > b] has the smallest error.
+form=b, fully biased: the levels are the means of the entries below and above a threshold. The threshold is the mean, or the
+best one, which fulfils Lloyd's conditions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradcomp.exchanges.rounded import Quantising
+from gradcomp.exchanges.rounded import Quantiser
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import Rule
+from gradcomp.messages.levels import RoundingRule
 from gradcomp.protocol import Traits
 
 
 @dataclass(frozen=True)
-class BinGrad(Quantising):
-    """One bit an entry."""
+class BinGrad(Quantiser):
+    """Sends one bit an entry, and the levels of each group."""
 
-    form: str = knob("b", "b: both levels are means, nothing is drawn; pb: levels -b and b, drawn between", choices=("b", "pb"))
-    threshold: str = knob("mean", "of form=b: lloyd is where errors are smallest", choices=("mean", "lloyd"))
+    form: str = knob("b", "b: levels are two means, nothing random; pb: levels -b and b, random rounding", choices=("b", "pb"))
+    threshold: str = knob("mean", "threshold of form=b: the mean, or lloyd for the smallest error", choices=("mean", "lloyd"))
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> RoundingRule:
         if self.form == "pb":
-            return Rule("partly", 2, self.group, travels="top")
-        return Rule(self.threshold, 2, self.group, drawn=False)
+            return RoundingRule("partly", 2, self.group, sent="top")
+        return RoundingRule(self.threshold, 2, self.group, stochastic=False)
 
     @property
     def traits(self) -> Traits:

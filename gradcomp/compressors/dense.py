@@ -1,4 +1,4 @@
-"""Dense: nothing is left out. One allreduce a bucket; the yardstick of all others."""
+"""Dense: every entry travels, in one allreduce a bucket. The baseline of all other compressors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcomp.requests import World
 
 @dataclass(frozen=True)
 class Dense(Compressor):
-    """The exact mean. It has no knobs."""
+    """Sends every entry. It has no knobs."""
 
     @property
     def traits(self) -> Traits:

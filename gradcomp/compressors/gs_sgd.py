@@ -1,12 +1,12 @@
-"""gs-SGD: one count sketch of the whole gradient, summed over the ranks without a server; then exact values of what it shows.
+"""gs-SGD: all ranks sum one count sketch of the whole gradient without a server, then exact values of its heaviest entries.
 
-X. Dai, X. Diao, Y. Li, C. Xu (2021), of whose paper only the abstract could be read: a sketch of the gradient, no server, and
-traffic of O(log d log P). How the parts fit together here is reconstructed:
+X. Dai, X. Diao, Y. Li, C. Xu (2021). Only the paper's abstract was available. It names a sketch of the gradient, no server, and
+traffic of O(log d log P). The way the parts fit together here is a reconstruction:
 
-    u <- m u + g;  v <- v + u;  S <- sum of all ranks' sketch(v);  C <- the heaviest entries of S, on every rank the same ones
+    u <- m u + g;  v <- v + u;  S <- sum of all ranks' sketch(v);  C <- the heaviest entries of S, the same on every rank
     e <- sum of all ranks' v[C];  the k largest of e are the update;  v, u <- 0 there
 
-The second round makes the values, and with them the error feedback, exact.
+The second round makes the values exact, and with them the error feedback.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gradcomp.requests import World, reduce
 
 
 @dataclass(frozen=True)
-class GsSgd(sketched.Sketching):
-    """Tables and values are summed up by all ranks together."""
+class GsSgd(sketched.Sketcher):
+    """Sums tables and values over all ranks, without a server."""
 
-    sum: str = knob("allreduce", "how tables are summed: tree, as published, is never faster over Horovod", choices=dense.SUMS)
+    sum: str = knob("allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUMS)
 
-    def sketched(self, acc: Acc, table: sketched.Table, world: World) -> Steps:
+    def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         total = yield from dense.sum_over_ranks(table.sketch(acc), world, self.sum)
         if not self.candidates:
             places, estimates = table.heaviest(total, table.sizes.k, acc.memory)
-            return sketched.make_update(acc, places, torch.cat([estimates, total[-1:]]), world, whole=False)
+            return sketched.make_update(acc, places, torch.cat([estimates, total[-1:]]), world, exact=False)
         places, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
         values = yield from reduce(sketched.values_at(acc, places))
-        return sketched.make_update(acc, *sketched.largest(places, values, table.sizes.k, acc.memory), world)
+        return sketched.make_update(acc, *sketched.select_largest(places, values, table.sizes.k, acc.memory), world)

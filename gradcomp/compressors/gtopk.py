@@ -1,9 +1,9 @@
-"""gTop-k: every rank's largest entries meet pairwise in a tree, and each meeting lets only the k largest sums go on.
+"""gTop-k: the ranks' largest entries are summed pairwise along a tree, and each merge sends on only the k largest sums.
 
 S. Shi, Q. Wang, K. Zhao, Z. Tang, Y. Wang, X. Huang, X. Chu, "A Distributed Synchronous SGD Algorithm with Global Top-k
-Sparsification for Low Bandwidth Networks" (ICDCS 2019). A partial sum that a meeting drops is lost in the published form if the
-same entry comes to the root on another way: its senders see that entry in the result and do not take theirs back. Here the
-rank that dropped it keeps it then. faithful=true is the published form.
+Sparsification for Low Bandwidth Networks" (ICDCS 2019). A merge may drop a partial sum of an entry that another path brings to
+the root. The published form loses this sum: its senders see the entry in the result and do not take theirs back. Here the rank
+that dropped the sum keeps it. faithful=true is the published form.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gradcomp.requests import World
 
 @dataclass(frozen=True)
 class GTopK(Compressor):
-    """k = max(1, ceil(ratio * n)) of the model's n entries come out of the tree."""
+    """Updates k = max(1, ceil(ratio * n)) of the model's n entries."""
 
     ratio: float = ratio_knob()
-    faithful: bool = knob(False, "the published form, which loses what an inner rank drops", ablation=True)
+    faithful: bool = knob(False, "the published form, which loses the sums that an inner rank drops", ablation=True)
 
     @property
     def traits(self) -> Traits:

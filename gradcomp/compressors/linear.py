@@ -1,28 +1,28 @@
-"""Linear quantisation, to compare with: levels spread evenly between the ends of a group, by value or by rank.
+"""Linear quantisation, a baseline: levels spread evenly between the ends of a group, by value or by rank.
 
-Which of the two the comparisons of ORQ's paper mean by Linear could not be made out.
+The ORQ paper compares with "Linear", but does not tell which of the two it means.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.exchanges.rounded import Quantising, levels_knob
+from gradcomp.exchanges.rounded import Quantiser, levels_knob
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import Rule
+from gradcomp.messages.levels import RoundingRule
 
 SPACINGS = ("minmax", "quantile")
 
 
 @dataclass(frozen=True)
-class Linear(Quantising):
-    """Unbiased, unless entries are clipped."""
+class Linear(Quantiser):
+    """Rounds at random to evenly spread levels. Unbiased, unless entries are clipped."""
 
     levels: int = levels_knob(5, least=2)
-    spacing: str = knob("minmax", "even steps of value, or of rank: as many entries between any two levels", choices=SPACINGS)
+    spacing: str = knob("minmax", "minmax: equal steps of value; quantile: equal counts between levels", choices=SPACINGS)
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> RoundingRule:
         if self.spacing == "minmax":
-            return Rule("range", self.levels, self.group, travels="ends")
-        return Rule("quantile", self.levels, self.group)
+            return RoundingRule("range", self.levels, self.group, sent="ends")
+        return RoundingRule("quantile", self.levels, self.group)

@@ -1,7 +1,7 @@
-"""QSGD: levels spread evenly between minus and plus the group's Euclidean norm, rounded to at random.
+"""QSGD: random rounding to levels spread evenly between minus and plus the group's Euclidean norm.
 
 D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and
-Encoding" (NeurIPS 2017). Levels are counted on both sides and with 0: five of them are QSGD with two positive ones.
+Encoding" (NeurIPS 2017). The knob counts the levels on both sides and 0: levels=5 is QSGD with two positive levels.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.exchanges.rounded import Quantising, levels_knob
+from gradcomp.exchanges.rounded import Quantiser, levels_knob
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import Rule
+from gradcomp.messages.levels import RoundingRule
 
 
 @dataclass(frozen=True)
-class Qsgd(Quantising):
-    """Unbiased, unless entries are clipped."""
+class Qsgd(Quantiser):
+    """Rounds at random to multiples of a group's norm. Unbiased, unless entries are clipped."""
 
     levels: int = levels_knob(5)
-    norm: str = knob("l2", "of a group: the Euclidean one, or the largest magnitude", choices=("l2", "max"))
+    norm: str = knob("l2", "a group's outer level: its Euclidean norm, or its largest magnitude", choices=("l2", "max"))
 
-    leaves_less: ClassVar[str] = "norm=max, or with more levels"
+    remedy: ClassVar[str] = "norm=max or more levels"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm == "l2" and self.sigmas:
-            raise ValueError(f"{self}: sigmas clips at the outer levels, and those of norm=l2 lie further out; set norm=max")
+            raise ValueError(f"{self}: sigmas clips at the outer levels, but those of norm=l2 lie further out; set norm=max")
 
     @property
-    def rule(self) -> Rule:
-        return Rule("norm" if self.norm == "l2" else "peak", self.levels, self.group, travels="top")
+    def rule(self) -> RoundingRule:
+        return RoundingRule("norm" if self.norm == "l2" else "peak", self.levels, self.group, sent="top")

@@ -1,21 +1,21 @@
-"""Scaled signs: of each entry only whether it is below 0; a group's magnitude is the mean of its entries'.
+"""Scaled signs: one bit an entry for its sign; a group's magnitude is the mean magnitude of its entries.
 
 J. Bernstein, Y. Wang, K. Azizzadenesheli, A. Anandkumar, "signSGD: Compressed Optimisation for Non-Convex Problems" (ICML
-2018); the scale and the error feedback are those of S. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi (ICML 2019).
+2018). The scale and the error feedback follow S. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi (ICML 2019).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.exchanges.rounded import Quantising
-from gradcomp.messages.levels import Rule
+from gradcomp.exchanges.rounded import Quantiser
+from gradcomp.messages.levels import RoundingRule
 
 
 @dataclass(frozen=True)
-class Sign(Quantising):
-    """One bit an entry."""
+class Sign(Quantiser):
+    """Sends signs, and one magnitude a group."""
 
     @property
-    def rule(self) -> Rule:
-        return Rule("sign", 2, self.group, drawn=False, travels="top")
+    def rule(self) -> RoundingRule:
+        return RoundingRule("sign", 2, self.group, stochastic=False, sent="top")

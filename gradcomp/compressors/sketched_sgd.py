@@ -1,8 +1,7 @@
-"""Sketched-SGD: tables go to one rank, the server; it says which entries are heaviest, gets their exact values, and sends the k
-largest sums back.
+"""Sketched-SGD: a server sums all ranks' tables, then exact values of the heaviest entries, and returns the k largest sums.
 
 N. Ivkin, D. Rothchild, E. Ullah, V. Braverman, I. Stoica, R. Arora, "Communication-efficient Distributed SGD with Sketching"
-(NeurIPS 2019). With candidates=0 there is one round: the estimates are the update, and every rank keeps the difference.
+(NeurIPS 2019). candidates=0 needs one round: the estimates are the update, and every rank keeps the difference.
 """
 
 from __future__ import annotations
@@ -17,24 +16,25 @@ from gradcomp.requests import World
 
 
 @dataclass(frozen=True)
-class SketchedSgd(sketched.Sketching):
-    """Rank 0 is the server."""
+class SketchedSgd(sketched.Sketcher):
+    """Sums tables and values at rank 0, the server."""
 
-    def sketched(self, acc: Acc, table: sketched.Table, world: World) -> Steps:
-        leads, device, k = world.rank == 0, acc.residual.device, table.sizes.k
+    def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
+        serves, device, k = world.rank == 0, acc.residual.device, table.sizes.k
         answer = torch.empty(2 * k + 1, device=device)
         total = yield from server.sum_at_server(table.sketch(acc), world)
         if self.candidates:
-            asked = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
-            if leads:
-                asked, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
-            asked = yield from server.from_server(asked, world)
-            total = yield from server.sum_at_server(sketched.values_at(acc, asked), world)
-            if leads:
-                places, values = sketched.largest(asked, total, k, acc.memory)
+            candidates = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
+            if serves:
+                candidates, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
+            candidates = yield from server.from_server(candidates, world)
+            total = yield from server.sum_at_server(sketched.values_at(acc, candidates), world)
+            if serves:
+                places, values = sketched.select_largest(candidates, total, k, acc.memory)
                 answer = torch.cat([values, places.view(torch.float32)])
-        elif leads:
+        elif serves:
             places, estimates = table.heaviest(total, k, acc.memory)
             answer = torch.cat([estimates, total[-1:], places.view(torch.float32)])
         answer = yield from server.from_server(answer, world)
-        return sketched.make_update(acc, answer[k + 1 :].view(torch.int32), answer[: k + 1], world, whole=self.candidates > 0)
+        places, values = answer[k + 1 :].view(torch.int32), answer[: k + 1]
+        return sketched.make_update(acc, places, values, world, exact=self.candidates > 0)

@@ -1,7 +1,7 @@
-"""Top-k: the entries of largest magnitude travel, with their places; the rest waits in the residual.
+"""Top-k: the entries of largest magnitude travel with their places; the other entries wait in the residual.
 
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017); with momentum and masking, the core of
-Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice is exact, per bucket.
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017). With momentum and masking it is the core
+of Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice of the largest is exact, per bucket.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ class TopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         k = count_of(self.ratio, acc.residual.numel())
-        taken = routes.codec(self.wire, self.route).take(acc, k, routes.masked(acc, self.route))
+        taken = routes.codec_of(self.wire, self.route).take(acc, k, routes.velocity_to_mask(acc, self.route))
         return (yield from routes.exchange(acc, taken, world, self.route))

@@ -229,7 +229,7 @@ def _exchange_among_peers(steps: Steps, position: Position) -> Steps:
             case Gather(payload):
                 reply = yield from _gather_from(position.peers, payload, position)
             case Reduce(tensor, scale):
-                received = yield from _gather_from(position.peers, payloads.whole(tensor), position)
+                received = yield from _gather_from(position.peers, payloads.wrap(tensor), position)
                 total = received[0]["bytes"].clone()
                 for other in received[1:]:
                     total += other["bytes"]

@@ -16,7 +16,7 @@ from gradcomp import _version
 from gradcomp.engine import agreement, checkpoint
 from gradcomp.engine.parameters import Parameters, Slot, check_momentum, rates_of
 from gradcomp.engine.reducer import Reducer
-from gradcomp.messages.payload import whole
+from gradcomp.messages.payload import wrap
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
 from gradcomp.requests import Gather
@@ -153,7 +153,7 @@ class Session:
         return Reducer(compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates)
 
     def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        replies = self.network.start(Gather(whole(tensor.to(self.network.device))), name)()
+        replies = self.network.start(Gather(wrap(tensor.to(self.network.device))), name)()
         assert isinstance(replies, list)
         return [reply["bytes"].cpu() for reply in replies]
 

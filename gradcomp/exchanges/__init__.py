@@ -1,1 +1,1 @@
-"""Steps that algorithms share: ways of bringing all ranks' messages together into one update."""
+"""Exchanges that algorithms share: they combine all ranks' messages into one update."""

@@ -1,4 +1,4 @@
-"""Counts that all ranks see and act on alike: copied from the device without waiting, and used a few steps later."""
+"""Counts that all ranks act on alike: copied from the device without waiting, and used a few steps later."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gradcomp.requests import Payload
 
+# Steps between a count and its effect; also the number of latest counts that a decision looks at.
 DELAY = 8
-"""Steps between a count and its effect; also how many counts are looked at."""
 
-Seen = Callable[[Sequence[Payload]], None]
-"""Is shown payloads, whose headers count the entries that wanted to travel."""
+# Receives a step's payloads. Their headers count the entries that wanted to travel.
+CountObserver = Callable[[Sequence[Payload]], None]
 
 
 class Counts:
@@ -32,6 +32,6 @@ class Counts:
 
     def largest(self) -> int:
         if self._event is not None:
-            self._event.synchronize()  # steps ago by now
+            self._event.synchronize()  # returns at once: the copy began steps ago
             self._event = None
         return int(self._host.max())

@@ -13,15 +13,18 @@ from gradcomp.requests import Asking, World, reduce
 SUMS = ("allreduce", "tree")
 
 
-def allreduce(acc: Acc, world: World, buffer: Tensor, keep: float = 0.0, mask: bool = False) -> Steps:
-    """Send all of it. Unless the update is not finite, keep times itself stays. mask: all velocity starts afresh."""
+def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0, mask: bool = False) -> Steps:
+    """Send all entries of acc. If the update is not finite, all of them stay.
+
+    buffer: as long as the bucket; it becomes the update. kept_share: this share of a sent entry stays. mask: zero the velocity.
+    """
     update = yield from reduce(kernels.offer_all(acc.residual, buffer, acc.flag), 1 / world.size)
-    kernels.settle_all(acc.residual, update, keep)
+    kernels.settle_all(acc.residual, update, kept_share)
     if mask and acc.velocity is not None:
         kernels.settle_all(acc.velocity, update)
     return Update(update)
 
 
-def sum_over_ranks(tensor: Tensor, world: World, how: str) -> Asking[Tensor]:
+def sum_over_ranks(tensor: Tensor, world: World, route: str) -> Asking[Tensor]:
     """Sum all ranks' tensors, to the same bits everywhere. The tensor is given away."""
-    return (yield from (tree.dense_sum(tensor, world) if how == "tree" else reduce(tensor)))
+    return (yield from (tree.dense_sum(tensor, world) if route == "tree" else reduce(tensor)))

@@ -1,4 +1,4 @@
-"""The routes of sparse entries to a common update: the allgather here, the tree and the split in files of their own."""
+"""The routes from sparse entries to a common update. The allgather is here; tree.py and split.py hold the other two."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.exchanges import split, tree
-from gradcomp.exchanges.delayed_counts import Seen
+from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, EXACT, Codec, Taken
 from gradcomp.native.memory import Update
@@ -18,51 +18,59 @@ ROUTES = ("allgather", "tree", "split")
 
 
 def route_knob() -> Any:
-    """The knob that names a route."""
+    """Declare the knob that names a route."""
     return knob(
         "allgather",
-        "how entries become an update: all to all; or k sums on, however many ranks, along a tree or faster by a split",
+        "allgather: all entries to all ranks; tree, split: only k sums, however many ranks; split takes fewer rounds",
         choices=ROUTES,
     )
 
 
-def codec(wire: str, route: str) -> Codec:
-    """The form that entries travel in. Those that add up on their way through a tree are always exact."""
+def codec_of(wire: str, route: str) -> Codec:
+    """Return the codec that entries travel in. A tree adds entries up on their way, so they are always exact there."""
     return EXACT if route == "tree" else CODECS[wire]
 
 
-def masked(acc: Acc, route: str) -> Tensor | None:
-    """The velocity that a take has to mask: none in a tree, where only its end tells what went."""
+def velocity_to_mask(acc: Acc, route: str) -> Tensor | None:
+    """Return the velocity that a take must mask. A tree masks later: only its root knows which entries were used."""
     return None if route == "tree" else acc.velocity
 
 
-def exchange(acc: Acc, taken: Taken, world: World, route: str, keep: float = 0.0, seen: Seen | None = None) -> Steps:
-    """Exchange what all ranks took: the update is the mean of it, or of its largest part; the rest stays with somebody.
+def exchange(
+    acc: Acc, taken: Taken, world: World, route: str, kept_share: float = 0.0, observe: CountObserver | None = None
+) -> Steps:
+    """Exchange the entries that all ranks took. The update is their mean, or the mean's largest part.
 
-    If a rank met a gradient that is not finite, the update is not finite on all ranks and every rank takes its entries back.
-    What went leaves keep times itself behind.
+    Entries that are not in the update stay with some rank. If any rank's gradient is not finite, the update is not finite on
+    all ranks and every rank takes its entries back.
+    kept_share: this share of a sent entry stays in the residual. observe: called with the payloads that hold the counts.
     """
     if route == "tree":
-        return (yield from tree.sparse_sum(acc, taken.payload, world, keep=keep, seen=seen))
+        return (yield from tree.sparse_sum(acc, taken.payload, world, kept_share=kept_share, observe=observe))
     if route == "split" and split.Partition(acc.residual.numel(), world.size).part_capacity(len(taken.entries.values)) > 0:
-        return (yield from split.sparse_sum(acc, taken, world, keep, seen))
-    return (yield from allgather(acc, taken, world, keep, seen))
+        return (yield from split.sparse_sum(acc, taken, world, kept_share, observe))
+    return (yield from allgather(acc, taken, world, kept_share, observe))
 
 
 def allgather(
-    acc: Acc, taken: Taken, world: World, keep: float = 0.0, seen: Seen | None = None, into: Update | None = None
+    acc: Acc,
+    taken: Taken,
+    world: World,
+    kept_share: float = 0.0,
+    observe: CountObserver | None = None,
+    into: Update | None = None,
 ) -> Steps:
-    """Give everybody's entries to everybody, and add them up rank by rank: the same sum, in the same order, on all ranks.
+    """Send all entries to all ranks. Every rank adds them up in rank order, so the sums agree to the last bit.
 
-    into: zeros that become the update; None borrows one from acc's memory.
+    into: zeros that become the update; None = borrow an update from acc's memory.
     """
     n, codec = acc.residual.numel(), taken.codec
     payload = codec.pack(taken, acc.residual)
-    came = yield from gather(payload)
+    received = yield from gather(payload)
     update = acc.memory.lend(n, acc.residual.device) if into is None else into
-    codec.add(update, came, 1 / world.size)
-    codec.check(dict(enumerate(came)), update, n)
-    codec.settle(acc.residual, payload, update, keep)
-    if seen is not None:
-        seen(came)
+    codec.add(update, received, 1 / world.size)
+    codec.check(dict(enumerate(received)), update, n)
+    codec.settle(acc.residual, payload, update, kept_share)
+    if observe is not None:
+        observe(received)
     return update

@@ -1,4 +1,4 @@
-"""What algorithms over count sketches share: their knobs, the table, and exact values at places that all ranks know."""
+"""The base of algorithms that use count sketches: their knobs, the table, and exact values at places that all ranks know."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import World
 
-COLUMNS_FOR_ONE = 5
-"""Columns for each entry that is sent, where nothing else is said."""
+# The default number of columns for each entry sent.
+COLUMNS_PER_ENTRY = 5
 
 
 class Sizes(NamedTuple):
-    """Of n entries: how many are sent, how many are looked at for that, and the table they are found with."""
+    """The sizes for a bucket: entries sent (k), entries with exact values (candidates), and the table's rows and columns."""
 
     k: int
     candidates: int
@@ -37,21 +37,21 @@ class Sizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sketching(Compressor):
-    """Sends k = max(1, ceil(ratio * n)) of the model's n entries: those that are heaviest in the sum over the ranks."""
+class Sketcher(Compressor):
+    """Sends the k = max(1, ceil(ratio * n)) entries of the model's n that are heaviest in the sum over the ranks."""
 
     ratio: float = ratio_knob()
-    candidates: int = knob(4, "times k entries are looked at exactly; higher = fewer large ones missed; 0 = estimates", least=0)
+    candidates: int = knob(4, "exact values summed an entry sent; higher = fewer large ones missed; 0 = use estimates", least=0)
     rows: int = knob(5, "rows of the table; higher = better estimates, more bytes", choices=(3, 5, 7, 9))
-    columns: int = knob(0, "columns of the table; 0 = what compression leaves, or five an entry sent", least=0, multiple=TILE)
-    compression: float = knob(0.0, "ratio of bytes that columns follow from, above 1; 0 = columns decide", least=0)
+    columns: int = knob(0, "columns of the table; 0 = from compression, or five for each entry sent", least=0, multiple=TILE)
+    compression: float = knob(0.0, "compression ratio in bytes, above 1, that sets columns; 0 = unused", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.columns and self.compression:
-            raise ValueError(f"{self}: columns follow from compression; set one of them to 0")
+            raise ValueError(f"{self}: compression sets the number of columns; remove columns or compression")
         if 0 < self.compression <= 1:
-            raise ValueError(f"{self.name}: compression={self.compression} must be above 1, or 0 where columns decide")
+            raise ValueError(f"{self.name}: compression={self.compression} must be above 1, or 0 to leave it unused")
 
     @property
     def traits(self) -> Traits:
@@ -59,28 +59,28 @@ class Sketching(Compressor):
 
     def sizes(self, n: int) -> Sizes:
         k = count_of(self.ratio, n)
-        looked_at = min(n, self.candidates * k)
-        columns = self.columns or COLUMNS_FOR_ONE * k
+        candidates = min(n, self.candidates * k)
+        columns = self.columns or COLUMNS_PER_ENTRY * k
         if self.compression:
-            columns = math.floor((n / self.compression - looked_at - 1) / self.rows)
-        return Sizes(k, looked_at, self.rows, max(1, columns // TILE) * TILE)
+            columns = math.floor((n / self.compression - candidates - 1) / self.rows)
+        return Sizes(k, candidates, self.rows, max(1, columns // TILE) * TILE)
 
-    def init(self, layout: Layout, seed: int) -> Table:
-        return Table(layout.total, self.sizes(layout.total), seed, layout.device)
+    def init(self, layout: Layout, seed: int) -> SketchTable:
+        return SketchTable(layout.total, self.sizes(layout.total), seed, layout.device)
 
-    def exchange(self, acc: Acc, state: Table, world: World) -> Steps:
-        if state.sizes.cells + state.sizes.candidates >= acc.residual.numel():  # a small model: everything travels at once
+    def exchange(self, acc: Acc, state: SketchTable, world: World) -> Steps:
+        if state.sizes.cells + state.sizes.candidates >= acc.residual.numel():  # a small model: dense is smaller
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, mask=True))
-        return (yield from self.sketched(acc, state, world))
+        return (yield from self.exchange_sketch(acc, state, world))
 
     @abstractmethod
-    def sketched(self, acc: Acc, table: Table, world: World) -> Steps:
-        """The exchange by sketch."""
+    def exchange_sketch(self, acc: Acc, table: SketchTable, world: World) -> Steps:
+        """Exchange the heaviest entries, found with a sketch."""
 
 
-class Table:
-    """A bucket's table, and the places that are read from the sum of all ranks' tables: the same ones everywhere."""
+class SketchTable:
+    """A bucket's count sketch. All ranks read the same places from the sum of their tables."""
 
     def __init__(self, n: int, sizes: Sizes, seed: int, device: torch.device):
         self.n, self.sizes, self.seed = n, sizes, seed
@@ -88,33 +88,34 @@ class Table:
         self.buffer: Tensor | None = None
 
     def sketch(self, acc: Acc) -> Tensor:
-        """A table of this rank; behind its cells, whether a gradient was not finite."""
+        """Sketch this rank's residual. The flag for a gradient that is not finite follows the cells."""
         kernels.sketch(acc.residual, self.sizes.rows, self.seed, self.cells[:-1])
-        _flag(acc, self.cells)
+        _write_flag(acc, self.cells)
         return self.cells
 
     def heaviest(self, total: Tensor, count: int, memory: Memory) -> tuple[Tensor, Tensor]:
-        """The places of the heaviest entries of a sum of tables, in order, and their estimates."""
+        """Return the places of the heaviest entries in a sum of tables, in ascending order, and their estimates."""
         places = torch.empty(count, dtype=torch.int32, device=total.device)
         estimates = torch.empty(count, device=total.device)
         kernels.heaviest(total[:-1], self.sizes.rows, self.seed, self.n, places, estimates, memory)
-        return places, estimates.nan_to_num_(0.0, 0.0, 0.0)  # where a table's sums overflowed, nothing is known
+        return places, estimates.nan_to_num_(0.0, 0.0, 0.0)  # an overflowed sum gives no estimate
 
 
-def _flag(acc: Acc, buffer: Tensor) -> None:
+def _write_flag(acc: Acc, buffer: Tensor) -> None:
+    """Write acc's flag into the last entry of a buffer."""
     buffer[-1:] = 0 if acc.flag is None else acc.flag
 
 
 def values_at(acc: Acc, places: Tensor) -> Tensor:
-    """What a rank has at these places; behind it, whether a gradient was not finite."""
+    """Return the residual's values at these places. The flag for a gradient that is not finite follows them."""
     found = torch.empty(places.numel() + 1, device=places.device)
     torch.index_select(acc.residual, 0, places, out=found[:-1])
-    _flag(acc, found)
+    _write_flag(acc, found)
     return found
 
 
-def largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Of sums at these places the k largest, behind them the flags' sum: places and values."""
+def select_largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Select the k largest of the sums. Return their places, and their values followed by the sum of the flags."""
     device = places.device
     found, header = torch.empty(k + 1, device=device), torch.empty(2, dtype=torch.int32, device=device)
     local = torch.empty(k, dtype=torch.int32, device=device)
@@ -123,9 +124,13 @@ def largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tuple[Tens
     return places.index_select(0, local), found
 
 
-def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, whole: bool = True) -> Update:
-    """The update that has these sums at these places: every rank takes out what it has there, or, where the sums are
-    estimates, its share of them. Where something is not finite, the update is not, and nothing is taken."""
+def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, exact: bool = True) -> Update:
+    """Make the update from sums at these places, and take this rank's share out of acc.
+
+    If something is not finite, the update is not finite and nothing is taken.
+    total: the sums, followed by the sum of the flags. exact: True = the sums are exact, and a rank takes out all that it has at
+    these places; False = the sums are estimates, and a rank takes out their mean.
+    """
     device, index = places.device, places.long()
     failed = (total[-1:] != 0) | ~total[:-1].isfinite().all()
     header = torch.empty(2, dtype=torch.int32, device=device)
@@ -133,9 +138,9 @@ def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, whole: bo
     header[1:] = failed
     update = acc.memory.lend(acc.residual.numel(), device)
     kernels.add_sparse(update.flat, total[:-1], places, header, 1 / world.size, update.marks)
-    own = acc.residual.index_select(0, index)
-    left = torch.zeros_like(own) if whole else own - update.flat.index_select(0, index)
-    acc.residual.index_copy_(0, index, torch.where(failed, own, left))
+    values = acc.residual.index_select(0, index)
+    error = torch.zeros_like(values) if exact else values - update.flat.index_select(0, index)
+    acc.residual.index_copy_(0, index, torch.where(failed, values, error))
     if acc.velocity is not None:
         acc.velocity.index_copy_(0, index, acc.velocity.index_select(0, index).masked_fill(~failed, 0.0))
     return update

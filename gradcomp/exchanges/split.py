@@ -1,8 +1,8 @@
-"""A sparse sum whose traffic does not grow with the ranks: each rank adds up a part of the entries, and sends the largest on.
+"""A sparse sum with traffic that does not grow with the ranks: each rank adds up one part and sends on its largest sums.
 
-S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022), have parts of one range each,
-whose borders they move every so often to where the entries are. Here runs of 64 entries are dealt out by a hash, so that no
-part is ever much fuller than another, wherever the large entries lie.
+S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022), give each rank one range of the
+bucket and move the ranges' borders every so often to where the entries are. Here a hash deals out runs of 64 entries, so all
+parts are about equally full wherever the large entries lie.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradcomp.exchanges.delayed_counts import Seen
+from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import Codec, Entries, Taken
 from gradcomp.native import kernels
@@ -22,12 +22,12 @@ from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import Form, Payload, World, gather, send
 
+# The capacity of a part's payload: SLACK times the mean count, plus this many standard deviations of a random count.
 SLACK, DEVIATIONS = 1.1, 3
-"""Room for a part's entries: over the mean, and for so many deviations of a count by chance."""
 
 
 class Partition(NamedTuple):
-    """Who adds up which entries. Of every group of as many runs as there are ranks, each rank has one."""
+    """A bucket's n entries in one part a rank. A group has one run of 64 entries for each rank."""
 
     n: int
     ranks: int
@@ -38,153 +38,153 @@ class Partition(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Entries of a part; those of the last group's runs need not all be there."""
+        """Return the entries of a part. In the last group, some of them may lie beyond the bucket's end."""
         return self.groups * LINE
 
     def part_capacity(self, taken: int) -> int:
-        """Return the capacity of a part's payload where a rank takes this many entries: never more than the smallest part."""
+        """Return the capacity of a part's payload if a rank takes this many entries: never more than the smallest part."""
         smallest = self.n // (self.ranks * LINE) * LINE
         mean = taken / self.ranks
         return min(smallest, taken, math.ceil(SLACK * mean + DEVIATIONS * math.sqrt(mean)))
 
     def locate(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Of entries of the bucket: whose part each is in, and where it is there."""
+        """Map places in the bucket to the ranks that own them and to places in their parts."""
         run = places // LINE
         group = run // self.ranks
-        return (run + _turn(group)) % self.ranks, group * LINE + places % LINE
+        return (run + _rotation(group)) % self.ranks, group * LINE + places % LINE
 
     def places(self, rank: int, local: Tensor) -> Tensor:
-        """Where in the bucket entries of a rank's part are."""
+        """Map places in a rank's part to places in the bucket."""
         return self._runs(rank, local // LINE) * LINE + local % LINE
 
     def copy(self, rank: int, residual: Tensor, memory: Memory) -> Tensor:
-        """A rank's part of value, in scratch; zeros, where entries of the last group are not there."""
-        runs, whole, rest = self._there(rank, residual.device)
+        """Copy a rank's part of the residual into scratch, with zeros beyond the bucket's end."""
+        runs, full, rest = self._runs_in_bucket(rank, residual.device)
         lines: Tensor = memory.scratch("part", self.size, residual, "float32").view(-1, LINE)
-        torch.index_select(residual[:whole].view(-1, LINE), 0, runs, out=lines[: len(runs)])
+        torch.index_select(residual[:full].view(-1, LINE), 0, runs, out=lines[: len(runs)])
         lines[len(runs) :] = 0
-        lines[-1, :rest] = residual[whole : whole + rest]
+        lines[-1, :rest] = residual[full : full + rest]
         return lines.view(-1)
 
     def add(self, rank: int, part: Tensor, residual: Tensor) -> None:
-        """residual += part, where that rank's part lies."""
-        runs, whole, rest = self._there(rank, residual.device)
+        """Add a rank's part to the residual, at the part's places."""
+        runs, full, rest = self._runs_in_bucket(rank, residual.device)
         lines = part.view(-1, LINE)
-        residual[:whole].view(-1, LINE).index_add_(0, runs, lines[: len(runs)])
-        residual[whole : whole + rest] += lines[-1, :rest]
+        residual[:full].view(-1, LINE).index_add_(0, runs, lines[: len(runs)])
+        residual[full : full + rest] += lines[-1, :rest]
 
-    def _there(self, rank: int, device: torch.device) -> tuple[Tensor, int, int]:
-        """A rank's runs that are there in full, how many entries the bucket's full runs have, and those of its last one if
-        that is not full."""
+    def _runs_in_bucket(self, rank: int, device: torch.device) -> tuple[Tensor, int, int]:
+        """Return a rank's full runs, the entries in all full runs of the bucket, and the entries of the rank's partial run."""
         runs = self._runs(rank, torch.arange(self.groups, device=device))
         full = self.n // LINE
-        last = int(self._runs(rank, torch.tensor([self.groups - 1])))  # of the runs only this one need not be there
+        last = int(self._runs(rank, torch.tensor([self.groups - 1])))  # only a rank's last run can lie beyond the end
         rest = self.n % LINE if last == full else 0
         return runs[: self.groups - (last >= full)], full * LINE, rest
 
     def _runs(self, rank: int, group: Tensor) -> Tensor:
-        return group * self.ranks + (rank - _turn(group)) % self.ranks
+        return group * self.ranks + (rank - _rotation(group)) % self.ranks
 
 
-def _turn(group: Tensor) -> Tensor:
-    """By how much further on a group is dealt out; hashed, so that no stride of a matrix always meets the same rank."""
+def _rotation(group: Tensor) -> Tensor:
+    """Hash a group to the rank that gets its first run. No stride of a matrix then always meets the same rank."""
     return (group * 0x9E3779B1 >> 16) & 0xFFFF
 
 
-def sparse_sum(
-    acc: Acc,
-    taken: Taken,
-    world: World,
-    keep: float = 0.0,
-    seen: Seen | None = None,
-) -> Steps:
-    """The mean update of what all ranks took: of each part the entries of largest sums, as many as it has room for.
+def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, observe: CountObserver | None = None) -> Steps:
+    """Sum the entries that all ranks took, part by part; each rank sends on as many of its part's largest sums as fit.
 
-    What has no room on the way to its part goes back to the rank that took it; a sum that is not sent on stays with the rank
-    that added it up. What went leaves keep times itself behind. seen() is shown the results, whose counts say for how many
-    entries there should have been room.
+    An entry beyond the capacity of its part's payload goes back to the rank that took it. A sum that is not sent on stays with
+    the rank that added it up. kept_share: this share of a sent entry stays in the residual.
+    observe: called with the results. Their headers count the entries that wanted to travel.
     """
     n, device, codec = acc.residual.numel(), acc.residual.device, taken.codec
     parts = Partition(n, world.size)
     dealt = _deal(taken.entries, parts)
     capacity = dealt.values.shape[1]
     form = codec.form(parts.size, capacity)
-    own = [_payload(codec, form, *each) for each in zip(dealt.values, dealt.local, dealt.headers, strict=True)]
+    own = [_payload(codec, form, *entries) for entries in zip(dealt.values, dealt.local, dealt.headers, strict=True)]
     sent = torch.stack([codec.read(payload).values for payload in own])
-    came = yield from send({rank: own[rank] for rank in world.others}, world.others, form, device)
-    came = {**came, world.rank: own[world.rank]}
+    received = yield from send({rank: own[rank] for rank in world.others}, world.others, form, device)
+    received = {**received, world.rank: own[world.rank]}
     sums = Update(torch.zeros(parts.size, device=device))
-    codec.add(sums, [came[rank] for rank in sorted(came)])
-    codec.check(came, sums, parts.size)
-    headers = torch.stack([each["header"] for each in came.values()])
-    results = yield from gather(_result(codec, form, capacity, sums.flat, headers, acc.memory))
+    codec.add(sums, [received[rank] for rank in sorted(received)])
+    codec.check(received, sums, parts.size)
+    headers = torch.stack([payload["header"] for payload in received.values()])
+    results = yield from gather(_take_largest(codec, form, capacity, sums.flat, headers, acc.memory))
     update = acc.memory.lend(n, device)
     for rank, result in enumerate(results):
         values, local, header = codec.read(result)
         kernels.add_sparse(update.flat, values, parts.places(rank, local).int(), header, 1 / world.size, update.marks)
     codec.check(dict(enumerate(results)), update, parts.size)
     failed = ~update.flat[:1].isfinite()
-    left = torch.where(failed, dealt.values, dealt.values - sent + keep * sent)
-    acc.residual.index_add_(0, dealt.places.flatten(), left.masked_fill(~dealt.there, 0.0).flatten())
-    acc.residual.index_add_(0, dealt.over_places, dealt.over_values)
-    parts.add(world.rank, torch.where(failed, 0.0, sums.flat * (1 - keep)), acc.residual)
-    if seen is not None:
-        seen(results)
+    returned = torch.where(failed, dealt.values, dealt.values - sent + kept_share * sent)
+    acc.residual.index_add_(0, dealt.places.flatten(), returned.masked_fill(~dealt.used, 0.0).flatten())
+    acc.residual.index_add_(0, dealt.overflow_places, dealt.overflow_values)
+    parts.add(world.rank, torch.where(failed, 0.0, sums.flat * (1 - kept_share)), acc.residual)
+    if observe is not None:
+        observe(results)
     return update
 
 
-class Dealt(NamedTuple):
-    """What a rank took, by parts: [ranks, capacity] of each but the headers. over: what has no capacity, or zeros."""
+class DealtEntries(NamedTuple):
+    """The entries that a rank took, dealt out to the parts.
+
+    values, places in the bucket, local places in the part, and whether a slot is used: [ranks, capacity]. headers: [ranks, 2].
+    overflow: the entries beyond their part's capacity; values are zero for all others.
+    """
 
     values: Tensor
     places: Tensor
     local: Tensor
-    there: Tensor
+    used: Tensor
     headers: Tensor
-    over_values: Tensor
-    over_places: Tensor
+    overflow_values: Tensor
+    overflow_places: Tensor
 
 
-def _deal(taken: Entries, parts: Partition) -> Dealt:
+def _deal(taken: Entries, parts: Partition) -> DealtEntries:
+    """Deal the taken entries out to the parts, in the order of their places."""
     count, device = taken.values.numel(), taken.values.device
-    capacity, at = parts.part_capacity(count), torch.arange(count, device=device)
-    used = at < taken.header[0]
-    places = torch.where(used, taken.indices, 0).long()
+    capacity, position = parts.part_capacity(count), torch.arange(count, device=device)
+    taken_slots = position < taken.header[0]
+    places = torch.where(taken_slots, taken.indices, 0).long()
     owner, local = parts.locate(places)
-    owner, order = torch.where(used, owner, parts.ranks).sort(stable=True)
-    values, places, local = (each.index_select(0, order) for each in (taken.values, places, local))
+    owner, order = torch.where(taken_slots, owner, parts.ranks).sort(stable=True)
+    values, places, local = (array.index_select(0, order) for array in (taken.values, places, local))
     begins = torch.searchsorted(owner, torch.arange(parts.ranks + 1, device=device))
     slots = begins[:-1, None] + torch.arange(capacity, device=device)
-    there = slots < begins[1:, None]
+    used = slots < begins[1:, None]
     slots = slots.clamp(max=count - 1)
-    over = (at - begins.index_select(0, owner) >= capacity) & (owner < parts.ranks)
+    overflow = (position - begins.index_select(0, owner) >= capacity) & (owner < parts.ranks)
     headers = torch.stack([begins[1:] - begins[:-1], taken.header[1].expand(parts.ranks)], 1).int()
-    return Dealt(
-        values[slots].masked_fill(~there, 0.0),
-        places[slots].masked_fill(~there, 0),
-        local[slots].masked_fill(~there, 0).int(),
-        there,
+    return DealtEntries(
+        values[slots].masked_fill(~used, 0.0),
+        places[slots].masked_fill(~used, 0),
+        local[slots].masked_fill(~used, 0).int(),
+        used,
         headers,
-        values.masked_fill(~over, 0.0),
-        places.masked_fill(~over, 0),
+        values.masked_fill(~overflow, 0.0),
+        places.masked_fill(~overflow, 0),
     )
 
 
-def _result(codec: Codec, form: Form, capacity: int, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
-    """The largest of a part's sums, moved out of it; what rounding leaves over stays. headers: of those who sent to it."""
+def _take_largest(codec: Codec, form: Form, capacity: int, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
+    """Move the largest of a part's sums into a payload; the rounding error stays. headers: those of the received payloads."""
     device = sums.device
     values, local = torch.empty(capacity, device=device), torch.empty(capacity, dtype=torch.int32, device=device)
     header = torch.empty(2, dtype=torch.int32, device=device)
     kernels.take_topk(sums, capacity, values, local, header, memory=memory)
     header[:1] = (len(headers) * headers[:, 0].max()).clamp(min=capacity)
     header[1:] = torch.maximum(headers[:, 1].max(), ~values.isfinite().all())
-    values.nan_to_num_(0.0, 0.0, 0.0)  # flagged, where there was anything to change
+    values.nan_to_num_(0.0, 0.0, 0.0)  # changes nothing unless the flag is set
     return _payload(codec, form, values, local, header, sums)
 
 
-def _payload(codec: Codec, form: Form, values: Tensor, local: Tensor, header: Tensor, rest: Tensor | None = None) -> Payload:
-    """Entries of a part, to be sent; what rounding loses is added to rest, if given."""
+def _payload(
+    codec: Codec, form: Form, values: Tensor, local: Tensor, header: Tensor, residual: Tensor | None = None
+) -> Payload:
+    """Make a payload of a part's entries. The rounding error is added to the residual, if given."""
     payload = payloads.empty(form, values.device)
     payload["header"].copy_(header)
-    codec.write(payload, values, local, rest)
+    codec.write(payload, values, local, residual)
     return payload

@@ -1,4 +1,4 @@
-"""Binary trees over any number of ranks, with rank 0 as root; and sparse sums that meet in one."""
+"""Binary trees over any number of ranks, with rank 0 as the root; and sparse sums along a tree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradcomp.exchanges.delayed_counts import Seen
+from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
@@ -15,133 +15,137 @@ from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import Asking, Payload, World, send
 
 
-def levels(ranks: int) -> list[int]:
-    """How far apart those are who meet on each level; one level at least."""
+def distances(ranks: int) -> list[int]:
+    """List how far apart the ranks of a pair are, for each level of the tree. A tree has at least one level."""
     return [1 << level for level in range(max(1, (ranks - 1).bit_length()))]
 
 
-def _pairs(world: World, apart: int) -> tuple[list[int], list[int]]:
-    """Whom this rank meets on a level: above it, or below it, or nobody."""
-    place = world.rank % (2 * apart)
-    above = [world.rank - apart] if place == apart else []
-    return above, [world.rank + apart] if place == 0 and world.rank + apart < world.size else []
+def _parent_and_child(world: World, distance: int) -> tuple[list[int], list[int]]:
+    """Return this rank's parent and its child on a level, each a list of one rank or none. A rank has at most one of them."""
+    position = world.rank % (2 * distance)
+    parent = [world.rank - distance] if position == distance else []
+    return parent, [world.rank + distance] if position == 0 and world.rank + distance < world.size else []
 
 
-def up(payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]) -> Asking[Payload]:
-    """On rank 0 all ranks' payloads joined, pair by pair; on the others what they sent."""
-    for apart in levels(world.size):
-        upper, lower = _pairs(world, apart)
-        came = yield from send(dict.fromkeys(upper, payload), lower, payload.form, payload.bytes.device)
-        for other in came.values():
+def join_at_root(payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]) -> Asking[Payload]:
+    """Join all ranks' payloads at rank 0, pair by pair. The other ranks get the payload that they sent."""
+    for distance in distances(world.size):
+        parent, child = _parent_and_child(world, distance)
+        received = yield from send(dict.fromkeys(parent, payload), child, payload.form, payload.bytes.device)
+        for other in received.values():
             payload = join(payload, other)
     return payload
 
 
-def down(payload: Payload, world: World) -> Asking[Payload]:
-    """Rank 0's payload, on all ranks."""
-    for apart in reversed(levels(world.size)):
-        upper, lower = _pairs(world, apart)
-        came = yield from send(dict.fromkeys(lower, payload), upper, payload.form, payload.bytes.device)
-        payload = next(iter(came.values()), payload)
+def send_from_root(payload: Payload, world: World) -> Asking[Payload]:
+    """Send rank 0's payload to all ranks."""
+    for distance in reversed(distances(world.size)):
+        parent, child = _parent_and_child(world, distance)
+        received = yield from send(dict.fromkeys(child, payload), parent, payload.form, payload.bytes.device)
+        payload = next(iter(received.values()), payload)
     return payload
 
 
 def dense_sum(tensor: Tensor, world: World) -> Asking[Tensor]:
-    """The sum of all ranks' tensors, to the same bits everywhere."""
-    own = yield from up(payloads.whole(tensor), world, lambda a, b: payloads.whole(a["bytes"] + b["bytes"]))
-    total = yield from down(own, world)
+    """Sum all ranks' tensors, to the same bits everywhere."""
+    total = yield from join_at_root(payloads.wrap(tensor), world, lambda a, b: payloads.wrap(a["bytes"] + b["bytes"]))
+    total = yield from send_from_root(total, world)
     return total["bytes"]
 
 
+# Sums that a merge dropped, and their places in ascending order. A place may come twice, once with a sum of 0.
 Dropped = tuple[Tensor, Tensor]
-"""Values that a meeting dropped and their places, in order; a place may come twice, with a value of 0."""
 
 
 def sparse_sum(
     acc: Acc,
-    own: Payload,
+    taken: Payload,
     world: World,
     *,
-    keep: float = 0.0,
+    kept_share: float = 0.0,
     faithful: bool = False,
-    seen: Seen | None = None,
+    observe: CountObserver | None = None,
 ) -> Steps:
-    """The mean update of what all ranks took (own: wire=exact), of which each meeting lets go on what there is room for.
+    """Sum the entries that all ranks took along a tree; each merge sends on only as many sums as a payload holds.
 
-    What does not come out of the tree goes back to those who took it. A partial sum that a meeting dropped of an entry that
-    does come out, on another way, stays with the rank that dropped it (faithful: it is lost, as published). Velocity is masked
-    where something went; what went leaves keep times itself behind. seen() is shown the result.
+    An entry that is not in the result goes back to the ranks that took it. A merge may drop a partial sum of an entry that
+    another path brings into the result: the rank that dropped it keeps it. The velocity is masked at the entries in the result.
+    taken: this rank's entries, as wire=exact. kept_share: this share of a sent entry stays in the residual.
+    faithful: dropped partial sums are lost, as published. observe: called with the result.
     """
     n = acc.residual.numel()
     dropped: list[Dropped] = []
 
-    def join(ours: Payload, theirs: Payload) -> Payload:
-        met, left = meet(ours, theirs, acc.memory)
-        dropped.append(left)
-        return met
+    def join(first: Payload, second: Payload) -> Payload:
+        merged, losers = merge_largest(first, second, acc.memory)
+        dropped.append(losers)
+        return merged
 
-    fill(own, n)
-    result = yield from up(own, world, join)
-    result = yield from down(result, world)
+    pad_unused(taken, n)
+    result = yield from join_at_root(taken, world, join)
+    result = yield from send_from_root(result, world)
     update = acc.memory.lend(n, acc.residual.device)
-    kernels.add_sparse(update.flat, result["values"], result["indices"], counted(result, n), 1 / world.size, update.marks)
-    _settle(acc, own, [] if faithful else dropped, result, update.flat, keep)
-    if seen is not None:
-        seen([result])
+    header = header_of_used(result, n)
+    kernels.add_sparse(update.flat, result["values"], result["indices"], header, 1 / world.size, update.marks)
+    _settle(acc, taken, [] if faithful else dropped, result, update.flat, kept_share)
+    if observe is not None:
+        observe([result])
     return update
 
 
-def fill(payload: Payload, n: int) -> None:
-    """Entries that nothing was taken for get a value of 0 and places behind the n there are: in order, and each its own."""
-    at = torch.arange(len(payload["values"]), dtype=torch.int32, device=payload.bytes.device)
-    unused = at >= payload["header"][0]
+def pad_unused(payload: Payload, n: int) -> None:
+    """Give each unused entry the value 0 and a place of its own above the bucket's n entries, in ascending order."""
+    position = torch.arange(len(payload["values"]), dtype=torch.int32, device=payload.bytes.device)
+    unused = position >= payload["header"][0]
     payload["values"].masked_fill_(unused, 0.0)
-    payload["indices"].copy_(torch.where(unused, n + at, payload["indices"]))
+    payload["indices"].copy_(torch.where(unused, n + position, payload["indices"]))
 
 
-def counted(payload: Payload, n: int) -> Tensor:
-    """The payload's header, with the number of places below n for a count."""
+def header_of_used(payload: Payload, n: int) -> Tensor:
+    """Copy the payload's header, with the number of places inside the bucket as its count."""
     header = payload["header"].clone()
     header[0] = (payload["indices"] < n).sum()
     return header
 
 
-def meet(ours: Payload, theirs: Payload, memory: Memory | None = None) -> tuple[Payload, Dropped]:
-    """The largest of the sums, as many as either has, ties to the lower place; and the sums that are left."""
-    k = len(ours["values"])
-    indices, order = torch.cat([ours["indices"], theirs["indices"]]).sort(stable=True)
-    values = torch.cat([ours["values"], theirs["values"]]).index_select(0, order)
-    again = torch.zeros_like(indices, dtype=torch.bool)
-    again[1:] = indices[1:] == indices[:-1]  # a place comes twice at most
-    sums = values.masked_fill(again, 0.0)
-    sums[:-1] += values[1:].masked_fill(~again[1:], 0.0)
-    # What is compared: a magnitude's bits plus one, so that only what came again counts nothing.
-    rank = ((sums.view(torch.int32) & 0x7FFFFFFF) + 1).masked_fill(again, 0).view(torch.float32)
-    met = payloads.empty(ours.form, indices.device)
-    places = torch.empty(k, dtype=torch.int32, device=indices.device)
-    kernels.take_topk(rank, k, torch.empty_like(met["values"]), places, met["header"], memory=memory)
-    torch.index_select(indices, 0, places, out=met["indices"])
-    torch.index_select(sums, 0, places, out=met["values"])
-    torch.maximum(ours["header"], theirs["header"], out=met["header"])
-    return met, (sums.masked_fill(rank.view(torch.int32) == 0, 0.0), indices)
+def merge_largest(first: Payload, second: Payload, memory: Memory | None = None) -> tuple[Payload, Dropped]:
+    """Add two payloads and keep the largest sums, as many as one payload holds; ties go to the lower place."""
+    k = len(first["values"])
+    indices, order = torch.cat([first["indices"], second["indices"]]).sort(stable=True)
+    values = torch.cat([first["values"], second["values"]]).index_select(0, order)
+    repeated = torch.zeros_like(indices, dtype=torch.bool)
+    repeated[1:] = indices[1:] == indices[:-1]  # a place comes twice at most
+    sums = values.masked_fill(repeated, 0.0)
+    sums[:-1] += values[1:].masked_fill(~repeated[1:], 0.0)
+    # The sort key is a magnitude's bits plus one: only a repeated place has the key 0, a sum of 0 has not.
+    key = ((sums.view(torch.int32) & 0x7FFFFFFF) + 1).masked_fill(repeated, 0).view(torch.float32)
+    merged = payloads.empty(first.form, indices.device)
+    largest = torch.empty(k, dtype=torch.int32, device=indices.device)
+    kernels.take_topk(key, k, torch.empty_like(merged["values"]), largest, merged["header"], memory=memory)
+    torch.index_select(indices, 0, largest, out=merged["indices"])
+    torch.index_select(sums, 0, largest, out=merged["values"])
+    torch.maximum(first["header"], second["header"], out=merged["header"])
+    return merged, (sums.masked_fill(key.view(torch.int32) == 0, 0.0), indices)  # the kernel set the winners' keys to 0
 
 
 def is_in(places: Tensor, chosen: Tensor) -> Tensor:
-    """Whether each place is among the chosen ones, which are in order."""
-    at = torch.searchsorted(chosen, places).clamp_(max=len(chosen) - 1)
-    return chosen.index_select(0, at) == places
+    """Return a mask of the places that are among the chosen ones, which ascend."""
+    position = torch.searchsorted(chosen, places).clamp_(max=len(chosen) - 1)
+    return chosen.index_select(0, position) == places
 
 
-def _settle(acc: Acc, own: Payload, dropped: list[Dropped], result: Payload, update: Tensor, keep: float) -> None:
-    """What is not in the result goes back; so does what was dropped of an entry that is."""
+def _settle(acc: Acc, taken: Payload, dropped: list[Dropped], result: Payload, update: Tensor, kept_share: float) -> None:
+    """Put back the taken entries that are not in the result, and the dropped sums of entries that are in it."""
     n, failed = acc.residual.numel(), ~update[:1].isfinite()
-    there = own["indices"] < n
-    places = own["indices"].clamp(max=n - 1).long()
-    went = is_in(own["indices"], result["indices"]) & ~failed
-    left = torch.where(went, keep * own["values"], own["values"])
-    acc.residual.index_add_(0, places, left.masked_fill(~there, 0.0))
+    used = taken["indices"] < n
+    places = taken["indices"].clamp(max=n - 1).long()
+    sent = is_in(taken["indices"], result["indices"]) & ~failed
+    returned = torch.where(sent, kept_share * taken["values"], taken["values"])
+    acc.residual.index_add_(0, places, returned.masked_fill(~used, 0.0))
     if acc.velocity is not None:
-        acc.velocity.index_add_(0, places, acc.velocity.index_select(0, places).masked_fill(~(went & there), 0.0), alpha=-1)
+        masked = acc.velocity.index_select(0, places).masked_fill(~(sent & used), 0.0)
+        acc.velocity.index_add_(0, places, masked, alpha=-1)
     for values, indices in dropped:
-        lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
-        acc.residual.index_add_(0, indices.clamp(max=n - 1).long(), values.masked_fill(~lost, 0.0), alpha=1 - keep)
+        otherwise_lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
+        returned = values.masked_fill(~otherwise_lost, 0.0)
+        acc.residual.index_add_(0, indices.clamp(max=n - 1).long(), returned, alpha=1 - kept_share)

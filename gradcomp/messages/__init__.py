@@ -1,1 +1,1 @@
-"""Messages between ranks: arrays in one byte buffer, and the forms of sparse, rounded and placed entries."""
+"""Messages between ranks: arrays in one byte buffer, and the forms of sparse entries, rounded entries and places."""

@@ -1,4 +1,4 @@
-"""Payloads of entries that are rounded to a few levels: a group of entries has levels, and each entry the number of one."""
+"""Payloads of rounded entries: each group of entries has a few levels, and each entry travels as the number of its level."""
 
 from __future__ import annotations
 
@@ -16,86 +16,92 @@ from gradcomp.requests import Field, Form, Payload
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How a group is rounded.
+class RoundingRule:
+    """The way a group of entries is rounded.
 
-    form: what its levels follow from, one of kernels.FORMS. count: how many there are: 2, 3, 5 or 9.
-    group: entries that share them. drawn: whether entries are rounded at random.
-    travels: which levels do: all; the top one, of levels spread evenly about 0; the ends, where they are spread between them.
+    kind: how the levels are found, one of kernels.FORMS. count: levels of a group: 2, 3, 5 or 9.
+    group: entries that share levels. stochastic: entries are rounded at random, to the right mean.
+    sent: the levels that travel. "all"; or "top", if levels are spread evenly about 0; or "ends", if they are spread evenly
+    between the lowest and the highest.
     """
 
-    form: str
+    kind: str
     count: int
     group: int
-    drawn: bool = True
-    travels: Literal["all", "top", "ends"] = "all"
+    stochastic: bool = True
+    sent: Literal["all", "top", "ends"] = "all"
 
 
 class Rounding:
-    """The payload of so many entries, and what is done with it."""
+    """Rounds n entries into payloads of one form, and reads them back."""
 
-    def __init__(self, rule: Rule, n: int):
+    def __init__(self, rule: RoundingRule, n: int):
         self.rule = rule
         self.groups = kernels.groups(n, rule.group)
-        self.each = {"all": rule.count, "top": 1, "ends": 2}[rule.travels]
+        self.sent_per_group = {"all": rule.count, "top": 1, "ends": 2}[rule.sent]
+        self.sent_levels = self.groups * self.sent_per_group
         self.form: Form = (
             Field("header", torch.int32, 2),
-            Field("levels", torch.float32, self.groups * self.each),
+            Field("levels", torch.float32, self.sent_levels),
             Field("words", torch.int64, kernels.words(n, rule.group, rule.count)),
         )
 
     def take(
         self, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
     ) -> Payload:
-        """Round the residual, which keeps what that leaves over; payload: to be filled, of this form or with more room."""
+        """Move the rounded entries out of the residual into a payload; the rounding error stays.
+
+        bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
+        key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
+        """
         rule, device = self.rule, residual.device
         payload = payloads.empty(self.form, device) if payload is None else payload
         levels = torch.empty(self.groups * rule.count, device=device)
         cuts = torch.empty(self.groups, device=device)
-        kernels.find_levels(residual, rule.form, rule.group, rule.count, levels, cuts, bounds)
+        kernels.find_levels(residual, rule.kind, rule.group, rule.count, levels, cuts, bounds)
         rows = levels.view(self.groups, rule.count)
-        chosen = {"all": rows, "top": rows[:, -1:], "ends": rows[:, :: rule.count - 1]}[rule.travels]
-        payload["levels"][: self.groups * self.each].copy_(chosen.flatten())
+        sent = {"all": rows, "top": rows[:, -1:], "ends": rows[:, :: rule.count - 1]}[rule.sent]
+        payload["levels"][: self.sent_levels].copy_(sent.flatten())
         payload["header"].zero_()
         if flag is not None:
             payload["header"][1:].copy_(flag)
-        by = None if rule.drawn else cuts
-        kernels.take_levels(residual, self._levels(payload), rule.group, rule.count, key, self._words(payload), by)
+        fixed_cuts = None if rule.stochastic else cuts
+        kernels.take_levels(residual, self._levels(payload), rule.group, rule.count, key, self._words(payload), fixed_cuts)
         return payload
 
-    def add(self, target: Tensor, came: Sequence[Payload], scale: float) -> None:
-        """target += scale * what payloads say, one after the other."""
-        levels, words = [*map(self._levels, came)], [*map(self._words, came)]
-        headers = [payload["header"] for payload in came]
+    def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
+        """Add scale times the entries of each payload to the target, one payload after the other."""
+        levels, words = [*map(self._levels, received)], [*map(self._words, received)]
+        headers = [payload["header"] for payload in received]
         kernels.add_levels(target, levels, words, headers, self.rule.group, self.rule.count, scale)
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
-        """Put what was taken back where the update is not finite."""
+        """Put the taken entries back where the update is not finite."""
         kernels.settle_levels(residual, self._levels(payload), self._words(payload), self.rule.group, self.rule.count, update)
 
     def _words(self, payload: Payload) -> Tensor:
         return payload["words"][: self.form[-1].length]
 
     def _levels(self, payload: Payload) -> Tensor:
-        """All levels, of those that travel."""
-        sent = payload["levels"][: self.groups * self.each]
-        if self.rule.travels == "all":
+        """Rebuild all levels from those that travel."""
+        sent = payload["levels"][: self.sent_levels]
+        if self.rule.sent == "all":
             return sent
         share = torch.linspace(0, 1, self.rule.count, device=sent.device)
-        ends = sent.view(self.groups, self.each)
-        low = -ends if self.rule.travels == "top" else ends[:, :1]
+        ends = sent.view(self.groups, self.sent_per_group)
+        low = -ends if self.rule.sent == "top" else ends[:, :1]
         return (low * (1 - share) + ends[:, -1:] * share).flatten()
 
 
 @functools.cache
-def error_of(rule: Rule, sigmas: float) -> float:
-    """What rounding leaves of a group of normal entries, as a share of their squares.
+def rounding_error(rule: RoundingRule, sigmas: float) -> float:
+    """Measure the squares that rounding leaves of a group of normal entries, as a share of their squares.
 
-    sigmas: entries count as if they lay within so many standard deviations of 0; 0 = as they are.
+    sigmas: standard deviations from 0 at which entries are clipped before they are rounded; 0 = no clipping.
     """
     residual = torch.randn(rule.group, generator=torch.Generator().manual_seed(0))
-    whole = residual.square().sum()
-    most = sigmas * residual.std(0, correction=0, keepdim=True)
-    bounds = torch.stack([-most, most], 1).flatten() if sigmas else None
+    squares = residual.square().sum()
+    limit = sigmas * residual.std(0, correction=0, keepdim=True)
+    bounds = torch.stack([-limit, limit], 1).flatten() if sigmas else None
     Rounding(rule, rule.group).take(residual, bounds, None, key=0)
-    return float(residual.square().sum() / whole)
+    return float(residual.square().sum() / squares)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradcomp.requests import Field, Form, Payload
 
+# Bytes. Every array begins at a multiple of this, and so does every payload in a gathered buffer.
 ALIGNMENT = 8
-"""Every array, and so every payload in a gathered buffer, begins at a multiple of this many bytes."""
 
 
 def _padded(size: int) -> int:
@@ -16,33 +16,33 @@ def _padded(size: int) -> int:
 
 
 def size(form: Form) -> int:
-    """Bytes of a payload of this form."""
+    """Return the bytes of a payload of this form."""
     return sum(_padded(field.length * field.dtype.itemsize) for field in form)
 
 
 def empty(form: Form, device: torch.device) -> Payload:
-    """Make a payload to be filled in."""
+    """Make a payload with uninitialised arrays."""
     return read(form, torch.empty(size(form), dtype=torch.uint8, device=device))
 
 
 def read(form: Form, buffer: Tensor) -> Payload:
-    """Read the payload that lies in this buffer."""
+    """Read a buffer as a payload of this form; nothing is copied."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() != size(form):
         raise ValueError(
-            f"a payload of {size(form)} bytes was expected, but {buffer.numel()} entries of {buffer.dtype} came: "
-            "do all ranks run the same gradcomp with the same settings?"
+            f"received {buffer.numel()} entries of {buffer.dtype} where a payload of {size(form)} bytes was expected; "
+            "run the same gradcomp with the same settings on all ranks"
         )
     arrays: dict[str, Tensor] = {}
-    at = 0
+    begin = 0
     for name, dtype, length in form:
-        stop = at + length * dtype.itemsize
-        arrays[name] = buffer[at:stop].view(dtype)
-        at += _padded(stop - at)
+        end = begin + length * dtype.itemsize
+        arrays[name] = buffer[begin:end].view(dtype)
+        begin += _padded(end - begin)
     return Payload(form, buffer, arrays)
 
 
-def whole(array: Tensor) -> Payload:
-    """Make a payload of one array that is there already; it is copied only where its length has to be rounded up."""
+def wrap(array: Tensor) -> Payload:
+    """Make a payload of one array. It is copied only if its bytes are not a multiple of the alignment."""
     form = (Field("bytes", array.dtype, array.numel()),)
     if array.numel() * array.element_size() % ALIGNMENT == 0:
         return Payload(form, array.view(torch.uint8), {"bytes": array})

@@ -1,7 +1,7 @@
-"""Ascending places among n as few bits: Elias and Fano's code, whose length depends on how many there are alone.
+"""Ascending places below n in few bits: the Elias-Fano code. Its length depends only on n and on the number of places.
 
-Of each place the lowest bits stand as they are. The others ascend, too: they are a row of bits in which place i sets bit
-(place >> low) + i. Together at most 2 + log2(n / k) bits a place: 12 for one entry in a thousand, where 32 would be plain.
+The lowest bits of each place are stored as they are. The high parts that remain ascend too: place i sets bit (place >> low) + i
+of a bit row. Together a place takes at most 2 + log2(n / k) bits: 12 bits for one entry in a thousand, instead of 32.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def length(n: int, k: int) -> int:
-    """Bytes that k places among n take."""
+    """Return the bytes of k packed places below n."""
     low = _low_bits(n, k)
     return _bytes(low * k) + _bytes(_high_bits(n, k, low))
 
 
 def pack(places: Tensor, n: int) -> Tensor:
-    """Whole numbers, ascending and different, to uint8[length(n, k)]."""
+    """Pack k places, ascending, distinct and below n, into uint8[length(n, k)]."""
     k = places.numel()
     low, wide = _low_bits(n, k), places.long()
     bits = (wide[:, None] >> torch.arange(low, device=places.device)) & 1
@@ -27,13 +27,13 @@ def pack(places: Tensor, n: int) -> Tensor:
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:
-    """The places again, int64. Whatever the bytes are, k of them, each below n."""
+    """Unpack k places as int64. Any bytes give k places below n."""
     low = _low_bits(n, k)
     split = _bytes(low * k)
     lowest = _to_bits(packed[:split])[: low * k].view(k, low).long() << torch.arange(low, device=packed.device)
     high = _to_bits(packed[split:])[: _high_bits(n, k, low)]
-    first = torch.sort(high, descending=True, stable=True).indices[:k]  # where bits are set, without asking how many are
-    return ((first - torch.arange(k, device=packed.device) << low) + lowest.sum(1)).clamp(0, n - 1)
+    set_bits = torch.sort(high, descending=True, stable=True).indices[:k]  # nonzero() would wait for the GPU
+    return ((set_bits - torch.arange(k, device=packed.device) << low) + lowest.sum(1)).clamp(0, n - 1)
 
 
 def _low_bits(n: int, k: int) -> int:

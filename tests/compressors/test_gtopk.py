@@ -10,7 +10,7 @@ import torch
 from compressors.test_topk import tree_bytes
 
 import gradcomp
-from gradcomp.exchanges.tree import meet
+from gradcomp.exchanges.tree import merge_largest
 from gradcomp.messages.payload import empty
 from gradcomp.messages.sparse import EXACT
 from gradcomp.requests import Payload
@@ -36,7 +36,7 @@ def entries_of(payload: Payload) -> dict[int, float]:
 
 
 def test_a_meeting_lets_the_largest_sums_go_on_and_says_what_it_dropped() -> None:
-    met, (values, indices) = meet(sparse({3: 1.0, 7: -5.0, 9: 2.0}), sparse({3: 1.5, 8: 2.5, 9: -1.0}, flag=1))
+    met, (values, indices) = merge_largest(sparse({3: 1.0, 7: -5.0, 9: 2.0}), sparse({3: 1.5, 8: 2.5, 9: -1.0}, flag=1))
     assert entries_of(met) == {3: 2.5, 7: -5.0, 8: 2.5}
     assert met["header"].tolist() == [3, 1]
     dropped = torch.zeros(10).index_add_(0, indices.long(), values)
@@ -44,7 +44,7 @@ def test_a_meeting_lets_the_largest_sums_go_on_and_says_what_it_dropped() -> Non
 
 
 def test_sums_that_vanish_are_entries_all_the_same() -> None:
-    met, (values, _) = meet(sparse({1: 2.0, 4: 0.0}), sparse({1: -2.0, 4: 0.0}))
+    met, (values, _) = merge_largest(sparse({1: 2.0, 4: 0.0}), sparse({1: -2.0, 4: 0.0}))
     assert entries_of(met) == {1: 0.0, 4: 0.0}
     assert not values.any()
 

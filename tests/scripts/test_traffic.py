@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gradcomp
-from gradcomp.messages.payload import whole
+from gradcomp.messages.payload import wrap
 from gradcomp.native.extension import MOMENTS
 from gradcomp.requests import Gather, Reduce, Send, World
 
@@ -215,7 +215,7 @@ def test_a_ring_is_gloos(count: int, ranks: int) -> None:
 
 
 def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
-    payload = whole(torch.zeros(10))
+    payload = wrap(torch.zeros(10))
     request = Send({0: payload, 2: payload}, (), payload.form, torch.device("cpu"))
     assert traffic.sent(request, World(2, 4)) == traffic.Sent(messages=6, bytes=40, lengths=3)
     assert traffic.sent(request, World(1, 4)) == traffic.Sent(messages=6, bytes=80, lengths=3)
@@ -224,7 +224,7 @@ def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_hollow_operations_are_as_many_messages(ranks: int) -> None:
-    world, payload = World(1, ranks), whole(torch.zeros(1000))
+    world, payload = World(1, ranks), wrap(torch.zeros(1000))
     requests = [Gather(payload), Reduce(torch.zeros(100_000)), Reduce(torch.zeros(3))]
     for request in (*requests, Send({0: payload}, (), payload.form, torch.device("cpu"))):
         full, hollow = traffic.sent(request, world), traffic.sent(traffic.hollow(request, world), world)

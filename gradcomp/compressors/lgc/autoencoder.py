@@ -1,8 +1,8 @@
-"""LGC's autoencoder: what a sequence of entries is worth, in a quarter as many numbers.
+"""LGC's autoencoder: a code of a sequence of entries, a quarter as many numbers.
 
-Convolutions of stride 2, four of them down and four up again, as published, with one way down and one way up for each decoder.
-Sequences are filled up with zeros to a length at which the way up ends where the way down began. All weights lie in one flat
-array that belongs to no model: no optimizer of the user's sees them, and no draw of the user's is spent on them.
+The encoder has four convolutions of stride 2, and each decoder has four transposed ones, as published. All decoders share one
+encoder. Sequences are padded with zeros to a length that the decoder returns exactly. All weights lie in one flat array that
+belongs to no model, so the user's optimizers do not see them. They are drawn without the user's random generator.
 """
 
 from __future__ import annotations
@@ -15,218 +15,230 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CODE = 4
-"""Channels of a code."""
-DOWN = ((1, 64, 3), (64, 128, 3), (128, 256, 3), (256, 64, 3), (64, CODE, 1))
-UP = ((CODE, 32), (32, 64), (64, 128), (128, 32))
-"""Channels from and to; on the way down also how many places are seen at once, of which it is three on the way up."""
-SHRINKS = 16
-"""So many places of a sequence are one of its code's."""
-TAPS = 2 * SHRINKS - 1
-"""Places of a sequence that one of the code's has a say in."""
+# Channels of a code.
+CODE_CHANNELS = 4
+# The encoder's layers: channels in, channels out, kernel size.
+ENCODER = ((1, 64, 3), (64, 128, 3), (128, 256, 3), (256, 64, 3), (64, CODE_CHANNELS, 1))
+# The decoder's layers: channels in, channels out. The kernel size is 3.
+DECODER = ((CODE_CHANNELS, 32), (32, 64), (64, 128), (128, 32))
+# Places of a sequence for each place of its code.
+STRIDE = 16
+# Places of a sequence that one place of the code affects.
+TAPS = 2 * STRIDE - 1
+# Of the leaky ReLU, below 0.
 SLOPE = 0.01
 
+# Adam's decay rates and learning rate.
 BETAS, RATE = (0.9, 0.999), 1e-3
+# The weight of the codes' similarity in the loss of many decoders. The entries have the rest; both are equal, as published.
 SIMILARITY = 0.5
-"""Of the loss of many decoders, the weight of codes that resemble one another; as published, that of the entries too."""
 
 
-def code_places(entries: int) -> int:
-    """Places of the code of so many entries: 16 q + 15 entries have q."""
-    return max(1, -(-(entries - (SHRINKS - 1)) // SHRINKS))
+def code_length(entries: int) -> int:
+    """Return the places of the code of a sequence: q for 16 q + 15 entries."""
+    return max(1, -(-(entries - (STRIDE - 1)) // STRIDE))
 
 
-def filled(entries: int) -> int:
-    """The length that a sequence is filled up to."""
-    return SHRINKS * code_places(entries) + SHRINKS - 1
+def padded_length(entries: int) -> int:
+    """Return the length that a sequence is padded to."""
+    return STRIDE * code_length(entries) + STRIDE - 1
 
 
 class Autoencoder:
-    """One encoder and `decoders` decoders, which with beside= are told one number more for each entry.
+    """One encoder and `decoders` decoders.
 
-    linear: nothing is cut off on the way up, so that the mean of what codes decode to is what their mean decodes to.
+    innovations: the decoders get one number for each entry beside the code. linear: the decoders have no biases and no
+    nonlinearities, so the mean of decoded codes is the decoded mean of the codes.
     """
 
-    def __init__(self, decoders: int, beside: bool, linear: bool, seed: int, device: torch.device):
-        self.decoders, self.beside, self.linear, self.seed = decoders, beside, linear, seed
+    def __init__(self, decoders: int, innovations: bool, linear: bool, seed: int, device: torch.device):
+        self.decoders, self.innovations, self.linear, self.seed = decoders, innovations, linear, seed
         shapes: list[tuple[int, ...]] = []
-        for channels, to, width in DOWN:
-            shapes += [(to, channels, width), (to,)]
-        for channels, to in UP:
-            shapes += [(decoders * channels, to, 3)] + ([] if linear else [(decoders * to,)])
-        shapes += [(decoders, UP[-1][1] + beside, 1)] + ([] if linear else [(decoders,)])
+        for channels_in, channels_out, width in ENCODER:
+            shapes += [(channels_out, channels_in, width), (channels_out,)]
+        for channels_in, channels_out in DECODER:
+            shapes += [(decoders * channels_in, channels_out, 3)] + ([] if linear else [(decoders * channels_out,)])
+        shapes += [(decoders, DECODER[-1][1] + innovations, 1)] + ([] if linear else [(decoders,)])
         self.shapes = shapes
         self.weights = torch.empty(sum(torch.Size(shape).numel() for shape in shapes), device=device)
-        self.draw()
+        self.draw_weights()
 
-    def draw(self) -> None:
-        """Begins anew, as far from what was learned as at first."""
+    def draw_weights(self) -> None:
+        """Draw new weights and forget all that was learned. The same seed gives the same weights."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn, bound = [], 1.0
         for shape in self.shapes:
-            if len(shape) > 1:  # as torch draws a convolution's weights, and the biases behind them
+            if len(shape) > 1:  # the bound of torch's convolutions, for the weights and the biases that follow them
                 bound = (shape[1] * shape[2]) ** -0.5
             drawn.append((2 * torch.rand(shape, generator=generator) - 1).flatten() * bound)
         self.weights.copy_(torch.cat(drawn))
         self.moments = torch.zeros(2, len(self.weights), device=self.weights.device)
-        self.turns = 0
+        self.steps = 0
         self.taps = self._taps()
 
     def encode(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Codes of sequences: of [rows, n] entries [rows, 4, code_places(n)] numbers."""
+        """Encode sequences: [rows, n] entries to [rows, 4, code_length(n)] numbers."""
         entries = rows.shape[1]
-        channels = functional.pad(rows, (0, filled(entries) - entries))[:, None]
-        own = self._split(weights)
-        with self._exact():
-            for at, (_, _, width) in enumerate(DOWN):
-                channels = functional.conv1d(channels, own[2 * at], own[2 * at + 1], stride=2 if width > 1 else 1)
+        channels = functional.pad(rows, (0, padded_length(entries) - entries))[:, None]
+        arrays = self._split(weights)
+        with self._full_precision():
+            for layer, (_, _, width) in enumerate(ENCODER):
+                weight, bias = arrays[2 * layer], arrays[2 * layer + 1]
+                channels = functional.conv1d(channels, weight, bias, stride=2 if width > 1 else 1)
                 channels = functional.leaky_relu(channels, SLOPE)
         return channels
 
-    def decode(self, codes: Tensor, entries: int, beside: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """What every decoder makes of every code: of [rows, 4, places] numbers [rows, decoders, entries]."""
-        with self._exact():
-            return self._decode(codes, entries, beside, weights)
+    def decode(self, codes: Tensor, entries: int, innovations: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        """Decode every code with every decoder: [rows, 4, places] numbers to [rows, decoders, entries]."""
+        with self._full_precision():
+            return self._decode(codes, entries, innovations, weights)
 
-    def _exact(self) -> Any:
-        """In the precision of the weights, also where the user has others computed with less."""
+    def _full_precision(self) -> Any:
+        """Switch autocast off."""
         return torch.autocast(self.weights.device.type, enabled=False)
 
-    def _decode(self, codes: Tensor, entries: int, beside: Tensor | None, weights: Tensor | None) -> Tensor:
-        own = self._split(weights)[2 * len(DOWN) :]
-        if codes.dtype != own[0].dtype:
-            own = [weight.to(codes.dtype) for weight in own]
+    def _decode(self, codes: Tensor, entries: int, innovations: Tensor | None, weights: Tensor | None) -> Tensor:
+        arrays = iter([array.to(codes.dtype) for array in self._split(weights)[2 * len(ENCODER) :]])
         channels = codes.repeat(1, self.decoders, 1)
-        each = 1 if self.linear else 2
-        for at in range(len(UP)):
-            bias = None if self.linear else own[each * at + 1]
-            channels = functional.conv_transpose1d(channels, own[each * at], bias, stride=2, groups=self.decoders)
+        for _ in DECODER:
+            weight, bias = next(arrays), None if self.linear else next(arrays)
+            channels = functional.conv_transpose1d(channels, weight, bias, stride=2, groups=self.decoders)
             channels = channels if self.linear else functional.leaky_relu(channels, SLOPE)
-        if beside is not None:
+        if innovations is not None:
             rows, _, length = channels.shape
-            told = functional.pad(beside.to(codes.dtype), (0, length - entries))
-            channels = torch.cat([channels.view(rows, self.decoders, -1, length), told[:, :, None]], 2).view(rows, -1, length)
-        said: Tensor = functional.conv1d(channels, own[each * len(UP)], None if self.linear else own[-1], groups=self.decoders)
-        return said[:, :, :entries]
+            padded = functional.pad(innovations.to(codes.dtype), (0, length - entries))[:, :, None]
+            channels = torch.cat([channels.view(rows, self.decoders, -1, length), padded], 2).view(rows, -1, length)
+        weight, bias = next(arrays), None if self.linear else next(arrays)
+        decoded: Tensor = functional.conv1d(channels, weight, bias, groups=self.decoders)
+        return decoded[:, :, :entries]
 
-    def decode_alike(self, codes: Tensor, entries: int, which: Sequence[int], beside: Tensor | None = None) -> Tensor:
-        """What of every code the decoder makes that is named for it, [rows, entries], to the same bits on whatever machine.
+    def decode_reproducibly(
+        self, codes: Tensor, entries: int, decoders: Sequence[int], innovations: Tensor | None = None
+    ) -> Tensor:
+        """Decode each code with one decoder, to [rows, entries], to the same bits on any machine.
 
-        A way up that is linear is one convolution of stride 16, whose sums are made here in one certain order. One that is not
-        is computed in double precision, of which nearly always the same single precision is left.
+        A linear decoder is one convolution of stride 16. Its sums are made here in a fixed order. A leaky decoder is computed
+        in double precision, and its rounding to single precision nearly always gives the same bits.
+        decoders: the decoder of each row.
         """
         if not self.linear:
-            return own_of(self.decode(codes.double(), entries, beside), which).float()
-        out = _laid_out(codes, torch.stack([self.taps[decoder] for decoder in which]), entries)
-        if beside is not None:
-            out += own_of(beside, which).double() * torch.stack([self.told[decoder] for decoder in which])[:, None]
-        return out.float()
+            return select_decoder(self.decode(codes.double(), entries, innovations), decoders).float()
+        decoded = _convolve(codes, torch.stack([self.taps[decoder] for decoder in decoders]), entries)
+        if innovations is not None:
+            weights = torch.stack([self.innovation_weights[decoder] for decoder in decoders])
+            decoded += select_decoder(innovations, decoders).double() * weights[:, None]
+        return decoded.float()
 
-    def decode_led(self, codes: Tensor, entries: int, which: Sequence[int], beside: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What decode_alike gives, and the mean of what all decoders make of every code. That of linear ones is one decoder."""
+    def decode_with_mean(
+        self, codes: Tensor, entries: int, decoders: Sequence[int], innovations: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Decode each code with one decoder, as decode_reproducibly does; and with all decoders, to their mean.
+
+        The mean of linear decoders is one decoder.
+        """
         if not self.linear:
-            said = self.decode(codes.double(), entries, beside)
-            return own_of(said, which).float(), mean_of(said.unbind(1)).float()
-        mean = _laid_out(codes, mean_of(self.taps.double())[None], entries)
-        for decoder, told in enumerate([] if beside is None else beside.unbind(1)):
-            mean += told.double() * (self.told[decoder].double() / self.decoders)
-        return self.decode_alike(codes, entries, which, beside), mean.float()
+            decoded = self.decode(codes.double(), entries, innovations)
+            return select_decoder(decoded, decoders).float(), ordered_mean(decoded.unbind(1)).float()
+        mean = _convolve(codes, ordered_mean(self.taps.double())[None], entries)
+        for decoder, innovation in enumerate([] if innovations is None else innovations.unbind(1)):
+            mean += innovation.double() * (self.innovation_weights[decoder].double() / self.decoders)
+        return self.decode_reproducibly(codes, entries, decoders, innovations), mean.float()
 
     def loss_of_mean(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Of every rank's sequences [ranks, rows, n], how far from their mean is what the mean of their codes decodes to."""
+        """Return the squared distance of the decoded mean code from the mean of all ranks' sequences [ranks, rows, n]."""
         ranks, count, entries = rows.shape
         codes = self.encode(rows.flatten(0, 1), weights).unflatten(0, (ranks, count)).mean(0)
         return functional.mse_loss(self.decode(codes, entries, weights=weights)[:, 0], rows.mean(0))
 
-    def loss_of_each(self, rows: Tensor, beside: Tensor, weights: Tensor) -> Tensor:
-        """Of sequences [rows, ranks, n], the first of them the leader's, how far from each is what its decoder makes of the
-        leader's code; and codes from one another."""
+    def loss_of_each(self, rows: Tensor, innovations: Tensor, weights: Tensor) -> Tensor:
+        """Return the loss of decoding every rank's sequence from the leader's code.
+
+        It adds the squared distances of the decoded sequences from the true ones, and of the ranks' codes from one another.
+        rows: [rows, ranks, n], the leader's sequence first.
+        """
         count, ranks, entries = rows.shape
         codes = self.encode(rows.flatten(0, 1), weights).unflatten(0, (count, ranks))
-        off = (self.decode(codes[:, 0], entries, beside, weights) - rows).square().mean((0, 2)).sum()
-        apart = 2 * (ranks * codes.square().sum(1) - codes.sum(1).square()).sum() / codes[:, 0].numel()
-        loss: Tensor = (1 - SIMILARITY) * off + SIMILARITY * apart
+        error = (self.decode(codes[:, 0], entries, innovations, weights) - rows).square().mean((0, 2)).sum()
+        distance = 2 * (ranks * codes.square().sum(1) - codes.sum(1).square()).sum() / codes[:, 0].numel()
+        loss: Tensor = (1 - SIMILARITY) * error + SIMILARITY * distance
         return loss
 
     def learn(self, loss_of: Any) -> Tensor:
-        """One step of Adam down a loss, which is a function of the weights. Returns the loss."""
+        """Take one step of Adam on a loss, a function of the weights. Return the loss."""
         with torch.enable_grad():
             weights = self.weights.detach().requires_grad_()
             loss: Tensor = loss_of(weights)
             (grad,) = torch.autograd.grad(loss, weights)
-        self.turns += 1
-        for moment, beta, part in zip(self.moments, BETAS, (grad, grad * grad), strict=True):
-            moment.mul_(beta).add_(part, alpha=1 - beta)
-        mean, square = (moment / (1 - beta**self.turns) for moment, beta in zip(self.moments, BETAS, strict=True))
+        self.steps += 1
+        for moment, beta, power in zip(self.moments, BETAS, (grad, grad * grad), strict=True):
+            moment.mul_(beta).add_(power, alpha=1 - beta)
+        mean, square = (moment / (1 - beta**self.steps) for moment, beta in zip(self.moments, BETAS, strict=True))
         self.weights -= RATE * mean / (square.sqrt() + 1e-8)
         return loss.detach()
 
-    def frozen(self) -> Tensor:
-        """All that codes depend on, for the ranks to agree upon."""
+    def shared_values(self) -> Tensor:
+        """Return all values that codes depend on, for the ranks to average before they use codes."""
         return torch.cat([self.weights, self._taps().flatten()])
 
-    def digest(self) -> str:
-        """A name for what frozen() gives."""
-        whole = torch.cat([self.weights, self.taps.flatten()]).cpu().view(torch.uint8)
-        return hashlib.blake2b(bytes(whole.tolist()), digest_size=4).hexdigest()
+    def adopt(self, shared: Tensor) -> None:
+        """Set the values that all ranks have agreed on."""
+        self.weights.copy_(shared[: len(self.weights)])
+        self.taps = shared[len(self.weights) :].clone().view_as(self.taps)
 
-    def freeze(self, agreed: Tensor) -> None:
-        """Goes on with what the ranks have agreed upon."""
-        self.weights.copy_(agreed[: len(self.weights)])
-        self.taps = agreed[len(self.weights) :].clone().view_as(self.taps)
+    def digest(self) -> str:
+        """Return a hash of the values that codes depend on."""
+        values = torch.cat([self.weights, self.taps.flatten()]).cpu().view(torch.uint8)
+        return hashlib.blake2b(bytes(values.tolist()), digest_size=4).hexdigest()
 
     @property
-    def told(self) -> Tensor:
-        """Of linear decoders, what the number beside an entry counts for."""
-        return self.weights[-self.decoders * (UP[-1][1] + 1) :].view(self.decoders, -1)[:, -1]
+    def innovation_weights(self) -> Tensor:
+        """Return the weight of the innovation in each linear decoder."""
+        return self.weights[-self.decoders * (DECODER[-1][1] + 1) :].view(self.decoders, -1)[:, -1]
 
     def _taps(self) -> Tensor:
-        """What one number of a code adds to the places it has a say in, of each decoder and channel; filled up by a zero."""
+        """Return the linear decoders' impulse responses, [decoders, channels, 32]; the last tap is 0."""
         if not self.linear:
             return self.weights[:0]
-        impulses = torch.eye(CODE, device=self.weights.device)[:, :, None]
-        beside = self.weights.new_zeros(CODE, self.decoders, TAPS) if self.beside else None
-        return functional.pad(self.decode(impulses, TAPS, beside).transpose(0, 1), (0, 1))
+        impulses = torch.eye(CODE_CHANNELS, device=self.weights.device)[:, :, None]
+        innovations = self.weights.new_zeros(CODE_CHANNELS, self.decoders, TAPS) if self.innovations else None
+        return functional.pad(self.decode(impulses, TAPS, innovations).transpose(0, 1), (0, 1))
 
     def _split(self, weights: Tensor | None) -> list[Tensor]:
+        """Return the weights and biases as views of the flat array."""
         flat = self.weights if weights is None else weights
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         return [part.view(shape) for part, shape in zip(flat.split(sizes), self.shapes, strict=True)]
 
     def save(self) -> dict[str, Any]:
-        """Everything, in copies."""
-        return {
-            "weights": self.weights.clone(),
-            "moments": self.moments.clone(),
-            "taps": self.taps.clone(),
-            "turns": self.turns,
-        }
+        """Copy what a checkpoint must hold."""
+        state = {"weights": self.weights.clone(), "moments": self.moments.clone(), "taps": self.taps.clone()}
+        return {**state, "turns": self.steps}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Puts back what save() gave."""
+        """Put back what save() gave."""
         for name in ("weights", "moments", "taps"):
             getattr(self, name).copy_(saved[name])
-        self.turns = saved["turns"]
+        self.steps = saved["turns"]
 
 
-def _laid_out(codes: Tensor, taps: Tensor, entries: int) -> Tensor:
-    """Every number of [rows, 4, places] times its channel's taps, [rows or 1, 4, 32], added up where they overlap."""
+def _convolve(codes: Tensor, taps: Tensor, entries: int) -> Tensor:
+    """Convolve [rows, 4, places] codes with [rows or 1, 4, 32] taps at stride 16, with sums in a fixed order."""
     numbers, weights = codes.double()[..., None], taps.double()[:, :, None]
     sums = numbers[:, 0] * weights[:, 0]
-    for channel in range(1, CODE):
+    for channel in range(1, CODE_CHANNELS):
         sums += numbers[:, channel] * weights[:, channel]
-    left, right = sums.split(SHRINKS, 2)
+    left, right = sums.split(STRIDE, 2)
     return (functional.pad(left, (0, 0, 0, 1)) + functional.pad(right, (0, 0, 1, 0))).flatten(1)[:, :entries]
 
 
-def own_of(each: Tensor, which: Sequence[int]) -> Tensor:
-    """Row by row of [rows, decoders, ...], what belongs to the decoder that is named for it."""
-    return torch.stack([row[decoder] for row, decoder in zip(each, which, strict=True)])
+def select_decoder(decoded: Tensor, decoders: Sequence[int]) -> Tensor:
+    """Select one decoder of each row of [rows, decoders, ...]."""
+    return torch.stack([row[decoder] for row, decoder in zip(decoded, decoders, strict=True)])
 
 
-def mean_of(each: Sequence[Tensor] | Tensor) -> Tensor:
-    """Added up one by one."""
-    total = each[0]
-    for further in each[1:]:
-        total = total + further
-    return total / len(each)
+def ordered_mean(arrays: Sequence[Tensor] | Tensor) -> Tensor:
+    """Average arrays with sums in a fixed order."""
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = total + array
+    return total / len(arrays)

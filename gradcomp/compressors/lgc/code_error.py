@@ -1,8 +1,8 @@
-"""How far from the truth an update is that nobody knows the truth of: from a few signed sums, which travel in every step.
+"""An estimate of the error of codes, from a few signed sums that travel in every step. No rank knows the true update.
 
-Each rank sums up, in sixteen sums and with signs drawn once, what it has and what it is left with. Added over the ranks, the
-squares of these sums are in the mean those of the ranks' mean, and of what the update misses of it. One step's quotient is a
-rough guess; the last few together are a good one, and what is far off is noticed at once.
+Each rank computes sixteen sums of its entries, and sixteen of its coding error, with signs that are drawn once. The sums are
+added over the ranks. Their squares then have the expectation of the squares of the ranks' mean, and of the update's error. The
+quotient of one step is a rough estimate. The average over the last few steps is a good one. A large error is noticed at once.
 """
 
 from __future__ import annotations
@@ -14,81 +14,85 @@ import torch
 from torch import Tensor
 
 SUMS = 16
+# Added to the seed, so that the signs are independent of other draws from the same seed.
 SALT = 0x51675
-"""So that signs have nothing to do with what others draw from the same seed."""
-NOTES = 2 * SUMS + 2
-"""Numbers that a rank adds to the ranks' sums."""
-NEW = 0.25
-"""What the latest step counts for."""
-MOST = 16.0
-"""A quotient that is larger, or none, counts as this."""
-FAIR = 1 - 2 / SUMS
-"""What a quotient of as many squares is too large by in the mean."""
+# Numbers of a rank's summary: two sets of sums, the flag, and whether the learning rate fell.
+SUMMARY_LENGTH = 2 * SUMS + 2
+# The weight of the latest step in the average.
+LATEST_WEIGHT = 0.25
+# The largest squared error of a step; an undefined one counts as this.
+LARGEST_QUOTIENT = 16.0
+# Corrects the expectation of a quotient of two sums of this many squares.
+QUOTIENT_CORRECTION = 1 - 2 / SUMS
 
 
-class Verdict(NamedTuple):
-    """All of one entry: whether an update may be used, whether a gradient was not finite, and what is to be remembered of the
-    step: 1 where it was off, 2 more where a rank's learning rate has fallen."""
+class CodeCheck(NamedTuple):
+    """The result of checking a step's codes, each a tensor of one entry.
 
-    good: Tensor
+    accepted: the update may be used. failed: a gradient was not finite. mark: 1 if the estimated error was above the
+    bound, plus 2 if a rank's learning rate has fallen; phases.py counts the marks.
+    """
+
+    accepted: Tensor
     failed: Tensor
     mark: Tensor
 
 
 class CodeError:
-    """Signed sums, and what they have said lately."""
+    """The estimated relative error of codes, averaged over the last steps."""
 
     def __init__(self, bound: float, seed: int, device: torch.device):
         self.bound, self.seed = bound, seed
         self.signs = torch.empty(0, device=device)
-        self.square = torch.ones(1, dtype=torch.float64, device=device)
-        self.off = torch.zeros(1, dtype=torch.float64, device=device)
+        self.squared = torch.ones(1, dtype=torch.float64, device=device)
+        self.imbalance = torch.zeros(1, dtype=torch.float64, device=device)
 
     @property
     def error(self) -> float:
-        """Relative, of what codes say of the mean."""
-        return math.sqrt(float(self.square))
+        """Return the estimated error, relative to the ranks' mean."""
+        return math.sqrt(float(self.squared))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sixteen of them, each of every sixteenth value."""
+        """Compute the sixteen signed sums; each takes every sixteenth value."""
         flat = values.flatten()
         if len(self.signs) != len(flat):
             drawn = torch.rand(len(flat), generator=torch.Generator().manual_seed((SALT + self.seed) % 2**63))
             self.signs = (2 * (drawn < 0.5) - 1).to(flat.device, torch.float32)
         return torch.nn.functional.pad(flat * self.signs, (0, -len(flat) % SUMS)).view(-1, SUMS).sum(0)
 
-    def note(self, has: Tensor, misses: Tensor, flag: Tensor | None, fallen: bool = False) -> Tensor:
-        """What a rank adds to the ranks' sums."""
-        failed = has.new_zeros(1) if flag is None else flag.float()
-        return torch.cat([self.sums(has), self.sums(misses), failed, torch.full_like(failed, fallen)])
+    def summarise(self, entries: Tensor, errors: Tensor, flag: Tensor | None, rate_fell: bool = False) -> Tensor:
+        """Summarise this rank's entries and coding errors, to be averaged over the ranks."""
+        failed = entries.new_zeros(1) if flag is None else flag.float()
+        return torch.cat([self.sums(entries), self.sums(errors), failed, torch.full_like(failed, rate_fell)])
 
-    def judge(self, mean: Tensor) -> Verdict:
-        """What the ranks' notes say in the mean; the same to the last bit on all ranks."""
-        has, misses, flag, fallen = mean.double().split((SUMS, SUMS, 1, 1))
-        meant, missed, failed = _squares(has), _squares(misses), flag != 0
-        quotient = missed / meant
-        quotient = FAIR * torch.where(quotient.isfinite(), quotient, MOST).clamp(max=MOST)
-        counts = (meant > 0) & ~failed
-        self.square = torch.where(counts, self.square + NEW * (quotient - self.square), self.square)
-        held = self.square <= self.bound**2
-        return Verdict(held & (counts | (missed == 0)), failed, (counts & ~held) + 2 * (fallen != 0))
+    def check(self, summary: Tensor) -> CodeCheck:
+        """Check a step's codes by the ranks' mean summary, and update the estimate. All ranks get the same bits."""
+        entries, errors, flag, rate_fell = summary.double().split((SUMS, SUMS, 1, 1))
+        squares, missed, failed = _squares(entries), _squares(errors), flag != 0
+        quotient = missed / squares
+        quotient = torch.where(quotient.isfinite(), quotient, LARGEST_QUOTIENT).clamp(max=LARGEST_QUOTIENT)
+        quotient = QUOTIENT_CORRECTION * quotient
+        counts = (squares > 0) & ~failed
+        self.squared = torch.where(counts, self.squared + LATEST_WEIGHT * (quotient - self.squared), self.squared)
+        within = self.squared <= self.bound**2
+        return CodeCheck(within & (counts | (missed == 0)), failed, (counts & ~within) + 2 * (rate_fell != 0))
 
-    def compare(self, mean: Tensor, update: Tensor) -> None:
-        """Notes what an update and what all ranks are left with do not add up to."""
-        has, misses = mean.double()[: 2 * SUMS].chunk(2)
-        self.off = (_squares(has - misses - self.sums(update)) / _squares(has)).sqrt()
+    def measure_imbalance(self, summary: Tensor, update: Tensor) -> None:
+        """Measure by how much the update and the ranks' errors fail to add up to the ranks' entries."""
+        entries, errors = summary.double()[: 2 * SUMS].chunk(2)
+        self.imbalance = (_squares(entries - errors - self.sums(update)) / _squares(entries)).sqrt()
 
     def save(self) -> dict[str, Any]:
-        """Everything, in copies."""
-        return {"square": self.square.clone()}
+        """Copy what a checkpoint must hold."""
+        return {"square": self.squared.clone()}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Puts back what save() gave."""
-        self.square.copy_(saved["square"])
+        """Put back what save() gave."""
+        self.squared.copy_(saved["square"])
 
 
 def _squares(sums: Tensor) -> Tensor:
-    """Their sum, in one certain order."""
+    """Add up the squares of sums, in a fixed order."""
     total = sums.square()
     while len(total) > 1:
         left, right = total.chunk(2)

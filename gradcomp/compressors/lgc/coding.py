@@ -1,4 +1,4 @@
-"""What all ranks know of entries at the same places, and how they come to know it: as they are, or from codes."""
+"""The exchange of entries at common places: as they are, as codes of all ranks, or as the leaders' codes."""
 
 from __future__ import annotations
 
@@ -8,154 +8,186 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradcomp.compressors.lgc.autoencoder import Autoencoder, mean_of, own_of
-from gradcomp.compressors.lgc.code_error import Verdict
-from gradcomp.compressors.lgc.common_places import Support
-from gradcomp.messages.payload import whole
+from gradcomp.compressors.lgc.autoencoder import Autoencoder, ordered_mean, select_decoder
+from gradcomp.compressors.lgc.code_error import CodeCheck
+from gradcomp.compressors.lgc.common_places import CommonPlaces
+from gradcomp.messages import payload as payloads
+from gradcomp.messages.payload import wrap
+from gradcomp.messages.sparse import EXACT, Codec
+from gradcomp.native import kernels
+from gradcomp.protocol import Acc
 from gradcomp.requests import Asking, World, gather, reduce
 
-FURTHEST = 1000.0
-"""Root mean squares: beyond so many, entries are coded as if they were there."""
-LARGEST = 6e4
-"""What half precision holds of a number of a code."""
-LEAST = 32
-"""Entries of a row that are learned from together, where so many are."""
+# Entries are clipped to this many root mean squares before they are coded.
+CLIP = 1000.0
+# Numbers of a code are clipped to this; half precision holds at most 65,504.
+LARGEST_CODE = 6e4
+# The least entries of a row in a learning window, if the row has so many.
+SHORTEST_WINDOW = 32
 
 
 class Innovations(NamedTuple):
-    """Of every rank the entries that it sent as they are: at common places, [ranks, rows, k]; and those at other places."""
+    """Entries that each rank sends as they are, beside the leaders' codes.
+
+    inside: those at common places, [ranks, rows, k], 0 elsewhere. outside: for each rank the other places, and values there.
+    """
 
     inside: Tensor
     outside: Sequence[tuple[Tensor, Tensor]]
 
 
-class Said(NamedTuple):
-    """Of entries at common places, the mean over the ranks as all of them are told it, and what stays with this rank."""
+class SharedMean(NamedTuple):
+    """The ranks' mean at common places as all ranks know it, and this rank's error, which stays in its residual."""
 
     mean: Tensor
-    left: Tensor
+    error: Tensor
 
 
-class Rows(NamedTuple):
+class CommonEntries(NamedTuple):
     """This rank's entries at common places, [rows, k]."""
 
     values: Tensor
-    support: Support
+    places: CommonPlaces
     world: World
-    told: Innovations | None = None
+    innovations: Innovations | None = None
 
     @property
-    def normal(self) -> Tensor:
-        """In units of what their leaders have."""
-        return self.values / self.support.scales
+    def normalised(self) -> Tensor:
+        """Return the entries divided by their row's scale."""
+        return self.values / self.places.scales
 
     @property
-    def beside(self) -> Tensor | None:
-        """What decoders are told beside a code."""
-        if self.told is None:
+    def decoder_innovations(self) -> Tensor | None:
+        """Return the innovations as the decoders get them: scaled, clipped, and in leader order."""
+        if self.innovations is None:
             return None
-        return self.from_leaders(self.told.inside / self.support.scales).clamp(-FURTHEST, FURTHEST)
+        return self.in_leader_order(self.innovations.inside / self.places.scales).clamp(-CLIP, CLIP)
 
-    def from_leaders(self, everyone: Tensor) -> Tensor:
-        """[ranks, rows, k] as [rows, ranks, k], of which in each row the leader is first, and who comes after it next."""
-        ranks, rows, _ = everyone.shape
-        after = torch.arange(ranks, device=everyone.device)
-        order = (self.support.leaders[0] + after[:rows, None] + after) % ranks  # one row's leader comes after the other's
-        return everyone.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, everyone.shape[2]))
+    def in_leader_order(self, all_ranks: Tensor) -> Tensor:
+        """Reorder [ranks, rows, k] to [rows, ranks, k], with each row's leader first and the ranks after it following."""
+        ranks, rows, _ = all_ranks.shape
+        offsets = torch.arange(ranks, device=all_ranks.device)
+        order = (self.places.leaders[0] + offsets[:rows, None] + offsets) % ranks  # the leaders of rows are consecutive ranks
+        return all_ranks.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, all_ranks.shape[2]))
 
     @property
     def decoders(self) -> list[int]:
-        """Row by row, where there is one for every rank, the one that says what this rank has."""
-        return [(self.world.rank - leader) % self.world.size for leader in self.support.leaders]
+        """Return the number of this rank's decoder in each row. The leader's decoder has the number 0."""
+        return [(self.world.rank - leader) % self.world.size for leader in self.places.leaders]
 
-    def own(self, said: Tensor) -> Tensor:
-        """Of what decoders say, [rows, decoders, k], what is about this rank's entries."""
-        return own_of(said, [decoder % said.shape[1] for decoder in self.decoders])
+    def select_own(self, decoded: Tensor) -> Tensor:
+        """Select this rank's entries from the decoded ones, [rows, decoders, k]."""
+        return select_decoder(decoded, [decoder % decoded.shape[1] for decoder in self.decoders])
 
-    def some(self, which: slice, where: slice) -> Rows:
-        """Some rows, as far as some of their entries."""
-        places, scales, leaders, _ = self.support
-        told = None if self.told is None else Innovations(self.told.inside[:, which, where], [])
-        return Rows(self.values[which, where], Support(places[which, where], scales[which], leaders[which]), self.world, told)
+    def window(self, rows: slice, columns: slice) -> CommonEntries:
+        """Cut out some rows and some of their columns."""
+        places, scales, leaders, _ = self.places
+        innovations = None if self.innovations is None else Innovations(self.innovations.inside[:, rows, columns], [])
+        cut = CommonPlaces(places[rows, columns], scales[rows], leaders[rows])
+        return CommonEntries(self.values[rows, columns], cut, self.world, innovations)
 
-    def settle(self, residual: Tensor, velocity: Tensor | None, update: Tensor, said: Said, verdict: Verdict) -> None:
-        """Makes what was said the update, if it is good, and leaves what it left. Where a gradient was not finite, the update
-        is not, and nothing was taken."""
-        taken = verdict.good & ~verdict.failed
-        mean = torch.where(verdict.failed, torch.nan, torch.where(verdict.good, said.mean, 0.0))
-        self.support.write(update, mean)
-        self.support.write(residual, torch.where(taken, said.left, self.values))
+    def settle(self, residual: Tensor, velocity: Tensor | None, update: Tensor, shared: SharedMean, check: CodeCheck) -> None:
+        """Write the mean into the update and the error into the residual, if the codes are accepted.
+
+        If a gradient is not finite, the update is not finite and the residual keeps all entries.
+        """
+        taken = check.accepted & ~check.failed
+        mean = torch.where(check.failed, torch.nan, torch.where(check.accepted, shared.mean, 0.0))
+        self.places.write(update, mean)
+        self.places.write(residual, torch.where(taken, shared.error, self.values))
         if velocity is not None:
-            self.support.write(velocity, self.support.of(velocity).masked_fill(taken, 0.0))
-        for rank, (places, values) in enumerate([] if self.told is None else self.told.outside):
-            went = values.masked_fill(verdict.failed, 0.0)
-            update.index_add_(0, places, went / self.world.size)
+            self.places.write(velocity, self.places.read(velocity).masked_fill(taken, 0.0))
+        for rank, (places, values) in enumerate([] if self.innovations is None else self.innovations.outside):
+            sent = values.masked_fill(check.failed, 0.0)
+            update.index_add_(0, places, sent / self.world.size)
             if rank == self.world.rank:
-                residual.index_add_(0, places, -went)
+                residual.index_add_(0, places, -sent)
                 if velocity is not None:
-                    velocity.index_copy_(0, places, velocity.index_select(0, places).masked_fill(went != 0, 0.0))
+                    velocity.index_copy_(0, places, velocity.index_select(0, places).masked_fill(sent != 0, 0.0))
 
 
-def as_they_are(rows: Rows) -> Asking[Tensor]:
-    """Every rank's entries, [ranks, rows, k]."""
-    came = yield from gather(whole(rows.values.flatten()))
-    return torch.stack([reply["bytes"].view(rows.values.shape) for reply in came])
+def gather_innovations(acc: Acc, common: CommonPlaces, count: int, codec: Codec, zeros: Tensor) -> Asking[Innovations]:
+    """Gather each rank's `count` largest entries, uncoded. zeros: scratch of acc's size, zero again afterwards."""
+    n = len(acc.residual)
+    codec = min(codec, EXACT, key=lambda codec: payloads.size(codec.form(n, count)))
+    taken = codec.take(Acc(acc.residual, acc.memory), count)
+    kernels.add_sparse(acc.residual, *taken.entries)  # they stay in the residual until the step is known to succeed
+    received = yield from gather(codec.pack(taken, None))
+    inside, outside = [], []
+    for payload in received:
+        values, indices, _ = codec.read(payload)
+        places = indices.long().clamp(0, n - 1)
+        zeros.index_copy_(0, places, values)
+        inside.append(common.read(zeros))
+        common.write(zeros, torch.zeros_like(inside[-1]))
+        outside.append((places, zeros[places]))
+        zeros.index_fill_(0, places, 0.0)
+    return Innovations(torch.stack(inside), outside)
 
 
-def exactly(rows: Rows, everyone: Tensor) -> Said:
-    """What is said by the entries themselves."""
-    return Said(mean_of(everyone), torch.zeros_like(rows.values))
+def gather_entries(entries: CommonEntries) -> Asking[Tensor]:
+    """Gather every rank's entries as they are, [ranks, rows, k]."""
+    received = yield from gather(wrap(entries.values.flatten()))
+    return torch.stack([payload["bytes"].view(entries.values.shape) for payload in received])
 
 
-def from_mean_code(rows: Rows, coder: Autoencoder, half: bool) -> Asking[Said]:
-    """Every rank sends codes of its own, and all decode their mean; each is left with what its own codes miss."""
-    codes = encoded(coder, rows.normal)
+def exact_mean(all_ranks: Tensor) -> SharedMean:
+    """Average the gathered entries. No error is left."""
+    return SharedMean(ordered_mean(all_ranks), torch.zeros_like(all_ranks[0]))
+
+
+def exchange_codes(entries: CommonEntries, coder: Autoencoder, half: bool) -> Asking[SharedMean]:
+    """Average all ranks' codes and decode the mean. A rank's error is the one of its own code."""
+    codes = encode(coder, entries.normalised)
     if half:
         codes = codes.half()
-        came = yield from gather(whole(codes.flatten()))
-        mean = mean_of(torch.stack([reply["bytes"].double() for reply in came]))
+        received = yield from gather(wrap(codes.flatten()))
+        mean_code = ordered_mean(torch.stack([payload["bytes"].double() for payload in received]))
     else:
-        mean = yield from reduce(codes.flatten().clone(), 1 / rows.world.size)
-    entries = rows.values.shape[1]
-    only = [0] * len(codes)
-    own, all_ranks = (coder.decode_alike(each, entries, only) * rows.support.scales for each in (codes, mean.view(codes.shape)))
-    return Said(all_ranks, rows.values - own)
+        mean_code = yield from reduce(codes.flatten().clone(), 1 / entries.world.size)
+    length, scales, decoders = entries.values.shape[1], entries.places.scales, [0] * len(codes)
+    own = coder.decode_reproducibly(codes, length, decoders) * scales
+    mean = coder.decode_reproducibly(mean_code.view(codes.shape), length, decoders) * scales
+    return SharedMean(mean, entries.values - own)
 
 
-def from_led_codes(rows: Rows, coder: Autoencoder) -> Said:
-    """The leaders' codes have come with the places: every rank's entries are told from them, by a decoder of its own."""
-    assert rows.support.codes is not None
-    scales = rows.support.scales
-    own, mean = coder.decode_led(rows.support.codes, rows.values.shape[1], rows.decoders, rows.beside)
-    return Said(mean * scales, rows.values - own * scales)
+def decode_leader_codes(entries: CommonEntries, coder: Autoencoder) -> SharedMean:
+    """Decode every rank's entries from the leaders' codes, which came with the places. Each rank has its own decoder."""
+    codes, scales = entries.places.codes, entries.places.scales
+    assert codes is not None
+    own, mean = coder.decode_with_mean(codes, entries.values.shape[1], entries.decoders, entries.decoder_innovations)
+    return SharedMean(mean * scales, entries.values - own * scales)
 
 
-def encoded(coder: Autoencoder, rows: Tensor) -> Tensor:
-    """The code of entries, as large as half precision can hold it."""
-    return coder.encode(rows.clamp(-FURTHEST, FURTHEST)).clamp(-LARGEST, LARGEST)
+def encode(coder: Autoencoder, rows: Tensor) -> Tensor:
+    """Encode normalised entries, clipped to what half precision can hold."""
+    return coder.encode(rows.clamp(-CLIP, CLIP)).clamp(-LARGEST_CODE, LARGEST_CODE)
 
 
-def learn(rows: Rows, everyone: Tensor, coder: Autoencoder, window: int, turn: int) -> tuple[Tensor, Tensor]:
-    """A step of the autoencoder down its loss, on as many of all ranks' entries as the window has room for. Of these, this
-    rank's, and what codes would have missed of them."""
-    ranks, count, k = everyone.shape
-    high = min(count, max(1, window // (ranks * LEAST)))
-    wide = min(k, max(LEAST, window // (ranks * high)))
-    which, where = _some(turn, count, high), _some(turn, k, wide)
-    part = rows.some(which, where)
-    seen, beside = (everyone[:, which, where] / part.support.scales).clamp(-FURTHEST, FURTHEST), part.beside
-    own = seen[rows.world.rank]
-    if beside is None:
-        said = coder.decode(encoded(coder, own), wide)
-        coder.learn(lambda weights: coder.loss_of_mean(seen, weights))
+def learn(entries: CommonEntries, all_ranks: Tensor, coder: Autoencoder, window: int, step: int) -> tuple[Tensor, Tensor]:
+    """Take one learning step on a window of all ranks' entries.
+
+    Return this rank's normalised entries in the window, and the errors that codes would have made there.
+    window: entries of all ranks to learn from.
+    """
+    ranks, count, k = all_ranks.shape
+    rows = min(count, max(1, window // (ranks * SHORTEST_WINDOW)))
+    columns = min(k, max(SHORTEST_WINDOW, window // (ranks * rows)))
+    row_slice, column_slice = _window(step, count, rows), _window(step, k, columns)
+    part = entries.window(row_slice, column_slice)
+    normalised = (all_ranks[:, row_slice, column_slice] / part.places.scales).clamp(-CLIP, CLIP)
+    own, innovations = normalised[entries.world.rank], part.decoder_innovations
+    if innovations is None:
+        decoded = coder.decode(encode(coder, own), columns)
+        coder.learn(lambda weights: coder.loss_of_mean(normalised, weights))
     else:
-        led = part.from_leaders(seen)
-        said = coder.decode(encoded(coder, led[:, 0]), wide, beside)
-        coder.learn(lambda weights: coder.loss_of_each(led, beside, weights))
-    return own, own - part.own(said)
+        ordered = part.in_leader_order(normalised)
+        decoded = coder.decode(encode(coder, ordered[:, 0]), columns, innovations)
+        coder.learn(lambda weights: coder.loss_of_each(ordered, innovations, weights))
+    return own, own - part.select_own(decoded)
 
 
-def _some(turn: int, of: int, how_many: int) -> slice:
-    """As many neighbours, at another place each time."""
-    begin = turn * 0x9E3779B1 % (of - how_many + 1)
-    return slice(begin, begin + how_many)
+def _window(step: int, length: int, size: int) -> slice:
+    """Choose `size` neighbours out of `length`, at another place in each step."""
+    begin = step * 0x9E3779B1 % (length - size + 1)
+    return slice(begin, begin + size)

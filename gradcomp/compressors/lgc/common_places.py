@@ -1,7 +1,7 @@
-"""Which entries all ranks send alike: those that are largest with the rank that leads, of whom there is one at a time, or each.
+"""The places that all ranks send alike: the largest entries of a leader, which is one rank at a time or each rank for a part.
 
-Where every rank leads it does so for a part of the entries, in turn, so that all send as much. Entries are put in the order of
-their leader's values, as far as bands of like values are told apart: what then varies smoothly along them takes few numbers.
+If each rank leads a part, the parts take turns, and all ranks send as much. Entries are sorted into bands by their leader's
+values. They then vary smoothly along a row, so few numbers are enough to code it.
 """
 
 from __future__ import annotations
@@ -20,51 +20,61 @@ from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory
 from gradcomp.requests import Asking, Field, Form, Payload, World, gather, send
 
+# parts: each rank leads a part; rotate: one leader in turn; seed: one leader at random.
 LEADERS = ("parts", "rotate", "seed")
 
 
-class Support(NamedTuple):
-    """Places [rows, k] that all ranks know, in one order; row by row the root mean square of what its leader has there, and who
-    that is; and, where the leaders were to add codes of theirs, these, [rows, ...]."""
+class CommonPlaces(NamedTuple):
+    """Places [rows, k] that all ranks know, in the same order.
+
+    scales: the root mean square of the leader's entries in each row, [rows, 1]. leaders: the rank that leads each row.
+    codes: the leaders' codes, [rows, channels, places], if codes travel with the places.
+    """
 
     places: Tensor
     scales: Tensor
     leaders: list[int]
     codes: Tensor | None = None
 
-    def of(self, residual: Tensor) -> Tensor:
-        """What stands there, [rows, k]."""
-        return residual.index_select(0, self.places.flatten()).view(self.places.shape)
+    def read(self, flat: Tensor) -> Tensor:
+        """Return the entries at these places, [rows, k]."""
+        return flat.index_select(0, self.places.flatten()).view(self.places.shape)
 
-    def write(self, residual: Tensor, rows: Tensor) -> None:
-        """residual <- rows, there."""
-        residual.index_copy_(0, self.places.flatten(), rows.flatten())
+    def write(self, flat: Tensor, rows: Tensor) -> None:
+        """Set the entries at these places."""
+        flat.index_copy_(0, self.places.flatten(), rows.flatten())
 
 
-class Leading:
-    """The rows of a step's support, each of them of one leader: how long they are, and who it is."""
+class PlaceSelection:
+    """The selection of one step's common places: the leader of each row, and the length k of a row.
 
-    def __init__(self, n: int, ratio: float, who: str, bands: int, packed: bool, seed: int, world: World, step: int):
+    n: entries to select from. leader: one of LEADERS. bands: at most this many. packed: places travel in few bits.
+    """
+
+    def __init__(
+        self, n: int, world: World, step: int, *, ratio: float, leader: str, bands: int, packed: bool, seed: int
+    ) -> None:
         self.world, self.packed = world, packed
-        ranks = world.size if who == "parts" and n >= LINE * world.size else 1
-        self.parts = Partition(n, ranks)
-        self.k = min(count_of(ratio, -(-n // ranks)), n // (ranks * LINE) * LINE if ranks > 1 else n)
+        rows = world.size if leader == "parts" and n >= LINE * world.size else 1
+        self.parts = Partition(n, rows)
+        self.k = min(count_of(ratio, -(-n // rows)), n // (rows * LINE) * LINE if rows > 1 else n)
         self.bands = min(bands, self.k)
-        first = _drawn(seed, step, world.size) if who == "seed" else step % world.size
-        self.leaders = [(first + row) % world.size for row in range(ranks)]
+        first = _draw_rank(seed, step, world.size) if leader == "seed" else step % world.size
+        self.leaders = [(first + row) % world.size for row in range(rows)]
 
     @property
-    def span(self) -> int:
-        """Of how many numbers a place in a band is one."""
+    def key_limit(self) -> int:
+        """Return the limit of a place's key, band * part size + place in the part."""
         return self.bands * self.parts.size
 
     def form(self, code: Field | None = None) -> Form:
-        coded = Field("places", torch.uint8, places.length(self.span, self.k))
-        where = coded if self.packed else Field("places", torch.int32, self.k)
-        return (Field("scale", torch.float32, 1), where, *(() if code is None else (code,)))
+        """Describe a row's payload. code: the field of the leader's code, if it travels."""
+        packed = Field("places", torch.uint8, places.length(self.key_limit, self.k))
+        field = packed if self.packed else Field("places", torch.int32, self.k)
+        return (Field("scale", torch.float32, 1), field, *(() if code is None else (code,)))
 
     def choose(self, residual: Tensor, memory: Memory) -> dict[str, Tensor]:
-        """The places of the row that this rank leads, and its scale. Of another row there is nothing."""
+        """Choose the places and the scale of the row that this rank leads. Return nothing on a rank that does not lead."""
         if self.world.rank not in self.leaders:
             return {}
         part = self.parts.copy(self.leaders.index(self.world.rank), residual, memory)
@@ -76,29 +86,29 @@ class Leading:
         scale = values.double().square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
         return {
             "scale": scale.float().view(1),
-            "places": places.pack(keys, self.span) if self.packed else (keys % self.parts.size).int(),
+            "places": places.pack(keys, self.key_limit) if self.packed else (keys % self.parts.size).int(),
         }
 
-    def places_of(self, chosen: Tensor, row: int) -> Tensor:
-        """Where in value those places of a row are."""
-        keys = places.unpack(chosen, self.span, self.k) if self.packed else chosen.long()
+    def locate(self, chosen: Tensor, row: int) -> Tensor:
+        """Map the chosen places of a row, as they travel, to places among the n entries."""
+        keys = places.unpack(chosen, self.key_limit, self.k) if self.packed else chosen.long()
         return self.parts.places(row, keys % self.parts.size).clamp(0, self.parts.n - 1)
 
-    def share(self, own: dict[str, Tensor], form: Form, device: torch.device) -> Asking[list[Payload]]:
-        """Every row's payload, from its leader to everybody."""
+    def share(self, chosen: dict[str, Tensor], form: Form, device: torch.device) -> Asking[list[Payload]]:
+        """Send each row's payload from its leader to all ranks. chosen: this rank's row; empty on a rank that does not lead."""
         payload = payloads.empty(form, device)
-        for name, array in own.items():
+        for name, array in chosen.items():
             payload[name].copy_(array.flatten())
         if len(self.leaders) > 1:
             replies = yield from gather(payload)
             return [replies[leader] for leader in self.leaders]
         (leader,) = self.leaders
-        parts = dict.fromkeys(self.world.others, payload) if own else {}
-        came = yield from send(parts, () if own else (leader,), form, device)
-        return [payload if own else came[leader]]
+        sent = dict.fromkeys(self.world.others, payload) if chosen else {}
+        received = yield from send(sent, () if chosen else (leader,), form, device)
+        return [payload if chosen else received[leader]]
 
 
-def _drawn(seed: int, step: int, ranks: int) -> int:
-    """A rank by chance, the same one on all of them."""
+def _draw_rank(seed: int, step: int, ranks: int) -> int:
+    """Draw a rank at random, the same on all ranks."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     return int(torch.randint(ranks, (), generator=generator))

@@ -1,7 +1,7 @@
-"""When a learned code is used: after steps in which all travels and steps in which it is learned, and as long as it holds.
+"""The phases of lgc: dense steps, steps in which the autoencoder learns, and steps with codes for as long as these hold.
 
-All ranks change phase at the same step: they count the same steps, and the errors that they look at are sums over all ranks,
-which are copied without waiting and have their effect eight steps later.
+All ranks change phase in the same step. They count the same steps, and they look at errors that are sums over all ranks. These
+errors are copied without waiting and take effect eight steps later.
 """
 
 from __future__ import annotations
@@ -15,81 +15,86 @@ from torch import Tensor
 from gradcomp.exchanges.delayed_counts import DELAY, Counts
 
 DENSE, LEARN, CODE = "dense", "learn", "code"
-LOOKED_AT, MOST_BAD = 64, 32
-"""Steps, and how many of them may be off without anything being learned anew: each is judged by a few sums, and by chance."""
-FALLEN = 0.5
-"""Where the learning rate has fallen to this part, gradients are others: the code is brought up to date."""
+# The latest steps with codes that count, and how many of them may be bad before the autoencoder learns again. Both are large
+# because a step is judged by a few random sums.
+WINDOW, MOST_BAD_STEPS = 64, 32
+# The autoencoder learns again when the learning rate has fallen to this share, since the gradients have changed.
+RATE_FALL = 0.5
 
 
 class Phases:
-    """Where a bucket is on its way from dense to codes, and back."""
+    """The progress of a bucket from dense steps to codes, and back to learning."""
 
     def __init__(self, dense: int, learn: int):
-        self.lengths = dense, learn
-        self.left = [dense, learn]
-        self.steps = self.falls = 0
-        self.rate = 0.0
-        self.fallen = False
+        self.learn_steps = learn
+        self.remaining = [dense, learn]
+        self.steps = self.relearned = 0
+        self.highest_rate = 0.0
+        self.rate_fell = False
         self._marks: deque[Counts] = deque()
-        self._seen: deque[int] = deque(maxlen=LOOKED_AT)
+        self._bad_steps: deque[int] = deque(maxlen=WINDOW)
 
     def begin_step(self, rates: tuple[float, ...] | None) -> str:
-        """The phase of this step; and whether this rank's learning rate has fallen, which the ranks have yet to agree upon."""
+        """Return the phase of this step, and note whether this rank's learning rate fell. The ranks agree on that later."""
         rate = max(rates) if rates else 0.0
-        self.rate = max(self.rate, rate) if self.now == CODE else rate
-        self.fallen = rate < FALLEN * self.rate
-        return self.now
+        self.highest_rate = max(self.highest_rate, rate) if self.current == CODE else rate
+        self.rate_fell = rate < RATE_FALL * self.highest_rate
+        return self.current
 
-    def end(self, phase: str) -> None:
-        """A step of this phase has come to its end."""
+    def end_step(self, phase: str) -> None:
+        """Count a finished step of this phase."""
         self.steps += 1
         if phase != CODE:
-            self.left[phase == LEARN] -= 1
+            self.remaining[phase == LEARN] -= 1
 
     @property
-    def now(self) -> str:
-        """The phase of the step to come, or of none but codes."""
-        return DENSE if self.left[0] else LEARN if self.left[1] else CODE
+    def current(self) -> str:
+        """Return the phase of the step under way, or of the next one."""
+        return DENSE if self.remaining[0] else LEARN if self.remaining[1] else CODE
 
-    def alike(self) -> str:
-        """What ranks must have in common, to ask for the same from the next step on."""
-        return f"{self.now}, {self.steps} steps done, {self.left} left, learned anew {self.falls} times"
+    def describe(self) -> str:
+        """Describe the progress, which must be the same on all ranks before the next step."""
+        return f"{self.current}, {self.steps} steps done, {self.remaining} left, learned anew {self.relearned} times"
 
-    def see(self, mark: Tensor) -> bool:
-        """Remembers a step with codes. True where too many were off: the code is learned anew, each time for longer."""
+    def observe(self, mark: Tensor) -> bool:
+        """Record the mark of a step with codes (see CodeCheck).
+
+        Return True if too many steps were bad. The autoencoder then learns again, each time for twice as long.
+        """
         self._marks.append(Counts(mark))
         if len(self._marks) < DELAY:
             return False
-        off, fallen = (self._marks[0].largest() & bit for bit in (1, 2))
+        bad, rate_fell = (self._marks[0].largest() & bit for bit in (1, 2))
         self._marks.popleft()
-        self._seen.append(off)
-        if fallen:
+        self._bad_steps.append(bad)
+        if rate_fell:
             self.learn_again()
-        if sum(self._seen) <= MOST_BAD:
+        if sum(self._bad_steps) <= MOST_BAD_STEPS:
             return False
-        self.falls += 1
-        self.learn_again(1 << self.falls)
+        self.relearned += 1
+        self.learn_again(1 << self.relearned)
         return True
 
     def learn_again(self, times: int = 1) -> None:
-        """The steps to come are of learning: as many times what it takes at first."""
-        self.left[1] = times * self.lengths[1]
+        """Make the next steps learning steps, `times` as many as at first."""
+        self.remaining[1] = times * self.learn_steps
         self._marks.clear()
-        self._seen.clear()
+        self._bad_steps.clear()
 
     def save(self) -> dict[str, Any]:
-        """Everything, in copies."""
+        """Copy what a checkpoint must hold."""
         return {
-            "left": list(self.left),
+            "left": list(self.remaining),
             "steps": self.steps,
-            "falls": self.falls,
-            "rate": self.rate,
+            "falls": self.relearned,
+            "rate": self.highest_rate,
             "marks": [counts.largest() for counts in self._marks],
-            "seen": list(self._seen),
+            "seen": list(self._bad_steps),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Puts back what save() gave."""
-        self.left, self.steps, self.falls, self.rate = list(saved["left"]), saved["steps"], saved["falls"], saved["rate"]
+        """Put back what save() gave."""
+        self.remaining, self.steps = list(saved["left"]), saved["steps"]
+        self.relearned, self.highest_rate = saved["falls"], saved["rate"]
         self._marks = deque(Counts(torch.tensor([mark])) for mark in saved["marks"])
-        self._seen = deque(saved["seen"], maxlen=LOOKED_AT)
+        self._bad_steps = deque(saved["seen"], maxlen=WINDOW)

@@ -1,4 +1,4 @@
-"""How long something takes that is done again and again, on a CPU or as work of a GPU."""
+"""The total time of a repeated piece of work, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Stopwatch:
-    """Adds up what its with blocks take. On a GPU nobody waits for them until somebody asks."""
+    """A context manager that adds up the time of its blocks. A GPU's time is read only when `seconds` is asked for."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -19,17 +19,17 @@ class Stopwatch:
     def __enter__(self) -> None:
         self._began = time.perf_counter()
         if self._on_gpu:
-            self._events.append((_mark(), None))
+            self._events.append((_record_event(), None))
 
     def __exit__(self, *failure: object) -> None:
         if self._on_gpu:
-            self._events[-1] = (self._events[-1][0], _mark())
+            self._events[-1] = (self._events[-1][0], _record_event())
         else:
             self._seconds += time.perf_counter() - self._began
 
     @property
     def seconds(self) -> float:
-        """So far."""
+        """Return the total so far; wait for a GPU to finish its blocks."""
         for begin, end in self._events:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
@@ -37,7 +37,7 @@ class Stopwatch:
         return self._seconds
 
 
-def _mark() -> Any:
+def _record_event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -1,13 +1,13 @@
-"""SDAGC: in each layer, what exceeds a multiple of the standard deviation travels; the rest waits in the residual.
+"""SDAGC: each layer sends the entries above a multiple of its standard deviation; the other entries wait in the residual.
 
 M. Chen, Z. Yan, J. Ren, W. Wu, "Standard Deviation based Adaptive Gradient Compression for Distributed Deep Learning" (CCGRID
-2020). Only its abstract could be read. It names the parts: a threshold from each layer's standard deviation, residual
-accumulation, local gradient clipping, momentum compensation, adaptive learning-rate revision. How they fit together here is
-reconstructed, and every part can be switched:
+2020). Only the paper's abstract was available. It names the parts: a threshold from each layer's standard deviation, residual
+accumulation, local gradient clipping, momentum compensation, adaptive learning-rate revision. The way they fit together here is
+a reconstruction, and every part can be switched:
 
     g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v), layer by layer;  v, u <- 0 there
 
-Clipping, momentum correction with masking, and warm-up are the knobs clip, momentum and warmup of every compressor.
+The knobs clip, momentum and warmup, which every compressor has, give clipping, momentum correction with masking, and warm-up.
 """
 
 from __future__ import annotations
@@ -22,64 +22,65 @@ from torch import Tensor
 
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.sdagc.capacity import Capacity
-from gradcomp.compressors.sdagc.rate_revision import OF_RATES, REVISIONS, WAITING, Ages, rescale
+from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, RATE_REVISIONS, REVISIONS, Ages, rescale
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
-from gradcomp.messages.payload import whole
+from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import CODECS, wire_knob
 from gradcomp.native import kernels
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World, gather
 
-TINY = 1024
-BIAS = 1 << 16
+# A layer with fewer entries is small.
+SMALL_SIZE = 1024
+# A one-dimensional layer with at most this many entries is small: no bias is longer.
+LARGEST_BIAS = 1 << 16
 MOMENTS = ("accumulated", "raw")
 SMALL = ("dense", "pool", "none")
 
 
 @dataclass(frozen=True)
 class Sdagc(Compressor):
-    """Per-layer standard-deviation thresholds. Of normally distributed entries lam=3.3 sends a thousandth, of Laplace's 4.9."""
+    """Sends entries above per-layer thresholds. A thousandth of normal entries exceeds lam=3.3, of Laplace entries lam=4.9."""
 
     lam: float = knob(3.3, "threshold in standard deviations; higher = fewer bytes, staler gradients", least=0, most=16)
-    density: float = knob(0.0, "share of entries that lam is steered to; 0 = lam stays", least=0, below=1)
+    density: float = knob(0.0, "share of entries that lam is steered to send; 0 = lam is fixed", least=0, below=1)
     stat: Literal["accumulated", "raw"] = knob(
-        "accumulated", "sigma of what has accumulated, or of the raw gradient", choices=MOMENTS, ablation=True
+        "accumulated", "sigma of the accumulated gradient, or of the raw one", choices=MOMENTS, ablation=True
     )
-    sigma: str = knob("mean", "deviation from the mean, or from zero", choices=("mean", "zero"), ablation=True)
-    shared: bool = knob(False, "one sigma for all ranks: another small exchange", ablation=True)
-    per: str = knob("layer", "one threshold a layer, or a bucket", choices=("layer", "bucket"), ablation=True)
+    sigma: str = knob("mean", "deviation from the mean or from zero", choices=("mean", "zero"), ablation=True)
+    shared: bool = knob(False, "one sigma for all ranks; costs a small exchange", ablation=True)
+    per: str = knob("layer", "scope of a threshold", choices=("layer", "bucket"), ablation=True)
     small: str = knob(
-        "dense", "tiny and one-dimensional layers: dense, a pool with one threshold, or none set apart", choices=SMALL
+        "dense", "tiny and one-dimensional layers: dense; pool = one threshold for all; none = like other layers", choices=SMALL
     )
-    live: bool = knob(True, "a layer in which nothing exceeds the threshold sends its largest entry", ablation=True)
-    cap: float = knob(
-        0.05, "at most this share of a bucket travels in a burst; the largest do, the rest waits", above=0, most=1
-    )
-    flush: int = knob(0, "every so many steps all of the residual travels; 0 = never", least=0)
-    sam: float = knob(0.0, "SAMomentum: what is sent leaves this times itself behind; replaces momentum", least=0, below=1)
-    lr_revision: str = knob("none", "how a changing or late learning rate acts on what waits", choices=REVISIONS)
+    live: bool = knob(True, "a layer without entries above its threshold sends its largest one", ablation=True)
+    cap: float = knob(0.05, "largest share of a bucket that travels in a burst; the largest entries go first", above=0, most=1)
+    flush: int = knob(0, "steps between sends of the whole residual; 0 = never", least=0)
+    sam: float = knob(0.0, "SAMomentum: share of a sent entry that stays in the residual; replaces momentum", least=0, below=1)
+    lr_revision: str = knob("none", "correction of waiting entries for changed learning rates or age", choices=REVISIONS)
     route: str = routes.route_knob()
     wire: str = wire_knob()
 
     @property
     def traits(self) -> Traits:
-        needs = self.lr_revision in OF_RATES
-        return Traits(moments=self.stat, sparse=True, momentum=self.sam, rates="needed" if needs else "unused")
+        rates: Literal["needed", "unused"] = "needed" if self.lr_revision in RATE_REVISIONS else "unused"
+        return Traits(moments=self.stat, sparse=True, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
-        if feedback or not (self.sam or self.flush or self.lr_revision in ("keep", "rescale", *WAITING)):
+        if feedback or not (self.sam or self.flush or self.lr_revision in ("keep", "rescale", *AGE_REVISIONS)):
             return None
-        return "sam, flush and lr_revision act on what waits, and with feedback=false nothing does"
+        return "sam, flush and lr_revision need the residual, and feedback=false has none; remove them or feedback=false"
 
     def choose(self, name: str, layer: Layer) -> Compressor:
-        """Where small layers go. One dimension alone does not make a layer small: no bias has more than 2^16 entries."""
-        if self.small == "none" or not (layer.size < TINY or (layer.dims < 2 and layer.size <= BIAS)):
+        """Choose the compressor of a layer: small layers follow the knob small, the others use this one."""
+        is_small = layer.size < SMALL_SIZE or (layer.dims < 2 and layer.size <= LARGEST_BIAS)
+        if self.small == "none" or not is_small:
             return self
         return Dense() if self.small == "dense" else replace(self, small="none", per="bucket")
 
     def ease(self, progress: float) -> Sdagc:
-        """Laplace's tail is exp(-sqrt(2) lam): a share of lam is the same power of the density."""
+        """Lower lam for warming up. Laplace's tail is exp(-sqrt(2) lam), so a share of lam is that power of the density."""
         return replace(self, lam=self.lam * progress, density=self.density**progress if self.density else 0.0)
 
     def init(self, layout: Layout, seed: int) -> SdagcState:
@@ -94,77 +95,78 @@ class Sdagc(Compressor):
         state.steps += 1
         target = self._target(acc, state)
         capacity = self._capacity(state, target)
-        # In a flush, and where entries would cost what a dense exchange costs, everything goes.
         moments = acc.moments
         assert moments is not None
-        if self.shared:  # also where everything goes: the parts of a host ask for the same, whatever room each has found
-            replies = yield from gather(whole(moments.view(-1)))
-            moments = together([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
-        as_much_as_dense = CODECS[self.wire].entry_bytes * capacity.entries >= 4 * acc.residual.numel()
-        if (self.flush and state.steps % self.flush == 0) or as_much_as_dense:
-            # A buffer of its own only where it is needed: most buckets never are.
+        if self.shared:  # also before a dense exchange: capacities may differ among a host's parts, their requests may not
+            replies = yield from gather(wrap(moments.view(-1)))
+            moments = merge_moments([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
+        costs_as_dense = CODECS[self.wire].entry_bytes * capacity.entries >= 4 * acc.residual.numel()
+        if (self.flush and state.steps % self.flush == 0) or costs_as_dense:
+            # Most buckets never need this buffer.
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
-            return (yield from dense.allreduce(acc, world, state.buffer, keep=self.sam, mask=True))
-        kernels.set_thresholds(
-            moments,
-            state.ends,
-            state.lam,
-            state.centers,
-            state.thresholds,
-            from_zero=self.sigma == "zero",
-            live=self.live,
-            pooled=self.per == "bucket",
-        )
-        taken = routes.codec(self.wire, self.route).allocate(acc, capacity.entries)
-        layers, masked = (state.ends, state.centers, state.thresholds), routes.masked(acc, self.route)
-        kernels.take_above(acc.residual, *layers, *taken.entries, masked, acc.flag, acc.peaks, acc.memory)
+            return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam, mask=True))
+        self._set_thresholds(moments, state)
+        taken = routes.codec_of(self.wire, self.route).allocate(acc, capacity.entries)
+        layers, velocity = (state.ends, state.centers, state.thresholds), routes.velocity_to_mask(acc, self.route)
+        kernels.take_above(acc.residual, *layers, *taken.entries, velocity, acc.flag, acc.peaks, acc.memory)
         if target is not None:
             kernels.steer(state.lam, taken.entries.header, target)
-        if self.lr_revision in WAITING:
+        if self.lr_revision in AGE_REVISIONS:
             state.ages = state.ages or Ages(acc.residual.numel(), state.ends)
-            state.ages.revise(taken.entries, state.steps, by_layer=self.lr_revision == "per_layer")
-        return (yield from routes.exchange(acc, taken, world, self.route, keep=self.sam, seen=capacity.see))
+            state.ages.divide(taken.entries, state.steps, by_layer=self.lr_revision == "per_layer")
+        return (yield from routes.exchange(acc, taken, world, self.route, kept_share=self.sam, observe=capacity.observe))
+
+    def _set_thresholds(self, moments: Tensor, state: SdagcState) -> None:
+        """Set each layer's center and threshold from its statistics."""
+        from_zero, pooled = self.sigma == "zero", self.per == "bucket"
+        state_arrays = (state.ends, state.lam, state.centers, state.thresholds)
+        kernels.set_thresholds(moments, *state_arrays, from_zero=from_zero, live=self.live, pooled=pooled)
 
     def save(self, state: SdagcState) -> dict[str, Any]:
-        kept: dict[str, Any] = {"steps": state.steps, "lam": float(state.lam), "set_for": state.set_for, "rates": state.rates}
-        kept["first_rate"] = state.first_rate
-        kept["capacity"] = None if state.capacity is None else state.capacity.save()
-        kept["ages"] = None if state.ages is None else state.ages.last.clone()
-        return kept
+        return {
+            "steps": state.steps,
+            "lam": float(state.lam),
+            "set_for": state.capacity_basis,
+            "rates": state.rates,
+            "first_rate": state.first_rate,
+            "capacity": None if state.capacity is None else state.capacity.save(),
+            "ages": None if state.ages is None else state.ages.last_sent.clone(),
+        }
 
     def load(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
-        state.steps, state.set_for, state.rates = saved["steps"], tuple(saved["set_for"]), saved["rates"]
+        state.steps, state.capacity_basis, state.rates = saved["steps"], tuple(saved["set_for"]), saved["rates"]
         state.lam.fill_(saved["lam"])
         state.first_rate = saved["first_rate"]
         if saved["capacity"] is not None:
-            state.capacity = Capacity(*self._expected(state.set_for, state.n))
+            state.capacity = Capacity(*self._expected_capacity(state.capacity_basis, state.n))
             state.capacity.load(saved["capacity"])
         if saved["ages"] is not None:
             state.ages = Ages(state.n, state.ends)
-            state.ages.last.copy_(saved["ages"])
+            state.ages.last_sent.copy_(saved["ages"])
 
     def _target(self, acc: Acc, state: SdagcState) -> int | None:
-        """How many entries lam is steered to."""
+        """Return the number of entries that lam is steered to send; None if lam is fixed."""
         if not self.density:
             return None
         share = self.density
-        if self.lr_revision == "density" and acc.rates is not None:  # compress harder as the rate falls
+        if self.lr_revision == "density" and acc.rates is not None:  # send less as the rate falls
             state.first_rate = state.first_rate or max(acc.rates)
             share *= min(1.0, max(acc.rates) / state.first_rate) if state.first_rate else 1.0
         return max(1, math.ceil(share * acc.residual.numel()))
 
     def _capacity(self, state: SdagcState, target: int | None) -> Capacity:
-        """The room of the payload; begun anew where lam or the target is another one than before, as in a warm-up."""
-        wanted = (self.lam, target or 0)
-        if state.capacity is None or state.set_for != wanted:
-            if state.set_for[:1] != wanted[:1] or not self.density:
+        """Return the payload's capacity. It is reset whenever lam or the target changes, as in a warm-up."""
+        basis = (self.lam, target or 0)
+        if state.capacity is None or state.capacity_basis != basis:
+            if state.capacity_basis[:1] != basis[:1] or not self.density:
                 state.lam.fill_(self.lam)
-            state.set_for = wanted
-            state.capacity = Capacity(*self._expected(wanted, state.n))
+            state.capacity_basis = basis
+            state.capacity = Capacity(*self._expected_capacity(basis, state.n))
         return state.capacity
 
-    def _expected(self, wanted: tuple[float, int], n: int) -> tuple[int, int, bool]:
-        lam, target = wanted
+    def _expected_capacity(self, basis: tuple[float, int], n: int) -> tuple[int, int, bool]:
+        """Return the first capacity, the largest one, and whether it is fixed."""
+        lam, target = basis
         if target:
             capacity = min(n, math.ceil(1.1 * target))
             return capacity, capacity, True
@@ -173,7 +175,7 @@ class Sdagc(Compressor):
 
 
 class SdagcState:
-    """What sdagc keeps of a bucket between steps."""
+    """A bucket's state between steps."""
 
     def __init__(self, layout: Layout):
         self.n = layout.total
@@ -185,7 +187,7 @@ class SdagcState:
         self.thresholds = torch.zeros(len(layout.sizes), device=layout.device)
         self.lam = torch.zeros(1, device=layout.device)
         self.steps = 0
-        self.set_for: tuple[float, int] = (-1.0, 0)
+        self.capacity_basis: tuple[float, int] = (-1.0, 0)  # the lam and the target that the capacity follows from
         self.capacity: Capacity | None = None
         self.rates: tuple[float, ...] | None = None
         self.first_rate = 0.0
@@ -194,15 +196,15 @@ class SdagcState:
 
 
 def laplace_density(lam: float) -> float:
-    """The share of Laplace-distributed entries beyond lam standard deviations."""
+    """Return the share of Laplace-distributed entries beyond lam standard deviations."""
     return math.exp(-math.sqrt(2) * lam)
 
 
-def together(moments: Sequence[Tensor], rank: int, sizes: Tensor) -> Tensor:
-    """The statistics of all ranks' layers as if of one, rank by rank alike; smallest and largest stay this rank's own."""
+def merge_moments(moments: Sequence[Tensor], rank: int, sizes: Tensor) -> Tensor:
+    """Merge the layers' statistics of all ranks, in rank order. The smallest and the largest entry stay this rank's own."""
     all_ranks = torch.stack(list(moments))
-    found = all_ranks.mean(0)
-    apart = all_ranks[:, :, 0] - found[:, 0]
-    found[:, 1] += sizes * apart.square().mean(0)
-    found[:, 2:4] = all_ranks[rank, :, 2:4]
-    return found
+    merged = all_ranks.mean(0)
+    offsets = all_ranks[:, :, 0] - merged[:, 0]  # of the ranks' means
+    merged[:, 1] += sizes * offsets.square().mean(0)
+    merged[:, 2:4] = all_ranks[rank, :, 2:4]
+    return merged

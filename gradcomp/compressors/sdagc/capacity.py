@@ -1,7 +1,7 @@
-"""How many entries a threshold compressor's payload has room for: a host number that all ranks change alike.
+"""The capacity of a threshold compressor's payload: a host number that all ranks change alike.
 
-Every rank sees in the gathered headers how many entries wanted to travel on each rank. The counts are copied without waiting,
-and what follows from them holds eight steps later, so that no rank ever waits for its device, and none differs from another.
+The gathered headers tell every rank how many entries wanted to travel on each rank. These counts are copied without waiting and
+take effect eight steps later. So no rank waits for its device, and all ranks agree.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from gradcomp.requests import Payload
 
 
 class Capacity:
-    """The room of one bucket's payload: at first what is expected, then as much as the busiest rank needed lately."""
+    """The capacity of one bucket's payload: at first an expected count, later the busiest rank's latest count."""
 
-    def __init__(self, expected: int, most: int, fixed: bool = False):
-        self.entries = min(expected, most)
-        self.most = most
+    def __init__(self, expected: int, largest: int, fixed: bool = False):
+        self.entries = min(expected, largest)
+        self.largest = largest
         self.fixed = fixed
         self._counts: deque[Counts] = deque()
 
-    def see(self, replies: Sequence[Payload]) -> None:
-        """Notes how many entries wanted to travel; called once a step."""
+    def observe(self, received: Sequence[Payload]) -> None:
+        """Record how many entries wanted to travel, once a step, and adapt the capacity."""
         if self.fixed:
             return
-        self._counts.append(Counts(torch.stack([reply["header"][:1] for reply in replies])))
+        self._counts.append(Counts(torch.stack([payload["header"][:1] for payload in received])))
         if len(self._counts) < DELAY:
             return
-        wanted = rounded(max(counts.largest() for counts in self._counts))
+        wanted = rounded_up(max(counts.largest() for counts in self._counts))
         self._counts.popleft()
         if wanted > self.entries or wanted < 0.8 * self.entries:
-            self.entries = max(1, min(wanted, self.most))
+            self.entries = max(1, min(wanted, self.largest))
 
     def save(self) -> dict[str, Any]:
         return {"entries": self.entries, "counts": [counts.largest() for counts in self._counts]}
@@ -45,7 +45,7 @@ class Capacity:
         self._counts = deque(Counts(torch.tensor([count])) for count in saved["counts"])
 
 
-def rounded(count: int) -> int:
-    """At most a sixteenth more, so that the room does not change with every count."""
+def rounded_up(count: int) -> int:
+    """Round a count up, by at most an eighth, so that the capacity does not change with every count."""
     grain = 1 << max(0, count.bit_length() - 4)
     return -(-count // grain) * grain

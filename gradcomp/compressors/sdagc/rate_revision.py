@@ -1,7 +1,7 @@
-"""Learning-rate revision: what a changing or late learning rate does to what waits.
+"""Learning-rate revision: corrects waiting entries when the learning rate changes, or sent entries for the time they waited.
 
 keep, rescale: the residual is multiplied when a layer's rate changes. density: fewer entries are sent as the rate falls.
-staleness, per_layer: what is sent is divided by the steps that it waited.
+staleness, per_layer: sent entries are divided by the number of steps that they waited.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from torch import Tensor
 from gradcomp.messages.sparse import Entries
 
 REVISIONS = ("none", "keep", "rescale", "density", "staleness", "per_layer")
-OF_RATES = ("keep", "rescale", "density")
-"""Those that have to know the learning rates."""
-WAITING = ("staleness", "per_layer")
-"""Those that have to know how long entries waited."""
+# The revisions that need the learning rates.
+RATE_REVISIONS = ("keep", "rescale", "density")
+# The revisions that need the steps that entries waited.
+AGE_REVISIONS = ("staleness", "per_layer")
 
 
 def rescale(
-    how: str, flats: Sequence[Tensor | None], begins: Sequence[int], before: Sequence[float], now: Sequence[float]
+    revision: str, flats: Sequence[Tensor | None], begins: Sequence[int], before: Sequence[float], now: Sequence[float]
 ) -> None:
-    """Multiply what waits of each layer whose rate has changed.
+    """Multiply the waiting entries of each layer with a changed rate.
 
-    keep: what waits keeps the rate it was found under. rescale: it shrinks and grows with the rate once more.
+    keep: an entry keeps the rate of the step it was computed in. rescale: an entry changes by the factor of the rate once more.
+    flats: residual and velocity. begins: where layers begin in them. before, now: the rate of each layer.
     """
     for i, (old, new) in enumerate(zip(before, now, strict=True)):
         if old != new and old > 0 and new > 0:
-            factor = old / new if how == "keep" else new / old
+            factor = old / new if revision == "keep" else new / old
             for flat in flats:
                 if flat is not None:
                     flat[begins[i] : begins[i + 1]] *= factor
 
 
 class Ages:
-    """When each entry of a bucket was last sent. It is touched only where something is taken."""
+    """The step in which each entry of a bucket was last sent. Only the taken entries are read and written."""
 
     def __init__(self, n: int, ends: Tensor):
         self.n = n
         self.ends = ends
-        self.last = torch.zeros(n + 1, dtype=torch.int32, device=ends.device)  # the last one stands for unused room
+        self.last_sent = torch.zeros(n + 1, dtype=torch.int32, device=ends.device)  # the last one serves unused slots
 
-    def revise(self, taken: Entries, step: int, by_layer: bool) -> None:
-        """Divide what is sent by the steps it took to gather: each entry's own, or the mean over what its layer sends."""
-        there = torch.arange(taken.values.numel(), device=taken.values.device) < taken.header[0]
-        places = torch.where(there, taken.indices, self.n).long()
-        waited = (step - self.last[places]).float()
+    def divide(self, taken: Entries, step: int, by_layer: bool) -> None:
+        """Divide the taken entries by the steps that they waited: each by its own, or by the mean over its layer's entries."""
+        used = torch.arange(taken.values.numel(), device=taken.values.device) < taken.header[0]
+        places = torch.where(used, taken.indices, self.n).long()
+        waited = (step - self.last_sent[places]).float()
         if by_layer:
             layers = torch.bucketize(places, self.ends, right=True)
-            sums = torch.zeros(self.ends.numel() + 1, device=waited.device).index_add_(0, layers, waited * there)
-            counts = torch.zeros_like(sums).index_add_(0, layers, there.float())
+            sums = torch.zeros(self.ends.numel() + 1, device=waited.device).index_add_(0, layers, waited * used)
+            counts = torch.zeros_like(sums).index_add_(0, layers, used.float())
             waited = (sums / counts.clamp(min=1))[layers]
-        taken.values.copy_(torch.where(there, taken.values / waited.clamp(min=1), 0.0))
-        self.last[places] = step
+        taken.values.copy_(torch.where(used, taken.values / waited.clamp(min=1), 0.0))
+        self.last_sent[places] = step

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.compressors.lgc.common_places import Leading
+from gradcomp.compressors.lgc.common_places import PlaceSelection
 from gradcomp.requests import World
 from laboratory import options
 from laboratory.lgc import phases, redundancy
@@ -86,5 +86,5 @@ def rows_of_places(ranks: int) -> list[list[str]]:
 
 def bits_of_places(n: int, ratio: float, bands: int, ranks: int) -> float:
     """Return the bits of one place where every rank leads a part."""
-    leading = Leading(n, ratio, "parts", bands, packed=True, seed=0, world=World(0, ranks), step=0)
-    return 8 * next(field.length for field in leading.form() if field.name == "places") / leading.k
+    selection = PlaceSelection(n, World(0, ranks), 0, ratio=ratio, leader="parts", bands=bands, packed=True, seed=0)
+    return 8 * next(field.length for field in selection.form() if field.name == "places") / selection.k

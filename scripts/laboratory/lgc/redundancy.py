@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
-from gradcomp.compressors.lgc.common_places import Leading
+from gradcomp.compressors.lgc.common_places import PlaceSelection
 from gradcomp.native.memory import Memory
 from gradcomp.requests import World
 from laboratory import stats
@@ -49,11 +49,14 @@ def measure(ratio: float, steps: int, seed: int, ranks: int, tell: Callable[[str
         value = accs.pop()
         if done > DENSE:
             leading = [
-                Leading(value.shape[1], ratio, "parts", 16, True, seed, World(rank, ranks), done) for rank in range(ranks)
+                PlaceSelection(
+                    value.shape[1], World(rank, ranks), done, ratio=ratio, leader="parts", bands=16, packed=True, seed=seed
+                )
+                for rank in range(ranks)
             ]
             leaders = leading[0].leaders
             chosen = [leading[leader].choose(value[leader], memory) for leader in leaders]
-            places = [leading[0].places_of(own["places"], row) for row, own in enumerate(chosen)]
+            places = [leading[0].locate(own["places"], row) for row, own in enumerate(chosen)]
             rows = torch.stack([value[:, at] / own["scale"] for at, own in zip(places, chosen, strict=True)], 1)
             led = torch.stack([rows[leader, row] for row, leader in enumerate(leaders)])
             others = torch.stack([rows[(leader + 1) % ranks, row] for row, leader in enumerate(leaders)])

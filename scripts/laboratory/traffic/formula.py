@@ -15,7 +15,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.engine.reducer import Bucket, Reducer
-from gradcomp.messages.payload import ALIGNMENT, whole
+from gradcomp.messages.payload import ALIGNMENT, wrap
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Answer, Network
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -161,7 +161,7 @@ def random(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
 
 def hollow(request: Request, world: World) -> Request:
     """Make the same operation with as many messages, of a few bytes."""
-    least = whole(torch.zeros(ALIGNMENT, dtype=torch.uint8))
+    least = wrap(torch.zeros(ALIGNMENT, dtype=torch.uint8))
     match request:
         case Gather():
             return Gather(least)

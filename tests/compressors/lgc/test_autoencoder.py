@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradcomp.compressors.lgc.autoencoder import CODE, SIMILARITY, TAPS, Autoencoder, code_places, filled
+from gradcomp.compressors.lgc.autoencoder import CODE_CHANNELS, SIMILARITY, TAPS, Autoencoder, code_length, padded_length
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 15, 31, 32, 47, 48, 100, 1000]
 
 
-def make(decoders: int = 1, beside: bool = False, linear: bool = True, seed: int = 0) -> Autoencoder:
-    return Autoencoder(decoders, beside, linear, seed, CPU)
+def make(decoders: int = 1, innovations: bool = False, linear: bool = True, seed: int = 0) -> Autoencoder:
+    return Autoencoder(decoders, innovations, linear, seed, CPU)
 
 
 def numbers(coder: Autoencoder, first: int, last: int | None = None) -> int:
@@ -22,12 +22,12 @@ def numbers(coder: Autoencoder, first: int, last: int | None = None) -> int:
 
 
 def test_it_is_as_large_as_published() -> None:
-    coder = make(linear=False, beside=True)
+    coder = make(linear=False, innovations=True)
     assert numbers(coder, 0, 10) == 172_996
     assert numbers(coder, 10, 18) == 43_648
     assert numbers(coder, 18) == 34
     assert len(coder.weights) == 172_996 + 43_648 + 34
-    assert len(make(4, beside=True, linear=False).weights) == 172_996 + 4 * (43_648 + 34)
+    assert len(make(4, innovations=True, linear=False).weights) == 172_996 + 4 * (43_648 + 34)
 
 
 @pytest.mark.parametrize("entries", LENGTHS)
@@ -35,21 +35,21 @@ def test_it_is_as_large_as_published() -> None:
 def test_lengths_match(entries: int, linear: bool) -> None:
     coder = make(3, linear=linear)
     codes = coder.encode(torch.randn(2, entries))
-    assert codes.shape == (2, CODE, code_places(entries))
+    assert codes.shape == (2, CODE_CHANNELS, code_length(entries))
     assert coder.decode(codes, entries).shape == (2, 3, entries)
-    assert coder.decode(codes, filled(entries)).shape == (2, 3, filled(entries))  # the way up is that long
-    assert filled(entries) >= entries and filled(entries) % 16 == 15
+    assert coder.decode(codes, padded_length(entries)).shape == (2, 3, padded_length(entries))  # the way up is that long
+    assert padded_length(entries) >= entries and padded_length(entries) % 16 == 15
 
 
 def test_a_code_is_a_quarter_of_many_entries() -> None:
-    assert CODE * code_places(25_557) == 6_388  # 4.0 times less
+    assert CODE_CHANNELS * code_length(25_557) == 6_388  # 4.0 times less
 
 
 def test_the_users_draws_stay_what_they_are() -> None:
     torch.manual_seed(5)
     wanted = torch.rand(3)
     torch.manual_seed(5)
-    make().draw()
+    make().draw_weights()
     assert torch.equal(torch.rand(3), wanted)
 
 
@@ -64,16 +64,16 @@ def test_drawn_weights_are_as_torch_would_draw_them() -> None:
 
 
 @pytest.mark.parametrize("entries", LENGTHS)
-@pytest.mark.parametrize("decoders,beside", [(1, False), (4, True)])
+@pytest.mark.parametrize("decoders,innovations", [(1, False), (4, True)])
 @pytest.mark.parametrize("linear", [True, False])
-def test_decoding_alike_is_decoding(entries: int, decoders: int, beside: bool, linear: bool) -> None:
-    coder = make(decoders, beside, linear)
-    codes = torch.randn(3, CODE, code_places(entries))
-    told = torch.randn(3, decoders, entries) if beside else None
+def test_decoding_alike_is_decoding(entries: int, decoders: int, innovations: bool, linear: bool) -> None:
+    coder = make(decoders, innovations, linear)
+    codes = torch.randn(3, CODE_CHANNELS, code_length(entries))
+    told = torch.randn(3, decoders, entries) if innovations else None
     every = coder.decode(codes, entries, told)
     which = [decoders - 1, 0, decoders // 2]
-    said = coder.decode_alike(codes, entries, which, told)
-    own, mean = coder.decode_led(codes, entries, which, told)
+    said = coder.decode_reproducibly(codes, entries, which, told)
+    own, mean = coder.decode_with_mean(codes, entries, which, told)
     assert torch.equal(own, said)
     assert said.dtype == torch.float32
     wanted = torch.stack([every[row, decoder] for row, decoder in enumerate(which)])
@@ -81,36 +81,37 @@ def test_decoding_alike_is_decoding(entries: int, decoders: int, beside: bool, l
     torch.testing.assert_close(mean, every.mean(1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("decoders,beside", [(1, False), (4, True)])
-def test_the_mean_of_linear_decoders_is_that_of_what_each_says(decoders: int, beside: bool) -> None:
-    coder = make(decoders, beside)
-    codes = torch.randn(2, CODE, 20)
-    told = torch.randn(2, decoders, 330) if beside else None
-    each = [coder.decode_alike(codes, 330, [decoder] * 2, told) for decoder in range(decoders)]
+@pytest.mark.parametrize("decoders,innovations", [(1, False), (4, True)])
+def test_the_mean_of_linear_decoders_is_that_of_what_each_says(decoders: int, innovations: bool) -> None:
+    coder = make(decoders, innovations)
+    codes = torch.randn(2, CODE_CHANNELS, 20)
+    told = torch.randn(2, decoders, 330) if innovations else None
+    each = [coder.decode_reproducibly(codes, 330, [decoder] * 2, told) for decoder in range(decoders)]
     mean = torch.stack(each).double().mean(0)
-    _, found = coder.decode_led(codes, 330, [0, 0], told)
+    _, found = coder.decode_with_mean(codes, 330, [0, 0], told)
     torch.testing.assert_close(found.double(), mean, rtol=0, atol=2e-7 * float(mean.abs().max()))
 
 
 def test_a_linear_decoder_decodes_means_to_means() -> None:
     coder = make()
-    codes = torch.randn(8, CODE, 20).half()
+    codes = torch.randn(8, CODE_CHANNELS, 20).half()
     mean_code = codes.double().mean(0, keepdim=True)
-    mean = coder.decode_alike(mean_code, 330, [0])
+    mean = coder.decode_reproducibly(mean_code, 330, [0])
     torch.testing.assert_close(
-        coder.decode_alike(codes, 330, [0] * 8).mean(0, keepdim=True),
+        coder.decode_reproducibly(codes, 330, [0] * 8).mean(0, keepdim=True),
         mean,
         rtol=0,
         atol=1e-7 * float(mean.abs().max()) + 1e-8,
     )
     leaky = make(linear=False)
-    assert not torch.allclose(leaky.decode_alike(codes, 330, [0] * 8).mean(0), leaky.decode_alike(mean_code, 330, [0])[0])
+    mean = leaky.decode_reproducibly(mean_code, 330, [0])[0]
+    assert not torch.allclose(leaky.decode_reproducibly(codes, 330, [0] * 8).mean(0), mean)
 
 
 def test_each_decoder_is_its_own() -> None:
-    """What is said of one rank does not depend on what is said beside of another."""
-    coder = make(3, beside=True, linear=False)
-    codes, told = torch.randn(1, CODE, 4), torch.zeros(1, 3, 70)
+    """What is said of one rank does not depend on the innovation of another."""
+    coder = make(3, innovations=True, linear=False)
+    codes, told = torch.randn(1, CODE_CHANNELS, 4), torch.zeros(1, 3, 70)
     before = coder.decode(codes, 70, told)
     told[0, 1, 5] = 1.0
     changed = (coder.decode(codes, 70, told) - before).nonzero().tolist()
@@ -125,7 +126,7 @@ def test_losses_are_as_defined() -> None:
     wanted = functional.mse_loss(coder.decode(codes.mean(0), 50)[:, 0], rows.mean(0))
     torch.testing.assert_close(coder.loss_of_mean(rows, coder.weights), wanted)
 
-    coder, rows, told = make(4, beside=True), rows.transpose(0, 1), torch.randn(3, 4, 50)
+    coder, rows, told = make(4, innovations=True), rows.transpose(0, 1), torch.randn(3, 4, 50)
     codes = torch.stack([coder.encode(row) for row in rows])
     said = coder.decode(codes[:, 0], 50, told)
     entries = sum(functional.mse_loss(said[:, rank], rows[:, rank]) for rank in range(4))
@@ -170,7 +171,7 @@ def test_it_learns_what_can_be_learned(linear: bool) -> None:
 def test_what_was_saved_continues_to_the_bit() -> None:
     first, rows = make(), torch.randn(2, 1, 64)
     first.learn(lambda own: first.loss_of_mean(rows, own))
-    first.freeze(first.frozen())
+    first.adopt(first.shared_values())
     second = make(seed=9)
     second.load(first.save())
     for coder in (first, second):
@@ -181,8 +182,8 @@ def test_what_was_saved_continues_to_the_bit() -> None:
 def test_what_is_agreed_upon_is_used() -> None:
     coder, other = make(seed=0), make(seed=1)
     assert coder.digest() != other.digest()
-    coder.freeze(other.frozen())
+    coder.adopt(other.shared_values())
     assert coder.digest() == other.digest()
-    codes = torch.randn(1, CODE, 3)
-    assert torch.equal(coder.decode_alike(codes, TAPS, [0]), other.decode_alike(codes, TAPS, [0]))
+    codes = torch.randn(1, CODE_CHANNELS, 3)
+    assert torch.equal(coder.decode_reproducibly(codes, TAPS, [0]), other.decode_reproducibly(codes, TAPS, [0]))
     assert torch.equal(coder.encode(torch.ones(1, 60)), other.encode(torch.ones(1, 60)))

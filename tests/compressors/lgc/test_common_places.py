@@ -11,19 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp.compressors.lgc import common_places
-from gradcomp.compressors.lgc.common_places import Leading
+from gradcomp.compressors.lgc.common_places import PlaceSelection
 from gradcomp.native.memory import Memory
 from gradcomp.requests import Gather, Send, World
 
 CPU = torch.device("cpu")
 
 
-def at(rank: int, world: int, n: int = 4000, ratio: float = 0.02, who: str = "parts", step: int = 0, **how: Any) -> Leading:
-    return Leading(n, ratio, who, how.get("bands", 16), how.get("packed", True), seed=3, world=World(rank, world), step=step)
+def at(
+    rank: int, world: int, n: int = 4000, ratio: float = 0.02, leader: str = "parts", step: int = 0, **options: Any
+) -> PlaceSelection:
+    options = {"bands": 16, "packed": True, "seed": 3} | options
+    return PlaceSelection(n, World(rank, world), step, ratio=ratio, leader=leader, **options)
 
 
-def chosen(of: Leading, value: torch.Tensor) -> torch.Tensor:
-    return of.places_of(of.choose(value, Memory())["places"], of.leaders.index(of.world.rank))
+def chosen(of: PlaceSelection, value: torch.Tensor) -> torch.Tensor:
+    return of.locate(of.choose(value, Memory())["places"], of.leaders.index(of.world.rank))
 
 
 @pytest.mark.parametrize("world,n", [(1, 1000), (4, 4000), (4, 4001), (3, 3 * 64), (8, 8 * 64 + 7)])
@@ -73,7 +76,7 @@ def test_more_bands_cost_as_many_bits_as_are_needed_to_say_which() -> None:
 @pytest.mark.parametrize("world", [2, 4, 5])
 def test_in_as_many_steps_as_there_are_ranks_each_leads_everywhere(world: int) -> None:
     for who, rows in (("parts", world), ("rotate", 1)):
-        led = [at(0, world, who=who, step=step).leaders for step in range(world)]
+        led = [at(0, world, leader=who, step=step).leaders for step in range(world)]
         assert all(len(leaders) == rows for leaders in led)
         for row in range(rows):
             assert sorted(leaders[row] for leaders in led) == list(range(world))
@@ -95,7 +98,7 @@ def test_all_are_told_by_those_who_lead(who: str) -> None:
     """Where all lead each sends as much; where one does, it sends to all others, and they nothing."""
     world, value = 4, torch.randn(4000)
     for rank in range(world):
-        of = at(rank, world, who=who, step=2)
+        of = at(rank, world, leader=who, step=2)
         own = of.choose(value, Memory())
         assert bool(own) == (rank in of.leaders)
         request = next(of.share(own, of.form(), value.device))
@@ -120,5 +123,5 @@ def test_no_bytes_do_harm(data: st.DataObject, n: int, world: int) -> None:
     size = of.form()[1].length
     packed = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
     for row in range(len(of.leaders)):
-        found = of.places_of(packed, row)
+        found = of.locate(packed, row)
         assert found.shape == (of.k,) and bool(((found >= 0) & (found < n)).all())

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
-from gradcomp.compressors.lgc.code_error import NOTES
-from gradcomp.compressors.lgc.phases import MOST_BAD
+from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH
+from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
 from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.reducer import Reducer
 from gradcomp.exchanges.delayed_counts import DELAY
@@ -44,7 +44,7 @@ def lead_bytes(n: int, ratio: float, world: int, bands: int = 16, code: int = 0)
     """A row's places, its scale, and the leader's code of so many bytes a number."""
     _, k, size = rows(n, ratio, world)
     bands = min(bands, k)
-    numbers = 4 * autoencoder.code_places(k)
+    numbers = 4 * autoencoder.code_length(k)
     return 8 + _padded(places.length(bands * size, k)) + (_padded(code * numbers) if code else 0)
 
 
@@ -55,7 +55,7 @@ def _learning(ratio: float) -> Callable[[int, int, int], int]:
         count, k, _ = rows(n, ratio, world)
         lead = lead_bytes(n, ratio, world)
         led = lead if count > 1 else (world - 1) * lead if rank == 0 else 0
-        return led + _padded(4 * count * k) + 4 * NOTES
+        return led + _padded(4 * count * k) + 4 * SUMMARY_LENGTH
 
     return promised
 
@@ -198,9 +198,9 @@ def test_with_a_server_nothing_is_lost_whatever_the_decoder() -> None:
 def code_bytes(instance: str, world: int = 4, half: bool = True, ratio: float = 0.01) -> int:
     """Of a step with codes, where every rank leads: places and codes, entries of the last layer, innovations, the rest."""
     count, k, _ = rows(MIDDLE, ratio, world)
-    numbers, each = 4 * autoencoder.code_places(k), 2 if half else 4
+    numbers, each = 4 * autoencoder.code_length(k), 2 if half else 4
     last = 8 + 8 + _padded(4 * math.ceil(ratio * 650))
-    first_and_notes = 4 * (144 + NOTES)
+    first_and_notes = 4 * (144 + SUMMARY_LENGTH)
     if instance == "server":
         return last + lead_bytes(MIDDLE, ratio, world, code=each) + (8 + 8 + 8) + first_and_notes  # one innovation
     return last + lead_bytes(MIDDLE, ratio, world) + _padded(each * count * numbers) + first_and_notes
@@ -298,12 +298,12 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
         coder = reducer.buckets[0].state.inner.coder
         coder.taps.mul_(times)
     phases = []
-    for step in range(36, 36 + DELAY + MOST_BAD + 30 + 7):
+    for step in range(36, 36 + DELAY + MOST_BAD_STEPS + 30 + 7):
         update = simulation.step(draw(step))
         assert max(float(part.abs().max()) for part in update.values()) < 400  # what has waited all the time, no more
         phases.append({reducer.stats()["phase"] for reducer in simulation._reducers})
     began = phases.index({"learn"})
-    assert DELAY + MOST_BAD <= began <= DELAY + MOST_BAD + 2  # not every step need be found off
+    assert DELAY + MOST_BAD_STEPS <= began <= DELAY + MOST_BAD_STEPS + 2  # not every step need be found off
     assert phases == [{"code"}] * began + [{"learn"}] * 30 + [{"code"}] * (len(phases) - began - 30)
     assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
 
@@ -318,12 +318,12 @@ def test_what_is_learned_anew_begins_anew() -> None:
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
     fresh = states(gradcomp.Simulation(spec_of(""), SHAPES, 4))[0]
-    for step in range(30, 30 + DELAY + MOST_BAD):
+    for step in range(30, 30 + DELAY + MOST_BAD_STEPS):
         simulation.step(draw(step))
     drawn = autoencoder.Autoencoder(1, False, True, fresh.seed, torch.device("cpu"))
     for state in states(simulation):
         assert torch.equal(state.coder.weights, drawn.weights) and torch.equal(state.coder.taps, drawn.taps)
-        assert state.coder.turns == 0 and not state.coder.moments.any()
+        assert state.coder.steps == 0 and not state.coder.moments.any()
 
 
 def test_ranks_that_learned_something_else_agree_before_codes_are_used() -> None:

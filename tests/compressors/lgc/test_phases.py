@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from gradcomp.compressors.lgc.code_error import NOTES, SUMS, CodeError
-from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, LOOKED_AT, MOST_BAD, Phases
+from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH, SUMS, CodeError
+from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, MOST_BAD_STEPS, WINDOW, Phases
 from gradcomp.exchanges.delayed_counts import DELAY
 
 CPU = torch.device("cpu")
@@ -20,8 +20,8 @@ def walk(phases: Phases, steps: int, mark: int = 0, rate: float = 0.1) -> list[s
     for _ in range(steps):
         found.append(phases.begin_step((rate / 2, rate)))
         if found[-1] == CODE:
-            phases.see(torch.tensor([mark + 2 * phases.fallen]))
-        phases.end(found[-1])
+            phases.observe(torch.tensor([mark + 2 * phases.rate_fell]))
+        phases.end_step(found[-1])
     return found
 
 
@@ -38,20 +38,20 @@ def test_a_step_that_did_not_end_is_begun_again() -> None:
 
 def test_what_is_off_for_long_is_learned_anew_and_for_longer() -> None:
     phases = Phases(0, 3)
-    found = walk(phases, 3 + DELAY - 1 + MOST_BAD + 7, mark=1)
-    assert found == [LEARN] * 3 + [CODE] * (DELAY + MOST_BAD) + [LEARN] * 6
-    assert phases.falls == 1
+    found = walk(phases, 3 + DELAY - 1 + MOST_BAD_STEPS + 7, mark=1)
+    assert found == [LEARN] * 3 + [CODE] * (DELAY + MOST_BAD_STEPS) + [LEARN] * 6
+    assert phases.relearned == 1
     again = walk(phases, 200, mark=1)
-    assert again.index(LEARN) == DELAY + MOST_BAD
-    assert again[DELAY + MOST_BAD :].index(CODE) == 12
+    assert again.index(LEARN) == DELAY + MOST_BAD_STEPS
+    assert again[DELAY + MOST_BAD_STEPS :].index(CODE) == 12
 
 
 def test_what_is_off_by_chance_is_not() -> None:
     phases = Phases(0, 1)
     walk(phases, 1)
-    for step in range(5 * LOOKED_AT):
+    for step in range(5 * WINDOW):
         assert walk(phases, 1, mark=step % 2) == [CODE]
-    assert phases.falls == 0
+    assert phases.relearned == 0
 
 
 def test_a_rate_that_falls_by_half_brings_learning_back() -> None:
@@ -61,7 +61,7 @@ def test_a_rate_that_falls_by_half_brings_learning_back() -> None:
     assert walk(phases, 3, rate=0.06) == [CODE] * 3
     assert walk(phases, DELAY + 6, rate=0.04) == [CODE] * DELAY + [LEARN] * 4 + [CODE] * 2
     assert walk(phases, 20, rate=0.03) == [CODE] * 20
-    assert phases.falls == 0
+    assert phases.relearned == 0
 
 
 def test_a_rate_falls_from_where_it_rose_to() -> None:
@@ -79,9 +79,9 @@ def test_another_ranks_rate_counts_as_much() -> None:
 
 def test_ranks_that_came_elsewhere_are_told_apart() -> None:
     first, second = Phases(1, 2), Phases(1, 2)
-    assert first.alike() == second.alike()
+    assert first.describe() == second.describe()
     walk(first, 1)
-    assert first.alike() != second.alike()
+    assert first.describe() != second.describe()
 
 
 def test_a_copy_goes_on_alike() -> None:
@@ -101,7 +101,7 @@ def test_a_copy_knows_the_rate_that_was_learned_with() -> None:
 
 
 def notes(error: CodeError, has: list[torch.Tensor], misses: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([error.note(*own, flag=None) for own in zip(has, misses, strict=True)]).mean(0)
+    return torch.stack([error.summarise(*own, flag=None) for own in zip(has, misses, strict=True)]).mean(0)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
@@ -114,7 +114,7 @@ def test_errors_are_right_in_the_mean(share: float) -> None:
         has = [torch.randn(1000) for _ in range(3)]
         misses = [share * part[torch.randperm(1000)] for part in has]
         mean = notes(error, has, misses)
-        assert len(mean) == NOTES
+        assert len(mean) == SUMMARY_LENGTH
         meant, missed = torch.stack(has).mean(0).square().sum(), torch.stack(misses).mean(0).square().sum()
         ratios.append([float(mean[:SUMS].square().sum() / meant), float(mean[SUMS : 2 * SUMS].square().sum() / missed)])
     found = torch.tensor(ratios)
@@ -122,63 +122,65 @@ def test_errors_are_right_in_the_mean(share: float) -> None:
     assert (found.std(0) < 1.3 * math.sqrt(2 / SUMS)).all()
 
 
-def verdict(error: CodeError, misses: float, flag: int = 0, has: torch.Tensor | None = None, fallen: bool = False) -> list[int]:
-    """good, failed, mark"""
+def check(
+    error: CodeError, misses: float, flag: int = 0, has: torch.Tensor | None = None, rate_fell: bool = False
+) -> list[int]:
+    """accepted, failed, mark"""
     has = torch.randn(500) if has is None else has
-    note = error.note(has, misses * has, torch.tensor([flag], dtype=torch.int32), fallen)
-    return [int(part) for part in error.judge(note)]
+    note = error.summarise(has, misses * has, torch.tensor([flag], dtype=torch.int32), rate_fell)
+    return [int(part) for part in error.check(note)]
 
 
 def after(misses: float, steps: int = 40, has: torch.Tensor | None = None) -> CodeError:
     """What has seen so many steps with this error."""
     error = CodeError(0.9, 0, CPU)
     for _ in range(steps):
-        verdict(error, misses, has=has)
+        check(error, misses, has=has)
     return error
 
 
-def test_verdicts() -> None:
-    assert verdict(after(0.8), 0.8) == [1, 0, 0]
-    assert verdict(after(1.0), 1.0) == [0, 0, 1]
-    assert verdict(after(0.8), 0.8, flag=1) == [0, 1, 0]
-    assert verdict(after(0.8), 0.8, fallen=True) == [1, 0, 2]
-    assert verdict(after(1.0), 1.0, fallen=True) == [0, 0, 3]
+def test_checks() -> None:
+    assert check(after(0.8), 0.8) == [1, 0, 0]
+    assert check(after(1.0), 1.0) == [0, 0, 1]
+    assert check(after(0.8), 0.8, flag=1) == [0, 1, 0]
+    assert check(after(0.8), 0.8, rate_fell=True) == [1, 0, 2]
+    assert check(after(1.0), 1.0, rate_fell=True) == [0, 0, 3]
     assert after(0.8).error == pytest.approx(0.8 * (1 - 2 / SUMS) ** 0.5, rel=1e-3)  # as fair where errors are not alike
 
 
 @pytest.mark.parametrize("wrong", [3.0, 1e20, math.inf, math.nan])
 def test_what_is_far_off_is_refused_at_once_and_forgotten_soon(wrong: float) -> None:
     error = after(0.5)
-    assert verdict(error, wrong) == [0, 0, 1]
+    assert check(error, wrong) == [0, 0, 1]
     assert math.isfinite(error.error)
     for _ in range(10):
-        verdict(error, 0.5)
-    assert verdict(error, 0.5) == [1, 0, 0]
+        check(error, 0.5)
+    assert check(error, 0.5) == [1, 0, 0]
 
 
 @pytest.mark.parametrize("wrong", [1.2, 1.5])
 def test_what_grows_slowly_is_refused_soon(wrong: float) -> None:
     error = after(0.5)
-    assert sum(verdict(error, wrong)[0] for _ in range(30)) <= 6
+    assert sum(check(error, wrong)[0] for _ in range(30)) <= 6
 
 
 def test_nothing_is_said_of_zeros_and_of_what_is_not_finite() -> None:
     error, zeros = after(0.5), torch.zeros(500)
     before = error.error
-    assert verdict(error, 0.5, has=zeros) == [1, 0, 0]
-    note = error.note(zeros, torch.ones(500), None)
-    assert [int(part) for part in error.judge(note)] == [0, 0, 0]  # what codes make of zeros is not used
-    assert verdict(error, 5.0, flag=1)[1] == 1
+    assert check(error, 0.5, has=zeros) == [1, 0, 0]
+    note = error.summarise(zeros, torch.ones(500), None)
+    assert [int(part) for part in error.check(note)] == [0, 0, 0]  # what codes make of zeros is not used
+    assert check(error, 5.0, flag=1)[1] == 1
     assert error.error == before
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e19, 1e37])
 def test_sizes_do_not_matter(scale: float) -> None:
     error, has = CodeError(0.9, 0, CPU), scale * torch.randn(500)
-    assert [verdict(error, misses, has=has)[0] for misses in (0.5, 4.0)] == [1, 0]
+    assert [check(error, misses, has=has)[0] for misses in (0.5, 4.0)] == [1, 0]
 
 
 def test_what_the_law_is_off_by_is_seen() -> None:
     error, has = CodeError(1.0, 0, CPU), torch.randn(500)
-    error.compare(error.note(has, 0.5 * has, None), 0.4 * has)
-    assert error.off.item() == pytest.approx(0.1, rel=1e-4)
+    error.measure_imbalance(error.summarise(has, 0.5 * has, None), 0.4 * has)
+    assert error.imbalance.item() == pytest.approx(0.1, rel=1e-4)

@@ -12,7 +12,7 @@ from compressors.test_topk import payload, split_bytes, tree_bytes
 from torch import Tensor
 
 import gradcomp
-from gradcomp.compressors.sdagc import Sdagc, laplace_density, together
+from gradcomp.compressors.sdagc import Sdagc, laplace_density, merge_moments
 from gradcomp.engine.feedback import Feedback
 
 SMALL = 248
@@ -211,7 +211,7 @@ def test_sigma_shared_over_ranks() -> None:
 def test_statistics_of_several_ranks_are_those_of_all_entries() -> None:
     parts = [torch.randn(1000).double() + rank for rank in range(3)]
     moments = [torch.stack([x.mean(), (x - x.mean()).square().sum(), x.min(), x.max(), torch.tensor(1000.0)]) for x in parts]
-    found = together([own.view(1, 5).double() for own in moments], 1, torch.tensor([1000.0], dtype=torch.float64))[0]
+    found = merge_moments([own.view(1, 5).double() for own in moments], 1, torch.tensor([1000.0], dtype=torch.float64))[0]
     whole = torch.cat(parts)
     assert math.isclose(found[0], whole.mean(), rel_tol=1e-12)
     assert math.isclose(found[1] / 1000, whole.var(correction=0), rel_tol=1e-12)
