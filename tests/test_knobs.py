@@ -207,28 +207,28 @@ def test_wrappers_go_around_once() -> None:
 
 @pytest.mark.parametrize("knob_", ["sam=0.5", "flush=5", "lr_revision=staleness"])
 def test_what_acts_on_what_waits_needs_that_something_waits(knob_: str) -> None:
-    with pytest.raises(ValueError, match="act on what waits, and with feedback=false nothing does"):
+    with pytest.raises(ValueError, match="need the residual, and feedback=false has none"):
         gradcomp.make(f"sdagc:feedback=false,{knob_}")
 
 
 def test_messages_name_the_algorithm_through_wrappers() -> None:
     with pytest.raises(ValueError, match=r"^topk: clip=-1 must be at least 0$"):
         gradcomp.make("topk:by_host=true,clip=-1")
-    with pytest.raises(ValueError, match="Less is left with norm=max"):
+    with pytest.raises(ValueError, match="; set norm=max or more levels"):
         gradcomp.make("qsgd:momentum=0.9")
 
 
 def test_what_serves_ablation_says_so() -> None:
     marked = [row for kind in KINDS for row in knobs.rows(kind) if row[3].endswith("(for ablation)")]
     assert {row[0] for row in marked} >= {"faithful", "decoder", "stat"}
-    assert "the published form, which loses what an inner rank drops (for ablation)" in " ".join(
+    assert "the published form, which loses the sums that an inner rank drops (for ablation)" in " ".join(
         gradcomp.describe("gtopk").split()
     )
 
 
 def test_help_shows_the_knobs() -> None:
     assert "ratio: share of entries sent" in (TopK.__doc__ or "")
-    assert "sigmas: entries count as if" in (kind_of("terngrad").__doc__ or ""), "also those of a base"
+    assert "sigmas: standard deviations from 0" in (kind_of("terngrad").__doc__ or ""), "also those of a base"
     assert "momentum: kept locally" in (Feedback.__doc__ or "")
 
 

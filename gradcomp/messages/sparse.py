@@ -96,7 +96,7 @@ class Codec(ABC):
             raise _malformed(sender, f"its header holds the count {wanted} and the flag {flag}")
         places = self.places(payload, wanted, sender)
         if not ((places >= 0) & (places < n)).all():
-            raise _malformed(sender, f"it names places outside its bucket of {n} entries")
+            raise _malformed(sender, f"it names places outside the bucket of {n} entries")
 
 
 class Exact(Codec):

@@ -209,5 +209,5 @@ def test_a_malformed_payload_raises_and_names_the_rank() -> None:
         request = next(steps)
         broken = payload.read(request.payload.form, request.payload.bytes.clone())
         broken["header"][0] = -5
-        with pytest.raises(ValueError, match="the payload of rank 1 is malformed: its header says -5 entries"):
+        with pytest.raises(ValueError, match="the payload of rank 1 is malformed: its header holds the count -5"):
             steps.send([request.payload, broken])

@@ -167,11 +167,11 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
 @pytest.mark.parametrize(
     "change,sentence",
     [
-        (lambda p: p["header"].__setitem__(0, -1), "its header says -1 entries and flag 0"),
-        (lambda p: p["header"].__setitem__(1, 7), "its header says 5 entries and flag 7"),
-        (lambda p: p["header"].__setitem__(0, 4), "its blocks count 5 entries, but 4 came"),
+        (lambda p: p["header"].__setitem__(0, -1), "its header holds the count -1 and the flag 0"),
+        (lambda p: p["header"].__setitem__(1, 7), "its header holds the count 5 and the flag 7"),
+        (lambda p: p["header"].__setitem__(0, 4), "its blocks count 5 entries, but it holds 4"),
         (lambda p: p["blocks"].__setitem__(1, 0x0012FFFF), "a block holds more than 65536 entries"),
-        (lambda p: p["blocks"].__setitem__(0, (255 << 24 | 5) - (1 << 32)), "its exponent is none"),
+        (lambda p: p["blocks"].__setitem__(0, (255 << 24 | 5) - (1 << 32)), "its exponent is above 253"),
         (lambda p: p["blocks"].copy_(torch.tensor([0, 5])), "places outside the bucket of 70000 entries"),
     ],
 )
@@ -186,5 +186,5 @@ def test_what_is_malformed_gets_a_sentence(change: object, sentence: str) -> Non
 
 def test_a_payload_of_another_size_is_refused() -> None:
     form = COMPACT.form(1000, 10)
-    with pytest.raises(ValueError, match=r"a payload of 56 bytes was expected, but 48 entries of torch\.uint8 came"):
+    with pytest.raises(ValueError, match=r"received 48 entries of torch\.uint8 where a payload of 56 bytes was expected"):
         payloads.read(form, torch.zeros(48, dtype=torch.uint8))
