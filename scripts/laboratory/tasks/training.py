@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.feedback import Source
+from gradcomp.engine.feedback import Collector
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.protocol import Acc, Compressor, Steps
 from gradcomp.requests import World
@@ -43,7 +43,7 @@ class Watched(Wrapper):
 
     observer: Observer
 
-    def within(self, state: Any) -> Any:
+    def inner_state(self, state: Any) -> Any:
         return state
 
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
@@ -66,7 +66,7 @@ class Observer(Protocol):
 def watched(spec: str, observer: Observer) -> Compressor:
     """Make a spec's compressor under observation, inside its error feedback."""
     made = gradcomp.make(spec)
-    return replace(made, inner=Watched(made.inner, observer)) if isinstance(made, Source) else Watched(made, observer)
+    return replace(made, inner=Watched(made.inner, observer)) if isinstance(made, Collector) else Watched(made, observer)
 
 
 def descend(job: Job, settings: Settings, momentum: float, exchange: Callable[[int, list[Grads]], Grads]) -> Iterator[float]:
