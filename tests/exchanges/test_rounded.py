@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from kernels.test_best_levels import check_best
+from laboratory.tasks import digits, nets
 from torch import Tensor, nn
 
 import gradcomp
 from gradcomp.native import kernels
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import digits
-from studylib import nets
 
 KINDS = ("normal", "laplace", "t3", "skewed", "real")
 GROUPS = (512, 2048)
