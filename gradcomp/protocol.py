@@ -16,13 +16,13 @@ from torch import Tensor
 
 from gradcomp import knobs
 from gradcomp.native.memory import Memory, Update
-from gradcomp.requests import Asking, World
+from gradcomp.requests import Requests, World
 
 # The package of the compressors that a spec can name.
 REGISTRY = "gradcomp.compressors."
 
 # A running exchange: a generator of requests that returns the update. All ranks yield the same sequence, at least one request.
-Steps = Asking[Update]
+Steps = Requests[Update]
 
 
 class Layer(NamedTuple):

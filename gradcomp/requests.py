@@ -85,19 +85,19 @@ class Send(NamedTuple):
 Request = Gather | Reduce | Send
 Reply = list[Payload] | Tensor | dict[int, Payload]
 T = TypeVar("T")
-# A generator that yields requests, is resumed with their replies and returns a T.
+# Requests[T] is a generator that yields requests, is resumed with their replies and returns a T.
 # A yielded tensor is given away: the network may overwrite it. A reply is read-only.
-Asking = Generator[Request, Reply | None, T]
+Requests = Generator[Request, Reply | None, T]
 
 
-def gather(payload: Payload) -> Asking[list[Payload]]:
+def gather(payload: Payload) -> Requests[list[Payload]]:
     """Ask for the payloads of all ranks, in rank order."""
     reply = yield Gather(payload)
     assert isinstance(reply, list)
     return reply
 
 
-def reduce(tensor: Tensor, scale: float = 1.0) -> Asking[Tensor]:
+def reduce(tensor: Tensor, scale: float = 1.0) -> Requests[Tensor]:
     """Ask for scale times the sum of all ranks' tensors. The network may overwrite the tensor."""
     reply = yield Reduce(tensor, scale)
     assert isinstance(reply, Tensor)
@@ -106,7 +106,7 @@ def reduce(tensor: Tensor, scale: float = 1.0) -> Asking[Tensor]:
 
 def send(
     payloads: Mapping[int, Payload], senders: Collection[int], form: Form, device: torch.device
-) -> Asking[dict[int, Payload]]:
+) -> Requests[dict[int, Payload]]:
     """Give each named rank its payload, and ask for the payloads that the senders give to this rank."""
     reply = yield Send(payloads, senders, form, device)
     assert isinstance(reply, dict)

@@ -229,7 +229,7 @@ def test_what_serves_ablation_says_so() -> None:
 def test_help_shows_the_knobs() -> None:
     assert "ratio: share of entries sent" in (TopK.__doc__ or "")
     assert "sigmas: standard deviations from 0" in (kind_of("terngrad").__doc__ or ""), "also those of a base"
-    assert "momentum: local momentum" in (Feedback.__doc__ or "")
+    assert "momentum: local momentum, applied before compression" in (Feedback.__doc__ or "")
 
 
 def test_a_knob_is_checked_wherever_the_compressor_was_made() -> None:

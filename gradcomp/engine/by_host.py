@@ -22,7 +22,7 @@ from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import Asking, Field, Form, Gather, Payload, Reduce, Reply, Request, Send, World, send
+from gradcomp.requests import Field, Form, Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
 
 
 class Position(NamedTuple):
@@ -189,7 +189,7 @@ class PartState:
         return Layout(tuple(names), tuple(sizes), self.layout.device)
 
 
-def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Asking[Acc]:
+def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc]:
     """Send every part to its owner on this host. Return the acc of the own part: the sum over the host's ranks."""
     owners = {rank: part for part, rank in enumerate(position.neighbours) if part != position.part}
     outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag) for rank, part in owners.items()}
@@ -208,7 +208,7 @@ def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Asking[Acc]:
     return Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
 
 
-def _gather_parts(update: Update, state: PartState, position: Position, memory: Memory) -> Asking[Tensor]:
+def _gather_parts(update: Update, state: PartState, position: Position, memory: Memory) -> Requests[Tensor]:
     """Gather the updates of all parts inside the host. Turn the mean over hosts into the mean over ranks."""
     payload = state.payload(update.flat, None)
     memory.give_back(update)
@@ -240,7 +240,7 @@ def _exchange_among_peers(steps: Steps, position: Position) -> Steps:
                 reply = {peer: sent[rank] for peer, rank in enumerate(position.peers) if rank in sent}
 
 
-def _gather_from(ranks: tuple[int, ...], payload: Payload, position: Position) -> Asking[list[Payload]]:
+def _gather_from(ranks: tuple[int, ...], payload: Payload, position: Position) -> Requests[list[Payload]]:
     """Gather the payloads of these ranks, which include this one, by a send."""
     others = [rank for rank in ranks if rank != position.neighbours[position.part]]
     received = yield from send(dict.fromkeys(others, payload), others, payload.form, payload.bytes.device)

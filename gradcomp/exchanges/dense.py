@@ -8,7 +8,7 @@ from gradcomp.exchanges import tree
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import Asking, World, reduce
+from gradcomp.requests import Requests, World, reduce
 
 SUMS = ("allreduce", "tree")
 
@@ -25,6 +25,6 @@ def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0, m
     return Update(update)
 
 
-def sum_over_ranks(tensor: Tensor, world: World, route: str) -> Asking[Tensor]:
+def sum_over_ranks(tensor: Tensor, world: World, route: str) -> Requests[Tensor]:
     """Sum all ranks' tensors, to the same bits everywhere. The tensor is given away."""
     return (yield from (tree.dense_sum(tensor, world) if route == "tree" else reduce(tensor)))

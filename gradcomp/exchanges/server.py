@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradcomp.messages import payload as payloads
-from gradcomp.requests import Asking, World, send
+from gradcomp.requests import Requests, World, send
 
 
-def sum_at_server(tensor: Tensor, world: World) -> Asking[Tensor]:
+def sum_at_server(tensor: Tensor, world: World) -> Requests[Tensor]:
     """Sum all ranks' tensors on rank 0, rank by rank. The other ranks get their own tensor back."""
     payload, serves = payloads.wrap(tensor), world.rank == 0
     received = yield from send({} if serves else {0: payload}, world.others if serves else (), payload.form, tensor.device)
@@ -17,7 +17,7 @@ def sum_at_server(tensor: Tensor, world: World) -> Asking[Tensor]:
     return tensor
 
 
-def from_server(tensor: Tensor, world: World) -> Asking[Tensor]:
+def from_server(tensor: Tensor, world: World) -> Requests[Tensor]:
     """Send rank 0's tensor to all ranks. The other ranks pass a tensor of the same shape and type."""
     payload, serves = payloads.wrap(tensor), world.rank == 0
     sent = dict.fromkeys(world.others, payload) if serves else {}

@@ -12,7 +12,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import Asking, Payload, World, send
+from gradcomp.requests import Payload, Requests, World, send
 
 
 def distances(ranks: int) -> list[int]:
@@ -27,7 +27,7 @@ def _parent_and_child(world: World, distance: int) -> tuple[list[int], list[int]
     return parent, [world.rank + distance] if position == 0 and world.rank + distance < world.size else []
 
 
-def join_at_root(payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]) -> Asking[Payload]:
+def join_at_root(payload: Payload, world: World, join: Callable[[Payload, Payload], Payload]) -> Requests[Payload]:
     """Join all ranks' payloads at rank 0, pair by pair. The other ranks get the payload that they sent."""
     for distance in distances(world.size):
         parent, child = _parent_and_child(world, distance)
@@ -37,7 +37,7 @@ def join_at_root(payload: Payload, world: World, join: Callable[[Payload, Payloa
     return payload
 
 
-def send_from_root(payload: Payload, world: World) -> Asking[Payload]:
+def send_from_root(payload: Payload, world: World) -> Requests[Payload]:
     """Send rank 0's payload to all ranks."""
     for distance in reversed(distances(world.size)):
         parent, child = _parent_and_child(world, distance)
@@ -46,7 +46,7 @@ def send_from_root(payload: Payload, world: World) -> Asking[Payload]:
     return payload
 
 
-def dense_sum(tensor: Tensor, world: World) -> Asking[Tensor]:
+def dense_sum(tensor: Tensor, world: World) -> Requests[Tensor]:
     """Sum all ranks' tensors, to the same bits everywhere."""
     total = yield from join_at_root(payloads.wrap(tensor), world, lambda a, b: payloads.wrap(a["bytes"] + b["bytes"]))
     total = yield from send_from_root(total, world)

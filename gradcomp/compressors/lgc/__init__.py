@@ -35,7 +35,7 @@ from gradcomp.messages.sparse import CODECS, count_of, ratio_knob, wire_knob
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import Asking, Field, World, reduce
+from gradcomp.requests import Field, Requests, World, reduce
 
 # With at most this many ranks, gathering codes in half precision sends fewer bytes than summing codes in single precision.
 MOST_RANKS_FOR_HALF = 4
@@ -126,7 +126,7 @@ class Lgc(Compressor):
             coder.adopt((yield from reduce(coder.shared_values(), 1 / world.size)))
         return update
 
-    def _exchange_sparse(self, acc: Acc, state: LgcState, coder: Autoencoder, world: World) -> Asking[None]:
+    def _exchange_sparse(self, acc: Acc, state: LgcState, coder: Autoencoder, world: World) -> Requests[None]:
         """Exchange the last layer, the middle and the first layer, and fill in the state's update."""
         update = state.update.zero_()
         yield from self._send_largest(_slice(acc, state.last), Update(update[state.last]), world)
@@ -155,7 +155,7 @@ class Lgc(Compressor):
 
     def _select_entries(
         self, middle: Acc, zeros: Tensor, state: LgcState, coder: Autoencoder, world: World
-    ) -> Asking[CommonEntries]:
+    ) -> Requests[CommonEntries]:
         """Agree on the common places and return this rank's entries there. zeros: scratch that is zero again afterwards."""
         selection = PlaceSelection(
             len(zeros),
@@ -174,14 +174,16 @@ class Lgc(Compressor):
             innovations = yield from coding.gather_innovations(middle, places, count, CODECS[self.wire], zeros)
         return CommonEntries(places.read(middle.residual), places, world, innovations)
 
-    def _learn(self, entries: CommonEntries, state: LgcState, coder: Autoencoder) -> Asking[tuple[SharedMean, Tensor, Tensor]]:
+    def _learn(
+        self, entries: CommonEntries, state: LgcState, coder: Autoencoder
+    ) -> Requests[tuple[SharedMean, Tensor, Tensor]]:
         """Gather the entries as they are, and learn from some of them. Return these, and their coding errors, for the check."""
         all_ranks = yield from coding.gather_entries(entries)
         with state.stopwatch:
             checked, errors = coding.learn(entries, all_ranks, coder, self.window, state.phases.steps)
         return coding.exact_mean(all_ranks), checked, errors
 
-    def _exchange_codes(self, entries: CommonEntries, coder: Autoencoder) -> Asking[SharedMean]:
+    def _exchange_codes(self, entries: CommonEntries, coder: Autoencoder) -> Requests[SharedMean]:
         """Exchange all ranks' codes, unless the leaders' codes have come with the places."""
         if self.has_server:
             return coding.decode_leader_codes(entries, coder)
@@ -203,14 +205,14 @@ class Lgc(Compressor):
         """Return whether codes travel in half precision."""
         return self.code == "half" or (self.code == "auto" and (self.has_server or world.size <= MOST_RANKS_FOR_HALF))
 
-    def _send_largest(self, acc: Acc, update: Update, world: World) -> Asking[None]:
+    def _send_largest(self, acc: Acc, update: Update, world: World) -> Requests[None]:
         """Send this rank's largest entries as they are. The update must be zero."""
         n = len(acc.residual)
         if n:
             taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.velocity)
             yield from routes.allgather(acc, taken, world, into=update)
 
-    def _share_places(self, acc: Acc, selection: PlaceSelection, coder: Autoencoder, coded: bool) -> Asking[CommonPlaces]:
+    def _share_places(self, acc: Acc, selection: PlaceSelection, coder: Autoencoder, coded: bool) -> Requests[CommonPlaces]:
         """Send the leaders' places to all ranks, and the leaders' codes if instance=server uses codes now."""
         chosen, code = selection.choose(acc.residual, acc.memory), None
         if coded and self.has_server:

@@ -16,7 +16,7 @@ from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import EXACT, Codec
 from gradcomp.native import kernels
 from gradcomp.protocol import Acc
-from gradcomp.requests import Asking, World, gather, reduce
+from gradcomp.requests import Requests, World, gather, reduce
 
 # Entries are clipped to this many root mean squares before they are coded.
 CLIP = 1000.0
@@ -106,7 +106,7 @@ class CommonEntries(NamedTuple):
                     velocity.index_copy_(0, places, velocity.index_select(0, places).masked_fill(sent != 0, 0.0))
 
 
-def gather_innovations(acc: Acc, common: CommonPlaces, count: int, codec: Codec, zeros: Tensor) -> Asking[Innovations]:
+def gather_innovations(acc: Acc, common: CommonPlaces, count: int, codec: Codec, zeros: Tensor) -> Requests[Innovations]:
     """Gather each rank's `count` largest entries, uncoded. zeros: scratch of acc's size, zero again afterwards."""
     n = len(acc.residual)
     codec = min(codec, EXACT, key=lambda codec: payloads.size(codec.form(n, count)))
@@ -125,7 +125,7 @@ def gather_innovations(acc: Acc, common: CommonPlaces, count: int, codec: Codec,
     return Innovations(torch.stack(inside), outside)
 
 
-def gather_entries(entries: CommonEntries) -> Asking[Tensor]:
+def gather_entries(entries: CommonEntries) -> Requests[Tensor]:
     """Gather every rank's entries as they are, [ranks, rows, k]."""
     received = yield from gather(wrap(entries.values.flatten()))
     return torch.stack([payload["bytes"].view(entries.values.shape) for payload in received])
@@ -136,7 +136,7 @@ def exact_mean(all_ranks: Tensor) -> SharedMean:
     return SharedMean(ordered_mean(all_ranks), torch.zeros_like(all_ranks[0]))
 
 
-def exchange_codes(entries: CommonEntries, coder: Autoencoder, half: bool) -> Asking[SharedMean]:
+def exchange_codes(entries: CommonEntries, coder: Autoencoder, half: bool) -> Requests[SharedMean]:
     """Average all ranks' codes and decode the mean. A rank's error is the one of its own code."""
     codes = encode(coder, entries.normalised)
     if half:

@@ -18,7 +18,7 @@ from gradcomp.messages.sparse import count_of
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory
-from gradcomp.requests import Asking, Field, Form, Payload, World, gather, send
+from gradcomp.requests import Field, Form, Payload, Requests, World, gather, send
 
 # parts: each rank leads a part; rotate: one leader in turn; seed: one leader at random.
 LEADERS = ("parts", "rotate", "seed")
@@ -94,7 +94,7 @@ class PlaceSelection:
         keys = places.unpack(chosen, self.key_limit, self.k) if self.packed else chosen.long()
         return self.parts.places(row, keys % self.parts.size).clamp(0, self.parts.n - 1)
 
-    def share(self, chosen: dict[str, Tensor], form: Form, device: torch.device) -> Asking[list[Payload]]:
+    def share(self, chosen: dict[str, Tensor], form: Form, device: torch.device) -> Requests[list[Payload]]:
         """Send each row's payload from its leader to all ranks. chosen: this rank's row; empty on a rank that does not lead."""
         payload = payloads.empty(form, device)
         for name, array in chosen.items():
