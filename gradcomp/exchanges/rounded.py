@@ -25,10 +25,10 @@ SCOPES = ("layer", "group")
 # residual stays bounded. Between 1 and this limit it grows like a random walk, as errors without feedback do. Well above this
 # limit it grows by a factor each step.
 LARGEST_ERROR_FED_BACK = 1.2
-# The largest rounding error of a biased compressor with which route=auto chooses alltoall, whose sums are rounded again.
+# The largest rounding error with which route=auto chooses alltoall for a biased compressor: alltoall rounds the sums again.
 LARGEST_ERROR_ROUNDED_TWICE = 0.8
 
-# Estimates, in seconds: a Horovod operation takes the first, a byte on a link of 1 Gbit/s the second.
+# Estimated seconds of one Horovod operation, and of one byte on a link of 1 Gbit/s.
 SECONDS_PER_OPERATION, SECONDS_PER_BYTE = 2e-3, 8e-9
 
 
@@ -45,7 +45,7 @@ def levels_knob(default: int, least: int = 3) -> Any:
 
 @dataclass(frozen=True)
 class Quantiser(Compressor):
-    """Base of compressors that send the levels of each group of entries, and the number of its level for each entry."""
+    """Base of compressors that send each group's levels, and for each entry the number of its level."""
 
     group: int = knob(2048, "entries that share levels; lower = smaller errors, more bytes", least=32)
     sigmas: float = sigmas_knob(0.0)
@@ -119,7 +119,7 @@ class Quantiser(Compressor):
         rounding.add(sums, [received[rank] for rank in sorted(received)], 1.0)
         flags = [payload["header"][1:] for payload in received.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
-        sum_bounds = self._clip(state.deviations(sums)) if self.sigmas else None  # sums deviate otherwise than the layers
+        sum_bounds = self._clip(state.deviations(sums)) if self.sigmas else None  # the layers' deviations are not the sums'
         payload = payloads.empty(form, own.device)
         results = yield from gather(rounding.take(sums, sum_bounds, flag, state.key(world.rank, 0), payload))
         update = state.zeros(acc.residual)
@@ -182,7 +182,9 @@ class RoundedState:
 
     def deviations(self, residual: Tensor) -> Tensor:
         """Return each group's standard deviation, for the bucket or a part of it."""
-        begin = (kernels.groups(residual.numel(), self.group) - 1) * self.group  # of the last group, whose length differs
+        begin = (
+            kernels.groups(residual.numel(), self.group) - 1
+        ) * self.group  # of the last group, which may be longer or shorter
         last = residual[begin:].std(0, correction=0, keepdim=True)
         return torch.cat([residual[:begin].view(-1, self.group).std(1, correction=0), last]) if begin else last
 

@@ -27,7 +27,7 @@ def route_knob() -> Any:
 
 
 def codec_of(wire: str, route: str) -> Codec:
-    """Return the codec that entries travel in. A tree adds entries up on their way, so they are always exact there."""
+    """Return the codec that entries travel in. A tree adds entries up on their way, so its codec is exact."""
     return EXACT if route == "tree" else CODECS[wire]
 
 

@@ -84,7 +84,7 @@ class Codec(ABC):
         return taken
 
     def check(self, received: Mapping[int, Payload], update: Update, n: int) -> None:
-        """Raise if a payload, keyed by rank, is malformed. Checks only on a CPU, and only if the update has a NaN."""
+        """Raise if a payload is malformed, and name its rank. Finite updates, and those on a GPU, are not checked."""
         if update.flat.device.type == "cpu" and not math.isfinite(update.flat[0]):
             for rank, payload in received.items():
                 self.check_one(payload, n, f"rank {rank}")

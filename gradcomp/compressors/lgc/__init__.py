@@ -50,7 +50,7 @@ class Lgc(Compressor):
         "ring", "ring: codes of all ranks are averaged; server: the leader's code serves all", choices=("ring", "server")
     )
     leader: str = knob(
-        "parts", "parts: each rank leads a part; one leader, by rotation or at random (seed)", choices=LEADERS, ablation=True
+        "parts", "parts: each rank leads a part; rotate, seed: one leader, in turn or at random", choices=LEADERS, ablation=True
     )
     dense: int = knob(200, "dense steps at the start; higher = a smoother start", least=0)
     learn: int = knob(300, "steps after these for learning; higher = smaller coding errors", least=1)
@@ -60,7 +60,7 @@ class Lgc(Compressor):
     last: str = knob("topk", "route of the last layer", choices=("topk", "code"), ablation=True)
     innovation: float = knob(1e-5, "of instance=server: share of its entries that each rank sends uncoded", above=0, most=1)
     decoder: str = knob(
-        "linear", "linear loses nothing; leaky, as published, loses a little", choices=("linear", "leaky"), ablation=True
+        "linear", "linear loses nothing; leaky, as published, loses gradient", choices=("linear", "leaky"), ablation=True
     )
     code: str = knob(
         "auto", "precision of codes; auto = the one with fewer bytes", choices=("auto", "half", "single"), ablation=True
@@ -70,7 +70,7 @@ class Lgc(Compressor):
     )
     bands: int = knob(16, "bands that sort entries by value; higher = smaller errors, more bytes for places", least=1)
     window: int = knob(4096, "entries of all ranks in a learning step; lower = shorter steps", least=coding.SHORTEST_WINDOW)
-    bound: float = knob(0.9, "relative coding error above which a step sends nothing; inf = no bound", above=0, most=math.inf)
+    bound: float = knob(0.9, "relative coding error above which a step's entries wait; inf = none wait", above=0, most=math.inf)
     wire: str = wire_knob()
 
     @property

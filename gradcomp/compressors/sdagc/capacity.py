@@ -17,7 +17,7 @@ from gradcomp.requests import Payload
 
 
 class Capacity:
-    """The capacity of one bucket's payload: at first an expected count, later the busiest rank's latest count."""
+    """The capacity of one bucket's payload: at first an expected count, later the largest recent count of any rank."""
 
     def __init__(self, expected: int, largest: int, fixed: bool = False):
         self.entries = min(expected, largest)
