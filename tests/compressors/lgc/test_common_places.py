@@ -83,7 +83,7 @@ def test_in_as_many_steps_as_there_are_ranks_each_leads_everywhere(world: int) -
 
 
 def test_a_drawn_leader_is_the_same_for_all_and_anyone() -> None:
-    drawn = [{at(rank, 4, who="seed", step=step).leaders[0] for rank in range(4)} for step in range(40)]
+    drawn = [{at(rank, 4, leader="seed", step=step).leaders[0] for rank in range(4)} for step in range(40)]
     assert all(len(leaders) == 1 for leaders in drawn)
     assert {leader for leaders in drawn for leader in leaders} == {0, 1, 2, 3}
 
