@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
+
 CLUSTER = [sys.executable, str(ROOT / "scripts" / "cluster")]
 TOOLS = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 LACKING = [tool for tool in ("ip", "tc") if not shutil.which(tool, path=TOOLS)]
@@ -26,7 +27,7 @@ pytestmark = [
 
 
 def program(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "tests" / "programs" / f"cluster_{name}.py"), *arguments]
+    return [sys.executable, str(ROOT / "tests" / "scripts" / "programs" / f"cluster_{name}.py"), *arguments]
 
 
 def cluster(options: str, command: list[str], path: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,8 +1,8 @@
 """The comparison: what it launches and trains, its arithmetic on made-up figures, its refusals, and a small one, real."""
 
+import argparse
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import pytest
 pytest.importorskip("sklearn", reason="the comparison was NOT tested: scikit-learn is not installed")
 pytest.importorskip("matplotlib", reason="the comparison was NOT tested: matplotlib is not installed")
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import compare  # noqa: E402
-from benchlib import report, train  # noqa: E402
-from comparelib import plan, steptimes, summary, tables  # noqa: E402
+from laboratory.commands import compare
+from laboratory.compare import plan, steptimes, summary, tables
+from laboratory.main import main
+from laboratory.report import results
+from laboratory.train import launch as train
 
 GS, GTOPK, SKETCHED = "gs_sgd:ratio=0.01", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
 SPECS = ["dense", GTOPK, SKETCHED, GS]
@@ -26,12 +25,18 @@ SMALL = ["--hosts", "2", "--widths", "8,12", "--steps", "4", "--seeds", "2", "--
 
 def command(folder: Path, *more: str) -> list[str]:
     places = ["--cache", str(folder / "cache"), "--out", str(folder / "out"), "--name", "try"]
-    return ["run", *SMALL, "--jobs", "1", "--specs", ";".join(SPECS), *places, *more]
+    return ["compare", *SMALL, "--jobs", "1", "--specs", ";".join(SPECS), *places, *more]
 
 
 def a_plan(**changes: Any) -> plan.Plan:
-    given = ["run", *SMALL, "--specs", ";".join(SPECS), "--rate", "1gbit"]
-    return compare.plan_of(compare.parser().parse_args(given))._replace(**changes)
+    given = [*SMALL, "--specs", ";".join(SPECS), "--rate", "1gbit"]
+    return compare.plan_of(parsed(given))._replace(**changes)
+
+
+def parsed(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    compare.add_options(parser)
+    return parser.parse_args(given)
 
 
 def measured(launch: train.Launch, ms: dict[str, list[float]]) -> dict[str, Any]:
@@ -156,9 +161,9 @@ def test_a_comparison_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = stand_in(monkeypatch)
-    assert compare.main(command(tmp_path, "--rate", "1gbit")) == 0
+    assert main(command(tmp_path, "--rate", "1gbit")) == 0
     said = capsys.readouterr().out
-    assert "step times: 2 launches, 0 of them" in said
+    assert "step times: 2 launches, 0 of them finished" in said
     assert "launch 2 of 2" in said
     assert "training: 16 runs, 0 of them" in said
     assert len(made) == 2
@@ -171,31 +176,32 @@ def test_a_comparison_continues_where_it_stopped(
     assert {"command", "date", "commit", "machine", "versions", "settings"} <= result.keys()
     assert [len(model["claims"]) for model in result["models"]] == [2, 2]
 
-    monkeypatch.setattr(compare.plots, "losses", lambda plan, model, path: path)
-    monkeypatch.setattr(compare.plots, "times", lambda models, path: path)
+    monkeypatch.setattr(compare.plots, "losses", lambda plan, model, path: None)
+    monkeypatch.setattr(compare.plots, "times", lambda models, path: None)
     next((tmp_path / "cache" / "compare").glob("*.json")).unlink()
     next((tmp_path / "cache" / "study").glob("*.json")).unlink()
-    assert compare.main(command(tmp_path, "--rate", "1gbit")) == 0
+    assert main(command(tmp_path, "--rate", "1gbit")) == 0
     said = capsys.readouterr().out
     assert "2 launches, 1 of them" in said
     assert "16 runs, 15 of them" in said
     assert len(made) == 3
 
     (folder / "compare-try.json").unlink()
-    assert compare.main(["report", "--name", "try", "--cache", str(tmp_path / "cache"), "--out", str(folder)]) == 0
+    assert main(["compare", "--report", "--name", "try", "--cache", str(tmp_path / "cache"), "--out", str(folder)]) == 0
     assert json.loads((folder / "compare-try.json").read_text())["models"][0]["claims"] == result["models"][0]["claims"]
 
 
 def test_a_report_is_made_of_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = compare.parser().parse_args(command(tmp_path, "--rate", "1gbit,100mbit"))
+    chosen = parsed(command(tmp_path, "--rate", "1gbit,100mbit")[1:])
     made = compare.plan_of(chosen)
-    report.write_json(compare.plan_path(chosen), {"command": "compare.py", "plan": made._asdict()})
-    at = ["report", "--name", "try", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
-    assert compare.main(at) == 1
+    plan_path = tmp_path / "cache" / "compare" / "plans" / "try.json"
+    results.write(plan_path, {"command": "scripts/lab compare", "plan": made._asdict()})
+    at = ["compare", "--report", "--name", "try", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    assert main(at) == 1
     assert "nothing is measured or trained yet" in capsys.readouterr().err
     (launch,) = made.launches(2, "100mbit", 12)
-    report.write_json(steptimes.file_of(launch, tmp_path / "cache" / "compare"), measured(launch, ROUNDS))
-    assert compare.main(at) == 0
+    results.write(steptimes.file_of(launch, tmp_path / "cache" / "compare"), measured(launch, ROUNDS))
+    assert main(at) == 0
     said = capsys.readouterr().out
     assert "| spec | 2 hosts, 100mbit |" in said
     assert "Training" not in said
@@ -211,61 +217,25 @@ def test_what_was_done_outlives_an_interruption(tmp_path: Path, monkeypatch: pyt
         return whole(launch, where)
 
     monkeypatch.setattr(train, "perform", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        compare.main(command(tmp_path, "--rate", "1gbit,100mbit"))
+    assert main(command(tmp_path, "--rate", "1gbit,100mbit")) == 130
     assert len(list((tmp_path / "cache" / "compare").glob("*.json"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--hosts", "4,"], "not a whole number above 0"),
-        (["--hosts", "4,4"], "names something twice"),
-        (["--rate", "fast"], "is not a rate"),
-        (["--specs", "dense;gs_sdg"], "did you mean 'gs_sgd'"),
-        (["--seeds", "1"], "at least two seeds"),
-        (["--turn", "0"], "not a number above 0"),
-        (["--name", "../x"], "part of a file's name"),
-    ],
-)
-def test_bad_options_end_with_a_sentence(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        compare.main(["run", *given])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_what_cannot_be_done_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert compare.main(command(tmp_path, "--steps", "4,5,6")) == 2
+    assert main(command(tmp_path, "--steps", "4,5,6")) == 2
     assert "--steps has 3 numbers, but --widths 2" in capsys.readouterr().err
-    assert compare.main(["report", "--name", "other", "--cache", str(tmp_path)]) == 2
-    assert "there is no comparison 'other'" in capsys.readouterr().err
+    assert main(["compare", "--report", "--name", "other", "--cache", str(tmp_path)]) == 2
+    assert "no comparison is named 'other'" in capsys.readouterr().err
     monkeypatch.setattr(steptimes.machine, "memory_available", lambda: 1e8)
-    assert compare.main(command(tmp_path)) == 2
-    assert "give a smaller --memory" in capsys.readouterr().err
+    assert main(command(tmp_path)) == 2
+    assert "lower --memory" in capsys.readouterr().err
 
 
 def test_ranks_that_fail_end_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "command", lambda launch: [sys.executable, "-c", "raise SystemExit(3)"])
-    assert compare.main(command(tmp_path)) == 1
-    assert "compare.py: the ranks did not come to their end" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_ranks_are_really_compared(tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch", reason="compare.py was NOT tested with ranks: Horovod is not installed")
-    made = [sys.executable, "scripts/compare.py", *command(tmp_path, "--launcher", "horovodrun", "--widths", "16")]
-    done = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (model,) = json.loads((tmp_path / "out" / "compare-try.json").read_text())["models"]
-    (cluster,) = model["clusters"]
-    lines = {line["spec"]: line for line in cluster["lines"]}
-    assert lines["none"]["bytes_per_step"] == 0
-    assert lines["dense"]["bytes_per_step"] == 4 * model["parameters"]
-    assert lines[GTOPK]["bytes_per_step"] < lines[SKETCHED]["bytes_per_step"] < lines["dense"]["bytes_per_step"]
-    assert all(len(line["seconds_to_loss"]) == 1 for line in model["training"])
-    assert len(model["claims"]) == 2
+    assert main(command(tmp_path)) == 1
+    assert "lab compare: the ranks of 2 hosts, 1gbit, width 8 failed with status 3" in capsys.readouterr().err

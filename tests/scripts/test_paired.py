@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from laboratory.commands.paired import bounds
+from laboratory.main import main
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from paired import bounds  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_bounds_hold_the_median_as_often_as_they_say() -> None:
@@ -27,21 +24,16 @@ def test_bounds_hold_the_median_as_often_as_they_say() -> None:
 
 
 @pytest.mark.slow
-def test_a_checkout_beside_itself(tmp_path: Path) -> None:
-    out = tmp_path / "steps.json"
-    sizes = ["--specs", "topk", "--layers", "1", "--pairs", "9", "--steps", "1", "--out", out]
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "paired.py", "--before", ROOT, *sizes], capture_output=True, text=True, check=True
-    )
-    found = json.loads(out.read_text())
-    own = found["steps"]["topk"]
-    assert own["low"] <= own["ratio"] <= own["high"] and own["pairs"] == 9
-    assert f"ratio {own['ratio']:.3f}" in done.stdout
-    assert str(ROOT) not in out.read_text()
+def test_a_checkout_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--specs", "topk", "--layers", "1", "--pairs", "5", "--steps", "1"]
+    assert main(["paired", "--before", str(ROOT), *small, "--name", "try", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "paired-try.json").read_text()
+    own = json.loads(text)["steps"]["topk"]
+    assert own["low"] <= own["ratio"] <= own["high"] and own["pairs"] == 5
+    assert f"{own['ratio']:.3f}" in capsys.readouterr().out
+    assert str(ROOT) not in text
 
 
-def test_a_checkout_that_is_none_gets_its_own_message(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "paired.py", "--before", tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0 and "a worker ended with status 1; its message is above" in done.stderr
+def test_a_folder_without_a_checkout_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paired", "--before", str(tmp_path)]) == 2
+    assert f"the worker of {tmp_path.name} ended with status 1; its message is above" in capsys.readouterr().err

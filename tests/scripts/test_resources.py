@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from laboratory.kernels import resources
+from laboratory.kernels.resources import Budget, Use
+from laboratory.options import Refused
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benchlib import resources  # noqa: E402
-from benchlib.resources import Budget, Use  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 REPORT = """\
 ptxas info    : 0 bytes gmem
@@ -32,8 +30,8 @@ def test_a_report_is_read_kernel_by_kernel() -> None:
     find, tiles = resources.parse("x.cu", REPORT)
     assert find == Use("x.cu", "find(float const*, long)", 80, 448, 256, 0)
     assert tiles == Use("x.cu", "add_tiles<true>(Pieces)", 65, 0, 0, 4140)
-    assert resources.exceeded([find, tiles]) == ["x.cu: add_tiles<true>(Pieces) has 65 registers, allowed are 64"]
-    with pytest.raises(RuntimeError, match="not as expected"):
+    assert resources.exceeded([find, tiles]) == ["x.cu: add_tiles<true>(Pieces) uses 65 registers, above the 64 of its budget"]
+    with pytest.raises(Refused, match="unknown form"):
         resources.parse("x.cu", REPORT.replace("Used", "Took"))
 
 
@@ -42,6 +40,7 @@ def test_every_bound_counts() -> None:
     assert len(Budget(9, 0, 1, 2).exceeded(use)) == 4 and Budget(10, 1, 2, 3).exceeded(use) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found, so what it makes of the kernels is NOT checked")
 def test_no_kernel_needs_more_than_it_is_allowed() -> None:
     uses = resources.measure("sm_90")

@@ -2,7 +2,7 @@
 
 import json
 import math
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import torch
 pytest.importorskip("sklearn", reason="the study was NOT tested: scikit-learn is not installed")
 pytest.importorskip("matplotlib", reason="the study was NOT tested: matplotlib is not installed")
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-import study  # noqa: E402
-from studylib import arguments, corpus, errors, plots, stats, summary, train  # noqa: E402
+from laboratory import stats
+from laboratory.main import main
+from laboratory.study import errors, plots, settings, summary
+from laboratory.tasks import corpus, training
 
-import gradcomp  # noqa: E402
+import gradcomp
+
+ROOT = Path(__file__).resolve().parents[2]
 
 WIDTHS = {"mlp": 8, "conv": 2, "text": 4}
 SPEC = "topk:ratio=0.5,momentum=0.9"
@@ -27,22 +29,33 @@ SPEC = "topk:ratio=0.5,momentum=0.9"
 def command(folder: Path, tasks: str, jobs: int = 1) -> list[str]:
     small = ",".join(["steps=3,batch=2", *(f"{task}.width={WIDTHS[task]}" for task in tasks.split(","))])
     chosen = ["--tasks", tasks, "--seeds", "2", "--ranks", "2", "--specs", f"dense;{SPEC}", "--set", small, "--jobs", str(jobs)]
-    return ["run", *chosen, "--cache", str(folder / "cache"), "--out", str(folder / "out")]
+    return ["study", *chosen, "--cache", str(folder / "cache"), "--out", str(folder / "out")]
 
 
-def test_a_study_of_every_task_is_made_and_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert study.main(command(tmp_path, "mlp,conv,text")) == 0
-    said = capsys.readouterr().out
-    assert "12 runs, 0 of them" in said
-    assert "run 12 of 12" in said
-    text = (tmp_path / "out" / "study-compare.json").read_text()
-    assert str(tmp_path) not in text
-    result = json.loads(text)
-    assert result["command"].endswith("--jobs 1")
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a small study of three tasks in one process. The tests read its folder and continue it."""
+    folder = tmp_path_factory.mktemp("study")
+    assert main(command(folder, "mlp,conv,text")) == 0
+    return folder
+
+
+def result_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out" / "study-compare.json").read_text())
+    return found
+
+
+def without_times(task: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line | {"seconds": 0} for line in task["lines"]]
+
+
+def test_a_study_has_a_line_and_a_picture_for_every_task(studied: Path) -> None:
+    result = result_in(studied)
+    assert str(studied) not in json.dumps(result)
+    assert result["command"].startswith("scripts/lab study") and result["command"].endswith("--jobs 1")
     assert {"date", "commit", "commits_of_runs", "machine", "versions"} <= result.keys()
     for task in ("mlp", "conv", "text"):
-        assert f"\n{task}: " in said
-        assert (tmp_path / "out" / f"study-compare-{task}.png").read_bytes().startswith(b"\x89PNG")
+        assert (studied / "out" / f"study-compare-{task}.png").read_bytes().startswith(b"\x89PNG")
         dense, topk = result["tasks"][task]["lines"]
         assert (dense["spec"], topk["spec"]) == ("dense", SPEC)
         assert dense["compression"] == 1
@@ -50,33 +63,31 @@ def test_a_study_of_every_task_is_made_and_not_made_again(tmp_path: Path, capsys
         assert len(topk["curve"]["loss"]) == 1
         assert dense["squared_error"] == 0 <= topk["squared_error"] < 0.5  # the smaller half of the entries stays
 
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*.json")}
+
+def test_a_study_continues_where_it_stopped(studied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, result = shutil.copytree(studied, tmp_path / "copy"), result_in(studied)
+    made = {path: path.stat().st_mtime_ns for path in (folder / "cache").glob("*.json")}
+    assert len(made) == 12
     lost = next(path for path in made if path.name.startswith("conv"))
     before = json.loads(lost.read_text())
     lost.unlink()
-    assert study.main(command(tmp_path, "conv")) == 0
-    assert "4 runs, 3 of them" in capsys.readouterr().out
+    assert main(command(folder, "conv")) == 0
+    said = capsys.readouterr().out
+    assert "4 runs, 3 of them finished" in said and "run 4 of 4" in said and "\nconv: " in said
     assert json.loads(lost.read_text()) | {"seconds": 0} == before | {"seconds": 0}  # the same seed, the same run
     assert all(path.stat().st_mtime_ns == at for path, at in made.items() if path != lost)
 
-    (tmp_path / "out" / "study-compare.json").unlink()
-    assert study.main(["report", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]) == 0
-    again = json.loads((tmp_path / "out" / "study-compare.json").read_text())
+    (folder / "out" / "study-compare.json").unlink()
+    assert main(["study", "--report", "--cache", str(folder / "cache"), "--out", str(folder / "out")]) == 0
+    again = result_in(folder)
     assert "--tasks conv" in again["command"]
     assert without_times(again["tasks"]["conv"]) == without_times(result["tasks"]["conv"])
 
 
-def without_times(task: dict[str, Any]) -> list[dict[str, Any]]:
-    return [line | {"seconds": 0} for line in task["lines"]]
-
-
-def test_runs_in_two_processes_come_out_the_same(tmp_path: Path) -> None:
-    tasks = []
-    for jobs in (1, 2):
-        folder = tmp_path / str(jobs)
-        assert study.main(command(folder, "conv", jobs)) == 0
-        tasks.append(json.loads((folder / "out" / "study-compare.json").read_text())["tasks"]["conv"])
-    assert without_times(tasks[0]) == without_times(tasks[1])
+@pytest.mark.slow
+def test_runs_in_two_processes_come_out_the_same(studied: Path, tmp_path: Path) -> None:
+    assert main(command(tmp_path, "conv", jobs=2)) == 0
+    assert without_times(result_in(tmp_path)["tasks"]["conv"]) == without_times(result_in(studied)["tasks"]["conv"])
 
 
 def record(score: float, losses: list[float], sent: int) -> dict[str, Any]:
@@ -131,8 +142,8 @@ def test_what_is_left_of_what_was_to_be_sent(
 ) -> None:
     """The same on both ranks, so that the sums are twice one rank's; the updates are those of nobody looking."""
     monkeypatch.setattr(errors, "EVERY", 1)
-    watched, plain = (gradcomp.Simulation(spec, {"w": (len(grads[0]),)}, 2) for _ in range(2))
-    noted = errors.Errors(watched)
+    noted, shapes = errors.Errors(), {"w": (len(grads[0]),)}
+    watched, plain = (gradcomp.Simulation(made, shapes, 2) for made in (training.watched(spec, noted), spec))
     for step, grad in enumerate(grads, 1):
         noted.begin(step)
         given = [{"w": torch.tensor(grad)}] * 2
@@ -141,8 +152,8 @@ def test_what_is_left_of_what_was_to_be_sent(
 
 
 def test_every_tenth_step_is_looked_at() -> None:
-    simulation = gradcomp.Simulation("topk:ratio=0.5", {"w": (4,)}, 1)
-    noted = errors.Errors(simulation)
+    noted = errors.Errors()
+    simulation = gradcomp.Simulation(training.watched("topk:ratio=0.5", noted), {"w": (4,)}, 1)
     for step in range(1, 22):
         noted.begin(step)
         simulation.step([{"w": torch.tensor(FEW)}])
@@ -168,11 +179,6 @@ def test_errors_are_means_over_steps_and_seeds_where_all_of_them_have_one() -> N
     assert "squared error" not in summary.markdown("mlp", lines[2:])
 
 
-def test_many_specs_can_be_told_apart_in_a_picture() -> None:
-    styles = [plots.style(i, "dense" if i == 0 else "topk") for i in range(30)]
-    assert len(set(styles)) == len({(style.colour, style.mark) for style in styles}) == 30
-
-
 def test_scores_of_the_same_bytes_stand_side_by_side() -> None:
     factors = plots.beside([400.0, 20.0, 21.0, 40.0, 20.0])
     assert factors == [1, 1 / plots.APART, plots.APART, 1, 1]
@@ -184,15 +190,16 @@ def test_a_higher_perplexity_is_worse() -> None:
 
 
 @pytest.mark.parametrize(("freedom", "value"), [(1, 6.313752), (2, 2.919986), (4, 2.131847), (9, 1.833113), (30, 1.697261)])
-def test_students_t(freedom: int, value: float) -> None:
-    assert stats.t_quantile(0.95, freedom) == pytest.approx(value, abs=1e-6)
-    assert stats.t_probability(0.0, freedom) == 0.5
+def test_a_bound_is_one_sided_by_students_t(freedom: int, value: float) -> None:
+    differences = [float(i % 2) for i in range(freedom + 1)]
+    error = stats.standard_error(differences)
+    assert stats.upper_bound(differences) == pytest.approx(sum(differences) / len(differences) + value * error, abs=1e-6)
 
 
 def test_the_learning_rate_rises_stays_and_falls() -> None:
-    rates = [train.rate_at(step, 100) for step in (1, 5, 60, 80, 100)]
+    rates = [training.rate_at(step, 100) for step in (1, 5, 60, 80, 100)]
     assert rates == pytest.approx([0.2, 1, 1, 0.55, 0.1])
-    assert train.rate_at(1, 1) == pytest.approx(0.1)
+    assert training.rate_at(1, 1) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,7 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     [("dense", False), ("topk:momentum=0.9", True), ("sdagc:lam=3.3,sam=0.5", True), ("topk:momentum=0", False)],
 )
 def test_momentum_is_kept_once(spec: str, own: bool) -> None:
-    assert train.keeps_momentum(spec) == own
+    assert training.keeps_momentum(spec) == own
 
 
 def test_ranks_read_different_text_and_none_that_is_held_out() -> None:
@@ -213,38 +220,17 @@ def test_ranks_read_different_text_and_none_that_is_held_out() -> None:
 
 
 def test_settings_of_one_task_stand_above_those_of_all() -> None:
-    settled = arguments.settle(["mlp", "text"], [arguments.changes("mlp.lr=0.3"), arguments.changes("lr=0.2,steps=7")])
+    settled = settings.settle(["mlp", "text"], [settings.changes("mlp.lr=0.3"), settings.changes("lr=0.2,steps=7")])
     assert (settled["mlp"].lr, settled["text"].lr, settled["mlp"].steps) == (0.3, 0.2, 7)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--tasks", "cnov"], "there is no task 'cnov' (did you mean 'conv'?); known: mlp, conv, resnet, text"),
-        (["--tasks", ""], "no task is given"),
-        (["--specs", "dense;topk:raito=1"], "did you mean 'ratio'"),
-        (["--specs", "dense,topk"], "separated by semicolons"),
-        (["--specs", "dense;dense"], "given twice"),
-        (["--seeds", "1"], "a bound needs at least two seeds"),
-        (["--set", "stpes=3"], "there is no setting 'stpes' (did you mean 'steps'?)"),
-        (["--set", "steps=2.5"], "not a whole number above 0"),
-        (["--set", "momentum=1"], "not a number in [0, 1)"),
-        (["--set", "cnov.lr=1"], "there is no task 'cnov'"),
-        (["--name", "../x"], "part of a file's name"),
-    ],
-)
-def test_bad_options_end_with_a_sentence(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        study.main(["run", *([] if "--specs" in given else ["--specs", "topk"]), *given])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_what_cannot_be_done_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    at = ["--cache", str(tmp_path), "--out", str(tmp_path)]
-    assert study.main(["report", *at]) == 2
-    assert "there is no study 'compare'" in capsys.readouterr().err
-    assert study.main(["run", "--tasks", "conv", "--specs", "topk", "--set", "mlp.lr=1", *at]) == 2
-    assert "'mlp' is not among those of --tasks" in capsys.readouterr().err
-    assert study.main(["run", "--tasks", "conv", "--specs", "topk", "--set", "batch=1000", *at]) == 2
-    assert "more than the 1437" in capsys.readouterr().err
+def test_a_study_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at = ["--tasks", "conv", "--cache", str(tmp_path), "--out", str(tmp_path)]
+    for given, message in (
+        (["--report"], "no study is named 'compare'"),
+        ([], "--specs is missing"),
+        (["--specs", "topk", "--set", "mlp.lr=1"], "--tasks does not contain 'mlp'"),
+        (["--specs", "topk", "--set", "batch=1000"], "more than the 1437"),
+    ):
+        assert main(["study", *at, *given]) == 2
+        assert message in capsys.readouterr().err

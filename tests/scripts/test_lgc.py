@@ -1,18 +1,15 @@
-"""scripts/lgc.py on few steps: phases with their bytes, and what ranks have in common."""
+"""lab lgc on few steps: phases with their bytes, and the redundancy between ranks."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
-import lgc
-from lgclib import phases, redundancy
+from laboratory.commands import lgc
+from laboratory.lgc import phases, redundancy
+from laboratory.main import main
 
 
 def test_every_phase_has_its_bytes_and_seconds(
@@ -20,8 +17,9 @@ def test_every_phase_has_its_bytes_and_seconds(
 ) -> None:
     monkeypatch.setattr(phases, "DENSE", 2)
     monkeypatch.setattr(phases, "CODE", 3)
+    monkeypatch.setattr(redundancy, "DENSE", 2)
     monkeypatch.setattr(lgc, "CONFIGURATIONS", (("topk", ""), ("lgc", "leader=rotate")))
-    assert lgc.main(["--learn", "3", "--steps", "40", "--ranks", "2", "--out", str(tmp_path)]) == 0
+    assert main(["lgc", "--learn", "3", "--steps", "22", "--ranks", "2", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "lgc.json").read_text())
     topk, dense, learn, code = result["phases"]
     assert [row["phase"] for row in result["phases"]] == ["topk", "dense", "learn", "code"]
@@ -45,8 +43,9 @@ def test_places_take_few_bits() -> None:
     assert lgc.bits_of_places(25_557_032, 0.001, 16, 4) == pytest.approx(16, abs=0.2)
 
 
-def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(SystemExit):
-        lgc.main(["--steps", "20"])
-    with pytest.raises(SystemExit):
-        lgc.main(["--ranks", "1"])
+@pytest.mark.parametrize(
+    ("given", "message"), [(["--steps", "20"], "must be above 30"), (["--ranks", "1"], "must be 2 or more")]
+)
+def test_too_few_steps_or_ranks_are_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lgc", *given]) == 2
+    assert message in capsys.readouterr().err

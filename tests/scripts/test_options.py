@@ -1,0 +1,60 @@
+"""Options of scripts/lab: sizes, rates, hosts, specs, names."""
+
+import argparse
+
+import pytest
+from laboratory import options
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert [options.size(text) for text in ("16.8M", "500k", "1000")] == [16_800_000, 500_000, 1000]
+    for text in ("", "1G", "999", "-5k", "3000M", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+            options.size(text)
+
+
+def test_rates_are_those_of_the_cluster() -> None:
+    assert options.rates("1gbit, 100MBIT,none") == ["1gbit", "100mbit", "none"]
+    for text in ("fast", "0gbit", "1gbit,", "100"):
+        with pytest.raises(argparse.ArgumentTypeError, match="not a rate"):
+            options.rates(text)
+
+
+def test_specs_are_separated_by_commas_or_semicolons() -> None:
+    found = ["none", "topk:ratio=0.01,momentum=0.9", "dense", "topk:ratio=0.001"]
+    assert options.any_specs("none,topk:ratio=0.01,momentum=0.9,dense,topk:ratio=0.001") == found
+    assert options.any_specs("none;topk:ratio=0.01,momentum=0.9; dense;topk:ratio=0.001") == found
+    assert options.specs("dense,topk:ratio=0.1,wire=exact") == ["dense", "topk:ratio=0.1,wire=exact"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tpk", "did you mean 'topk'.*none, sync, horovod, fp16"),
+        ("topk:raito=1", "did you mean 'ratio'"),
+        ("none,none", "twice"),
+        ("", "nothing is given"),
+    ],
+)
+def test_a_wrong_spec_is_refused_before_ranks_are_launched(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        options.any_specs(text)
+
+
+def test_only_lab_train_measures_horovods_own_ways() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'horovod' is not a spec of gradcomp"):
+        options.specs("dense,horovod")
+
+
+def test_hosts_are_numbers_that_differ() -> None:
+    assert options.hosts("2, 4,8") == [2, 4, 8]
+    for text in ("1", "2,300", "two", "2,", "4,4"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            options.hosts(text)
+
+
+def test_a_name_is_part_of_a_files_name() -> None:
+    assert options.name("my-run-2") == "my-run-2"
+    for text in ("", "../x", "Upper", "a b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="part of a file's name"):
+            options.name(text)

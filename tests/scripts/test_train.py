@@ -1,0 +1,95 @@
+"""lab train: ranks and what they report, the summary, and one launch of two real ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from laboratory import ranks
+from laboratory.main import main
+from laboratory.report.progress import Progress
+from laboratory.train import launch
+
+EXACT, GTOPK, SKETCHED = "topk:ratio=1,wire=exact", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
+BROKEN = [sys.executable, "-c", "print('something broke'); raise SystemExit(3)"]
+
+
+def raw() -> dict[str, object]:
+    """Make a report of train/job.py."""
+    each = {
+        "none": {"rounds": [[1.0, 1.0], [2.0, 2.0]], "bytes": 0, "loss": 2.3},
+        "dense": {"rounds": [[3.0, 3.0], [6.0, 6.0]], "bytes": 400, "loss": 1.0},
+        "topk:ratio=0.01": {"rounds": [[1.5, 1.5], [3.0, 3.0]], "bytes": 8, "loss": 1.1},
+    }
+    return {"ranks": 4, "batch": 64, "parameters": 100, "bytes_dense": 400, "specs": each}
+
+
+def test_training_is_summed_up_against_none() -> None:
+    run = launch.summary(raw())
+    lines = {line["spec"]: line for line in run["lines"]}
+    assert lines["dense"]["ratio_to_none"] == {"median": 3.0, "low": 3.0, "high": 3.0}
+    assert lines["dense"]["ms"] == {"median": 4500.0, "low": 3000.0, "high": 6000.0}
+    assert (lines["topk:ratio=0.01"]["compression"], lines["none"]["compression"]) == (50, None)
+    table = launch.table(run).splitlines()
+    assert len(table) == 5
+    assert table[-1].split()[-2:] == ["50", "x"]
+
+
+def test_a_result_is_told_from_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks.tell("round 1", 0.5)
+    ranks.report(raw())
+    told = ["hello\n", *(f"[1,0]<stdout>:{line}\n" for line in capsys.readouterr().out.splitlines()), "bye\n"]
+    with (tmp_path / "log").open("w") as log:
+        result, tail = ranks.listen(told, Progress(every=0), "1gbit", log)
+    assert (result, tail) == (raw(), ["hello\n", "bye\n"])
+    assert "1gbit: round 1" in capsys.readouterr().err
+    assert (tmp_path / "log").read_text() == "hello\nbye\n"
+
+
+def test_ranks_are_started_in_three_ways() -> None:
+    job = ["laboratory.train.job", "--steps=1"]
+    assert ranks.command("horovodrun", 2, job)[1:] == ["-m", "horovod.runner.launch", "-np", "2", sys.executable, "-m", *job]
+    assert ranks.command("torchrun", 3, job)[-4:] == ["--nproc-per-node=3", "-m", *job]
+    on_cluster = ranks.command("cluster", 4, job, "100mbit")
+    assert on_cluster[2:9] == ["--hosts", "4", "--rate", "100mbit", "--output", "0", "--"] and on_cluster[10:] == ["-m", *job]
+
+
+def test_ranks_that_fail_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "command", lambda launched: BROKEN)
+    assert main(["train", "--hosts", "2"]) == 1
+    text = capsys.readouterr().err
+    assert "something broke" in text
+    assert "lab train: the ranks of 1gbit failed with status 3; their last lines are above" in text
+
+
+def test_a_launcher_that_is_missing_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ranks.RanksFailed, match=r"could not be started: .*run scripts/setup"):
+        ranks.run(["/no/such/launcher"], {}, "try")
+
+
+def test_each_rate_is_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laboratory.commands.train.perform", lambda launched, label: {**launch.summary(raw()), "rate": label})
+    assert main(["train", "--rate", "1gbit,100mbit", "--name", "try", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "train-try.json").read_text()
+    assert [run["rate"] for run in json.loads(text)["runs"]] == ["1gbit", "100mbit"]
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.slow
+def test_two_real_ranks_train_under_every_spec() -> None:
+    """As `lab train` and `lab compare` launch them: steps that fit a turn, and the optimizer's own momentum."""
+    pytest.importorskip("horovod.torch", reason="train/job.py was NOT tested: Horovod is not installed")
+    specs = ["none", "sync", "horovod", "fp16", EXACT, GTOPK, SKETCHED]
+    launched = launch.Launch("horovodrun", 2, "loopback", 16, specs, 2, 3, batch=8, momentum=0.9, turn=0.2)
+    run: dict[str, Any] = launch.perform(launched, "two ranks")
+    lines = {line["spec"]: line for line in run["lines"]}
+    assert list(lines) == specs and (run["ranks"], run["batch"]) == (2, 8)
+    assert all(len(line["ms_of_rounds"]) == 2 and line["ratio_to_none"] for line in run["lines"])
+    sent = {spec: line["bytes_per_step"] for spec, line in lines.items()}
+    assert sent["none"] == sent["sync"] == 0
+    assert sent["horovod"] == 2 * sent["fp16"] == 4 * run["parameters"]
+    assert sent[EXACT] >= 8 * run["parameters"] and sent[GTOPK] < sent[SKETCHED] < sent["horovod"]
+    assert abs(lines["horovod"]["loss"] - lines[EXACT]["loss"]) < 1e-5  # the same training
