@@ -10,11 +10,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from kernels.test_best_levels import check_best
-from laboratory.tasks import digits, nets
 from torch import Tensor, nn
 
 import gradcomp
 from gradcomp.native import kernels
+from laboratory.tasks import digits, nets
 
 KINDS = ("normal", "laplace", "t3", "skewed", "real")
 GROUPS = (512, 2048)

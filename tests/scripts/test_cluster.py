@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
 CLUSTER = [sys.executable, str(ROOT / "scripts" / "cluster")]
 TOOLS = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 LACKING = [tool for tool in ("ip", "tc") if not shutil.which(tool, path=TOOLS)]
@@ -27,7 +26,7 @@ pytestmark = [
 
 
 def program(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "tests" / "scripts" / "programs" / f"cluster_{name}.py"), *arguments]
+    return [sys.executable, f"{ROOT}/tests/scripts/programs/cluster_{name}.py", *arguments]
 
 
 def cluster(options: str, command: list[str], path: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -289,9 +288,7 @@ def test_torch_distributed() -> None:
 
 @pytest.mark.slow
 def test_horovod_with_process_sets() -> None:
-    assert importlib.util.find_spec("horovod"), (
-        f"horovod is not installed for {sys.executable}: the cluster under Horovod was NOT tested"
-    )
+    assert importlib.util.find_spec("horovod"), "the cluster under Horovod was NOT tested: horovod is not installed"
     said = lines(cluster("--hosts 2 --ranks-per-host 2 --timeout 45", program("horovod")), 4)
     for rank, [line] in said.items():
         found = ast.literal_eval(line)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from laboratory.gpu import gpu, horovod_build, prepare, stages, trace, work
 from laboratory.gpu.stages import Clock, Failed, Impossible, Record, Stage, TimedOut
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from laboratory import timing
 from laboratory.kernels import arrays, lines, prediction
 from laboratory.kernels.cases import cases

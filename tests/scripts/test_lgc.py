@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from laboratory.commands import lgc
 from laboratory.lgc import phases, redundancy
 from laboratory.main import main

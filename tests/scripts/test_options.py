@@ -3,6 +3,7 @@
 import argparse
 
 import pytest
+
 from laboratory import options
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from laboratory.commands.paired import bounds
 from laboratory.main import main
 

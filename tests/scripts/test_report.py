@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from laboratory import machine
 from laboratory.options import Refused
 from laboratory.report import plots, progress, results, tables

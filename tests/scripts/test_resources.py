@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from laboratory.kernels import resources
 from laboratory.kernels.resources import Budget, Use
 from laboratory.options import Refused

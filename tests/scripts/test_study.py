@@ -13,12 +13,11 @@ pytest.importorskip("sklearn", reason="the study was NOT tested: scikit-learn is
 pytest.importorskip("matplotlib", reason="the study was NOT tested: matplotlib is not installed")
 
 
+import gradcomp
 from laboratory import stats
 from laboratory.main import main
 from laboratory.study import errors, plots, settings, summary
 from laboratory.tasks import corpus, training
-
-import gradcomp
 
 ROOT = Path(__file__).resolve().parents[2]
 

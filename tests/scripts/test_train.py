@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from laboratory import ranks
 from laboratory.main import main
 from laboratory.report.progress import Progress
