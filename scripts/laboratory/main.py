@@ -68,8 +68,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    from laboratory.options import Refused
     from laboratory.ranks import RanksFailed
+    from laboratory.refusal import Refused
 
     parser = argparse.ArgumentParser(
         prog=f"scripts/lab {name}",

@@ -26,10 +26,6 @@ MOST_HOSTS = 250
 T = TypeVar("T")
 
 
-class Refused(ValueError):
-    """A command that cannot be carried out. The message says what is wrong and what to do."""
-
-
 def size(text: str) -> int:
     """Read 16.8M, 500k or 1000."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)", text)

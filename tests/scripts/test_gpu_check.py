@@ -119,6 +119,11 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
     assert "no GPU" in done.stderr
 
 
+def test_it_starts_before_gradcomp_is_built_and_without_torch() -> None:
+    code = "import sys; sys.modules |= {'gradcomp': None, 'torch': None}; import laboratory.gpu.work, laboratory.report.results"
+    subprocess.run([PYTHON, "-c", code], cwd=ROOT / "scripts", check=True)
+
+
 def test_unknown_stages_are_refused() -> None:
     done = subprocess.run([PYTHON, "scripts/gpu_check", "--only", "tset"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

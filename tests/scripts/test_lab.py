@@ -21,7 +21,7 @@ LABORATORY = SCRIPTS / "laboratory"
 
 # From the ground up: a file imports from its own room and from those before it.
 ROOMS = [
-    *("__init__", "cluster", "machine", "options", "report", "timing", "stats", "ranks", "tasks"),
+    *("__init__", "cluster", "refusal", "machine", "options", "report", "timing", "stats", "ranks", "tasks"),
     *("kernels", "train", "traffic", "study", "compare", "lgc", "gpu", "demo", "commands", "main"),
 ]
 

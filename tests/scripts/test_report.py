@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from laboratory import machine
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import plots, progress, results, tables
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from laboratory.kernels import resources
 from laboratory.kernels.resources import Budget, Use
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 

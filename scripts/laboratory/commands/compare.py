@@ -10,7 +10,7 @@ from typing import Any
 from laboratory import machine, options
 from laboratory.compare import plots, steptimes, summary, tables
 from laboratory.compare.plan import Plan
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.study import runs
 from laboratory.study.settings import seeds

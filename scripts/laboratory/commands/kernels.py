@@ -11,7 +11,7 @@ from laboratory import machine, options
 from laboratory.kernels import lines
 from laboratory.kernels.arrays import Arrays
 from laboratory.kernels.cases import cases
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.report.progress import Progress
 from laboratory.timing import clock, interleave

@@ -11,7 +11,7 @@ from gradcomp.compressors.lgc.common_places import PlaceSelection
 from gradcomp.requests import World
 from laboratory import options
 from laboratory.lgc import phases, redundancy
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.report.progress import Progress
 from laboratory.report.tables import columns

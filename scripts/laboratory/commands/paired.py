@@ -7,6 +7,7 @@ ratio; the result is the median of all ratios, with bounds by order statistics, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from laboratory import machine, options
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.report.progress import Progress
 from laboratory.report.tables import columns
@@ -67,18 +68,18 @@ class Worker:
         self.process.stdin.flush()
         return float(self._read())
 
-    def end(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
+    def end(self) -> int:
+        """End the process. Return its status."""
+        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.stdout.close()
+        return self.process.wait(timeout=60)
 
     def _read(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            status = self.process.wait()
-            raise Refused(f"the worker of {self._checkout.name} ended with status {status}; its message is above")
+            raise Refused(f"the worker of {self._checkout.name} ended with status {self.end()}; its message is above")
         return line.strip()
 
 
@@ -109,14 +110,16 @@ def run(chosen: argparse.Namespace) -> int:
 
 def compare(chosen: argparse.Namespace, spec: str, tell: Callable[[str, float], object]) -> dict[str, Any]:
     """Time one spec's steps in both checkouts."""
-    workers = [Worker(checkout.resolve(), spec, chosen.layers) for checkout in (chosen.before, chosen.after)]
     times: list[list[float]] = [[], []]
-    for pair in range(chosen.pairs):
-        for side in (0, 1) if pair % 2 else (1, 0):
-            times[side].append(workers[side].seconds(chosen.steps))
-        tell(f"{spec}: pair {pair + 1} of {chosen.pairs}", (pair + 1) / chosen.pairs)
-    for worker in workers:
-        worker.end()
+    with contextlib.ExitStack() as running:
+        workers = []
+        for checkout in (chosen.before, chosen.after):
+            workers.append(Worker(checkout.resolve(), spec, chosen.layers))
+            running.callback(workers[-1].end)
+        for pair in range(chosen.pairs):
+            for side in (0, 1) if pair % 2 else (1, 0):
+                times[side].append(workers[side].seconds(chosen.steps))
+            tell(f"{spec}: pair {pair + 1} of {chosen.pairs}", (pair + 1) / chosen.pairs)
     ratios = [after / before for before, after in zip(*times, strict=True)]
     low, high = bounds(ratios)
     found = {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": chosen.pairs, "steps": chosen.steps}

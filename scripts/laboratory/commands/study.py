@@ -9,7 +9,7 @@ from typing import Any
 
 from laboratory import options
 from laboratory.machine import ROOT
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.study import plots, runs, settings, summary
 from laboratory.tasks.table import TASKS, Settings

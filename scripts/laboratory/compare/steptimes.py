@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from laboratory import machine
 from laboratory.compare.plan import Plan, bytes_needed, parameters
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.report.progress import TimeLeft
 from laboratory.timing import Spread

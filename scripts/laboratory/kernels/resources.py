@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from laboratory import machine
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 from laboratory.report.tables import columns
 
 SOURCES = machine.ROOT / "csrc" / "cuda"

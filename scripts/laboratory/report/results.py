@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from laboratory import machine
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 
 
 def path_of(chosen: argparse.Namespace, name: str | None, ending: str = ".json") -> Path:

@@ -7,7 +7,8 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from laboratory.options import Refused, positive
+from laboratory.options import positive
+from laboratory.refusal import Refused
 from laboratory.tasks.table import TASKS, WHOLE, Settings
 
 # A task, or None for all of them, one of its settings, and the new value.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from laboratory.options import Refused
+from laboratory.refusal import Refused
 
 # Of 1797 pictures, never trained on.
 HELD_OUT = 360
