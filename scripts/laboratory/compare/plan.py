@@ -103,5 +103,5 @@ def parameters(width: int) -> int:
 
 
 def bytes_needed(hosts: int, width: int, specs: int) -> float:
-    """Estimate the memory of a launch, whose ranks share this machine."""
+    """Estimate the memory of a launch: its ranks share this machine."""
     return hosts * (RANK + 4 * parameters(width) * (ARRAYS * specs + SHARED))

@@ -14,7 +14,7 @@ from laboratory.stats import smooth
 Result = dict[str, Any]
 HEADINGS = ("", "step time (median)", "bytes sent per step", "compression", "test accuracy", "final loss")
 
-# Steps whose mean is the final loss, and steps that one point of a curve averages.
+# Steps that the final loss averages, and steps that one point of a curve averages.
 LAST, SMOOTHED = 10, 5
 
 

@@ -1,1 +1,1 @@
-"""What is written down: tables, progress, result files and pictures."""
+"""The report writer: tables, progress, result files and pictures."""

@@ -10,7 +10,7 @@ from laboratory.report import plots
 from laboratory.study.summary import Line
 from laboratory.tasks.table import TASKS
 
-# Scores whose bytes differ by at most this factor are drawn side by side, or one would hide the other.
+# Scores are drawn side by side, or one would hide the other, where their bytes differ by at most this factor.
 ALIKE = 1.1
 
 # The factor between two neighbours: the axis is logarithmic.

@@ -1,1 +1,1 @@
-"""What is trained: data, models, and the loop over the steps."""
+"""The tasks: data, models, and the loop over the steps."""

@@ -39,7 +39,7 @@ def keeps_momentum(spec: str) -> bool:
 
 @dataclass(frozen=True)
 class Watched(Wrapper):
-    """A compressor whose exchanges are observed. It has no state of its own."""
+    """A compressor under observation. It has no state of its own."""
 
     observer: Observer
 

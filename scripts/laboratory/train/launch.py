@@ -11,7 +11,7 @@ from laboratory.timing import Spread
 
 
 class Launch(NamedTuple):
-    """What decides a launch: the ranks, their links, and what each of them measures.
+    """Everything that decides a launch: the ranks, their links, and the measurement.
 
     turn: seconds of a spec in a round. momentum: the optimizer's, for specs without a momentum of their own.
     """
