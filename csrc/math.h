@@ -1,4 +1,4 @@
-// The arithmetic both twins share, so that a result cannot depend on the device: number formats, comparison order, hash.
+// The arithmetic that both twins share, so that no result depends on the device: number formats, comparison order, hash.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 #else
 #define SHARED_MATH inline
 #endif
-// Of what a kernel calls in many places and takes long each time, its code holds one copy: instructions have a cache, too.
+// Keep one copy of a long function that a kernel calls in many places: instructions have a cache, too.
 #ifdef __CUDA_ARCH__
 #define ONE_COPY __noinline__
 #else
@@ -35,12 +35,12 @@ SHARED_MATH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f8
 
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
-// The order of top-k: a larger key is a larger magnitude (true for all finite floats and infinity). Ties go to the lower index.
+// The order of top-k: a larger key is a larger magnitude, for all finite floats and infinity. Ties go to the lower index.
 SHARED_MATH uint32_t magnitude_key(float x) { return bits_of(x) & 0x7fffffffu; }
 
 SHARED_MATH float bf16_to_float(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 
-// To nearest, ties to even; a NaN stays a (quiet) NaN.
+// Round to nearest, ties to even. A NaN stays a (quiet) NaN.
 SHARED_MATH uint16_t float_to_bf16(float x) {
   const uint32_t b = bits_of(x);
   const uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
@@ -51,14 +51,14 @@ SHARED_MATH uint16_t float_to_bf16(float x) {
 SHARED_MATH float f16_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
   const uint32_t magnitude = h & 0x7fffu;
-  // A half's exponent and mantissa placed in a float's are too small by 2^112: one exact multiplication mends normal and
-  // subnormal numbers alike; infinities and NaNs get the largest exponent.
+  // A half's exponent and mantissa in a float's place make a number that is too small by 2^112. One exact multiplication mends
+  // normal and subnormal numbers alike. Infinities and NaNs get the largest exponent.
   const float scaled = float_of(magnitude << 13) * float_of(0x77800000u);
   const uint32_t special = (magnitude << 13) | 0x7f800000u;
   return float_of(sign | (magnitude >= 0x7c00u ? special : bits_of(scaled)));
 }
 
-// To nearest, ties to even; above the largest half, infinity; a NaN stays a NaN. Without branches, so that loops vectorise.
+// Round to nearest, ties to even; to infinity above the largest half. A NaN stays a NaN. No branches, so that loops vectorise.
 SHARED_MATH uint16_t float_to_f16(float x) {
   const uint32_t sign = (bits_of(x) >> 16) & 0x8000u;
   const uint32_t b = magnitude_key(x);
@@ -80,12 +80,13 @@ SHARED_MATH int exponent_of(uint32_t magnitude) {
   return exponent < -126 ? -126 : exponent;
 }
 
-// An entry on the wire: the upper half is a value over a power of two, the lower one its place among 2^16.
+// An entry on the wire: the upper half is the value over a power of two, the lower half its place in a block of 2^16.
 constexpr int kBlockBits = 16;
 constexpr uint32_t kBlockEntries = 1u << kBlockBits;
-// A block's largest value becomes a half in [2^14, 2^15): rounded up it is still finite.
+// The exponent of a block's largest half, which lies in [2^14, 2^15) and stays finite when it is rounded up.
 constexpr int kHalfExponent = 14;
-constexpr uint32_t kExponents = 254;  // of normal numbers
+// Exponents of normal numbers.
+constexpr uint32_t kExponents = 254;
 
 struct BlockWord {
   uint32_t count;
@@ -102,7 +103,7 @@ SHARED_MATH BlockWord read_block_word(uint32_t word) {
   return {count, static_cast<int>(exponent) - 126, count <= kBlockEntries && exponent < kExponents};
 }
 
-// Multiplied in two steps, since the power may be beyond a float; each is exact or ends in the half's own rounding.
+// Multiply in two steps, since a float may not hold the power. Each is exact, or loses no more than the half's rounding.
 SHARED_MATH uint32_t pack_entry(float x, int exponent, uint32_t index) {
   const int up = kHalfExponent - exponent, first = up / 2;
   const uint16_t half = float_to_f16(x * power_of_two(first) * power_of_two(up - first));
@@ -114,20 +115,22 @@ SHARED_MATH float entry_value(uint32_t entry, int exponent) {
   return f16_to_float(static_cast<uint16_t>(entry >> kBlockBits)) * power_of_two(first) * power_of_two(down - first);
 }
 
-// How many entries a payload has: what its header says, or as many as there is room for. Not for negative counts.
-SHARED_MATH int64_t entries_there(int32_t count, int64_t room) { return count < room ? count : room; }
+// Count the entries of a payload: the header's count, at most its capacity. The count must not be negative.
+SHARED_MATH int64_t entries_there(int32_t count, int64_t capacity) { return count < capacity ? count : capacity; }
 
-// What a payload's entries are multiplied with once the update is known: they go back whole where it is not finite.
+// The share of a payload's entries that goes back once the update is known: all of them if it is not finite.
 SHARED_MATH float share_to_keep(const float* update, float keep) { return is_finite(update[0]) ? keep : 1.0f; }
 
-// The statistics of some entries, and those of two lots together (Chan, Golub and LeVeque): sound wherever the mean lies.
-constexpr int kMoments = 5;  // as they lie in memory, for a known count
+// Numbers of a layer's moments in memory. Its count is known without them.
+constexpr int kMoments = 5;
 
+// The statistics of some entries.
 template <class T>
 struct Moments {
   T count, mean, squares, low, high, nonzero;
 };
 
+// Join the statistics of two lots (Chan, Golub and LeVeque), which is accurate wherever the mean lies.
 template <class T>
 SHARED_MATH Moments<T> merge(const Moments<T>& a, const Moments<T>& b) {
   if (b.count == 0) return a;
@@ -155,16 +158,11 @@ SHARED_MATH void store_moments(const Moments<T>& moments, T* five) {
   five[4] = moments.nonzero;
 }
 
-struct Threshold {
-  float center, threshold;
-};
-
-// What ops.inc says of set_thresholds, for one layer.
-SHARED_MATH Threshold threshold_of(const Moments<double>& all, float lam, bool from_zero, bool about_mean, bool skip_zeros,
-                                   bool live) {
+// The threshold of a layer with these moments (set_thresholds in ops.inc).
+SHARED_MATH float threshold_of(const Moments<double>& all, float lam, bool from_zero, bool live) {
   double count = all.count, mean = all.mean, squares = all.squares;
-  if (skip_zeros && all.nonzero > 0 && all.nonzero < count) {
-    // Each of the zeros is the mean away from it; the others have a mean of their own.
+  if (all.nonzero > 0 && all.nonzero < count) {
+    // Leave the zeros out: each lies the mean away from it, and the other entries have a mean of their own.
     const double zeros = count - all.nonzero;
     squares -= mean * mean * count * zeros / all.nonzero;
     mean *= count / all.nonzero;
@@ -172,15 +170,13 @@ SHARED_MATH Threshold threshold_of(const Moments<double>& all, float lam, bool f
   }
   if (from_zero) squares += mean * mean * count;
   const double sigma = count > 0 && squares > 0 ? sqrt(squares / count) : 0.0;
-  const float center = about_mean ? static_cast<float>(mean) : 0.0f;
-  float threshold = static_cast<float>(lam * sigma);
-  const float below = center - static_cast<float>(all.low), above = static_cast<float>(all.high) - center;
+  const float threshold = static_cast<float>(lam * sigma);
+  const float below = -static_cast<float>(all.low), above = static_cast<float>(all.high);
   const float largest = below > above ? below : above;
-  if (live && largest > 0 && !(threshold < largest)) threshold = float_of(bits_of(largest) - 1);
-  return {center, threshold};
+  return live && largest > 0 && !(threshold < largest) ? float_of(bits_of(largest) - 1) : threshold;
 }
 
-// What ops.inc says of steer.
+// The lam that follows (steer in ops.inc).
 SHARED_MATH float steered(float lam, double count, double target) {
   const double least = target / 2, most = 2 * target;
   const double seen = count < least ? least : count > most ? most : count;
@@ -188,7 +184,7 @@ SHARED_MATH float steered(float lam, double count, double target) {
   return static_cast<float>(next < 0.5 ? 0.5 : next > 16 ? 16 : next);
 }
 
-// A good 32-bit mixer (multiply and xor-shift; the constants are those of the "lowbias32" family found by exhaustive search).
+// Hash 32 bits, by the constants of the "lowbias32" family, which an exhaustive search found.
 SHARED_MATH uint32_t mix(uint32_t x) {
   x ^= x >> 16;
   x *= 0x7feb352du;

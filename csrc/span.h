@@ -1,4 +1,4 @@
-// What kernels are handed: borrowed arrays, a bucket's scattered gradients, and the place to run.
+// The arguments of kernels: borrowed arrays, a bucket's scattered gradients, and the place to run.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,11 @@ struct Span {
   bool given() const { return data != nullptr || size > 0; }
 };
 
-// Arrays of one size, one of each rank's. Small enough for three of them to travel as kernel arguments.
+// An array that a caller may leave out; None in Python.
+template <class T>
+struct OptionalSpan : Span<T> {};
+
+// Arrays of one size, one from each rank. Three of them fit into the arguments of a launch.
 template <class T>
 struct Spans {
   static constexpr int kMost = 64;
@@ -28,13 +32,13 @@ struct Spans {
   Span<T> operator[](int rank) const { return {data[rank], size}; }
 };
 
-// What has been written to in a sparse update is remembered by lines of so many entries.
+// Entries of a line: of a sparse update that share a mark, of a residual that share a peak.
 constexpr int64_t kLine = 64;
 
 enum class Dtype : uint8_t { f32, f16, bf16 };
 
 // The gradients of a bucket, each where autograd left it. Piece i is entries [begin[i], begin[i + 1]) of the bucket.
-// Small enough to travel as a kernel argument (4 KB), so that no device memory and no copy is needed for it.
+// It takes 4 KB, which fits into the arguments of a launch: it needs no device memory and no copy.
 struct Pieces {
   static constexpr int kMost = 224;
 
@@ -42,9 +46,11 @@ struct Pieces {
   int64_t begin[kMost + 1] = {};
   void* data[kMost] = {};
   Dtype dtype[kMost] = {};
+
+  int64_t size() const { return begin[count]; }
 };
 
-// Where a kernel runs: on a CUDA stream, or on this many of the caller's cores.
+// The place where a kernel runs: a CUDA stream, or a number of the caller's cores.
 struct Queue {
   void* stream = nullptr;
   int threads = 1;

@@ -36,14 +36,28 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(scope="session")
-def emulator() -> Any:
-    """The CUDA kernels, compiled for the emulator."""
+def emulator_folder() -> Iterator[str]:
+    """Build the emulator's modules once for all tests."""
     import build
 
     folder = str(build.build(sanitize=SANITIZED))
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    sys.path.insert(0, folder)
+    yield folder
+    sys.path.remove(folder)
+
+
+@pytest.fixture(scope="session")
+def emulator(emulator_folder: str) -> Any:
+    """The CUDA kernels, compiled for the emulator."""
     return importlib.import_module("gradcomp_simt")
+
+
+@pytest.fixture
+def simt(emulator_folder: str) -> Any:
+    """The kernels that test the emulator itself."""
+    module = importlib.import_module("simt_selftest")
+    module.set_order(True)
+    return module
 
 
 @pytest.fixture(params=DEVICES)

@@ -1,11 +1,13 @@
-// Gradients in and updates out, on CPUs: each is one pass over memory, in blocks so that casts of half types stay in the cache.
+// Gradients in and updates out, on CPUs. Each is one pass over memory, in blocks, so that casts of half types stay in the
+// cache.
 
 #include <atomic>
 
 #include "../math.h"
 #include "../ops.h"
-#include "moments.h"
-#include "parallel.h"
+#include "block_moments.h"
+#include "lane_hot.h"
+#include "thread_parts.h"
 
 #ifdef __SSE__
 #include <xmmintrin.h>
@@ -14,7 +16,8 @@
 namespace gradcomp::cpu {
 namespace {
 
-constexpr int64_t kPastCache = 1 << 22;  // entries of a bucket that no cache keeps until they are used
+// Entries of a bucket that no cache keeps until they are used.
+constexpr int64_t kPastCache = 1 << 22;
 
 HOT void widen_bf16(const uint16_t* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(from[i]);
@@ -28,7 +31,7 @@ HOT void copy(const float* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// What is only written, and is more than a cache holds, need not be fetched before: 0.75 of the time.
+// Write past the cache, which fetches no line before it is written: 0.75 of the time for arrays beyond the cache.
 void scale_past_cache(const float* from, float* to, int64_t n, float scale) {
   int64_t i = 0;
 #ifdef __SSE__
@@ -65,34 +68,35 @@ HOT void scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_
   for (int64_t i = 0; i < n; ++i) to[i] = float_to_f16(scale * from[i]);
 }
 
-// Both return whether an entry was refused because its result would not be finite.
-HOT bool add(const float* __restrict g, float* __restrict value, int64_t n) {
+// Add g to the residual. Returns whether an entry was refused because its sum would not be finite.
+HOT bool add(const float* __restrict g, float* __restrict residual, int64_t n) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float sum = value[i] + g[i];
+    const float sum = residual[i] + g[i];
     const bool good = is_finite(sum);
     refused |= good ? 0u : 1u;
-    value[i] = good ? sum : value[i];
+    residual[i] = good ? sum : residual[i];
   }
   return refused != 0;
 }
 
-HOT bool add_with_momentum(const float* __restrict g, float* __restrict value, float* __restrict velocity, int64_t n,
+// Do the same with momentum.
+HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual, float* __restrict velocity, int64_t n,
                            float momentum, float ahead_gradient, float ahead_velocity) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float u = momentum * velocity[i] + g[i];
-    const float sum = value[i] + (ahead_gradient * g[i] + ahead_velocity * u);
+    const float sum = residual[i] + (ahead_gradient * g[i] + ahead_velocity * u);
     const bool good = is_finite(sum) & is_finite(u);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];
-    value[i] = good ? sum : value[i];
+    residual[i] = good ? sum : residual[i];
   }
   return refused != 0;
 }
 
-// work(piece, offset inside the piece, entry of the bucket, count) for every run in [begin, end): the part of a piece that lies
-// in one block of the bucket.
+// Call work(piece, offset inside the piece, entry of the bucket, count) for every run in [begin, end). A run is the part of a
+// piece that lies in one block of the bucket.
 template <class Work>
 void blocks(const Pieces& grads, int64_t begin, int64_t end, Work work) {
   int piece = static_cast<int>(std::upper_bound(grads.begin, grads.begin + grads.count + 1, begin) - grads.begin) - 1;
@@ -104,6 +108,7 @@ void blocks(const Pieces& grads, int64_t begin, int64_t end, Work work) {
   }
 }
 
+// Read a run as float32: in place, or cast into the buffer.
 const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count, float* buffer) {
   const auto* halves = static_cast<const uint16_t*>(grads.data[piece]) + offset;
   switch (grads.dtype[piece]) {
@@ -121,7 +126,7 @@ const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count,
 
 template <class Work>
 void parallel_over(const Pieces& grads, Queue queue, Work work) {
-  const int64_t n = grads.begin[grads.count];
+  const int64_t n = grads.size();
   if (n == 0) return;
   parallel(n, parts(n, queue.threads), [&](int, int64_t begin, int64_t end) { work(begin, end); });
 }
@@ -137,10 +142,10 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
   });
 }
 
-void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity, Span<int32_t> flag,
-                Span<double> moments, Span<uint32_t> peaks, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw,
-                Queue queue) {
-  const Runs runs(grads, moments.given() ? scratch : Span<uint32_t>{});
+void accumulate(const Pieces& grads, OptionalSpan<const float> scales, Span<float> residual, OptionalSpan<float> velocity,
+                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch,
+                float momentum, bool nesterov, bool raw, Queue queue) {
+  const Runs runs(grads, scratch);
   std::atomic<bool> refused = false;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     float buffer[kBlock];
@@ -151,7 +156,7 @@ void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value
         scale_f32(g, buffer, count, scales.data[piece]);
         g = buffer;
       }
-      float* sums = value.data + at;
+      float* sums = residual.data + at;
       const bool refused_here = velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, momentum,
                                                                      nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f)
                                                  : add(g, sums, count);
@@ -187,7 +192,7 @@ void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scrat
   runs.sum_into(squares.data);
 }
 
-void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
+void spread(Span<const float> flat, OptionalSpan<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
   const bool past_cache = flat.size >= kPastCache;
   const auto write = [&](int piece, int64_t offset, int64_t at, int64_t count) {
     const float* from = flat.data + at;
@@ -213,7 +218,7 @@ void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& gra
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       if (!marks.given()) return write(piece, offset, at, count);
-      // Stretches of lines that are alike, one after the other.
+      // One stretch after the other of lines that are all marked, or all not.
       for (int64_t done = 0; done < count;) {
         const int64_t first = (at + done) / kLine;
         const bool marked = marks.data[first] != 0;

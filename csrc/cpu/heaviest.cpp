@@ -1,10 +1,9 @@
-// The heaviest entries of a count sketch, on CPUs: a block of estimates at a time, from which a shortlist picks. Bytes: for
-// each entry and row 4 of the table, which come from the second cache.
+// The heaviest entries of a count sketch, on CPUs: a shortlist picks from a block of estimates at a time. Bytes: 4 of the
+// table for each entry and row, which come from the second cache.
 
-#include "../check.h"
 #include "../ops.h"
-#include "select.h"
-#include "walk.h"
+#include "block_sketch.h"
+#include "bucket_select.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -30,7 +29,7 @@ INLINE void order(Floats& a, Floats& b) {
   a = low;
 }
 
-// The middle one of kRows numbers, an odd number of them: sorted just as far as is needed for that.
+// Find the median of an odd number of numbers. They are sorted just as far as that needs.
 template <int kRows>
 INLINE Floats median_of(Floats* x) {
   for (int i = 0; i <= kRows / 2; ++i) {
@@ -61,13 +60,13 @@ HOT void medians_of(int64_t rows, const float* read, int64_t count, float* to) {
   }
 }
 
-// The estimates of a sketch's entries, from one on.
+// The estimates of a sketch's entries, from a given one on.
 class Estimates {
  public:
   Estimates(Span<const float> table, int64_t rows, const SketchHash& hash, int64_t begin)
       : table_(table.data), columns_(table.size / rows), walks_(walks(hash, 0, rows, begin / kSketchTile)) {}
 
-  // Those of the next tiles, at most a block of them.
+  // Estimate the entries of the next tiles, at most a block of them.
   void next(int64_t count, float* to) {
     const auto rows = static_cast<int64_t>(walks_.size());
     for (int64_t row = 0; row < rows; ++row) {
@@ -91,8 +90,7 @@ int64_t heaviest_scratch(int64_t n, int64_t k) { return select_words(n, k); }
 
 void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Span<int32_t> indices, Span<float> estimates,
               Span<uint32_t> scratch, Queue queue) {
-  const int64_t k = indices.size, words = heaviest_scratch(n, k);
-  EXPECTS(scratch.size >= words, "heaviest: scratch has ", scratch.size, " words; ", words, " are needed");
+  const int64_t k = indices.size;
   const int64_t columns = table.size / rows;
   const SketchHash hash(columns, seed);
   const auto sample = [&](int64_t entry, float* to) { Estimates(table, rows, hash, entry).next(1, to); };
@@ -103,15 +101,15 @@ void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Sp
     for (int64_t at = begin; at < end; at += kSketchBlock) {
       const int64_t to = std::min(at + kSketchBlock, end), lines = (to - at) / kLine;
       estimates_from.next((to - at + kSketchTile - 1) / kSketchTile, block);
-      mark_lines(block, lines, 0.0f, shortlist.least(bar), marks);
+      mark_lines(block, lines, shortlist.least(bar), marks);
       if (at + lines * kLine < to) marks[lines] = 1;
-      shortlist.look_at(marks, block, at, at, to, 0.0f, bar);
+      shortlist.look_at(marks, block, at, at, to, bar);
     }
   };
   select_largest(n, k, scratch, queue.threads, sample, look);
   const Candidates list = candidates(scratch);
   std::copy_n(list.places, k, indices.data);
-  std::copy_n(list.apart, k, estimates.data);
+  std::copy_n(list.entries, k, estimates.data);
 }
 
 }  // namespace gradcomp::cpu

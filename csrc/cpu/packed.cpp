@@ -4,13 +4,13 @@
 
 #include "../math.h"
 #include "../ops.h"
-#include "spoil.h"
+#include "entry_add.h"
 
 namespace gradcomp::cpu {
 namespace {
 
-// Calls use(i, index, value) for each of the payload's entries, which says whether that is well; false where something was not,
-// or where the payload is malformed. Whatever the bytes, nothing outside the arrays is touched.
+// Call use(i, index, value) for each of the payload's entries. Returns false if a use returned false, or if the payload is
+// malformed. No bytes make it touch anything outside the arrays.
 template <class Use>
 bool for_entries(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, const Use& use) {
   if (count < 0) return false;
@@ -36,8 +36,8 @@ bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> b
 
 }  // namespace
 
-void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header, Span<float> value,
-                 Span<uint32_t> blocks, Span<uint32_t> entries, Queue) {
+void pack_sparse(OptionalSpan<float> residual, Span<const float> values, Span<const int32_t> indices,
+                 Span<const int32_t> header, Span<uint32_t> blocks, Span<uint32_t> entries, Queue) {
   const int64_t there = entries_there(header.data[0], values.size);
   int64_t at = 0;
   for (int64_t b = 0; b < blocks.size; ++b) {
@@ -51,13 +51,13 @@ void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<con
     for (int64_t i = begin; i < at; ++i) {
       const auto index = static_cast<uint32_t>(indices.data[i]);
       entries.data[i] = pack_entry(values.data[i], exponent, index);
-      if (value.given()) value.data[index] += values.data[i] - entry_value(entries.data[i], exponent);
+      if (residual.given()) residual.data[index] += values.data[i] - entry_value(entries.data[i], exponent);
     }
   }
 }
 
-void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<int32_t> header, Span<float> values,
-                   Span<int32_t> indices, Queue) {
+void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<const uint32_t> blocks,
+                   Span<const uint32_t> entries, Queue) {
   const bool well_formed = for_entries(blocks, entries, header.data[0], [&](int64_t i, int64_t index, float x) {
     values.data[i] = x;
     indices.data[i] = static_cast<int32_t>(index);
@@ -66,7 +66,7 @@ void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Sp
   if (!well_formed) header.data[1] = 1;
 }
 
-void add_packed(Span<float> target, Span<uint8_t> marks, const Spans<const uint32_t>& blocks,
+void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                 const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, float scale, Queue) {
   for (int rank = 0; rank < headers.count; ++rank) {
     const int32_t* header = headers.data[rank];
@@ -75,10 +75,10 @@ void add_packed(Span<float> target, Span<uint8_t> marks, const Spans<const uint3
   }
 }
 
-void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
+void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue) {
   const float share = share_to_keep(update.data, keep);
-  if (share != 0) add_entries(value, {}, blocks, entries, header.data[0], share);
+  if (share != 0) add_entries(residual, {}, blocks, entries, header.data[0], share);
 }
 
 }  // namespace gradcomp::cpu

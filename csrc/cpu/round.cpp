@@ -1,13 +1,14 @@
-// Rounding to levels, and adding up what was rounded, on CPUs. Bytes an entry: take_levels 8, add_levels 8, and 8 a word.
+// Rounding to levels, and adding the levels up, on CPUs. Bytes: take_levels 8 an entry, add_levels 8, both 8 a word.
 
 #include <array>
 
 #include "../math.h"
+#include "../math_rounding.h"
 #include "../ops.h"
-#include "../rounding.h"
-#include "eight.h"
-#include "groups.h"
-#include "spoil.h"
+#include "entry_add.h"
+#include "lane_hot.h"
+#include "lane_vectors.h"
+#include "thread_groups.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -25,7 +26,7 @@ inline Levels<sizeof...(kAt)> half_of(const auto& level, bool upper, std::index_
   return {either(upper, level[kAt + sizeof...(kAt) - 1], level[kAt])...};
 }
 
-// The two levels around x, from one half of all to the next.
+// Find the two levels around x, in halves of halves.
 template <size_t kLevels>
 inline Around around(float x, const std::array<float, kLevels>& level, uint32_t code = 0) {
   if constexpr (kLevels == 2) {
@@ -37,10 +38,10 @@ inline Around around(float x, const std::array<float, kLevels>& level, uint32_t 
   }
 }
 
-// codes <- the level each entry is rounded to, by its draw; x <- what that leaves over.
+// Round each entry by its draw: codes <- the numbers of the levels, x <- the rounding errors.
 template <int kLevels>
 HOT void round_by_draws(float* __restrict x, int64_t n, const float* levels, uint32_t draws, uint8_t* codes) {
-  Levels<kLevels> level;  // a copy: x may be anything but these
+  Levels<kLevels> level;  // a copy, which x cannot overlap
   std::copy_n(levels, kLevels, level.begin());
   for (int64_t i = 0; i < n; ++i) {
     const auto [low, high, code] = around(x[i], level);
@@ -50,7 +51,7 @@ HOT void round_by_draws(float* __restrict x, int64_t n, const float* levels, uin
   }
 }
 
-// The same for two levels, by which side of the cut an entry is on.
+// Do the same for two levels, by the side of the cut that an entry is on.
 HOT void round_at(float* __restrict x, int64_t n, float low, float high, float cut, uint8_t* codes) {
   for (int64_t i = 0; i < n; ++i) {
     const bool up = x[i] >= cut;
@@ -81,7 +82,7 @@ HOT void add_codes(const uint8_t* codes, int64_t n, const float* levels, float s
 template <int kLevels>
 constexpr Packing packing = *packing_of(kLevels);
 
-// part <- the number that each word's codes make up.
+// Join the digits of each word: part <- the number that its codes make up.
 template <int kLevels>
 HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* __restrict part) {
   std::fill_n(part, count, 0u);
@@ -91,6 +92,7 @@ HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* __restrict p
   }
 }
 
+// Take the numbers apart into digits again; part is used up.
 template <int kLevels>
 HOT void part_digits(uint32_t* __restrict part, int64_t count, uint8_t* codes) {
   for (int64_t digit = 0; digit < packing<kLevels>.digits; ++digit) {
@@ -103,7 +105,7 @@ HOT void part_digits(uint32_t* __restrict part, int64_t count, uint8_t* codes) {
   }
 }
 
-// part: room for as many.
+// Pack codes into words. `part` is memory for as many numbers.
 template <int kLevels>
 void pack(const uint8_t* codes, int64_t count, uint32_t* part, uint64_t* words) {
   constexpr Packing kPacking = packing<kLevels>;
@@ -114,6 +116,7 @@ void pack(const uint8_t* codes, int64_t count, uint32_t* part, uint64_t* words) 
   }
 }
 
+// Unpack words into codes. `left` and `part` are memory for as many numbers.
 template <int kLevels>
 void unpack(const uint64_t* words, int64_t count, uint64_t* left, uint32_t* part, uint8_t* codes) {
   constexpr Packing kPacking = packing<kLevels>;
@@ -127,7 +130,7 @@ void unpack(const uint64_t* words, int64_t count, uint64_t* left, uint32_t* part
   }
 }
 
-// work.template operator()<kLevels>() for this number of levels.
+// Call work.template operator()<kLevels>() for this number of levels.
 template <class Work>
 void with_levels(int64_t levels, const Work& work) {
   switch (levels) {
@@ -142,14 +145,14 @@ void with_levels(int64_t levels, const Work& work) {
   }
 }
 
-// Room for any group's codes, and for its words and their parts.
+// Memory for any group's codes, and for its words and their parts.
 template <int kLevels>
-struct Room {
+struct Buffers {
   std::vector<uint64_t> left;
   std::vector<uint32_t> part;
   std::vector<uint8_t> codes;
 
-  explicit Room(const Groups& groups)
+  explicit Buffers(const Groups& groups)
       : left(static_cast<size_t>(packing<kLevels>.words(groups.longest()))),
         part(left.size()),
         codes(left.size() * packing<kLevels>.per_word()) {}
@@ -161,13 +164,13 @@ void add_groups(Span<float> target, const Spans<const float>& levels, const Span
   with_levels(count, [&]<int kLevels>() {
     constexpr Packing kPacking = packing<kLevels>;
     parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
-      Room<kLevels> room(groups);
+      Buffers<kLevels> buffers(groups);
       for (int64_t g = begin; g < end; ++g) {
         const int64_t n = groups.end(g) - groups.begin(g);
         for (int rank = 0; rank < words.count; ++rank) {
-          unpack<kLevels>(words.data[rank] + g * kPacking.words(group), kPacking.words(n), room.left.data(), room.part.data(),
-                          room.codes.data());
-          add_codes<kLevels>(room.codes.data(), n, levels.data[rank] + g * kLevels, scale, target.data + groups.begin(g));
+          unpack<kLevels>(words.data[rank] + g * kPacking.words(group), kPacking.words(n), buffers.left.data(),
+                          buffers.part.data(), buffers.codes.data());
+          add_codes<kLevels>(buffers.codes.data(), n, levels.data[rank] + g * kLevels, scale, target.data + groups.begin(g));
         }
       }
     });
@@ -176,25 +179,25 @@ void add_groups(Span<float> target, const Spans<const float>& levels, const Span
 
 }  // namespace
 
-void take_levels(Span<float> value, Span<const float> levels, Span<const float> cuts, int64_t group, int64_t count, int64_t key,
-                 Span<uint64_t> words, Queue queue) {
-  const Groups groups{value.size, group};
+void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<const float> cuts, int64_t group, int64_t count,
+                 int64_t key, Span<uint64_t> words, Queue queue) {
+  const Groups groups{residual.size, group};
   with_levels(count, [&]<int kLevels>() {
     constexpr Packing kPacking = packing<kLevels>;
     parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
-      Room<kLevels> room(groups);
+      Buffers<kLevels> buffers(groups);
       for (int64_t g = begin; g < end; ++g) {
-        float* x = value.data + groups.begin(g);
+        float* x = residual.data + groups.begin(g);
         const int64_t n = groups.end(g) - groups.begin(g), there = kPacking.words(n);
         const float* own = levels.data + g * kLevels;
-        uint8_t* codes = room.codes.data();
+        uint8_t* codes = buffers.codes.data();
         if (cuts.given()) {
           round_at(x, n, own[0], own[1], cuts.data[g], codes);
         } else {
           round_by_draws<kLevels>(x, n, own, draws_of(key, g), codes);
         }
         std::fill_n(codes + n, there * kPacking.per_word() - n, uint8_t{0});
-        pack<kLevels>(codes, there, room.part.data(), words.data + g * kPacking.words(group));
+        pack<kLevels>(codes, there, buffers.part.data(), words.data + g * kPacking.words(group));
       }
     });
   });
@@ -208,10 +211,10 @@ void add_levels(Span<float> target, const Spans<const float>& levels, const Span
   }
 }
 
-void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
+void settle_levels(Span<float> residual, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
                    Span<const float> update, float keep, Queue queue) {
   const float share = share_to_keep(update.data, keep);
-  if (share != 0) add_groups(value, Spans(levels), Spans(words), group, count, share, queue);
+  if (share != 0) add_groups(residual, Spans(levels), Spans(words), group, count, share, queue);
 }
 
 }  // namespace gradcomp::cpu

@@ -1,9 +1,9 @@
-// Count sketches on CPUs: a block of entries at a time, which stays in the cache while each row in turn takes it up. Bytes: 4
-// an entry; the table's cells come from the second cache, 64 bytes at a time. The processor foresees neither what tiles of the
-// table are next nor that another block is, so it is told.
+// Count sketches on CPUs. A block of entries stays in the cache while each row adds it up. Bytes: 4 an entry; the table's
+// cells come from the second cache, 64 bytes at a time. The processor can foresee neither the next tiles of the table nor the
+// next block, so both are prefetched.
 
 #include "../ops.h"
-#include "walk.h"
+#include "block_sketch.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -22,24 +22,24 @@ HOT void add_tiles(const float* x, int64_t count, const Places& places, float* r
   }
 }
 
-// Asks memory for entries that are added later.
+// Prefetch entries that are added later.
 void fetch(const float* begin, const float* end) {
   for (; begin < end; begin += kSketchTile) __builtin_prefetch(begin);
 }
 
 }  // namespace
 
-void sketch(Span<const float> value, int64_t rows, int64_t seed, Span<float> table, Queue queue) {
-  const int64_t n = value.size, columns = table.size / rows, whole = n / kSketchTile;
+void sketch(Span<const float> flat, int64_t rows, int64_t seed, Span<float> table, Queue queue) {
+  const int64_t n = flat.size, columns = table.size / rows, whole = n / kSketchTile;
   const SketchHash hash(columns, seed);
   std::fill_n(table.data, table.size, 0.0f);
   float last[kSketchTile] = {};
-  std::copy(value.data + whole * kSketchTile, value.data + n, last);
+  std::copy(flat.data + whole * kSketchTile, flat.data + n, last);
   const auto work = [&](int64_t row, int64_t last_row) {
     std::vector<Walk> through = walks(hash, row, last_row, 0);
     Places places;
     const int64_t own = last_row - row;
-    // Beside each row, its share of the tiles that come next is fetched.
+    // Each row fetches its share of the next tiles.
     const auto add = [&](const float* x, int64_t count, int64_t coming) {
       const float* next = x + count * kSketchTile;
       for (int64_t i = 0; i < own; ++i) {
@@ -50,7 +50,7 @@ void sketch(Span<const float> value, int64_t rows, int64_t seed, Span<float> tab
     };
     for (int64_t tile = 0; tile < whole; tile += kBlockTiles) {
       const int64_t count = std::min(kBlockTiles, whole - tile);
-      add(value.data + tile * kSketchTile, count, std::min(kBlockTiles, whole - tile - count));
+      add(flat.data + tile * kSketchTile, count, std::min(kBlockTiles, whole - tile - count));
     }
     if (whole * kSketchTile < n) add(last, 1, 0);
   };

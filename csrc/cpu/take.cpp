@@ -1,9 +1,10 @@
-// The plain takes and adds, on CPUs: the whole of a bucket, and sparse entries in and out of it.
+// The plain takes and adds, on CPUs: of a whole bucket, and of sparse entries.
 
 #include "../math.h"
 #include "../ops.h"
-#include "parallel.h"
-#include "spoil.h"
+#include "entry_add.h"
+#include "lane_hot.h"
+#include "thread_parts.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -12,7 +13,7 @@ HOT void shrink(float* x, int64_t n, float keep) {
   for (int64_t i = 0; i < n; ++i) x[i] *= keep;
 }
 
-// Adds the payload's entries; false where it is malformed.
+// Add the payload's entries. Returns false if it is malformed.
 bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices, int32_t count,
                  float scale) {
   if (count < 0) return false;
@@ -25,33 +26,33 @@ bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const float> valu
 
 }  // namespace
 
-void offer_all(Span<const float> value, Span<const int32_t> flag, Span<float> taken, Queue queue) {
-  parallel(value.size, parts(value.size, queue.threads),
-           [&](int, int64_t begin, int64_t end) { std::copy(value.data + begin, value.data + end, taken.data + begin); });
+void offer_all(Span<const float> residual, OptionalSpan<const int32_t> flag, Span<float> taken, Queue queue) {
+  parallel(residual.size, parts(residual.size, queue.threads),
+           [&](int, int64_t begin, int64_t end) { std::copy(residual.data + begin, residual.data + end, taken.data + begin); });
   if (flag.given() && flag.data[0] != 0 && taken.size > 0) taken.data[0] = not_a_number();
 }
 
-void settle_all(Span<float> value, Span<const float> update, float keep, Queue queue) {
-  if (value.size == 0 || !is_finite(update.data[0])) return;
-  parallel(value.size, parts(value.size, queue.threads), [&](int, int64_t begin, int64_t end) {
+void settle_all(Span<float> residual, Span<const float> update, float keep, Queue queue) {
+  if (residual.size == 0 || !is_finite(update.data[0])) return;
+  parallel(residual.size, parts(residual.size, queue.threads), [&](int, int64_t begin, int64_t end) {
     if (keep == 0) {
-      std::fill(value.data + begin, value.data + end, 0.0f);
+      std::fill(residual.data + begin, residual.data + end, 0.0f);
     } else {
-      shrink(value.data + begin, end - begin, keep);
+      shrink(residual.data + begin, end - begin, keep);
     }
   });
 }
 
-void add_sparse(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
+void add_sparse(Span<float> target, OptionalSpan<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
                 Span<const int32_t> header, float scale, Queue) {
   const bool flagged = header.data[1] != 0;
   if (flagged || !add_entries(target, marks, values, indices, header.data[0], scale)) spoil(target, marks);
 }
 
-void settle_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
+void settle_sparse(Span<float> residual, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue) {
   const float share = share_to_keep(update.data, keep);
-  if (share != 0) add_entries(value, {}, values, indices, header.data[0], share);
+  if (share != 0) add_entries(residual, {}, values, indices, header.data[0], share);
 }
 
 }  // namespace gradcomp::cpu

@@ -5,22 +5,16 @@
 
 namespace gradcomp::cpu {
 
-void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool from_zero,
-                    bool about_mean, bool skip_zeros, bool live, bool pooled, Span<float> centers, Span<float> thresholds,
-                    Queue) {
+void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool from_zero, bool live,
+                    bool pooled, Span<float> thresholds, Queue) {
   Moments<double> all{};
   for (int64_t i = 0; i < ends.size; ++i) {
     const int32_t begin = i == 0 ? 0 : ends.data[i - 1];
     const Moments<double> own = load_moments(moments.data + kMoments * i, static_cast<double>(ends.data[i] - begin));
     all = pooled ? merge(all, own) : own;
-    const Threshold found = threshold_of(all, lam.data[0], from_zero, about_mean, skip_zeros, live);
-    centers.data[i] = found.center;
-    thresholds.data[i] = found.threshold;
+    thresholds.data[i] = threshold_of(all, lam.data[0], from_zero, live);
   }
-  for (int64_t i = 0; pooled && i + 1 < ends.size; ++i) {
-    centers.data[i] = centers.data[ends.size - 1];
-    thresholds.data[i] = thresholds.data[ends.size - 1];
-  }
+  for (int64_t i = 0; pooled && i + 1 < ends.size; ++i) thresholds.data[i] = thresholds.data[ends.size - 1];
 }
 
 void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Queue) {

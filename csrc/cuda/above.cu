@@ -1,32 +1,30 @@
-// Taking what exceeds its layer's threshold, on a GPU.
+// Taking the entries above their layer's threshold, on a GPU.
 //
-//   mark_passing         a bit for each entry that passes, and how many do
-//   take_or_list         where there is room for all that pass, they are moved out right away, and all that follows returns at
-//                        once; otherwise their indices are listed, in order, if they are not too many
-//   count_digits         three times: the digits of the key of the last one that there is room for, from the list
-//   count_taken, take_chosen   a tile's entries above that key, and equal to it; then each finds its place and is moved out
+//   mark_passing         a bit for each entry that passes, and their number
+//   take_or_list         moves all entries that pass out, if the capacity is enough, and the other kernels return at once;
+//                        otherwise lists their indices, in order, if they are not too many
+//   count_digits         three times: the digits of the key of the last entry within the capacity, from the list
+//   count_taken, take_chosen   a tile's entries above that key, and equal to it; then each goes to its place in the payload
 //
-// Where those that pass are too many for the list, the last five read all entries instead. Seven launches and one memset. Bytes
-// an entry of the bucket: 4.3, and 24 for one that is taken, or 45 or so for one that is listed; 24 without a list.
+// The last five read all entries if those that pass are too many for the list. Seven launches and one memset. Bytes an entry of
+// the bucket: 4.3, and 24 for a taken one, or about 45 for a listed one; 24 without a list.
 
 #include "../math.h"
 #include "../ops.h"
-#include "bucket.cuh"
-#include "select.cuh"
+#include "device_select.cuh"
+#include "thread_residual.cuh"
 
 namespace gradcomp::cuda {
 namespace {
 
-// What passes: the key is the distance from the layer's center where that exceeds the threshold, otherwise 0.
+// The key of an entry: its magnitude if that exceeds the layer's threshold, otherwise 0.
 struct Passing {
   const int32_t* ends;
-  const float* centers;
   const float* thresholds;
-  uint32_t low, high;  // the entries asked for are of these layers
-  float center;        // of the low one
-  uint32_t threshold;
+  uint32_t low, high;  // the entries that are asked about belong to these layers
+  uint32_t threshold;  // of the low one
 
-  // Most often all are of one layer, whose numbers are then at hand.
+  // Mostly all entries belong to one layer, whose threshold is then at hand.
   __device__ __forceinline__ Passing over(uint32_t first, uint32_t last) const {
     Passing its = *this;
     its.low = first_not(low, high, [&](uint32_t i) { return static_cast<uint32_t>(ends[i]) <= first; });
@@ -34,24 +32,17 @@ struct Passing {
     if (static_cast<uint32_t>(ends[its.low]) <= last) {
       its.high = first_not(its.low, high, [&](uint32_t i) { return static_cast<uint32_t>(ends[i]) <= last; });
     }
-    its.center = centers[its.low];
     its.threshold = magnitude_key(thresholds[its.low]);
     return its;
   }
 
   __device__ __forceinline__ uint32_t operator()(float x, uint32_t index) const {
-    float from = center;
-    uint32_t least = threshold;
-    if (low != high) {
-      const uint32_t layer = layer_of(index);
-      from = centers[layer];
-      least = magnitude_key(thresholds[layer]);
-    }
-    const uint32_t key = magnitude_key(x - from);
+    const uint32_t least = low == high ? threshold : magnitude_key(thresholds[layer_of(index)]);
+    const uint32_t key = magnitude_key(x);
     return key > least ? key : 0;
   }
 
-  // The first layer that ends behind the entry; empty ones never do.
+  // The first layer that ends behind the entry, which is never an empty one.
   __device__ __forceinline__ uint32_t layer_of(uint32_t index) const {
     uint32_t begin = low, end = high;
     while (begin < end) {
@@ -67,20 +58,20 @@ struct Passing {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    mark_passing(BucketReader reader, MovingHand hand, uint32_t n, Passing passing, uint32_t room, Plan plan) {
+    mark_passing(ResidualReader reader, MovingHand hand, uint32_t n, Passing passing, uint32_t capacity, Plan plan) {
   const uint32_t tile = blockIdx.x * kTile;
   const Passing its = passing.over(tile, n - tile < kTile ? n - 1 : tile + kTile - 1);
   if (!mark_tile(reader, n, plan, [&](float x, uint32_t index) { return its(x, index) != 0; })) return;
   const uint32_t found = scan_in_place<kThreads>(plan.tile_listed, gridDim.x);
   if (threadIdx.x != 0) return;
-  const bool listed = found <= plan.capacity;
-  *plan.choice = {0, room, found <= room ? 0 : listed ? found : n, listed ? 1u : 0u};
+  const bool listed = found <= plan.longest_list;
+  *plan.choice = {0, capacity, found <= capacity ? 0 : listed ? found : n, listed ? 1u : 0u};
   hand.announce(found);
 }
 
 __global__ void __launch_bounds__(kThreads) take_or_list(MovingHand hand, Plan plan) {
   if (plan.choice->sources == 0) {
-    for_each_marked(plan, [&](uint32_t place, uint32_t index) { hand.take(place, index, hand.value[index]); });
+    for_each_marked(plan, [&](uint32_t place, uint32_t index) { hand.take(place, index, hand.residual[index]); });
   } else if (plan.choice->listed != 0) {
     for_each_marked(plan, [&](uint32_t place, uint32_t index) { plan.list[place] = index; });
   }
@@ -88,24 +79,22 @@ __global__ void __launch_bounds__(kThreads) take_or_list(MovingHand hand, Plan p
 
 }  // namespace
 
-int64_t take_above_scratch(int64_t n, int64_t room) { return Plan(n, room, nullptr).words; }
+int64_t take_above_scratch(int64_t n, int64_t capacity) { return Plan(n, capacity, nullptr).words; }
 
-void take_above(Span<float> value, Span<float> velocity, Span<const int32_t> flag, Span<const uint32_t> /* peaks */,
-                Span<const int32_t> ends, Span<const float> centers, Span<const float> thresholds, Span<float> values,
-                Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
-  const Plan plan(value.size, values.size, scratch.data);
-  EXPECTS(scratch.size >= plan.words, "take_above: scratch has ", scratch.size, " words; ", plan.words, " are needed");
-  const auto n = static_cast<uint32_t>(value.size);
-  const auto room = static_cast<uint32_t>(values.size < value.size ? values.size : value.size);
+void take_above(Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<const int32_t> flag,
+                OptionalSpan<const uint32_t> /* peaks */, Span<const int32_t> ends, Span<const float> thresholds,
+                Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<uint32_t> scratch, Queue queue) {
+  const Plan plan(residual.size, values.size, scratch.data);
+  const auto n = static_cast<uint32_t>(residual.size);
+  const auto capacity = static_cast<uint32_t>(values.size < residual.size ? values.size : residual.size);
   const unsigned tiles = blocks_for(n, kTile);
-  const BucketReader reader = {value.data};
-  const MovingHand hand = {value.data, velocity.data, values.data, indices.data, flag.data, header.data};
-  const auto last_layer = static_cast<uint32_t>(ends.size - 1);
-  const Passing passing = {ends.data, centers.data, thresholds.data, 0, last_layer, 0.0f, 0};
-  const auto count_first = count_digits<BucketReader, Passing, kFirstDigits>;
+  const ResidualReader reader = {residual.data};
+  const MovingHand hand = {residual.data, velocity.data, values.data, indices.data, flag.data, header.data};
+  const Passing passing = {ends.data, thresholds.data, 0, static_cast<uint32_t>(ends.size - 1), 0};
+  const auto count_first = count_digits<ResidualReader, Passing, kFirstDigits>;
 
   CUDA_TRY(cudaMemsetAsync(scratch.data, 0, plan.zeroed * sizeof(uint32_t), static_cast<cudaStream_t>(queue.stream)));
-  LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, room, plan);
+  LAUNCH(mark_passing, tiles, kThreads, 0, queue, reader, hand, n, passing, capacity, plan);
   LAUNCH(take_or_list, tiles, kThreads, 0, queue, hand, plan);
   LAUNCH(count_first, source_blocks(n), kThreads, 0, queue, reader, passing, kFirstShift, plan.first_counts, plan.tickets + 0,
          plan);

@@ -1,27 +1,17 @@
-// What the threads of a warp or block do together: sums, scans, histograms, and finding out which block finishes last. All
-// threads of the block must call these.
+// Sums, scans and histograms of a block, and the search for the block that finishes last. All threads of a block must call
+// these.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "launch.cuh"
+#include "warp.cuh"
+
 namespace gradcomp::cuda {
 
-constexpr unsigned kWarp = 32;
-constexpr unsigned kWholeWarp = 0xffffffffu;
-
-// The sum of x over this lane and those below it.
-static __device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t x) {
-  const unsigned lane = threadIdx.x % kWarp;
-  for (unsigned step = 1; step < kWarp; step *= 2) {
-    const uint32_t below = __shfl_up_sync(kWholeWarp, x, step);
-    if (lane >= step) x += below;
-  }
-  return x;
-}
-
-// The sum of x over the threads before this one; total becomes the sum over all of them.
+// Sum x over the threads before this one; total <- the sum over all threads.
 template <unsigned kThreads>
 static __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t x, uint32_t& total) {
   constexpr unsigned kWarps = kThreads / kWarp;
@@ -40,7 +30,7 @@ static __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t x, uint3
   return before + inclusive - x;
 }
 
-// Replaces counts[0 .. size) by the sums of what stands before each, and returns the sum of all; called by one block.
+// Replace each of counts[0 .. size) by the sum of those before it. Returns the sum of all. One block calls this.
 template <unsigned kThreads>
 static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint32_t size) {
   constexpr uint32_t kEach = 8;
@@ -64,35 +54,23 @@ static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint3
   return before;
 }
 
-// The first of low .. high for which precedes(i) does not hold, in an order where it holds for all before that and for none
-// after; high is not asked about. For a whole warp: each round asks 32 at once, where a thread alone would ask one.
-template <class Precedes>
-static __device__ __forceinline__ uint32_t first_not(uint32_t low, uint32_t high, Precedes precedes) {
-  while (low < high) {
-    const uint32_t step = (high - low + kWarp - 1) / kWarp;
-    const uint32_t probe = low + (threadIdx.x % kWarp + 1) * step - 1;
-    const unsigned holds = __ballot_sync(kWholeWarp, probe < high && precedes(probe));
-    low += static_cast<uint32_t>(__popc(holds)) * step;
-    const uint32_t last = low + step - 1;
-    high = last < high ? last : high;
-  }
-  return high;
-}
-
-// True in the one block of `blocks` that gets here last: what the others wrote to global memory before is then there to be read
-// (with __ldcg, past the first-level cache). No block waits for another. *ticket starts as 0.
+// Find the one block of `blocks` that gets here last: returns true there. It may then read what all blocks wrote to global
+// memory before, with __ldcg, past the first-level cache. No block waits for another. *ticket starts as 0.
+//
+// The first fence publishes a thread's results and the barrier collects them, before one thread takes the ticket for all. The
+// second barrier tells all threads, and the second fence keeps their reads behind the ticket.
 static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t blocks) {
   __shared__ uint32_t place;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) place = atomicAdd(ticket, 1u);
+  if (threadIdx.x == 0) place = TAKE_TICKET(ticket);
   __syncthreads();
   __threadfence();
   return place == blocks - 1;
 }
 
-// A histogram of digits in shared memory: a block clears it, counts with atomics, and adds it up with the other blocks'. The
-// digit 0 is never counted, it is what remains: in a gradient full of zeros all threads would count in one place.
+// A histogram of digits in shared memory: a block clears it, counts with atomics, and adds it to that of all blocks. The digit
+// 0 is not counted but follows from the rest: in a gradient full of zeros all threads would count in one place.
 template <unsigned kThreads, uint32_t kDigits>
 static __device__ __forceinline__ void clear_digits(uint32_t* counts) {
   for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) counts[digit] = 0;
@@ -111,13 +89,14 @@ static __device__ __forceinline__ void add_up_digits(const uint32_t* counts, uin
   }
 }
 
+// A digit, the number of entries with a larger one, and the number with this one or a larger one (unknown for digit 0).
 struct Digit {
   uint32_t digit;
-  uint32_t above;  // entries with a larger digit
-  uint32_t reach;  // entries with this one or a larger digit; unknown for 0
+  uint32_t above;
+  uint32_t reach;
 };
 
-// The digit of the wanted-th largest entry, for all threads of one block to read; picked is in shared memory.
+// Pick the digit of the wanted-th largest entry. picked is in shared memory, for all threads of the one block that calls this.
 template <unsigned kThreads, uint32_t kDigits>
 static __device__ __forceinline__ void pick_digit(const uint32_t* all, uint32_t wanted, Digit* picked) {
   constexpr uint32_t kEach = kDigits / kThreads;

@@ -1,15 +1,15 @@
-// Gradients in and updates out, on a GPU: a bucket's scattered pieces are read or written where they lie.
+// Gradients in and updates out, on a GPU. A bucket's scattered pieces are read or written where they lie.
 //
 // Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8, sum_squares 4. One launch each, for
-// the whole bucket; accumulate resets its flag with one more. Moments and sums leave a record of 24 or 8 bytes in scratch for
-// each part (what of a piece lies in a tile), which one more launch reads: number tile + piece is a part's own, because going
-// on to the next part raises one of the two.
+// the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for
+// each part of a piece, which one more launch joins. A part is what a tile holds of a piece. Its record has the number tile +
+// piece, one of which rises from each part to the next.
 
 #include "../math.h"
 #include "../ops.h"
+#include "block_moments.cuh"
+#include "block_pieces.cuh"
 #include "launch.cuh"
-#include "moments.cuh"
-#include "tiles.cuh"
 
 namespace gradcomp::cuda {
 namespace {
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant_
 __global__ void __launch_bounds__(kThreads)
     spread_tiles(const float* flat, const uint8_t* marks, const __grid_constant__ Pieces grads, float scale) {
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    // A run lies in one line: both begin at multiples of four.
+    // A run lies in one line, since both begin at multiples of four.
     const bool zeros = marks != nullptr && marks[entry / kLine] == 0;
     Four four = zeros ? Four{} : load_four(flat + entry, count);
     for (float& x : four.x) x = scale * x;
@@ -33,39 +33,39 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// What reaches the value is ahead_gradient * g + ahead_velocity * velocity: 0 and 1, or 1 and m for Nesterov's.
+// The residual rises by ahead_gradient * g + ahead_velocity * velocity: 0 and 1, or 1 and m for Nesterov's momentum.
 struct Feedback {
   const float* scales;
-  float* value;
+  float* residual;
   float* velocity;
   float momentum, ahead_gradient, ahead_velocity;
 };
 
 struct Added {
-  Four gradient;  // what was added, 0 where refused
-  Four value;     // what came of it
+  Four gradient;  // 0 for a refused entry
+  Four residual;  // the new one
   bool refused;
 };
 
 template <bool kWithVelocity>
 __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to, int piece, int64_t entry, int count) {
   const float scale = to.scales != nullptr ? to.scales[piece] : 1.0f;
-  Added run = {read_piece(grads, piece, entry, count), load_four(to.value + entry, count), false};
+  Added run = {read_piece(grads, piece, entry, count), load_four(to.residual + entry, count), false};
   Four velocity = {};
   if (kWithVelocity) velocity = load_four(to.velocity + entry, count);
   for (int i = 0; i < 4; ++i) {
     const float g = scale * run.gradient.x[i];
     const float v = kWithVelocity ? to.momentum * velocity.x[i] + g : g;
     const float ahead = kWithVelocity ? to.ahead_gradient * g + to.ahead_velocity * v : g;
-    const float sum = run.value.x[i] + ahead;
+    const float sum = run.residual.x[i] + ahead;
     const bool good = is_finite(sum) && (!kWithVelocity || is_finite(v));
     run.refused |= !good;
     run.gradient.x[i] = good ? g : 0.0f;
     velocity.x[i] = good ? v : velocity.x[i];
-    run.value.x[i] = good ? sum : run.value.x[i];
+    run.residual.x[i] = good ? sum : run.residual.x[i];
   }
   if (kWithVelocity) store_four(to.velocity + entry, count, velocity);
-  store_four(to.value + entry, count, run.value);
+  store_four(to.residual + entry, count, run.residual);
   return run;
 }
 
@@ -87,9 +87,9 @@ __global__ void __launch_bounds__(kThreads)
     for_each_run_of(begin, end, [&](int64_t entry, int count) {
       const Added run = add_run<kWithVelocity>(grads, to, piece, entry, count);
       refused |= run.refused;
-      Four of = run.value;
+      Four of = run.residual;
       for (int i = 0; i < 4; ++i) of.x[i] = raw ? run.gradient.x[i] : of.x[i];
-      include(mine, of, run.value, count);
+      include(mine, of, run.residual, count);
     });
     const Shifted<float> all = join_block<kThreads>(mine, Merge{});
     if (threadIdx.x == 0) records[blockIdx.x + piece] = record_of(all);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads) square_tiles(const __grid_constant__
   });
 }
 
-// The block's piece: the records of its parts joined, for thread 0.
+// Join the records of the parts of the block's piece, for thread 0.
 template <class Record, class Join>
 __device__ __forceinline__ auto join_parts(const Pieces& grads, const Record* records, Join join) {
   const int64_t begin = grads.begin[blockIdx.x], end = grads.begin[blockIdx.x + 1];
@@ -147,13 +147,6 @@ void launch_add(unsigned blocks, const Pieces& grads, const Feedback& to, bool r
   }
 }
 
-template <class Record>
-Record* records_in(Span<uint32_t> scratch, const Pieces& grads, const char* op) {
-  const int64_t words = accumulate_scratch(grads.begin[grads.count], grads.count);
-  EXPECTS(scratch.size >= words, op, ": scratch has ", scratch.size, " words; ", words, " are needed");
-  return reinterpret_cast<Record*>(scratch.data);
-}
-
 __global__ void __launch_bounds__(kThreads) wipe_lines(float* flat, int64_t n, const uint8_t* marks) {
   const int64_t entry = 4 * (int64_t{blockIdx.x} * kThreads + threadIdx.x);
   if (entry < n && marks[entry / kLine] != 0) store_four(flat + entry, n - entry, Four{});
@@ -167,8 +160,8 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 }
 
 void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scratch, Queue queue) {
-  auto* const records = records_in<SumRecord>(scratch, grads, "sum_squares");
-  const int64_t n = grads.begin[grads.count];
+  auto* const records = reinterpret_cast<SumRecord*>(scratch.data);
+  const int64_t n = grads.size();
   if (n > 0) LAUNCH(square_tiles, blocks_for(n, kTile), kThreads, 0, queue, grads, records);
   if (grads.count > 0) LAUNCH(join_squares, grads.count, kThreads, 0, queue, grads, records, squares.data);
 }
@@ -177,22 +170,22 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
   return (blocks_for(n, kTile) + pieces) * int64_t{sizeof(MomentsRecord) / sizeof(uint32_t)};
 }
 
-void accumulate(const Pieces& grads, Span<const float> scales, Span<float> value, Span<float> velocity, Span<int32_t> flag,
-                Span<double> moments, Span<uint32_t> peaks, Span<uint32_t> scratch, float momentum, bool nesterov, bool raw,
-                Queue queue) {
-  EXPECTS(!peaks.given(), "accumulate: peaks are for CPUs");
+void accumulate(const Pieces& grads, OptionalSpan<const float> scales, Span<float> residual, OptionalSpan<float> velocity,
+                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> /* peaks */,
+                OptionalSpan<uint32_t> scratch, float momentum, bool nesterov, bool raw, Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
-  auto* const records = measured ? records_in<MomentsRecord>(scratch, grads, "accumulate") : nullptr;
+  auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
-  if (value.size > 0) {
-    const unsigned blocks = blocks_for(value.size, kTile);
-    const Feedback to = {scales.data, value.data, velocity.data, momentum, nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f};
+  if (residual.size > 0) {
+    const unsigned blocks = blocks_for(residual.size, kTile);
+    const Feedback to = {scales.data, residual.data,          velocity.data,
+                         momentum,    nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f};
     (velocity.given() ? launch_add<true> : launch_add<false>)(blocks, grads, to, raw, flag.data, records, queue);
   }
   if (measured) LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
 }
 
-void spread(Span<const float> flat, Span<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
+void spread(Span<const float> flat, OptionalSpan<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
   if (flat.size == 0) return;
   LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, marks.data, grads, scale);
 }

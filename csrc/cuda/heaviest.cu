@@ -1,13 +1,12 @@
-// Finding the heaviest entries of a count sketch on a GPU: top-k over estimates that are worked out wherever they are read.
+// The heaviest entries of a count sketch, on a GPU: top-k over estimates that are computed wherever they are read.
 //
-// The launches are those of largest.cuh. Bytes: a pass over the entries reads 4 times the number of rows an entry from the
-// table, 16 at a time, of which memory sees the table once where it fits into the second cache; two passes where the candidates
-// are listed, five where they are not. Beside that 0.3 bytes an entry, and 64 times the number of rows a candidate: it is read
-// four times, and each time with its three neighbours.
+// The launches are those of device_largest.cuh. Bytes of one pass: 4 an entry and row of the table, 16 at a time; a table that
+// fits into the second cache comes from memory once. There are two passes with a list of candidates, five without. Bytes beside
+// that: 0.3 an entry, and 64 a row and candidate, which is read four times, each time with its three neighbours.
 
+#include "../math_sketch.h"
 #include "../ops.h"
-#include "../sketch.h"
-#include "largest.cuh"
+#include "device_largest.cuh"
 
 namespace gradcomp::cuda {
 namespace {
@@ -18,7 +17,7 @@ __device__ __forceinline__ void swap_if(bool wanted, float& a, float& b) {
   b = wanted ? first : b;
 }
 
-// The middle one of kRows numbers, an odd number of them: sorted just as far as is needed, step by step as on CPUs.
+// Find the median of an odd number of numbers. They are sorted just as far as that needs, in the same steps as on CPUs.
 template <int kRows>
 __device__ __forceinline__ float median_of(float* x) {
   UNROLLED for (int i = 0; i <= kRows / 2; ++i) {
@@ -36,7 +35,7 @@ struct EstimateReader {
   SketchHash hash;
   const float* table;
 
-  // Four in a row, of which the first is a multiple of four, lie in one tile, and in each row in one such four of columns.
+  // Four entries from a multiple of four on lie in one tile, and in each row in four columns from a multiple of four on.
   __device__ __forceinline__ Four read(int64_t entry, int64_t count) const {
     Four four = {};
     if (count <= 0) return four;
@@ -65,7 +64,7 @@ struct EstimateReader {
   }
 };
 
-// Nothing moves: what is chosen is written down.
+// Writes the chosen entries down, and moves nothing.
 struct NotingHand {
   float* estimates;
   int32_t* indices;
@@ -85,7 +84,7 @@ void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Sp
               Span<uint32_t> scratch, Queue queue) {
   const SketchHash hash(table.size / rows, seed);
   const NotingHand hand = {estimates.data, indices.data};
-  const auto take = [&](const auto& reader) { take_largest("heaviest", reader, hand, n, indices.size, scratch, queue); };
+  const auto take = [&](const auto& reader) { take_largest(reader, hand, n, indices.size, scratch, queue); };
   switch (rows) {
     case 3:
       return take(EstimateReader<3>{hash, table.data});

@@ -1,16 +1,18 @@
-// The levels of each group, on a GPU: a warp for a group, which looks through it as often as its form needs, out of the first
-// cache. Bytes: 4 an entry, and 4 more from the first cache for each look.
+// The levels of each group, on a GPU. A warp looks through a group as often as its form needs. Bytes: 4 an entry, and 4 more
+// from the first cache for each look.
 
-#include "../levels.h"
+#include "../math_levels.h"
 #include "../ops.h"
-#include "block.cuh"
 #include "launch.cuh"
+#include "thread_four.cuh"
+#include "warp.cuh"
 
 namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 128;
-constexpr unsigned kGroups = kThreads / kWarp;  // of a block
+// Groups of a block.
+constexpr unsigned kGroups = kThreads / kWarp;
 
 template <class T, class Join>
 __device__ __forceinline__ T joined(T x, Join join) {
@@ -28,14 +30,13 @@ __device__ __forceinline__ T warp_least(T x) {
   return joined(x, [](T a, T b) { return a < b ? a : b; });
 }
 
-// A group's entries, within bounds where it has any; what a lane sees of them is every 32nd four. All lanes get the same
-// answers.
+// A group's entries, within bounds if it has any. Each lane sees every 32nd four of them. All lanes get the same answers.
 template <bool kBounded>
 struct View {
   const float* x;
   int64_t n;
   Ends bounds;
-  uint32_t kept = 0xffffffff;  // of an entry's bits
+  uint32_t kept = 0xffffffff;  // the bits of an entry that count: all but the sign for magnitudes
 
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
@@ -101,12 +102,12 @@ struct View {
 };
 
 template <bool kBounded>
-__global__ void __launch_bounds__(kThreads) find(const float* value, const float* bounds, const __grid_constant__ Groups groups,
+__global__ void __launch_bounds__(kThreads) find(const float* flat, const float* bounds, const __grid_constant__ Groups groups,
                                                  Form form, int64_t count, float* levels, float* cuts) {
   const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
   if (group >= groups.count()) return;
   const Ends ends = kBounded ? Ends{bounds[2 * group], bounds[2 * group + 1]} : Ends{};
-  const View<kBounded> view{value + groups.begin(group), groups.end(group) - groups.begin(group), ends};
+  const View<kBounded> view{flat + groups.begin(group), groups.end(group) - groups.begin(group), ends};
   float own[9], cut;
   levels_of(view, form, count, own, cut);
   if (threadIdx.x % kWarp != 0) return;
@@ -116,11 +117,11 @@ __global__ void __launch_bounds__(kThreads) find(const float* value, const float
 
 }  // namespace
 
-void find_levels(Span<const float> value, Span<const float> bounds, int64_t form, int64_t group, int64_t count,
+void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64_t form, int64_t group, int64_t count,
                  Span<float> levels, Span<float> cuts, Queue queue) {
-  const Groups groups{value.size, group};
+  const Groups groups{flat.size, group};
   const auto find_within = bounds.given() ? find<true> : find<false>;
-  LAUNCH(find_within, blocks_for(groups.count(), kGroups), kThreads, 0, queue, value.data, bounds.data, groups,
+  LAUNCH(find_within, blocks_for(groups.count(), kGroups), kThreads, 0, queue, flat.data, bounds.data, groups,
          static_cast<Form>(form), count, levels.data, cuts.data);
 }
 

@@ -1,21 +1,21 @@
-// Sparse entries in 32 bits, on a GPU: packing, adding up, and putting back. One launch each: a block of threads for every 2^16
-// entries of the bucket, which finds its part of the payload by itself.
+// Sparse entries in 32 bits, on a GPU: packing, adding up, and putting back. One launch each, with a block of threads for every
+// 2^16 entries of the bucket, which finds its part of the payload by itself.
 //
-// Bytes an entry of the payload: pack_sparse and unpack_sparse 12, add_packed and settle_packed 4; all but unpack_sparse, and
-// pack_sparse without a value, also a scattered read and write of 4.
+// Bytes an entry of the payload: pack_sparse and unpack_sparse 12, add_packed and settle_packed 4. The entries of the bucket
+// that are written to cost a scattered read and write of 4 each.
 
 #include "../math.h"
 #include "../ops.h"
 #include "block.cuh"
 #include "launch.cuh"
-#include "spoil.cuh"
+#include "thread_add.cuh"
 
 namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 512;
 
-// The largest of all threads' x.
+// Find the largest x of all threads.
 __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint32_t block_max(uint32_t x) {
 }
 
 __global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values, const int32_t* indices, const int32_t* header,
-                                                        float* value, uint32_t* blocks, uint32_t* entries) {
+                                                        float* residual, uint32_t* blocks, uint32_t* entries) {
   const auto there = static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], values.size));
   const auto part_begin = [&](uint32_t low, uint32_t b) {
     return first_not(low, there, [&](uint32_t i) { return static_cast<uint32_t>(indices[i]) >> kBlockBits < b; });
@@ -43,19 +43,19 @@ __global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values
     const auto index = static_cast<uint32_t>(indices[i]);
     const uint32_t entry = pack_entry(x, exponent, index);
     entries[i] = entry;
-    if (value != nullptr) value[index] += x - entry_value(entry, exponent);
+    if (residual != nullptr) residual[index] += x - entry_value(entry, exponent);
   }
 }
 
-// Calls use(i, index, value) for the entries of this block's word, which says whether that is well; false, in one thread at
-// least of one block at least, where something was not, or the payload is malformed. Entries are used up to the first block
-// whose word is unsound or promises too much; nothing outside the arrays is ever touched.
+// Call use(i, index, value) for the entries of this block's word. Returns false, in at least one thread of one block, if a use
+// returned false or the payload is malformed. Entries are used up to the first block with an unsound word or with too many
+// entries. No bytes make it touch anything outside the arrays.
 template <class Use>
 __device__ __forceinline__ bool for_block(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count,
                                           const Use& use) {
   if (count < 0) return blockIdx.x + threadIdx.x != 0;
   const auto there = static_cast<uint32_t>(entries_there(count, entries.size));
-  uint32_t sum = 0;  // no more than 2^31: of 2^15 words that count up to 2^16 each
+  uint32_t sum = 0;  // at most 2^31: 2^15 words that count up to 2^16 each
   bool sound = true;
   for (uint32_t b = threadIdx.x; b <= blockIdx.x; b += kThreads) {
     const BlockWord word = read_block_word(blocks.data[b]);
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   if (!well_formed) header[1] = 1;
 }
 
-// One rank after the other: nobody else adds to this block's entries.
+// Add rank by rank. No other block adds to this block's entries.
 __global__ void __launch_bounds__(kThreads)
     add_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
                const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
@@ -108,35 +108,35 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    settle_blocks(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, const int32_t* header,
+    settle_blocks(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, const int32_t* header,
                   const float* update, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_block(value, {}, blocks, entries, header[0], share);
+  if (share != 0) add_block(residual, {}, blocks, entries, header[0], share);
 }
 
 }  // namespace
 
-void pack_sparse(Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header, Span<float> value,
-                 Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
-  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data, value.data,
+void pack_sparse(OptionalSpan<float> residual, Span<const float> values, Span<const int32_t> indices,
+                 Span<const int32_t> header, Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
+  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data, residual.data,
          blocks.data, entries.data);
 }
 
-void unpack_sparse(Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<int32_t> header, Span<float> values,
-                   Span<int32_t> indices, Queue queue) {
+void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<const uint32_t> blocks,
+                   Span<const uint32_t> entries, Queue queue) {
   LAUNCH(unpack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, blocks, entries, header.data, values.data,
          indices.data);
 }
 
-void add_packed(Span<float> target, Span<uint8_t> marks, const Spans<const uint32_t>& blocks,
+void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                 const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, float scale, Queue queue) {
   LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
          scale);
 }
 
-void settle_packed(Span<float> value, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
+void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue queue) {
-  LAUNCH(settle_blocks, blocks_for(value.size, kBlockEntries), kThreads, 0, queue, value, blocks, entries, header.data,
+  LAUNCH(settle_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks, entries, header.data,
          update.data, keep);
 }
 

@@ -1,12 +1,10 @@
-// Rounding to levels, and adding up what was rounded, on a GPU: a thread for each word, which reads some entries before it
-// changes the first of them. Bytes an entry: take_levels 8, add_levels 8, and 8 a word.
+// Rounding to levels, and adding the levels up, on a GPU: a thread for each word, which reads a batch of entries before it
+// changes the first. Bytes: take_levels 8 an entry, add_levels 8, both 8 a word.
 
 #include "../math.h"
+#include "../math_rounding.h"
 #include "../ops.h"
-#include "../rounding.h"
-#include "block.cuh"
 #include "launch.cuh"
-#include "spoil.cuh"
 
 namespace gradcomp::cuda {
 namespace {
@@ -16,7 +14,7 @@ constexpr unsigned kThreads = 128;
 template <int kLevels>
 constexpr Packing packing = *packing_of(kLevels);
 
-// A word's entries in its group of n: its first, and every `words`-th from there.
+// A word's entries in its group of n entries: its first, and every `words`-th from there.
 struct Place {
   int64_t group, begin;
   uint32_t n, words, word;
@@ -31,13 +29,13 @@ __device__ __forceinline__ Place place_of(const Groups& groups, int64_t word) {
           static_cast<uint32_t>(word - group * each)};
 }
 
-// The most entries that are read before the first of them is used.
+// Entries that are read before the first of them is used.
 template <int kLevels>
 constexpr int batch = packing<kLevels>.digits % 8 == 0   ? 8
                       : packing<kLevels>.digits % 5 == 0 ? 5
                                                          : 3;
 
-// use(x[first], the next of the word's entries, ...), which changes them.
+// Let use(entries) change a batch of the word's entries, from x[first] on.
 template <int kBatch, class Use>
 __device__ __forceinline__ void change_batch(float* x, const Place& place, uint32_t first, Use use) {
   float own[kBatch];
@@ -59,7 +57,7 @@ struct Around {
   uint32_t code;  // of the lower one
 };
 
-// The two levels around x, from one half of all to the next.
+// Find the two levels around x, in halves of halves.
 template <int kLevels>
 __device__ __forceinline__ Around around(float x, const float (&level)[kLevels], uint32_t code = 0) {
   if constexpr (kLevels == 2) {
@@ -76,7 +74,7 @@ __device__ __forceinline__ Around around(float x, const float (&level)[kLevels],
 
 template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
-    round_words(float* value, const float* levels, const float* cuts, const __grid_constant__ Groups groups, int64_t key,
+    round_words(float* residual, const float* levels, const float* cuts, const __grid_constant__ Groups groups, int64_t key,
                 int64_t count, uint64_t* words) {
   constexpr int kDigits = packing<kLevels>.digits, kBatch = batch<kLevels>;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -93,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t sum = 0, unit_of_digit = 1;
     for (int digit = 0; digit < kDigits; digit += kBatch) {
       uint32_t i = place.word + (part * kDigits + digit) * place.words;
-      change_batch<kBatch>(value + place.begin, place, i, [&](float(&x)[kBatch]) {
+      change_batch<kBatch>(residual + place.begin, place, i, [&](float(&x)[kBatch]) {
         UNROLLED
         for (float& entry : x) {
           const auto [low, high, code] = around(entry, level);
@@ -111,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
   words[at] = word;
 }
 
-// What is left of a part of a word behind its first digits.
+// Drop the first digits of a part of a word, and return the rest.
 template <int kLevels>
 __device__ __forceinline__ uint32_t digits_from(uint64_t word, int part, int digit) {
   UNROLLED
@@ -123,7 +121,7 @@ __device__ __forceinline__ uint32_t digits_from(uint64_t word, int part, int dig
   return sum / power;
 }
 
-// All ranks' levels are added to some entries before these are written.
+// Add the levels of all ranks to a batch of entries, and then write the batch.
 template <int kLevels>
 __device__ __forceinline__ void add_word(float* target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
                                          const Groups& groups, int64_t count, float scale) {
@@ -152,7 +150,7 @@ __device__ __forceinline__ void add_word(float* target, const Spans<const float>
   }
 }
 
-// The first entry is added to and spoiled by the same thread: that of the first word.
+// The thread of the first word both adds to the first entry and sets it to NaN.
 template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
     add_words(float* target, const __grid_constant__ Spans<const float> levels,
@@ -167,14 +165,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kLevels>
 __global__ void __launch_bounds__(kThreads)
-    settle_words(float* value, const __grid_constant__ Spans<const float> levels,
+    settle_words(float* residual, const __grid_constant__ Spans<const float> levels,
                  const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Groups groups, int64_t count,
                  const float* update, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_word<kLevels>(value, levels, words, groups, count, share);
+  if (share != 0) add_word<kLevels>(residual, levels, words, groups, count, share);
 }
 
-// The kernel for so many levels.
+// Choose the kernel for this number of levels.
 template <class Kernel>
 Kernel* for_levels(int64_t count, Kernel* two, Kernel* three, Kernel* five, Kernel* nine) {
   return count == 2 ? two : count == 3 ? three : count == 5 ? five : nine;
@@ -183,12 +181,12 @@ Kernel* for_levels(int64_t count, Kernel* two, Kernel* three, Kernel* five, Kern
 
 }  // namespace
 
-void take_levels(Span<float> value, Span<const float> levels, Span<const float> cuts, int64_t group, int64_t count, int64_t key,
-                 Span<uint64_t> words, Queue queue) {
-  const Groups groups{value.size, group};
+void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<const float> cuts, int64_t group, int64_t count,
+                 int64_t key, Span<uint64_t> words, Queue queue) {
+  const Groups groups{residual.size, group};
   const int64_t all = packing_of(count)->words(groups);
   const auto round_words_of = FOR_LEVELS(round_words, count);
-  LAUNCH(round_words_of, blocks_for(all, kThreads), kThreads, 0, queue, value.data, levels.data, cuts.data, groups, key, all,
+  LAUNCH(round_words_of, blocks_for(all, kThreads), kThreads, 0, queue, residual.data, levels.data, cuts.data, groups, key, all,
          words.data);
 }
 
@@ -200,13 +198,13 @@ void add_levels(Span<float> target, const Spans<const float>& levels, const Span
   LAUNCH(add_words_of, blocks_for(all, kThreads), kThreads, 0, queue, target.data, levels, words, headers, groups, all, scale);
 }
 
-void settle_levels(Span<float> value, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
+void settle_levels(Span<float> residual, Span<const float> levels, Span<const uint64_t> words, int64_t group, int64_t count,
                    Span<const float> update, float keep, Queue queue) {
-  const Groups groups{value.size, group};
+  const Groups groups{residual.size, group};
   const int64_t all = packing_of(count)->words(groups);
   const auto settle_words_of = FOR_LEVELS(settle_words, count);
-  LAUNCH(settle_words_of, blocks_for(all, kThreads), kThreads, 0, queue, value.data, Spans(levels), Spans(words), groups, all,
-         update.data, keep);
+  LAUNCH(settle_words_of, blocks_for(all, kThreads), kThreads, 0, queue, residual.data, Spans(levels), Spans(words), groups,
+         all, update.data, keep);
 }
 
 }  // namespace gradcomp::cuda

@@ -1,14 +1,14 @@
-// Count sketches on a GPU: a thread for each cell of the table, which looks up the entries that belong there and adds them up
-// in their order. No atomics, so a table is the CPU's to the last bit.
+// Count sketches on a GPU. A thread for each cell of the table looks up the cell's entries and adds them up in their order. It
+// needs no atomics, so that a table equals the CPU's to the last bit.
 //
 // Bytes: each row reads all entries, 4 bytes each, 64 in a row for sixteen threads. Blocks that run side by side go through the
-// rounds at about the same pace, so that most of this comes from the second cache: of memory 4 bytes an entry, once more for
-// each time that the cells fill the device with threads. 4 a cell are written.
+// rounds at about the same pace, so that most reads come from the second cache. Memory gives 4 bytes an entry for each time
+// that the cells fill the device with threads. 4 a cell are written.
 
+#include "../math_sketch.h"
 #include "../ops.h"
-#include "../sketch.h"
-#include "block.cuh"
 #include "launch.cuh"
+#include "warp.cuh"
 
 namespace gradcomp::cuda {
 namespace {
@@ -17,15 +17,15 @@ constexpr unsigned kThreads = 128;
 constexpr uint32_t kWidth = kSketchTile;
 constexpr uint32_t kTilesOfBlock = kThreads / kWidth;
 
-// Which tile of its round is dealt to this tile of columns.
+// Find the tile of a round that goes to this tile of columns.
 __device__ __forceinline__ uint32_t dealt_to(const Deal& deal, uint32_t column_tile, uint32_t tiles) {
   const uint32_t apart = column_tile - deal.first + (column_tile < deal.first ? tiles : 0);
   return static_cast<uint32_t>(uint64_t{apart} * deal.inverse % tiles);
 }
 
-// Threads of a tile take sixteen rounds at a time: each finds out about one of them, and tells the others.
+// The sixteen threads of a tile take sixteen rounds at a time: each looks one of them up for all.
 __global__ void __launch_bounds__(kThreads)
-    sum_cells(const float* value, uint32_t n, const __grid_constant__ SketchHash hash, float* table) {
+    sum_cells(const float* flat, uint32_t n, const __grid_constant__ SketchHash hash, float* table) {
   const uint32_t row = blockIdx.y, turns = hash.turns_of(row);
   const uint32_t lane = threadIdx.x % kWidth, column_tile = blockIdx.x * kTilesOfBlock + threadIdx.x / kWidth;
   const uint32_t entry_tiles = (n + kWidth - 1) / kWidth, rounds = (entry_tiles + hash.tiles - 1) / hash.tiles;
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
     for (uint32_t i = 0; i < kWidth; ++i) {
       const Turn its = {__shfl_sync(kWholeWarp, turn.bits, static_cast<int>(i), kWidth)};
       const uint32_t entry = __shfl_sync(kWholeWarp, begin, static_cast<int>(i), kWidth) + (lane ^ its.flip());
-      x[i] = entry < n ? float_of(bits_of(value[entry]) ^ its.sign(lane)) : 0.0f;  // a sum is never -0, so 0 leaves it as it is
+      x[i] =
+          entry < n ? float_of(bits_of(flat[entry]) ^ its.sign(lane)) : 0.0f;  // a sum is never -0, so that adding 0 keeps it
     }
     for (const float its : x) sum += its;
   }
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void sketch(Span<const float> value, int64_t rows, int64_t seed, Span<float> table, Queue queue) {
+void sketch(Span<const float> flat, int64_t rows, int64_t seed, Span<float> table, Queue queue) {
   const int64_t columns = table.size / rows;
   const dim3 blocks(blocks_for(columns, kThreads), static_cast<unsigned>(rows));
-  LAUNCH(sum_cells, blocks, kThreads, 0, queue, value.data, static_cast<uint32_t>(value.size), SketchHash(columns, seed),
+  LAUNCH(sum_cells, blocks, kThreads, 0, queue, flat.data, static_cast<uint32_t>(flat.size), SketchHash(columns, seed),
          table.data);
 }
 

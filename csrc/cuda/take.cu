@@ -1,38 +1,39 @@
-// The plain takes and adds, on a GPU: the whole of a bucket, and sparse entries in and out of it.
+// The plain takes and adds, on a GPU: of a whole bucket, and of sparse entries.
 //
-// Bytes: offer_all 8 an entry of the bucket, settle_all 8 (4 where nothing is kept); add_sparse and settle_sparse 8 an entry of
+// Bytes: offer_all 8 an entry of the bucket, settle_all 8 (4 if nothing is kept); add_sparse and settle_sparse 8 an entry of
 // the payload, and a scattered read and write of 4. One launch each.
 
 #include "../math.h"
 #include "../ops.h"
 #include "launch.cuh"
-#include "spoil.cuh"
+#include "thread_add.cuh"
+#include "thread_four.cuh"
 
 namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) offer(const float* value, int64_t n, const int32_t* flag, float* taken) {
+__global__ void __launch_bounds__(kThreads) offer(const float* residual, int64_t n, const int32_t* flag, float* taken) {
   const int64_t entry = 4 * (int64_t{blockIdx.x} * kThreads + threadIdx.x);
   if (entry >= n) return;
-  Four four = load_four(value + entry, n - entry);
+  Four four = load_four(residual + entry, n - entry);
   if (entry == 0 && flag != nullptr && *flag != 0) four.x[0] = not_a_number();
   store_four(taken + entry, n - entry, four);
 }
 
-__global__ void __launch_bounds__(kThreads) settle(float* value, int64_t n, const float* update, float keep) {
+__global__ void __launch_bounds__(kThreads) settle(float* residual, int64_t n, const float* update, float keep) {
   const int64_t entry = 4 * (int64_t{blockIdx.x} * kThreads + threadIdx.x);
   if (entry >= n || !is_finite(update[0])) return;
   Four four = {};
   if (keep != 0) {
-    four = load_four(value + entry, n - entry);
+    four = load_four(residual + entry, n - entry);
     for (float& x : four.x) x *= keep;
   }
-  store_four(value + entry, n - entry, four);
+  store_four(residual + entry, n - entry, four);
 }
 
-// Adds this thread's entry of the payload; false where the payload is malformed.
+// Add this thread's entry of the payload. Returns false if the payload is malformed.
 __device__ bool add_entry(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
                           int32_t count, float scale) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
@@ -49,35 +50,36 @@ __global__ void __launch_bounds__(kThreads) add_entries(Span<float> target, Span
 }
 
 __global__ void __launch_bounds__(kThreads)
-    settle_entries(Span<float> value, Span<const float> values, Span<const int32_t> indices, const int32_t* header,
+    settle_entries(Span<float> residual, Span<const float> values, Span<const int32_t> indices, const int32_t* header,
                    const float* update, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_entry(value, {}, values, indices, header[0], share);
+  if (share != 0) add_entry(residual, {}, values, indices, header[0], share);
 }
 
-// At least one: an empty payload can carry a flag.
+// Count the blocks for a payload: at least one, since an empty payload can carry a flag.
 unsigned payload_blocks(Span<const float> values) { return blocks_for(values.size > 0 ? values.size : 1, kThreads); }
 
 }  // namespace
 
-void offer_all(Span<const float> value, Span<const int32_t> flag, Span<float> taken, Queue queue) {
-  if (value.size == 0) return;
-  LAUNCH(offer, blocks_for(value.size, 4 * kThreads), kThreads, 0, queue, value.data, value.size, flag.data, taken.data);
+void offer_all(Span<const float> residual, OptionalSpan<const int32_t> flag, Span<float> taken, Queue queue) {
+  if (residual.size == 0) return;
+  LAUNCH(offer, blocks_for(residual.size, 4 * kThreads), kThreads, 0, queue, residual.data, residual.size, flag.data,
+         taken.data);
 }
 
-void settle_all(Span<float> value, Span<const float> update, float keep, Queue queue) {
-  if (value.size == 0) return;
-  LAUNCH(settle, blocks_for(value.size, 4 * kThreads), kThreads, 0, queue, value.data, value.size, update.data, keep);
+void settle_all(Span<float> residual, Span<const float> update, float keep, Queue queue) {
+  if (residual.size == 0) return;
+  LAUNCH(settle, blocks_for(residual.size, 4 * kThreads), kThreads, 0, queue, residual.data, residual.size, update.data, keep);
 }
 
-void add_sparse(Span<float> target, Span<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
+void add_sparse(Span<float> target, OptionalSpan<uint8_t> marks, Span<const float> values, Span<const int32_t> indices,
                 Span<const int32_t> header, float scale, Queue queue) {
   LAUNCH(add_entries, payload_blocks(values), kThreads, 0, queue, target, marks, values, indices, header.data, scale);
 }
 
-void settle_sparse(Span<float> value, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
+void settle_sparse(Span<float> residual, Span<const float> values, Span<const int32_t> indices, Span<const int32_t> header,
                    Span<const float> update, float keep, Queue queue) {
-  LAUNCH(settle_entries, payload_blocks(values), kThreads, 0, queue, value, values, indices, header.data, update.data, keep);
+  LAUNCH(settle_entries, payload_blocks(values), kThreads, 0, queue, residual, values, indices, header.data, update.data, keep);
 }
 
 }  // namespace gradcomp::cuda

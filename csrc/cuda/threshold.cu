@@ -1,6 +1,6 @@
-// Thresholds of a bucket's layers from their moments, on a GPU, and the steering of their multiple of sigma.
+// Thresholds of a bucket's layers from their moments, on a GPU, and the steering of lam.
 //
-// Bytes: set_thresholds 52 a layer, steer 12. One launch each.
+// Bytes: set_thresholds 48 a layer, steer 12. One launch each.
 
 #include "../math.h"
 #include "../ops.h"
@@ -18,7 +18,7 @@ struct Layers {
 };
 
 struct Rule {
-  bool from_zero, about_mean, skip_zeros, live;
+  bool from_zero, live;
 };
 
 __device__ __forceinline__ Moments<double> moments_of(const Layers& layers, int64_t layer) {
@@ -26,21 +26,16 @@ __device__ __forceinline__ Moments<double> moments_of(const Layers& layers, int6
   return load_moments(layers.moments + kMoments * layer, static_cast<double>(layers.ends[layer] - begin));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    set_each(Layers layers, const float* lam, Rule rule, float* centers, float* thresholds) {
+__global__ void __launch_bounds__(kThreads) set_each(Layers layers, const float* lam, Rule rule, float* thresholds) {
   const int64_t layer = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (layer >= layers.count) return;
-  const Threshold found =
-      threshold_of(moments_of(layers, layer), *lam, rule.from_zero, rule.about_mean, rule.skip_zeros, rule.live);
-  centers[layer] = found.center;
-  thresholds[layer] = found.threshold;
+  thresholds[layer] = threshold_of(moments_of(layers, layer), *lam, rule.from_zero, rule.live);
 }
 
-// One thread merges, in the order of the layers; the others fetch what it is to merge.
-__global__ void __launch_bounds__(kThreads)
-    set_pooled(Layers layers, const float* lam, Rule rule, float* centers, float* thresholds) {
+// One thread merges the moments in the order of the layers; the others fetch them.
+__global__ void __launch_bounds__(kThreads) set_pooled(Layers layers, const float* lam, Rule rule, float* thresholds) {
   __shared__ Moments<double> fetched[kThreads];
-  __shared__ Threshold found;
+  __shared__ float found;
   Moments<double> all = {};
   for (int64_t first = 0; first < layers.count; first += kThreads) {
     const int64_t layer = first + threadIdx.x;
@@ -49,12 +44,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = 0; threadIdx.x == 0 && i < kThreads && first + i < layers.count; ++i) all = merge(all, fetched[i]);
     __syncthreads();
   }
-  if (threadIdx.x == 0) found = threshold_of(all, *lam, rule.from_zero, rule.about_mean, rule.skip_zeros, rule.live);
+  if (threadIdx.x == 0) found = threshold_of(all, *lam, rule.from_zero, rule.live);
   __syncthreads();
-  for (int64_t layer = threadIdx.x; layer < layers.count; layer += kThreads) {
-    centers[layer] = found.center;
-    thresholds[layer] = found.threshold;
-  }
+  for (int64_t layer = threadIdx.x; layer < layers.count; layer += kThreads) thresholds[layer] = found;
 }
 
 __global__ void steer_lam(float* lam, const int32_t* header, double target) {
@@ -63,17 +55,15 @@ __global__ void steer_lam(float* lam, const int32_t* header, double target) {
 
 }  // namespace
 
-void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool from_zero,
-                    bool about_mean, bool skip_zeros, bool live, bool pooled, Span<float> centers, Span<float> thresholds,
-                    Queue queue) {
+void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<const float> lam, bool from_zero, bool live,
+                    bool pooled, Span<float> thresholds, Queue queue) {
   if (ends.size == 0) return;
   const Layers layers = {moments.data, ends.data, ends.size};
-  const Rule rule = {from_zero, about_mean, skip_zeros, live};
+  const Rule rule = {from_zero, live};
   if (pooled) {
-    LAUNCH(set_pooled, 1, kThreads, 0, queue, layers, lam.data, rule, centers.data, thresholds.data);
+    LAUNCH(set_pooled, 1, kThreads, 0, queue, layers, lam.data, rule, thresholds.data);
   } else {
-    LAUNCH(set_each, blocks_for(ends.size, kThreads), kThreads, 0, queue, layers, lam.data, rule, centers.data,
-           thresholds.data);
+    LAUNCH(set_each, blocks_for(ends.size, kThreads), kThreads, 0, queue, layers, lam.data, rule, thresholds.data);
   }
 }
 

@@ -155,7 +155,7 @@ class Compact(Codec):
         return Taken(self, Entries(values, indices, payload["header"]), payload)
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
-        kernels.pack_sparse(values, indices, payload["header"], residual, payload["blocks"], payload["entries"])
+        kernels.pack_sparse(values, indices, payload["header"], payload["blocks"], payload["entries"], residual)
 
     def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
         self.write(taken.payload, taken.entries.values, taken.entries.indices, residual)

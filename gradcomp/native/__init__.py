@@ -1,1 +1,1 @@
-"""The C++ and CUDA kernels: their Python faces, and the memory that they work in."""
+"""The C++ and CUDA kernels: their Python faces, and their memory."""

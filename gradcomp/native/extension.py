@@ -1,6 +1,6 @@
-"""The only importer of the compiled extension: its constants, and what every call of a kernel needs to know of its arrays.
+"""The only importer of the compiled extension: its constants, and the facts about arrays that every call of a kernel needs.
 
-Arrays go in as they are: torch tensors, NumPy and CuPy arrays, on CPU or GPU, on the stream that is current in their library.
+Arrays go in as they are: torch tensors, NumPy and CuPy arrays, on CPU or GPU, on their library's current stream.
 """
 
 from __future__ import annotations
@@ -15,46 +15,48 @@ try:
     import gradcomp._native as _native
 except ImportError as error:  # pragma: no cover - depends on how the package was put there
     raise ImportError(
-        f"gradcomp's compiled part cannot be loaded ({error}); build it with scripts/setup or `pip install .`"
+        f"gradcomp's compiled extension cannot be loaded ({error}): build it with scripts/setup or `pip install .`"
     ) from error
 
+# The extension's functions. Tests put the emulated ones in their place.
 native: Any = _native
-"""The extension's functions; tests put the emulated ones in its place."""
 
+# Anything with __dlpack__.
 Array = Any
-"""Anything with __dlpack__."""
 
+# Gradients of one launch, at most.
 MOST_PIECES: int = native.most_pieces
+# Ranks of one launch, at most.
 MOST_RANKS: int = native.most_ranks
+# Numbers of a layer's moments: mean, squared deviations, smallest, largest, and the number of entries that are not 0.
 MOMENTS: int = native.moments
-"""Numbers a layer's statistics consist of: mean, squared deviations, smallest, largest, how many are not zero."""
+# Entries of a sparse update that share a mark, and of a residual that share a peak.
 LINE: int = native.line
-"""Entries of a sparse update that share a mark, and of a residual that share a peak."""
+# A sketch's columns are a multiple of this.
 TILE: int = native.tile
-"""A sketch's columns are a multiple of this."""
+# The peak of a line that may hold anything: infinity's key.
 UNKNOWN_PEAK = 0x7F800000
-"""The peak of a line that may hold anything: infinity's key."""
 
 BUILT_WITH_CUDA: bool = native.built_with_cuda
 
 
 def library(array: Array) -> str:
-    """The array's own library: torch, numpy or cupy."""
+    """Name the array's own library: torch, numpy or cupy."""
     return "torch" if isinstance(array, Tensor) else type(array).__module__.partition(".")[0]
 
 
 def on_cuda(array: Array) -> bool:
-    """Whether the array lies on a GPU."""
+    """Decide whether the array lies on a GPU."""
     return int(array.__dlpack_device__()[0]) != 1
 
 
 def count(array: Array) -> int:
-    """The array's number of entries."""
+    """Count the array's entries."""
     return array.numel() if isinstance(array, Tensor) else array.size
 
 
 def stream(array: Array) -> int:
-    """The stream that is current in the array's own library; 0 on a CPU."""
+    """Find the current stream of the array's own library; 0 on a CPU."""
     if isinstance(array, Tensor):
         return int(torch.cuda.current_stream(array.device).cuda_stream) if array.is_cuda else 0
     if library(array) == "cupy":
@@ -63,10 +65,10 @@ def stream(array: Array) -> int:
 
 
 def queue(array: Array) -> dict[str, int]:
-    """Where a kernel is to run: the stream, and on CPUs the number of threads."""
+    """Name the place where a kernel runs: the stream, and on CPUs the number of threads."""
     return {"stream": stream(array), "threads": torch.get_num_threads()}
 
 
 def launches(ranks: int) -> list[slice]:
-    """The ranks, as many at a time as fit one launch."""
+    """Cut the ranks into slices that fit one launch each."""
     return [slice(first, first + MOST_RANKS) for first in range(0, ranks, MOST_RANKS)]

@@ -1,4 +1,4 @@
-"""Memory that outlives a call: scratch of kernels, and sparse updates. A reducer owns it; with the reducer it goes."""
+"""Memory that outlives a call: the scratch of kernels, and sparse updates. Its owner is a reducer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcomp.native.extension import LINE, Array
 
 
 class Sheet(NamedTuple):
-    """Zeros to be lent as updates, their marks, which are 0, and on a GPU the event after which both are so."""
+    """Zeros to lend as updates, their marks, which are 0, and on a GPU the event that both are ready after."""
 
     flat: Tensor
     marks: Tensor
@@ -23,10 +23,11 @@ class Sheet(NamedTuple):
 
 @dataclass
 class Update:
-    """The mean update of a bucket: an exchange returns it, and whoever drives the exchange gives it back to its memory.
+    """The mean update of a bucket. An exchange returns it; the driver of the exchange gives it back to its memory.
 
-    flat: all entries. marks: one for each line of 64 entries, 0 where the line holds zeros and need not be read; None where
-    that is not known. sheet: what it was lent from; None where it was not lent.
+    flat: all entries.
+    marks: one for each line of 64 entries, 0 if the line holds only zeros; None if that is not known.
+    sheet: the memory that it was lent from; None if it was not lent.
     """
 
     flat: Tensor
@@ -35,16 +36,16 @@ class Update:
 
 
 class Memory:
-    """Lends scratch and sparse updates, and keeps them for the next time."""
+    """A lender of scratch and sparse updates, which keeps them for the next call."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, str, str, int], Array] = {}
         self._free: dict[torch.device, list[Sheet]] = {}
 
     def scratch(self, use: str, words: int, like: Array, dtype: str = "int32") -> Array:
-        """Lend an array of 32-bit entries where `like` lies, full of garbage.
+        """Lend an array of `words` 32-bit entries on the device of `like`, full of garbage.
 
-        The same use gets the same memory again: it is valid until the code that asked for it next yields.
+        The same use gets the same memory again, so that it is valid until its borrower next yields.
         """
         library = extension.library(like)
         key = (use + dtype, library, str(like.device) if hasattr(like, "device") else "cpu", extension.stream(like))
@@ -56,18 +57,18 @@ class Memory:
         return buffer[:words]
 
     def lend(self, n: int, device: torch.device) -> Update:
-        """Lend n zeros for an update that the sparse codecs alone write to. Most of it costs nothing."""
+        """Lend n zeros for an update that only sparse codecs write to. This costs nothing for lines that stay 0."""
         lines, place = -(-n // LINE), _numbered(device)
         free = self._free.get(place, [])
         sheet = free.pop() if free else None
         if sheet is None or len(sheet.flat) < n:
             sheet = Sheet(torch.zeros(n, device=place), torch.zeros(lines, dtype=torch.uint8, device=place))
         elif sheet.ready is not None:
-            torch.cuda.current_stream(place).wait_event(sheet.ready)  # it may come back on another stream than it is lent on
+            torch.cuda.current_stream(place).wait_event(sheet.ready)  # the stream that gave it back may differ from this one
         return Update(sheet.flat[:n], sheet.marks[:lines], sheet)
 
     def give_back(self, update: Update) -> None:
-        """Take back what was lent: its marked lines become zeros again. An update that was not lent is left alone."""
+        """Take an update back and wipe its marked lines. An update that was not lent is left alone."""
         sheet, update.sheet = update.sheet, None
         if sheet is not None:
             extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
@@ -76,5 +77,5 @@ class Memory:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """The device with its number, where "cuda" means the current one: as tensors have it."""
+    """Number the device as tensors do: "cuda" means the current one."""
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

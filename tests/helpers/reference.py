@@ -1,4 +1,4 @@
-"""The kernels' definitions in plain torch: slow, obvious, and what both twins are held to."""
+"""The kernels' definitions in plain torch, slow and obvious: the oracle of both twins."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from torch import Tensor
 
 
 def flatten(grads: list[Tensor]) -> Tensor:
+    """Join the gradients into one array of float32."""
     return torch.cat([grad.reshape(-1).float() for grad in grads])
 
 
 def accumulate(
-    grads: list[Tensor], value: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool
+    grads: list[Tensor], residual: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool
 ) -> tuple[Tensor, Tensor | None, int]:
-    """The new value, the new velocity and the flag."""
+    """Compute the new residual, the new velocity and the flag."""
     g = flatten(grads)
     if velocity is None:
-        new = value + g
+        new = residual + g
         good = new.isfinite()
-        return torch.where(good, new, value), None, int(not good.all())
+        return torch.where(good, new, residual), None, int(not good.all())
     u = momentum * velocity + g
-    new = value + (g + momentum * u if nesterov else u)
+    new = residual + (g + momentum * u if nesterov else u)
     good = new.isfinite() & u.isfinite()
-    return torch.where(good, new, value), torch.where(good, u, velocity), int(not good.all())
+    return torch.where(good, new, residual), torch.where(good, u, velocity), int(not good.all())
 
 
 def moments(x: Tensor) -> list[float]:
-    """Mean, squared deviations from it, smallest, largest, and how many are not zero; in float64."""
+    """Compute the mean, the squared deviations from it, smallest, largest, and the number not 0, in float64."""
     if x.numel() == 0:
         return [0.0] * 5
     wide = x.double()
@@ -37,21 +38,16 @@ def moments(x: Tensor) -> list[float]:
     return [float(mean), float((wide - mean).square().sum()), float(x.min()), float(x.max()), float(x.count_nonzero())]
 
 
-def above(value: Tensor, sizes: list[int], centers: list[float], thresholds: list[float], room: int) -> tuple[Tensor, int]:
-    """The places of the entries that travel, in index order, and how many pass."""
-    device = value.device
-    center, threshold = (
-        torch.repeat_interleave(torch.tensor(x, device=device), torch.tensor(sizes, device=device))
-        for x in (centers, thresholds)
-    )
-    apart = (value - center).abs()
-    passing = (apart > threshold).nonzero().view(-1)
-    order = torch.sort(apart[passing], descending=True, stable=True).indices[:room]
+def above(residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int) -> tuple[Tensor, int]:
+    """Find the places of the entries that travel, in index order, and the number that pass."""
+    threshold = torch.tensor(thresholds, device=residual.device).repeat_interleave(torch.tensor(sizes, device=residual.device))
+    passing = (residual.abs() > threshold).nonzero().view(-1)
+    order = torch.sort(residual[passing].abs(), descending=True, stable=True).indices[:capacity]
     return passing[order].sort().values, passing.numel()
 
 
 def packed(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Entries in 32 bits: the words of the blocks, the entries, and the values they stand for."""
+    """Pack entries into 32 bits: the words of the blocks, the entries, and the values that they stand for."""
     block = indices.long() >> 16
     blocks = -(-n // 65536)
     counts = torch.bincount(block, minlength=blocks)
@@ -69,13 +65,13 @@ def packed(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor, Ten
     return words, entries, said
 
 
-def topk(value: Tensor, k: int) -> Tensor:
-    """The places of the k entries of largest magnitude, ties to the lower index, in index order."""
-    return torch.sort(value.abs(), descending=True, stable=True).indices[:k].sort().values
+def topk(flat: Tensor, k: int) -> Tensor:
+    """Find the places of the k entries of largest magnitude, ties to the lower index, in index order."""
+    return torch.sort(flat.abs(), descending=True, stable=True).indices[:k].sort().values
 
 
 def mix(x: np.ndarray | int) -> np.ndarray:
-    """A hash of 32-bit numbers."""
+    """Hash 32-bit numbers."""
     x = np.asarray(x, np.uint64) & 0xFFFFFFFF
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ x >> shift) * factor & 0xFFFFFFFF
@@ -83,10 +79,10 @@ def mix(x: np.ndarray | int) -> np.ndarray:
 
 
 def places(n: int, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where a count sketch puts each of n entries, and with which sign: two arrays of [rows, n]."""
+    """Find the column and the sign of each of n entries in a count sketch: two arrays of [rows, n]."""
     tiles = columns // 16
     drawn = start = int(mix(seed & 0xFFFFFFFF))
-    steps: list[int] = []  # those that permute the numbers below tiles
+    steps: list[int] = []  # steps that permute the numbers below tiles
     while len(steps) < 32:
         drawn = int(mix(drawn + 1))
         step = drawn * tiles >> 32
@@ -105,24 +101,24 @@ def places(n: int, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.n
     return column, sign
 
 
-def sketch(value: Tensor, rows: int, columns: int, seed: int) -> Tensor:
-    """A count sketch, flat: each entry, in order, is added to one cell of each row."""
+def sketch(flat: Tensor, rows: int, columns: int, seed: int) -> Tensor:
+    """Sum a count sketch: each entry, in order, is added to one cell of each row."""
     table = np.zeros((rows, columns), np.float32)
     with np.errstate(over="ignore"):
-        for cells, column, sign in zip(table, *places(value.numel(), rows, columns, seed), strict=True):
-            np.add.at(cells, column, sign * value.cpu().numpy())
-    return torch.from_numpy(table).view(-1).to(value.device)
+        for cells, column, sign in zip(table, *places(flat.numel(), rows, columns, seed), strict=True):
+            np.add.at(cells, column, sign * flat.cpu().numpy())
+    return torch.from_numpy(table).view(-1).to(flat.device)
 
 
 def estimates(table: Tensor, rows: int, seed: int, n: int) -> Tensor:
-    """What a sketch says of each of n entries: the median over the rows."""
+    """Estimate each of n entries from a sketch: the median over the rows."""
     cells = table.cpu().numpy().reshape(rows, -1)
     column, sign = places(n, rows, cells.shape[1], seed)
     return torch.from_numpy(np.median(sign * np.take_along_axis(cells, column, 1), axis=0)).to(table.device)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal to the last bit: NaNs, and the sign of zero, included."""
+    """Compare to the last bit, NaNs and the sign of zero included."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 

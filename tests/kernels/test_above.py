@@ -15,12 +15,12 @@ from gradcomp.native import extension, kernels
 SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [8192, 8192], [50_003], [64] * 300]
 
 
-def moments_of(grads: list[Tensor], raw: bool = False, scales: Tensor | None = None, value: Tensor | None = None) -> Tensor:
+def moments_of(grads: list[Tensor], raw: bool = False, scales: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     n = sum(grad.numel() for grad in grads)
-    value = torch.zeros(n, device=grads[0].device) if value is None else value
-    flag = torch.zeros(1, dtype=torch.int32, device=value.device)
-    found = torch.full((len(grads), extension.MOMENTS), -7.0, dtype=torch.float64, device=value.device)
-    kernels.accumulate(grads, value, None, flag, scales=scales, moments=found, raw=raw)
+    residual = torch.zeros(n, device=grads[0].device) if residual is None else residual
+    flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
+    found = torch.full((len(grads), extension.MOMENTS), -7.0, dtype=torch.float64, device=residual.device)
+    kernels.accumulate(grads, residual, None, flag, scales=scales, moments=found, raw=raw)
     return found
 
 
@@ -55,12 +55,12 @@ def test_moments_of_what_has_accumulated_or_of_the_raw_gradient(device: torch.de
     before = torch.randn(3500, device=device)
     scales = torch.tensor([2.0, 0.25], device=device)
     scaled = [grad.float() * scale for grad, scale in zip(grads, scales, strict=True)]
-    value = before.clone()
-    found = moments_of(grads, scales=scales, value=value)
-    assert reference.same(value, before + torch.cat(scaled))
-    check_moments(found, list(value.split([3000, 500])))
-    raw = moments_of(grads, raw=True, scales=scales, value=before.clone())
-    assert torch.equal(raw[:, 2:4], found[:, 2:4])  # smallest and largest are always those of the value
+    residual = before.clone()
+    found = moments_of(grads, scales=scales, residual=residual)
+    assert reference.same(residual, before + torch.cat(scaled))
+    check_moments(found, list(residual.split([3000, 500])))
+    raw = moments_of(grads, raw=True, scales=scales, residual=before.clone())
+    assert torch.equal(raw[:, 2:4], found[:, 2:4])  # smallest and largest are always those of the residual
     raw[:, 2:4] = torch.tensor([[float(x.min()), float(x.max())] for x in scaled], device=device)
     check_moments(raw, scaled)
 
@@ -80,44 +80,39 @@ def test_squares_are_summed_in_double(device: torch.device, sizes: list[int]) ->
     torch.testing.assert_close(squares, wanted, rtol=1e-12, atol=0)  # float64, added in another order
 
 
-def thresholds_of(x: Tensor, lam: float, **options: bool) -> tuple[float, float]:
+def threshold_of(x: Tensor, lam: float, **options: bool) -> float:
     moments = torch.tensor([reference.moments(x)], dtype=torch.float64)
     ends = torch.tensor([x.numel()], dtype=torch.int32)
-    center, threshold = torch.zeros(1), torch.zeros(1)
-    kernels.set_thresholds(moments, ends, torch.tensor([lam]), center, threshold, **options)
-    return center.item(), threshold.item()
+    threshold = torch.zeros(1)
+    kernels.set_thresholds(moments, ends, torch.tensor([lam]), threshold, **options)
+    return threshold.item()
 
 
 def test_thresholds(device: torch.device) -> None:
     x = torch.randn(1000) + 0.5
-    sigma, mean = x.double().std(correction=0).item(), x.double().mean().item()
-    assert thresholds_of(x, 2.0) == pytest.approx((0.0, 2 * sigma))
-    assert thresholds_of(x, 2.0, about_mean=True) == pytest.approx((mean, 2 * sigma))
-    assert thresholds_of(x, 2.0, from_zero=True) == pytest.approx((0.0, 2 * x.double().square().mean().sqrt().item()))
+    assert threshold_of(x, 2.0) == pytest.approx(2 * x.double().std(correction=0).item())
+    assert threshold_of(x, 2.0, from_zero=True) == pytest.approx(2 * x.double().square().mean().sqrt().item())
     x[::3] = 0
     used = x[x != 0].double()
-    assert thresholds_of(x, 1.0) == pytest.approx((0.0, used.std(correction=0).item()))
-    assert thresholds_of(x, 1.0, about_mean=True) == pytest.approx((used.mean().item(), used.std(correction=0).item()))
-    assert thresholds_of(x, 1.0, skip_zeros=False) == pytest.approx((0.0, x.double().std(correction=0).item()))
+    assert threshold_of(x, 1.0) == pytest.approx(used.std(correction=0).item())
+    assert threshold_of(x, 1.0, from_zero=True) == pytest.approx(used.square().mean().sqrt().item())
 
 
 def test_the_largest_entry_always_passes_where_it_must(device: torch.device) -> None:
     x = torch.tensor([1.0, -1.0, 1.0, -1.5])
-    assert thresholds_of(x, 3.3, live=False)[1] > 1.5
-    threshold = thresholds_of(x, 3.3)[1]
-    assert 1 < threshold < 1.5
-    assert thresholds_of(torch.zeros(5), 3.3) == (0.0, 0.0)
-    assert thresholds_of(torch.full((5,), 2.0), 3.3) == (0.0, 0.0)  # no deviation at all: everything passes
+    assert threshold_of(x, 3.3, live=False) > 1.5
+    assert 1 < threshold_of(x, 3.3) < 1.5
+    assert threshold_of(torch.zeros(5), 3.3) == 0.0
+    assert threshold_of(torch.full((5,), 2.0), 3.3) == 0.0  # no deviation: everything passes
 
 
 def test_pooled_layers_have_one_threshold(device: torch.device) -> None:
     parts = [torch.randn(n) * (i + 1) + i for i, n in enumerate([500, 0, 3, 70])]
     moments = torch.tensor([reference.moments(part) for part in parts], dtype=torch.float64)
     ends = torch.tensor([500, 500, 503, 573], dtype=torch.int32)
-    centers, thresholds = torch.zeros(4), torch.zeros(4)
-    kernels.set_thresholds(moments, ends, torch.tensor([2.0]), centers, thresholds, about_mean=True, pooled=True)
+    thresholds = torch.zeros(4)
+    kernels.set_thresholds(moments, ends, torch.tensor([2.0]), thresholds, pooled=True)
     whole = torch.cat(parts).double()
-    assert centers.tolist() == pytest.approx([whole.mean().item()] * 4)
     assert thresholds.tolist() == pytest.approx([2 * whole.std(correction=0).item()] * 4)
 
 
@@ -134,42 +129,38 @@ def test_steering(device: torch.device) -> None:
 
 
 def take_above(
-    value: Tensor, sizes: list[int], centers: list[float], thresholds: list[float], room: int, velocity: Tensor | None = None
+    residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int, velocity: Tensor | None = None
 ) -> dict[str, Tensor]:
-    device = value.device
+    device = residual.device
     taken = {
-        "values": torch.full((room,), 9.0, device=device),
-        "indices": torch.full((room,), -1, dtype=torch.int32, device=device),
+        "values": torch.full((capacity,), 9.0, device=device),
+        "indices": torch.full((capacity,), -1, dtype=torch.int32, device=device),
         "header": torch.full((2,), -1, dtype=torch.int32, device=device),
     }
-    layers = (
-        torch.tensor(sizes).cumsum(0).to(torch.int32).to(device),
-        torch.tensor(centers, device=device),
-        torch.tensor(thresholds, device=device),
-    )
-    kernels.take_above(value, *layers, **taken, velocity=velocity)
+    layers = torch.tensor(sizes).cumsum(0).to(torch.int32).to(device), torch.tensor(thresholds, device=device)
+    kernels.take_above(residual, *layers, **taken, velocity=velocity)
     return taken
 
 
-def check_above(value: Tensor, sizes: list[int], centers: list[float], thresholds: list[float], room: int) -> None:
-    before, velocity = value.clone(), torch.ones_like(value)
-    taken = take_above(value, sizes, centers, thresholds, room, velocity)
-    wanted, passing = reference.above(before, sizes, centers, thresholds, room)
+def check_above(residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int) -> None:
+    before, velocity = residual.clone(), torch.ones_like(residual)
+    taken = take_above(residual, sizes, thresholds, capacity, velocity)
+    wanted, passing = reference.above(before, sizes, thresholds, capacity)
     assert taken["header"].tolist() == [passing, 0]
     assert torch.equal(taken["indices"][: wanted.numel()].long(), wanted)
     assert reference.same(taken["values"][: wanted.numel()], before[wanted])
-    left, masked = before.clone(), torch.ones_like(value)
+    left, masked = before.clone(), torch.ones_like(residual)
     left[wanted] = masked[wanted] = 0
-    assert reference.same(value, left) and reference.same(velocity, masked)
+    assert reference.same(residual, left) and reference.same(velocity, masked)
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)
-@pytest.mark.parametrize("n,room", [(1, 1), (1000, 1), (4096, 4096), (65_537, 66), (100_000, 30_000)])
-def test_above_is_exact(device: torch.device, kind: str, n: int, room: int) -> None:
-    value = gradients.draw(kind, n, seed=n + room).to(device)
-    sigma = float(value.double().std(correction=0))
+@pytest.mark.parametrize("n,capacity", [(1, 1), (1000, 1), (4096, 4096), (65_537, 66), (100_000, 30_000)])
+def test_above_is_exact(device: torch.device, kind: str, n: int, capacity: int) -> None:
+    residual = gradients.draw(kind, n, seed=n + capacity).to(device)
+    sigma = float(residual.double().std(correction=0))
     for lam in (0.0, 1.0, 3.0, float("inf")):
-        check_above(value.clone(), [n], [0.0], [lam * sigma if lam else 0.0], room)
+        check_above(residual.clone(), [n], [lam * sigma if lam else 0.0], capacity)
 
 
 @given(
@@ -180,18 +171,17 @@ def test_above_is_exact(device: torch.device, kind: str, n: int, room: int) -> N
 )
 def test_above_is_exact_for_any_layers(device: torch.device, kind: str, sizes: list[int], share: float, seed: int) -> None:
     n = sum(sizes)
-    value = gradients.draw(kind, n, seed).to(device)
+    residual = gradients.draw(kind, n, seed).to(device)
     generator = torch.Generator().manual_seed(seed)
-    scale = float(value.abs().max())
-    centers = (torch.randn(len(sizes), generator=generator) * 0.1 * scale).tolist()
+    scale = float(residual.abs().max())
     thresholds = (torch.rand(len(sizes), generator=generator) * scale).tolist()
-    check_above(value, sizes, centers, thresholds, max(1, int(share**4 * n)))
+    check_above(residual, sizes, thresholds, max(1, int(share**4 * n)))
 
 
 def test_thousands_of_tiny_layers(device: torch.device) -> None:
     sizes = [i % 5 for i in range(5000)]
-    value = torch.randn(sum(sizes), device=device)
-    check_above(value, sizes, [0.0] * 5000, [float(i % 3) for i in range(5000)], 3000)
+    residual = torch.randn(sum(sizes), device=device)
+    check_above(residual, sizes, [float(i % 3) for i in range(5000)], 3000)
 
 
 def test_the_flag_goes_along(device: torch.device) -> None:
@@ -200,7 +190,7 @@ def test_the_flag_goes_along(device: torch.device) -> None:
         "indices": torch.empty(3, dtype=torch.int32),
         "header": torch.empty(2, dtype=torch.int32),
     }
-    layers = torch.tensor([100], dtype=torch.int32), torch.zeros(1), torch.full((1,), float("inf"))
+    layers = torch.tensor([100], dtype=torch.int32), torch.full((1,), float("inf"))
     taken = {name: array.to(device) for name, array in taken.items()}
     flag = torch.ones(1, dtype=torch.int32, device=device)
     kernels.take_above(torch.randn(100, device=device), *(x.to(device) for x in layers), **taken, flag=flag)

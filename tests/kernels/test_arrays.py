@@ -12,17 +12,17 @@ from gradcomp.native import extension, kernels
 
 
 def test_numpy_goes_in_as_it_is() -> None:
-    value = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    before = value.copy()
+    residual = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    before = residual.copy()
     values, indices, header = np.empty(10, np.float32), np.empty(10, np.int32), np.empty(2, np.int32)
-    kernels.take_topk(value, 10, values, indices, header)
+    kernels.take_topk(residual, 10, values, indices, header)
     wanted = np.sort(np.argsort(-abs(before), kind="stable")[:10])
-    assert (indices == wanted).all() and (values == before[wanted]).all() and (value[wanted] == 0).all()
-    kernels.add_sparse(value, values, indices, header)
-    assert (value == before).all()
+    assert (indices == wanted).all() and (values == before[wanted]).all() and (residual[wanted] == 0).all()
+    kernels.add_sparse(residual, values, indices, header)
+    assert (residual == before).all()
     flag = np.zeros(1, np.int32)
-    kernels.accumulate([before, value[:0]], value, None, flag)
-    assert (value == before + before).all()
+    kernels.accumulate([before, residual[:0]], residual, None, flag)
+    assert (residual == before + before).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CuPy arrays need a GPU, and there is none")
@@ -31,9 +31,9 @@ def test_cupy_on_a_stream_of_its_own_equals_torch() -> None:
     x = torch.randn(1_000_000)
     expected = x.abs().topk(1000).indices.sort().values
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        value = cupy.asarray(x.numpy())
+        residual = cupy.asarray(x.numpy())
         values, indices = cupy.empty(1000, "float32"), cupy.empty(1000, "int32")
-        kernels.take_topk(value, 1000, values, indices, cupy.empty(2, "int32"))
+        kernels.take_topk(residual, 1000, values, indices, cupy.empty(2, "int32"))
         stream.synchronize()
     assert torch.equal(torch.from_numpy(indices.get()).long(), expected)
 
@@ -45,22 +45,22 @@ def refused(message: str, *args: object, **options: object) -> None:
 
 def test_refusals_name_what_is_wrong() -> None:
     f, flag = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
-    refused(r"grads\[0\] is float64, but float32, float16 or bfloat16", [f.double()], f, None, flag)
+    refused(r"grads\[0\] is float64, but must be float32, float16 or bfloat16", [f.double()], f, None, flag)
     refused(r"grads\[1\] is int32", [f[:2], f[:2].int()], f, None, flag)
-    refused("value is float64, but float32 is needed", [f], f.double(), None, flag)
-    refused("value is not contiguous", [f], torch.zeros(4, 2)[:, 0], None, flag)
+    refused("accumulate: residual is float64, but must be float32", [f], f.double(), None, flag)
+    refused("residual is not contiguous", [f], torch.zeros(4, 2)[:, 0], None, flag)
     refused(r"grads\[0\] is not contiguous", [torch.zeros(2, 2).t()], f, None, flag)
-    refused("grads have 4 entries in all, but value has 5", [f], torch.zeros(5), None, flag)
-    refused("velocity has 3 entries, but value has 4", [f], f, torch.zeros(3), flag)
-    refused("flag has 0 entries; 1 are needed", [f], f, None, flag[:0])
-    refused(r"momentum = 1 is outside \[0, 1\)", [f], f, f.clone(), flag, 1.0)
-    refused("momentum = 0.5 needs a velocity", [f], f, None, flag, 0.5)
-    refused("an array of torch, NumPy or CuPy is needed, not .*list", [f], [1.0, 2.0], None, flag)
+    refused("grads have 4 entries in all, but residual has 5", [f], torch.zeros(5), None, flag)
+    refused("velocity has 3 entries, but residual has 4", [f], f, torch.zeros(3), flag)
+    refused("flag has 0 entries, but needs 1", [f], f, None, flag[:0])
+    refused(r"momentum=1 must be in \[0, 1\)", [f], f, f.clone(), flag, 1.0)
+    refused("momentum=0.5 needs a velocity", [f], f, None, flag, 0.5)
+    refused("accumulate: residual must be an array of torch, NumPy or CuPy, not .*list", [f], [1.0, 2.0], None, flag)
 
 
 def test_k_out_of_range_is_refused() -> None:
     for k in (0, -1, 5):
-        with pytest.raises(ValueError, match=f"k = {k} is outside 1 .. 4"):
+        with pytest.raises(ValueError, match=rf"k={k} must be in \[1, 4\], the number of entries of residual"):
             kernels.take_topk(
                 torch.zeros(4), k, torch.zeros(9), torch.zeros(9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
             )
@@ -69,7 +69,7 @@ def test_k_out_of_range_is_refused() -> None:
 def test_too_many_arrays_for_one_launch_are_refused_below_and_cut_above() -> None:
     grads = [torch.ones(1)] * (extension.MOST_PIECES + 1)
     flat = torch.zeros(len(grads))
-    with pytest.raises(ValueError, match=f"more than {extension.MOST_PIECES} arrays"):
+    with pytest.raises(ValueError, match=f"flatten: grads must be at most {extension.MOST_PIECES} arrays"):
         extension.native.flatten(grads, flat)
     kernels.flatten(grads, flat)
     assert (flat == 1).all()
@@ -82,20 +82,20 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     g, start = torch.randn(n), torch.randn(n)
     results = []
     for count in (1, threads):
-        value, velocity = start.clone(), start.clone()
+        residual, velocity = start.clone(), start.clone()
         flag = torch.zeros(1, dtype=torch.int32)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
         peaks = kernels.peaks(n, g.device)
         words = torch.empty(extension.native.accumulate_scratch(False, n, 1), dtype=torch.int32)
-        extension.native.accumulate([g], None, value, velocity, flag, moments, peaks, words, 0.9, True, False, threads=count)
-        extension.native.take_topk(value, velocity, flag, peaks, k, *payload, scratch, threads=count)
-        layers = torch.tensor([n], dtype=torch.int32), torch.zeros(1), torch.tensor([3.0])
+        extension.native.accumulate([g], None, residual, velocity, flag, moments, peaks, words, 0.9, True, False, threads=count)
+        extension.native.take_topk(residual, velocity, flag, peaks, k, *payload, scratch, threads=count)
+        layers = torch.tensor([n], dtype=torch.int32), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_above_scratch(False, n, k), dtype=torch.int32)
-        extension.native.take_above(value, velocity, flag, peaks, *layers, *above, scratch, threads=count)
-        results.append((value, velocity, moments, peaks, *payload, *above))
+        extension.native.take_above(residual, velocity, flag, peaks, *layers, *above, scratch, threads=count)
+        results.append((residual, velocity, moments, peaks, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -119,13 +119,13 @@ class OnGpu:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU can an array on one be made up")
 def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
-    value, taken = OnGpu(torch.zeros(4)), OnGpu(torch.zeros(4))
+    residual, taken = OnGpu(torch.zeros(4)), OnGpu(torch.zeros(4))
     sentence = (
         "CUDA: "
         if extension.BUILT_WITH_CUDA
-        else "offer_all: this gradcomp was built without CUDA; rebuild it where nvcc is found"
+        else "offer_all: this gradcomp was built without CUDA: rebuild it where nvcc is found"
     )
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        extension.native.offer_all(value, None, taken)
-    with pytest.raises(ValueError, match="offer_all: its arrays lie on different devices"):
-        extension.native.offer_all(value, None, torch.zeros(4))
+        extension.native.offer_all(residual, None, taken)
+    with pytest.raises(ValueError, match="offer_all: its arrays must lie on one device"):
+        extension.native.offer_all(residual, None, torch.zeros(4))

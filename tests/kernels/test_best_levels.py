@@ -25,11 +25,11 @@ def error_of(x: Tensor, levels: Tensor) -> float:
     return float(((inside - low) * (high - inside) + (x - inside) ** 2).sum())
 
 
-def bounds_of(value: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:
+def bounds_of(flat: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:
     """So many deviations of the group to either side; also where float32 cannot hold their squares."""
     if deviations is None:
         return None
-    each = [deviations * value[begin:end].double().std(correction=0) for begin, end in zip([0, *ends], ends, strict=False)]
+    each = [deviations * flat[begin:end].double().std(correction=0) for begin, end in zip([0, *ends], ends, strict=False)]
     most = torch.stack(each).float()
     return torch.stack([-most, most], 1).flatten()
 
@@ -75,23 +75,23 @@ def is_lopsided(x: Tensor, middle: Tensor) -> bool:
     return 3 * min(int(((x >= middle) & (x < x.max())).sum()), int((x < middle).sum())) < len(x)
 
 
-def check_best(value: Tensor, group: int, deviations: float | None) -> None:
+def check_best(flat: Tensor, group: int, deviations: float | None) -> None:
     """Each of three levels, and of nine, is the best between the two that it was put between; five are refined, and err no
     more than if they were not. The same of nine in groups with few entries on one side of the middle."""
-    ends = ends_of(len(value), group)
-    bounds = bounds_of(value, ends, deviations)
-    three, five, nine = (quantise(value, "optimal", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))
+    ends = ends_of(len(flat), group)
+    bounds = bounds_of(flat, ends, deviations)
+    three, five, nine = (quantise(flat, "optimal", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))
     for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        x = value[begin:end].double()
+        x = flat[begin:end].double()
         if bounds is not None:
             x = x.clamp(*bounds.view(-1, 2)[i].double())
         assert nine[i, 0] == five[i, 0] == x.min() and nine[i, 8] == five[i, 4] == x.max()
         check_between(x, *three[i])
         halves = bisected(x, 9)
-        room = 1e-9 * len(x) * float(x.max() - x.min()) ** 2  # ties are broken elsewhere
-        assert error_of(x, five[i]) <= error_of(x, halves[::2]) * (1 + 1e-6) + room
+        slack = 1e-9 * len(x) * float(x.max() - x.min()) ** 2  # ties are broken elsewhere
+        assert error_of(x, five[i]) <= error_of(x, halves[::2]) * (1 + 1e-6) + slack
         if is_lopsided(x, three[i, 1]):
-            assert error_of(x, nine[i]) <= error_of(x, halves) * (1 + 1e-6) + room
+            assert error_of(x, nine[i]) <= error_of(x, halves) * (1 + 1e-6) + slack
             continue
         for step in (8, 4, 2):
             for at in range(0, 8, step):
@@ -113,31 +113,31 @@ def test_orq_is_the_best_there_is_in_every_group(n: int, group: int, kind: str, 
 
 
 def test_a_group_of_very_many_has_its_best_level() -> None:
-    """Of more entries than exact sums have room for in units of the smallest size."""
+    """Exact sums of so many entries need larger units."""
     n = 200_000
-    value = gradients.draw("laplace", n, 5)
-    low, level, high = quantise(value, "optimal", n, 3).levels[0].double()
-    wanted = float((value.double() - low).sum() / (high - low))
-    assert int((value > level).sum()) <= wanted * (1 + 1e-9) and wanted * (1 - 1e-9) <= int((value >= level).sum())
+    flat = gradients.draw("laplace", n, 5)
+    low, level, high = quantise(flat, "optimal", n, 3).levels[0].double()
+    wanted = float((flat.double() - low).sum() / (high - low))
+    assert int((flat > level).sum()) <= wanted * (1 + 1e-9) and wanted * (1 - 1e-9) <= int((flat >= level).sum())
 
 
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300), deviations=st.sampled_from([None, 0.5, 1.5, 2.5]))
 def test_no_other_three_levels_err_less(seed: int, kind: str, n: int, deviations: float | None) -> None:
-    value = gradients.draw(kind, n, seed)
-    bounds = bounds_of(value, [n], deviations)
-    x = value if bounds is None else value.clamp(*bounds)
-    least = error_of(x, quantise(value, "optimal", 512, 3, bounds=bounds).levels[0])
+    flat = gradients.draw(kind, n, seed)
+    bounds = bounds_of(flat, [n], deviations)
+    x = flat if bounds is None else flat.clamp(*bounds)
+    least = error_of(x, quantise(flat, "optimal", 512, 3, bounds=bounds).levels[0])
     for form in ("norm", "peak", "range", "quantile"):
-        other = error_of(x, quantise(value, form, 512, 3, bounds=bounds).levels[0])
+        other = error_of(x, quantise(flat, form, 512, 3, bounds=bounds).levels[0])
         assert least <= other * (1 + 1e-6) + 1e-12 * float(x.double().square().sum())  # levels are floats
 
 
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))
 def test_partly_is_the_best_there_is(seed: int, kind: str, n: int) -> None:
     """A fixed point, or where the sum jumps across b; and of all magnitudes, and all sums of the largest, none errs less."""
-    value = gradients.draw(kind, n, seed)
-    b = float(quantise(value, "partly", 512, 2).levels[0, 1])
-    magnitudes = value.double().abs().sort(descending=True).values
+    flat = gradients.draw(kind, n, seed)
+    b = float(quantise(flat, "partly", 512, 2).levels[0, 1])
+    magnitudes = flat.double().abs().sort(descending=True).values
     sums = [float(magnitudes[magnitudes > at].sum()) / n for at in (b * (1 - 1e-6), b)]
     assert sums[1] * (1 - 1e-5) <= b <= sums[0] * (1 + 1e-5) + 1e-42
     tried = torch.cat([torch.tensor([b]).double(), magnitudes, magnitudes.cumsum(0) / n])
@@ -150,13 +150,13 @@ def test_partly_is_the_best_there_is(seed: int, kind: str, n: int) -> None:
 def test_lloyd_errs_least(kind: str) -> None:
     """Of all ways to part a group in two."""
     n, group = 40 * 512, 512
-    value = gradients.draw("laplace", n, 3).abs() + gradients.draw("laplace", n, 4).abs()  # Gamma(2)
+    flat = gradients.draw("laplace", n, 3).abs() + gradients.draw("laplace", n, 4).abs()  # Gamma(2)
     if kind != "skewed":
-        value = gradients.draw(kind, n, 3)
-    rows = value.double().view(-1, group)
+        flat = gradients.draw(kind, n, 3)
+    rows = flat.double().view(-1, group)
     below = rows.sort(1).values.cumsum(1)
     counts, whole = torch.arange(1.0, group).double(), below[:, -1:]
     parted = below[:, :-1].square() / counts + (whole - below[:, :-1]).square() / (group - counts)
     least = rows.square().sum(1) - parted.max(1).values
-    lloyd, mean = ((quantise(value, form, group, 2).said.view_as(rows) - rows).square().sum(1) for form in ("lloyd", "mean"))
+    lloyd, mean = ((quantise(flat, form, group, 2).said.view_as(rows) - rows).square().sum(1) for form in ("lloyd", "mean"))
     assert (lloyd >= least * (1 - 1e-6)).all() and (lloyd <= least * (1 + 1e-6)).all() and lloyd.sum() < mean.sum()

@@ -39,12 +39,12 @@ def test_accumulate_is_its_definition(
 ) -> None:
     grads = pieces(sizes, dtype, device)
     n = sum(sizes)
-    value = torch.randn(n, device=device)
+    residual = torch.randn(n, device=device)
     velocity = None if momentum is None else torch.randn(n, device=device)
     flag = torch.tensor([5], dtype=torch.int32, device=device)
-    expected = reference.accumulate(grads, value, velocity, momentum or 0.0, nesterov)
-    kernels.accumulate(grads, value, velocity, flag, momentum or 0.0, nesterov)
-    assert reference.same(value, expected[0])
+    expected = reference.accumulate(grads, residual, velocity, momentum or 0.0, nesterov)
+    kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, nesterov)
+    assert reference.same(residual, expected[0])
     if velocity is not None:
         assert expected[1] is not None and reference.same(velocity, expected[1])
     assert flag.item() == 0
@@ -58,24 +58,24 @@ def test_what_is_not_finite_raises_the_flag_and_stays_out(
 ) -> None:
     grads = [torch.randn(5000, device=device), torch.randn(5000, device=device)]
     grads[where // 5000][where % 5000] = bad
-    value = torch.randn(10_000, device=device)
+    residual = torch.randn(10_000, device=device)
     velocity = torch.randn(10_000, device=device) if with_velocity else None
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    expected = reference.accumulate(grads, value, velocity, 0.5 if with_velocity else 0.0, False)
-    old = value[where].item()
-    kernels.accumulate(grads, value, velocity, flag, 0.5 if with_velocity else 0.0)
+    expected = reference.accumulate(grads, residual, velocity, 0.5 if with_velocity else 0.0, False)
+    old = residual[where].item()
+    kernels.accumulate(grads, residual, velocity, flag, 0.5 if with_velocity else 0.0)
     assert flag.item() == 1
-    assert reference.same(value, expected[0])
-    assert value[where].item() == old
-    assert value.isfinite().all()
+    assert reference.same(residual, expected[0])
+    assert residual[where].item() == old
+    assert residual.isfinite().all()
 
 
 def test_an_overflowing_sum_is_refused_too(device: torch.device) -> None:
-    value = torch.full((300,), 3e38, device=device)
+    residual = torch.full((300,), 3e38, device=device)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    kernels.accumulate([torch.full((300,), 3e38, device=device)], value, None, flag)
+    kernels.accumulate([torch.full((300,), 3e38, device=device)], residual, None, flag)
     assert flag.item() == 1
-    assert (value == 3e38).all()
+    assert (residual == 3e38).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1 / 3])

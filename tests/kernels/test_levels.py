@@ -41,13 +41,13 @@ class Quantised(NamedTuple):
     said: Tensor
 
 
-def quantise(value: Tensor, form: str, group: int, count: int, key: int = 1, bounds: Tensor | None = None) -> Quantised:
-    n, device = value.numel(), value.device
+def quantise(flat: Tensor, form: str, group: int, count: int, key: int = 1, bounds: Tensor | None = None) -> Quantised:
+    n, device = flat.numel(), flat.device
     groups = len(ends_of(n, group))
     levels, cuts = torch.empty(groups * count, device=device), torch.empty(groups, device=device)
     words = torch.empty(words_of(n, group, count), dtype=torch.int64, device=device)
-    kernels.find_levels(value, form, group, count, levels, cuts, bounds)
-    rest = value.clone()
+    kernels.find_levels(flat, form, group, count, levels, cuts, bounds)
+    rest = flat.clone()
     kernels.take_levels(rest, levels, group, count, key, words, cuts if form in ("mean", "lloyd", "sign") else None)
     said = torch.zeros(n, device=device)
     header = torch.zeros(2, dtype=torch.int32, device=device)
@@ -71,16 +71,16 @@ def test_twins_agree_and_nothing_is_lost(
 ) -> None:
     native = extension.native
     for kind in gradients.KINDS[n % 2 :: 2] if native is not NATIVE else gradients.KINDS:  # the emulator takes its time
-        value = gradients.draw(kind, n, seed=n + count).to(device)
+        flat = gradients.draw(kind, n, seed=n + count).to(device)
         monkeypatch.setattr(extension, "native", native)
-        found = quantise(value, form, group, count)
+        found = quantise(flat, form, group, count)
         monkeypatch.setattr(extension, "native", NATIVE)
-        wanted = quantise(value.cpu(), form, group, count)
+        wanted = quantise(flat.cpu(), form, group, count)
         for ours, theirs in zip(found, wanted, strict=True):
             assert reference.same(ours.cpu(), theirs) if ours.dtype == torch.float32 else torch.equal(ours.cpu(), theirs)
         assert torch.equal(found.levels.sort(1).values, found.levels)
-        near = 1e-6 * (value.abs() + found.said.abs()) + 1e-44
-        assert ((found.said + found.rest - value).abs() <= near).all()
+        near = 1e-6 * (flat.abs() + found.said.abs()) + 1e-44
+        assert ((found.said + found.rest - flat).abs() <= near).all()
         ends = ends_of(n, group)
         for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
             assert torch.isin(found.said[begin:end], found.levels[i]).all()
@@ -89,11 +89,11 @@ def test_twins_agree_and_nothing_is_lost(
 @pytest.mark.parametrize("form", ["mean", "lloyd"])
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))
 def test_levels_that_are_means_keep_the_sum(form: str, seed: int, kind: str, n: int) -> None:
-    value = gradients.draw(kind, n, seed)
-    found = quantise(value, form, 512, 2)
-    room = 1e-5 * float(value.double().abs().sum()) + 1e-40
-    assert abs(float(found.said.double().sum() - value.double().sum())) <= room
-    x, above = value.double(), value >= found.cuts[0]
+    flat = gradients.draw(kind, n, seed)
+    found = quantise(flat, form, 512, 2)
+    slack = 1e-5 * float(flat.double().abs().sum()) + 1e-40
+    assert abs(float(found.said.double().sum() - flat.double().sum())) <= slack
+    x, above = flat.double(), flat >= found.cuts[0]
     for level, own in zip(found.levels[0], (x[~above], x[above]), strict=True):
         assert not len(own) or float(own.mean()) == pytest.approx(
             float(level), rel=1e-6, abs=1e-6 * float(x.abs().max()) + 1e-44
@@ -111,10 +111,10 @@ def test_levels_that_are_means_keep_the_sum(form: str, seed: int, kind: str, n: 
 @pytest.mark.parametrize("count", [3, 5, 9])
 def test_rounding_at_random_is_right_in_the_mean(count: int, device: torch.device) -> None:
     n, tries = 256, 400
-    value = gradients.draw("laplace", n, 7).to(device)
-    runs = [quantise(value, "optimal", 128, count, key=key << 32 | 5) for key in range(tries)]
+    flat = gradients.draw("laplace", n, 7).to(device)
+    runs = [quantise(flat, "optimal", 128, count, key=key << 32 | 5) for key in range(tries)]
     mean = torch.stack([run.said.cpu().double() for run in runs]).mean(0)
-    x, levels = value.cpu().double(), runs[0].levels.cpu().double().repeat_interleave(128, 0)
+    x, levels = flat.cpu().double(), runs[0].levels.cpu().double().repeat_interleave(128, 0)
     at = (x[:, None] >= levels).sum(1).clamp(1, count - 1)[:, None]
     low, high = levels.gather(1, at - 1)[:, 0], levels.gather(1, at)[:, 0]
     deviation = ((x - low) * (high - x) / tries).sqrt()
@@ -126,8 +126,8 @@ def test_rounding_at_random_is_right_in_the_mean(count: int, device: torch.devic
 @forms
 @given(seed=gradients.seeds, power=st.integers(-20, 20))
 def test_a_scaled_group_has_scaled_levels(form: str, count: int, seed: int, power: int) -> None:
-    value = gradients.draw("laplace", 700, seed)
-    first, second = quantise(value, form, 256, count), quantise(2.0**power * value, form, 256, count)
+    flat = gradients.draw("laplace", 700, seed)
+    first, second = quantise(flat, form, 256, count), quantise(2.0**power * flat, form, 256, count)
     assert torch.equal(2.0**power * first.levels, second.levels)
     assert torch.equal(first.words, second.words)
 
@@ -136,8 +136,8 @@ def test_a_scaled_group_has_scaled_levels(form: str, count: int, seed: int, powe
 @settings(max_examples=15)
 @given(seed=gradients.seeds, factor=st.floats(0.01, 100))
 def test_a_group_times_a_number_has_its_levels_times_that(form: str, count: int, seed: int, factor: float) -> None:
-    value = gradients.draw("normal", 300, seed)
-    first, second = quantise(value, form, 512, count), quantise(factor * value, form, 512, count)
+    flat = gradients.draw("normal", 300, seed)
+    first, second = quantise(flat, form, 512, count), quantise(factor * flat, form, 512, count)
     assert torch.allclose(factor * first.levels, second.levels, rtol=1e-5, atol=1e-5 * factor)
 
 
@@ -149,8 +149,8 @@ MOVING = [case for case in CASES if case[0] in ("optimal", "range", "quantile", 
 @given(seed=gradients.seeds, shift=st.integers(-3000, 3000))
 def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, shift: int) -> None:
     """Entries are multiples of 2^-10, so that nothing is rounded when they are shifted."""
-    value = (1024 * gradients.draw("laplace", 700, seed)).round() / 1024
-    first, second = quantise(value, form, 256, count), quantise(value + shift / 64, form, 256, count)
+    flat = (1024 * gradients.draw("laplace", 700, seed)).round() / 1024
+    first, second = quantise(flat, form, 256, count), quantise(flat + shift / 64, form, 256, count)
     if form in ("mean", "lloyd"):  # means are rounded
         assert torch.allclose(first.levels + shift / 64, second.levels, rtol=1e-6, atol=1e-5)
         return
@@ -162,8 +162,8 @@ def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, sh
 @given(seed=gradients.seeds)
 def test_a_mirrored_group_has_mirrored_levels(seed: int) -> None:
     """Three of them; more are refined from the lowest to the highest."""
-    value = gradients.draw("laplace", 700, seed)
-    assert torch.equal(quantise(-value, "optimal", 256, 3).levels, -quantise(value, "optimal", 256, 3).levels.flip(1))
+    flat = gradients.draw("laplace", 700, seed)
+    assert torch.equal(quantise(-flat, "optimal", 256, 3).levels, -quantise(flat, "optimal", 256, 3).levels.flip(1))
 
 
 def few_values() -> list[tuple[str, Tensor]]:
@@ -191,13 +191,13 @@ SAID_EXACTLY = {
 @forms
 def test_few_values_are_said_exactly(form: str, count: int) -> None:
     """Whatever is drawn: nothing is lost to an interval without width, and nothing is divided by 0."""
-    for kind, value in few_values():
+    for kind, flat in few_values():
         for key in range(3):
-            found = quantise(value, form, 64, count, key)
+            found = quantise(flat, form, 64, count, key)
             assert found.levels.isfinite().all() and torch.equal(found.levels.sort(1).values, found.levels)
             assert found.rest.isfinite().all()
             if form in SAID_EXACTLY[kind]:
-                assert torch.equal(found.said, value) and not found.rest.any(), (kind, value[:4])
+                assert torch.equal(found.said, flat) and not found.rest.any(), (kind, flat[:4])
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])
@@ -227,7 +227,7 @@ def test_many_ranks_levels_are_added_one_after_the_other(device: torch.device, r
     """To the last bit; a flag of any of them is seen."""
     n, group = 1000, 129
     values = [torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(device) for rank in range(ranks)]
-    sent = [quantise(value, "range", group, count, key=rank) for rank, value in enumerate(values)]
+    sent = [quantise(flat, "range", group, count, key=rank) for rank, flat in enumerate(values)]
     lists = [own.levels.flatten() for own in sent], [own.words for own in sent]
     headers = [torch.zeros(2, dtype=torch.int32, device=device) for _ in sent]
     together, apart = torch.ones(n, device=device), torch.ones(n, device=device)

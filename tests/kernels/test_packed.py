@@ -19,16 +19,16 @@ from gradcomp.requests import Payload
 CPU = torch.device("cpu")
 
 
-def pack(value: Tensor, k: int, flag: int = 0) -> tuple[Payload, dict[str, Tensor]]:
-    """Takes the k largest out of value and packs them; also what was taken, exactly."""
-    payload = payloads.empty(COMPACT.form(value.numel(), k), value.device)
+def pack(residual: Tensor, k: int, flag: int = 0) -> tuple[Payload, dict[str, Tensor]]:
+    """Takes the k largest out of residual and packs them; also what was taken, exactly."""
+    payload = payloads.empty(COMPACT.form(residual.numel(), k), residual.device)
     taken = {
-        "values": torch.empty(k, device=value.device),
-        "indices": torch.empty(k, dtype=torch.int32, device=value.device),
+        "values": torch.empty(k, device=residual.device),
+        "indices": torch.empty(k, dtype=torch.int32, device=residual.device),
         "header": payload["header"],
     }
-    kernels.take_topk(value, k, **taken, flag=torch.tensor([flag], dtype=torch.int32, device=value.device))
-    kernels.pack_sparse(**taken, value=value, blocks=payload["blocks"], entries=payload["entries"])
+    kernels.take_topk(residual, k, **taken, flag=torch.tensor([flag], dtype=torch.int32, device=residual.device))
+    kernels.pack_sparse(**taken, residual=residual, blocks=payload["blocks"], entries=payload["entries"])
     return payload, taken
 
 
@@ -39,20 +39,20 @@ def test_packing_is_its_definition_and_exact(device: torch.device, kind: str, n:
         before = gradients.draw("normal", n, k).to(device) * torch.logspace(-44, 37, n, device=device)
     else:
         before = gradients.draw(kind, n, seed=n + k).to(device)
-    value = before.clone()
-    payload, taken = pack(value, k)
+    residual = before.clone()
+    payload, taken = pack(residual, k)
     words, entries, said = reference.packed(taken["values"].cpu(), taken["indices"].cpu(), n)
     assert torch.equal(payload["blocks"].cpu().long() & 0xFFFFFFFF, words)
     assert torch.equal(payload["entries"].cpu().long() & 0xFFFFFFFF, entries)
     target = torch.zeros(n, device=device)
     COMPACT.add(Update(target), [payload])
     assert torch.equal(target[taken["indices"].long()].cpu(), said)
-    assert torch.equal(value + target, before)
+    assert torch.equal(residual + target, before)
     values, indices = torch.empty_like(taken["values"]), torch.empty_like(taken["indices"])
     kernels.unpack_sparse(values, indices, payload["header"].clone(), payload["blocks"], payload["entries"])
     assert torch.equal(values.cpu(), said) and torch.equal(indices, taken["indices"])
     again = payloads.empty(payload.form, device)
-    kernels.pack_sparse(**taken, value=None, blocks=again["blocks"], entries=again["entries"])
+    kernels.pack_sparse(**taken, blocks=again["blocks"], entries=again["entries"])
     assert torch.equal(again["blocks"], payload["blocks"]) and torch.equal(again["entries"], payload["entries"])
     big = taken["values"].abs() >= 2**-14 * taken["values"].abs().max()
     close = (said.to(device) - taken["values"]).abs() <= 2**-11 * taken["values"].abs()
@@ -61,24 +61,24 @@ def test_packing_is_its_definition_and_exact(device: torch.device, kind: str, n:
 
 def test_scale_flag_and_settling(device: torch.device) -> None:
     before = torch.randn(70_000, device=device)
-    value = before.clone()
-    payload, _ = pack(value, 700)
-    after, sent = value.clone(), torch.zeros_like(value)
+    residual = before.clone()
+    payload, _ = pack(residual, 700)
+    after, sent = residual.clone(), torch.zeros_like(residual)
     COMPACT.add(Update(sent), [payload])
-    half = torch.zeros_like(value)
+    half = torch.zeros_like(residual)
     COMPACT.add(Update(half), [payload], 0.5)
     assert torch.equal(half, 0.5 * sent)
-    update = torch.zeros_like(value)
-    kernels.settle_packed(value, **payload.arrays, update=update)
-    assert reference.same(value, after)
-    kernels.settle_packed(value, **payload.arrays, update=update, keep=0.5)
-    assert torch.equal(value, after + 0.5 * sent)
-    value.copy_(after)
+    update = torch.zeros_like(residual)
+    kernels.settle_packed(residual, **payload.arrays, update=update)
+    assert reference.same(residual, after)
+    kernels.settle_packed(residual, **payload.arrays, update=update, keep=0.5)
+    assert torch.equal(residual, after + 0.5 * sent)
+    residual.copy_(after)
     update[0] = float("inf")
-    kernels.settle_packed(value, **payload.arrays, update=update, keep=0.5)
-    assert torch.equal(value, before)
-    value = before.clone()
-    payload, _ = pack(value, 700, flag=1)
+    kernels.settle_packed(residual, **payload.arrays, update=update, keep=0.5)
+    assert torch.equal(residual, before)
+    residual = before.clone()
+    payload, _ = pack(residual, 700, flag=1)
     COMPACT.add(Update(update.zero_()), [payload])
     assert update[0].isnan() and not update[1:].any()
 
@@ -104,10 +104,10 @@ def test_many_ranks_payloads_are_added_one_after_the_other(device: torch.device,
 def test_payloads_of_different_ranks_are_alike(device: torch.device) -> None:
     first, second = (pack(torch.randn(1000, device=device), k)[0] for k in (10, 20))
     target = torch.zeros(1000, device=device)
-    with pytest.raises(ValueError, match=r"add_packed: entries\[1\] has 20 entries, but add_packed: entries\[0\] has 10"):
+    with pytest.raises(ValueError, match=r"add_packed: entries\[1\] has 20 entries, but entries\[0\] has 10"):
         COMPACT.add(Update(target), [first, second])
     lists = [[first[name]] for name in ("blocks", "entries", "header")]
-    with pytest.raises(ValueError, match="add_packed: blocks are of 2 ranks, headers of 1"):
+    with pytest.raises(ValueError, match="add_packed: blocks come from 2 ranks, but headers from 1"):
         kernels.add_packed(target, lists[0] * 2, *lists[1:])
 
 
@@ -131,12 +131,12 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
     """Bytes changed anywhere: what surrounds the target stays as it is, and a malformed payload is found by both: the kernels
     answer NaN, the check a sentence."""
     k = min(k, n)
-    value = gradients.draw("normal", n, seed).to(device)
+    residual = gradients.draw("normal", n, seed).to(device)
     if form == "compact":
-        payload, _ = pack(value, k)
+        payload, _ = pack(residual, k)
     else:
-        payload = payloads.empty(EXACT.form(n, k), value.device)
-        kernels.take_topk(value, k, **payload.arrays)
+        payload = payloads.empty(EXACT.form(n, k), residual.device)
+        kernels.take_topk(residual, k, **payload.arrays)
     for place, byte in changes:
         payload.bytes[place % payload.bytes.numel()] = byte
     around = torch.ones(n + 64, device=device)
@@ -176,9 +176,9 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
     ],
 )
 def test_what_is_malformed_gets_a_sentence(change: object, sentence: str) -> None:
-    value = torch.zeros(70_000)
-    value[[1, 2, 3, 60_000, 65_000]] = 1.0
-    payload, _ = pack(value, 5)
+    residual = torch.zeros(70_000)
+    residual[[1, 2, 3, 60_000, 65_000]] = 1.0
+    payload, _ = pack(residual, 5)
     change(payload)  # type: ignore[operator]
     with pytest.raises(ValueError, match=sentence):
         COMPACT.check_one(payload, 70_000, "rank 1")

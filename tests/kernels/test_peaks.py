@@ -18,44 +18,44 @@ SIZES = [[1], [3, 0, 5], [1000], [2047, 2049, 1, 70], [100_003], [64] * 200, [63
 
 def accumulated(grads: list[Tensor], momentum: float | None = None) -> tuple[Tensor, Tensor]:
     n = sum(grad.numel() for grad in grads)
-    value, peaks = torch.randn(n), kernels.peaks(n, CPU)
+    residual, peaks = torch.randn(n), kernels.peaks(n, CPU)
     assert peaks is not None
     velocity = None if momentum is None else torch.randn(n)
     flag = torch.zeros(1, dtype=torch.int32)
     moments = torch.zeros(len(grads), extension.MOMENTS, dtype=torch.float64)
-    kernels.accumulate(grads, value, velocity, flag, momentum or 0.0, moments=moments, peaks=peaks)
-    return value, peaks
+    kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, moments=moments, peaks=peaks)
+    return residual, peaks
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_peaks_are_their_definition(sizes: list[int], dtype: torch.dtype, momentum: float | None) -> None:
-    value, peaks = accumulated([gradients.draw("normal", n, seed).to(dtype) for seed, n in enumerate(sizes)], momentum)
-    lines = torch.nn.functional.pad(value.abs(), (0, -len(value) % extension.LINE)).view(-1, extension.LINE)
+    residual, peaks = accumulated([gradients.draw("normal", n, seed).to(dtype) for seed, n in enumerate(sizes)], momentum)
+    lines = torch.nn.functional.pad(residual.abs(), (0, -len(residual) % extension.LINE)).view(-1, extension.LINE)
     assert reference.same(peaks.view(torch.float32), lines.amax(1))
 
 
 def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> None:
-    value, peaks = accumulated([torch.randn(100)] * (extension.MOST_PIECES + 1))
+    residual, peaks = accumulated([torch.randn(100)] * (extension.MOST_PIECES + 1))
     assert (peaks == extension.UNKNOWN_PEAK).all()
-    check_topk(value, 77, peaks)
+    check_topk(residual, 77, peaks)
 
 
-def taken(room: int) -> dict[str, Tensor]:
+def taken(capacity: int) -> dict[str, Tensor]:
     return {
-        "values": torch.zeros(room),
-        "indices": torch.zeros(room, dtype=torch.int32),
+        "values": torch.zeros(capacity),
+        "indices": torch.zeros(capacity, dtype=torch.int32),
         "header": torch.zeros(2, dtype=torch.int32),
     }
 
 
-def check_topk(value: Tensor, k: int, peaks: Tensor) -> None:
+def check_topk(residual: Tensor, k: int, peaks: Tensor) -> None:
     told, untold = taken(k), taken(k)
-    left = value.clone()
+    left = residual.clone()
     kernels.take_topk(left, k, **untold)
-    kernels.take_topk(value, k, **told, peaks=peaks)
-    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(value, left)
+    kernels.take_topk(residual, k, **told, peaks=peaks)
+    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(residual, left)
 
 
 @given(
@@ -65,21 +65,20 @@ def check_topk(value: Tensor, k: int, peaks: Tensor) -> None:
     seed=gradients.seeds,
 )
 def test_takes_find_the_same_by_peaks(kind: str, sizes: list[int], share: float, seed: int) -> None:
-    value, peaks = accumulated([gradients.draw(kind, n, seed + i) for i, n in enumerate(sizes)])
-    room = max(1, int(share**4 * len(value)))
-    check_topk(value.clone(), room, peaks)
-    scale = float(value.abs().max())
+    residual, peaks = accumulated([gradients.draw(kind, n, seed + i) for i, n in enumerate(sizes)])
+    capacity = max(1, int(share**4 * len(residual)))
+    check_topk(residual.clone(), capacity, peaks)
+    scale = float(residual.abs().max())
     generator = torch.Generator().manual_seed(seed)
     layers = (
         torch.tensor(sizes).cumsum(0).to(torch.int32),
-        torch.randn(len(sizes), generator=generator) * 0.1 * scale,
         torch.rand(len(sizes), generator=generator) * scale,
     )
-    told, untold = taken(room), taken(room)
-    left = value.clone()
+    told, untold = taken(capacity), taken(capacity)
+    left = residual.clone()
     kernels.take_above(left, *layers, **untold)
-    kernels.take_above(value, *layers, **told, peaks=peaks)
-    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(value, left)
+    kernels.take_above(residual, *layers, **told, peaks=peaks)
+    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(residual, left)
 
 
 def test_a_gpu_has_no_use_for_them() -> None:

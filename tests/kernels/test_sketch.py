@@ -16,9 +16,9 @@ SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
 ROWS = [3, 5, 7, 9]
 
 
-def sketch(value: Tensor, rows: int, columns: int, seed: int) -> Tensor:
-    table = torch.full((rows * columns,), 9.0, device=value.device)
-    kernels.sketch(value, rows, seed, table)
+def sketch(flat: Tensor, rows: int, columns: int, seed: int) -> Tensor:
+    table = torch.full((rows * columns,), 9.0, device=flat.device)
+    kernels.sketch(flat, rows, seed, table)
     return table
 
 
@@ -41,8 +41,8 @@ def check_heaviest(table: Tensor, rows: int, seed: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("columns", [16, 32, 48, 1008, 4096])
 def test_a_sketch_is_its_definition(device: torch.device, rows: int, columns: int) -> None:
     for n in SIZES:
-        value = torch.randn(n).to(device)
-        assert reference.same(sketch(value, rows, columns, n), reference.sketch(value, rows, columns, n)), n
+        flat = torch.randn(n).to(device)
+        assert reference.same(sketch(flat, rows, columns, n), reference.sketch(flat, rows, columns, n)), n
 
 
 @given(
@@ -56,18 +56,18 @@ def test_a_sketch_is_its_definition(device: torch.device, rows: int, columns: in
 def test_a_sketch_is_its_definition_for_any_size(
     device: torch.device, kind: str, n: int, rows: int, tiles: int, seed: int, offset: int
 ) -> None:
-    value = gradients.draw(kind, n + offset, seed % 2**31)[offset:].to(device)  # not aligned to vectors
-    table = sketch(value, rows, 16 * tiles, seed)
-    assert reference.same(table, reference.sketch(value, rows, 16 * tiles, seed))
+    flat = gradients.draw(kind, n + offset, seed % 2**31)[offset:].to(device)  # not aligned to vectors
+    table = sketch(flat, rows, 16 * tiles, seed)
+    assert reference.same(table, reference.sketch(flat, rows, 16 * tiles, seed))
     if n > 0:
         check_heaviest(table, rows, seed, n, 1 + seed % n)
 
 
 def test_every_row_puts_each_entry_into_one_cell(device: torch.device) -> None:
     """A sum over the table's magnitudes: no entry is lost, or counted twice; eighths add up exactly."""
-    value = torch.randint(1, 9, (5000,)).to(device) / 8
-    table = sketch(value, 7, 8192, seed=3).view(7, -1)  # no two entries of one round meet
-    assert (table.abs().sum(1) == value.sum()).all()
+    flat = torch.randint(1, 9, (5000,)).to(device) / 8
+    table = sketch(flat, 7, 8192, seed=3).view(7, -1)  # no two entries of one round meet
+    assert (table.abs().sum(1) == flat.sum()).all()
     assert len({tuple(row.tolist()) for row in table}) == 7
 
 
@@ -86,26 +86,26 @@ def test_sketches_add_up(device: torch.device) -> None:
 def test_few_entries_are_recovered_exactly(device: torch.device, rows: int, n: int) -> None:
     """An entry meets one of five others in most of its rows once in 10^5 times with 3 rows, and in 10^8 with 5."""
     for seed in range(10):
-        value = torch.zeros(n, device=device)
+        flat = torch.zeros(n, device=device)
         places = torch.randperm(n)[:5].sort().values.to(device)
-        value[places] = torch.randn(5).to(device)
-        indices, found = heaviest(sketch(value, rows, 4096, seed), rows, seed, n, 5)
+        flat[places] = torch.randn(5).to(device)
+        indices, found = heaviest(sketch(flat, rows, 4096, seed), rows, seed, n, 5)
         assert torch.equal(indices, places)
-        assert reference.same(found, value[places])
+        assert reference.same(found, flat[places])
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_heaviest_is_exact(device: torch.device, kind: str, rows: int) -> None:
     for n, columns, k in ((1, 16, 1), (100, 16, 100), (5000, 1008, 1), (40_001, 4096, 400), (20_000, 48, 20_000)):
-        value = gradients.draw(kind, n, seed=n + k, ranks=n).to(device)  # so that no sum is infinite
-        check_heaviest(sketch(value, rows, columns, seed=k), rows, k, n, k)
+        flat = gradients.draw(kind, n, seed=n + k, ranks=n).to(device)  # so that no sum is infinite
+        check_heaviest(sketch(flat, rows, columns, seed=k), rows, k, n, k)
 
 
 def test_heaviest_of_sums_that_are_infinite(device: torch.device) -> None:
-    value = gradients.draw("huge", 5000, seed=1).to(device)
-    table = sketch(value, 5, 48, seed=1)
-    assert reference.same(table, reference.sketch(value, 5, 48, 1)) and table.isinf().any()
+    flat = gradients.draw("huge", 5000, seed=1).to(device)
+    table = sketch(flat, 5, 48, seed=1)
+    assert reference.same(table, reference.sketch(flat, 5, 48, 1)) and table.isinf().any()
     check_heaviest(table, 5, 1, 5000, 300)
 
 
@@ -117,16 +117,16 @@ def test_of_equals_the_first_are_taken(device: torch.device) -> None:
 
 def test_threads_do_not_matter() -> None:
     """On CPUs, where each has 2^18 entries or more."""
-    value = gradients.draw("ties", 800_000, seed=4)
-    wanted = reference.sketch(value, 5, 4096, 11)
-    estimates = reference.estimates(wanted, 5, 11, value.numel())
+    flat = gradients.draw("ties", 800_000, seed=4)
+    wanted = reference.sketch(flat, 5, 4096, 11)
+    estimates = reference.estimates(wanted, 5, 11, flat.numel())
     largest = reference.topk(estimates, 999)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            table = sketch(value, 5, 4096, seed=11)
-            indices, found = heaviest(table, 5, 11, value.numel(), 999)
+            table = sketch(flat, 5, 4096, seed=11)
+            indices, found = heaviest(table, 5, 11, flat.numel(), 999)
             assert reference.same(table, wanted)
             assert torch.equal(indices, largest) and torch.equal(found, estimates[largest])
     finally:
@@ -134,16 +134,16 @@ def test_threads_do_not_matter() -> None:
 
 
 def test_bad_arguments_are_refused(device: torch.device) -> None:
-    value = torch.zeros(100, device=device)
+    flat = torch.zeros(100, device=device)
     for rows in (-3, 1, 4, 11):
-        with pytest.raises(ValueError, match=f"sketch: rows = {rows} is not 3, 5, 7 or 9"):
-            kernels.sketch(value, rows, 0, torch.zeros(4 * 48, device=device))
-    with pytest.raises(ValueError, match="sketch: table has 120 entries, which is not a multiple of 48"):
-        sketch(value, 3, 40, 0)
+        with pytest.raises(ValueError, match=f"sketch: rows={rows} must be 3, 5, 7 or 9"):
+            kernels.sketch(flat, rows, 0, torch.zeros(4 * 48, device=device))
+    with pytest.raises(ValueError, match="sketch: table has 120 entries, but needs a multiple of 48"):
+        sketch(flat, 3, 40, 0)
     with pytest.raises(ValueError, match="heaviest: table has 0 entries"):
         heaviest(torch.zeros(0, device=device), 3, 0, 100, 1)
     table = torch.zeros(3 * 48, device=device)
-    with pytest.raises(ValueError, match=r"heaviest: indices has 101 entries; 1 \.\. 100 are possible"):
+    with pytest.raises(ValueError, match=r"heaviest: indices has 101 entries, but must have 1 to n=100"):
         heaviest(table, 3, 0, 100, 101)
     with pytest.raises(ValueError, match="heaviest: indices has 0 entries"):
         heaviest(table, 3, 0, 100, 0)
@@ -174,14 +174,14 @@ def test_as_many_of_the_largest_are_found_as_with_a_hash_of_every_entry(kind: st
     shares = torch.empty(draws, 2, dtype=torch.float64)
     for seed in range(draws):
         generator = torch.Generator().manual_seed(seed)
-        value = draw(kind, n, generator)
+        flat = draw(kind, n, generator)
         places = torch.randint(columns, (rows, n), generator=generator)
         signs = torch.randint(2, (rows, n), generator=generator) * 2.0 - 1
-        cells = [torch.zeros(columns).index_add_(0, i, s * value)[i] * s for i, s in zip(places, signs, strict=True)]
+        cells = [torch.zeros(columns).index_add_(0, i, s * flat)[i] * s for i, s in zip(places, signs, strict=True)]
         classical = torch.stack(cells).median(0).values.abs().topk(k).indices
-        ours, _ = heaviest(sketch(value, rows, columns, seed), rows, seed, n, k)
+        ours, _ = heaviest(sketch(flat, rows, columns, seed), rows, seed, n, k)
         true = torch.zeros(n, dtype=torch.bool)
-        true[value.abs().topk(k).indices] = True
+        true[flat.abs().topk(k).indices] = True
         shares[seed] = torch.tensor([true[ours].double().mean(), true[classical].double().mean()])
     found, wanted = shares.mean(0).tolist()
     chance = float((shares[:, 0] - shares[:, 1]).std()) / draws**0.5  # of the difference of the two means

@@ -15,26 +15,26 @@ from gradcomp.native import kernels
 Taken = dict[str, Tensor]
 
 
-def take_topk(value: Tensor, k: int, velocity: Tensor | None = None, flag: Tensor | None = None) -> Taken:
+def take_topk(residual: Tensor, k: int, velocity: Tensor | None = None, flag: Tensor | None = None) -> Taken:
     taken = {
-        "values": torch.full((k,), 9.0, device=value.device),
-        "indices": torch.full((k,), -1, dtype=torch.int32, device=value.device),
-        "header": torch.full((2,), -1, dtype=torch.int32, device=value.device),
+        "values": torch.full((k,), 9.0, device=residual.device),
+        "indices": torch.full((k,), -1, dtype=torch.int32, device=residual.device),
+        "header": torch.full((2,), -1, dtype=torch.int32, device=residual.device),
     }
-    kernels.take_topk(value, k, **taken, velocity=velocity, flag=flag)
+    kernels.take_topk(residual, k, **taken, velocity=velocity, flag=flag)
     return taken
 
 
-def check_topk(value: Tensor, k: int) -> None:
-    before = value.clone()
-    taken = take_topk(value, k)
+def check_topk(residual: Tensor, k: int) -> None:
+    before = residual.clone()
+    taken = take_topk(residual, k)
     wanted = reference.topk(before, k)
     assert torch.equal(taken["indices"].long(), wanted)
     assert reference.same(taken["values"], before[wanted])
     assert taken["header"].tolist() == [k, 0]
     left = before.clone()
     left[wanted] = 0
-    assert reference.same(value, left)
+    assert reference.same(residual, left)
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)
@@ -52,22 +52,22 @@ def test_topk_is_exact_for_any_size(device: torch.device, kind: str, n: int, sha
 
 def test_topk_in_clusters(device: torch.device) -> None:
     """All large entries in one place: what a sample may miss, and what overfills one part of a list."""
-    value = torch.randn(100_000, device=device) * 1e-3
-    value[50_000:50_900] += 5
-    check_topk(value, 1000)
+    residual = torch.randn(100_000, device=device) * 1e-3
+    residual[50_000:50_900] += 5
+    check_topk(residual, 1000)
 
 
 def test_topk_of_few_among_zeros(device: torch.device) -> None:
     """Fewer entries than k are not zero: the lowest zeros fill up, and all ranks still send the same size."""
-    value = torch.zeros(50_000, device=device)
-    value[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
-    check_topk(value, 50)
+    residual = torch.zeros(50_000, device=device)
+    residual[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
+    check_topk(residual, 50)
 
 
 def test_topk_masks_the_velocity(device: torch.device) -> None:
-    value, velocity = torch.randn(5000, device=device), torch.randn(5000, device=device)
+    residual, velocity = torch.randn(5000, device=device), torch.randn(5000, device=device)
     before = velocity.clone()
-    taken = take_topk(value, 50, velocity=velocity)
+    taken = take_topk(residual, 50, velocity=velocity)
     before[taken["indices"].long()] = 0
     assert reference.same(velocity, before)
 
@@ -89,29 +89,29 @@ def test_take_then_add_gives_back_the_tensor(device: torch.device, kind: str, n:
     """x == x_after + add(zeros, take(x)), for every pair of take and add."""
     before = gradients.draw(kind, n, seed).to(device)
 
-    value = before.clone()
-    taken = take_topk(value, max(1, n // 7))
+    residual = before.clone()
+    taken = take_topk(residual, max(1, n // 7))
     restored = torch.zeros(n, device=device)
     kernels.add_sparse(restored, **taken)
-    assert torch.equal(value + restored, before)
+    assert torch.equal(residual + restored, before)
 
-    value, all_of_it = before.clone(), torch.empty(n, device=device)
-    kernels.offer_all(value, all_of_it)
-    assert reference.same(value, before) and reference.same(all_of_it, before)
-    kernels.settle_all(value, all_of_it)
-    assert not value.any()
-    assert torch.equal(value + all_of_it, before)
+    residual, all_of_it = before.clone(), torch.empty(n, device=device)
+    kernels.offer_all(residual, all_of_it)
+    assert reference.same(residual, before) and reference.same(all_of_it, before)
+    kernels.settle_all(residual, all_of_it)
+    assert not residual.any()
+    assert torch.equal(residual + all_of_it, before)
 
 
 def test_offer_all_passes_the_flag_on(device: torch.device) -> None:
-    value, taken = torch.randn(1001, device=device), torch.empty(1001, device=device)
-    before = value.clone()
-    kernels.offer_all(value, taken, torch.tensor([1], dtype=torch.int32, device=device))
+    residual, taken = torch.randn(1001, device=device), torch.empty(1001, device=device)
+    before = residual.clone()
+    kernels.offer_all(residual, taken, torch.tensor([1], dtype=torch.int32, device=device))
     assert taken[0].isnan() and reference.same(taken[1:], before[1:])
-    kernels.settle_all(value, taken)
-    assert reference.same(value, before)  # it came to nothing
-    kernels.settle_all(value, torch.zeros(1001, device=device), keep=0.5)
-    assert reference.same(value, 0.5 * before)
+    kernels.settle_all(residual, taken)
+    assert reference.same(residual, before)  # it came to nothing
+    kernels.settle_all(residual, torch.zeros(1001, device=device), keep=0.5)
+    assert reference.same(residual, 0.5 * before)
 
 
 def sparse(device: torch.device, values: list[float], indices: list[int], count: int, flag: int = 0) -> Taken:
@@ -148,7 +148,7 @@ def test_a_malformed_payload_never_writes_elsewhere(
 
 
 def test_a_count_beyond_the_payload_means_all_of_it(device: torch.device) -> None:
-    """More wanted to travel than there was room for."""
+    """More entries wanted to travel than the capacity."""
     target = torch.ones(10, device=device)
     kernels.add_sparse(target, **sparse(device, [2.0, 4.0], [3, 5], count=900))
     assert target.tolist() == [1, 1, 1, 3, 1, 5, 1, 1, 1, 1]
@@ -157,15 +157,15 @@ def test_a_count_beyond_the_payload_means_all_of_it(device: torch.device) -> Non
 def test_settling_sparse_entries(device: torch.device) -> None:
     """They are back where the update is not finite; else what is kept of them is."""
     before = torch.randn(3000, device=device)
-    value = before.clone()
-    taken = take_topk(value, 30, flag=torch.ones(1, dtype=torch.int32, device=device))
-    after = value.clone()
+    residual = before.clone()
+    taken = take_topk(residual, 30, flag=torch.ones(1, dtype=torch.int32, device=device))
+    after = residual.clone()
     update = torch.zeros(3000, device=device)
-    kernels.settle_sparse(value, **taken, update=update)
-    assert reference.same(value, after)
-    kernels.settle_sparse(value, **taken, update=update, keep=0.5)
-    assert torch.equal(value[taken["indices"].long()], 0.5 * taken["values"])
-    value.copy_(after)
+    kernels.settle_sparse(residual, **taken, update=update)
+    assert reference.same(residual, after)
+    kernels.settle_sparse(residual, **taken, update=update, keep=0.5)
+    assert torch.equal(residual[taken["indices"].long()], 0.5 * taken["values"])
+    residual.copy_(after)
     update[0] = float("nan")
-    kernels.settle_sparse(value, **taken, update=update, keep=0.5)
-    assert torch.equal(value, before)
+    kernels.settle_sparse(residual, **taken, update=update, keep=0.5)
+    assert torch.equal(residual, before)

@@ -16,7 +16,7 @@ struct alignas(4) __nv_bfloat162 {
 
 inline float __bfloat162float(__nv_bfloat16 h) { return std::bit_cast<float>(static_cast<uint32_t>(h.bits) << 16); }
 
-// To nearest, ties to even, by choosing between the two neighbours (their bits are consecutive numbers, infinity included).
+// Round to nearest, ties to even: choose between the two neighbours, whose bits are consecutive numbers, infinity included.
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   if (std::isnan(x)) return {0x7fff};
   const uint32_t bits = std::bit_cast<uint32_t>(x);

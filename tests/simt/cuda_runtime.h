@@ -1,5 +1,5 @@
 // Stands in for CUDA's header of this name: the language, the types and the calls that kernels here use, for a C++ compiler.
-// What is missing is added when a kernel needs it, with CUDA's meaning.
+// A kernel that needs more adds it here, with CUDA's meaning.
 #pragma once
 
 #include <bit>
@@ -18,8 +18,8 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
-// Blocks run one at a time, so one copy of a shared variable is enough. The section lets every block find garbage in it; it
-// takes variables of functions in an unnamed namespace or static ones only (others would have to be merged by the linker).
+// One copy of a shared variable is enough, since blocks run one at a time. The section lets the emulator fill it with garbage
+// for every block. It takes only variables of static functions, or of functions in an unnamed namespace.
 #define __shared__ static __attribute__((section("simt_shared")))
 
 struct alignas(8) float2 {
@@ -47,7 +47,7 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// ---- The host's calls. Everything is done when they return, whatever the stream.
+// ---- The host's calls. They are complete when they return, whatever the stream.
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3, cudaMemcpyDefault = 4 };
@@ -60,7 +60,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 
 namespace simt {
 cudaError_t allow_shared(const void* kernel, int bytes);
-bool accept(const Shape& shape);  // false, and an error to be asked for, where no device would take this launch
+bool accept(const Shape& shape);  // false, and an error for cudaGetLastError, if no device would take this launch
 }  // namespace simt
 
 template <class... Params>
@@ -130,10 +130,10 @@ T __shfl_xor_sync(unsigned mask, T x, int bits, int width = 32, SIMT_SITE) {
   return simt::shuffle("__shfl_xor_sync", mask, x, source < simt::segment(width) + width ? source : lane, site);
 }
 
-inline void __threadfence() {}
+inline void __threadfence() { simt::fence(); }
 inline void __threadfence_block() {}
 
-// ---- Atomics: one thread runs at a time. For the types that CUDA has them for.
+// ---- Atomics, for CUDA's types. One thread runs at a time, so that they need nothing special.
 
 namespace simt {
 
@@ -199,8 +199,10 @@ template <class T>
 T __ldg(const T* at) {
   return *at;
 }
+// Kernels here read other blocks' results with __ldcg, and nothing else.
 template <class T>
-T __ldcg(const T* at) {
+T __ldcg(const T* at, SIMT_SITE) {
+  simt::expect_acquired("__ldcg", site);
   return *at;
 }
 template <class T>

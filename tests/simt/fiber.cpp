@@ -1,4 +1,4 @@
-// Fibers: their stacks, the switch between two of them, and what AddressSanitizer has to be told about it.
+// Fibers: their stacks, the switch between two of them, and its announcement to AddressSanitizer.
 
 #include "fiber.h"
 
@@ -37,9 +37,9 @@ Fiber* running = nullptr;
 
 }  // namespace
 
-// swapcontext would do everywhere, but it asks the system for the signal mask each time (a microsecond for a round trip), and
-// AddressSanitizer forgets a stack's red zones when it sees it. So x86-64 gets the dozen instructions that matter: keep what a
-// called function must preserve, exchange the stacks.
+// x86-64 switches in a dozen instructions, which keep the registers that a called function must preserve and exchange the
+// stacks. swapcontext works everywhere, but it asks the system for the signal mask (a microsecond for a round trip), and
+// AddressSanitizer forgets a stack's red zones when it sees it.
 #ifndef SIMT_UCONTEXT
 
 extern "C" void simt_switch(void** from, void* to);
@@ -67,7 +67,7 @@ simt_switch:
 .size simt_switch, .-simt_switch
 )");
 
-// A stack as simt_switch leaves one: six registers, and on top the place to go to.
+// Prepare a stack as simt_switch leaves one: six registers, and on top the place to go to.
 static void* first_place(char* stack, size_t size) {
   auto* top = reinterpret_cast<uintptr_t*>(stack + size) - 2;
   top[0] = reinterpret_cast<uintptr_t>(&fiber_main);
@@ -106,7 +106,7 @@ Fiber::Fiber() {
 }
 
 Fiber::~Fiber() {
-  // The frames of an abandoned body are gone without having said so.
+  // An abandoned body never left its frames.
   TELL_SANITIZER(__asan_unpoison_memory_region(stack_, kStack));
   forget_place(place_);
 #ifdef SIMT_UCONTEXT
@@ -139,7 +139,7 @@ void Fiber::switch_to_caller() {
   TELL_SANITIZER(__sanitizer_finish_switch_fiber(own_frames_, &caller_stack_, &caller_stack_size_));
 }
 
-// The bottom of every fiber's stack. It never returns: between bodies the fiber sleeps here.
+// The bottom of every fiber's stack, where the fiber sleeps between bodies. It never returns.
 void fiber_main() {
   Fiber* const self = running;
   TELL_SANITIZER(__sanitizer_finish_switch_fiber(nullptr, &self->caller_stack_, &self->caller_stack_size_));

@@ -1,4 +1,4 @@
-// A fiber: a function that runs on its own stack, and can be left in its middle and entered again.
+// A fiber: a function that runs on its own stack, and can pause in its middle and go on later.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +12,10 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // From outside: runs body(argument), or what is left of it, until it pauses or ends. A fiber whose body has ended takes the
-  // next one.
+  // Run body(argument), or the rest of it, until it pauses or ends. A fiber whose body has ended takes the next one.
   void run(void (*body)(void*), void* argument);
 
-  // From inside the running body: back to where run() was called.
+  // Go back to the caller of run(). Only the running body calls this.
   static void pause();
 
  private:
@@ -25,17 +24,18 @@ class Fiber {
   void switch_to_fiber();
   void switch_to_caller();
 
-  char* stack_;            // below it lies a page that may not be touched: an overflow is a fault, not a silent overwrite
-  void* place_ = nullptr;  // where the fiber goes on; the machine's half of the switch keeps it
+  char* stack_;            // the page below it is protected, so that an overflow is a fault and not a silent overwrite
+  void* place_ = nullptr;  // the place where the fiber goes on, which the switch keeps
   void* caller_ = nullptr;
   void (*body_)(void*) = nullptr;
   void* argument_ = nullptr;
   bool busy_ = false;
 
-  void* own_frames_ = nullptr;  // what AddressSanitizer wants to know of stacks: its record of ours, and where the caller's is
-  void* caller_frames_ = nullptr;
-  const void* caller_stack_ = nullptr;
-  size_t caller_stack_size_ = 0;
+  // AddressSanitizer's records of both stacks, and the place of the caller's. Nothing else uses them.
+  [[maybe_unused]] void* own_frames_ = nullptr;
+  [[maybe_unused]] void* caller_frames_ = nullptr;
+  [[maybe_unused]] const void* caller_stack_ = nullptr;
+  [[maybe_unused]] size_t caller_stack_size_ = 0;
 };
 
 }  // namespace simt

@@ -7,7 +7,7 @@
 
 namespace {
 
-// Those of every device since 2017, but for the last, which is the H100's.
+// The limits of every device since 2017; kMostShared is the H100's.
 constexpr uint64_t kMostThreads = 1024, kMostThreadsZ = 64;
 constexpr uint64_t kMostBlocksX = 0x7fffffff, kMostBlocksYZ = 65535;
 constexpr size_t kShared = 48 * 1024, kMostShared = 227 * 1024;

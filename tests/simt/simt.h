@@ -1,7 +1,7 @@
 // The emulator as kernels see it through cuda_runtime.h: launches, and the places where the threads of a block or warp meet.
 //
-// Each thread of a block is a fiber; one runs at a time, until it reaches a barrier, a shuffle or its end. Blocks run one after
-// the other, so that a block which waits for another never gets on, and says so.
+// Each thread of a block is a fiber. One runs at a time, until it reaches a barrier, a shuffle or its end. Blocks run one after
+// the other: a block that waits for another is stuck, which raises.
 #pragma once
 
 #include <cstddef>
@@ -27,31 +27,38 @@ constexpr int warpSize = 32;
 
 namespace simt {
 
-// A line of a kernel, as a default argument of what is called there.
+// The line of a kernel that calls a function with this as its default argument.
 struct Site {
   const char* file;
   int line;
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 };
 
-// Waits for all threads of the block that have not ended. Tells how many there were and how many brought true.
+// Wait for all threads of the block that have not ended. The tally counts them, and those that brought true.
 struct Tally {
   unsigned present, yes;
 };
 Tally meet_block(const char* what, bool vote, Site site);
 
-// Waits for the lanes named in mask. Tells what lane `source` brought, and which lanes brought something other than 0.
+// Wait for the lanes in the mask. The exchange has the value of lane `source`, and the lanes that brought a value other than 0.
 struct Exchange {
   uint64_t value;
   unsigned nonzero;
 };
 Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned source, Site site);
 
+// The order of memory between blocks, as far as it can be checked without a model of it. take_ticket tells that a block has
+// published its results, and fails unless every thread of it has fenced and met the others since. expect_acquired fails unless
+// the thread has met the others and fenced since its block took a ticket: otherwise it may read what was there before.
+void fence();
+unsigned take_ticket(unsigned* ticket, Site site = Site::here());
+void expect_acquired(const char* what, Site site);
+
 unsigned lane();
 void* dynamic_shared();
 
-// Blocks run in index order, or (the default, unless GRADCOMP_SIMT_ORDER=plain) shuffled, with warps and lanes from last to
-// first: what differs between the two depends on an order it must not depend on.
+// The order of blocks: plain, or shuffled (the default, unless GRADCOMP_SIMT_ORDER=plain), with warps and lanes from last to
+// first. A kernel must give the same results in both.
 enum class Order { plain, shuffled };
 void set_order(Order order);
 
@@ -63,8 +70,7 @@ struct Shape {
 };
 void run(const Shape& shape, void (*body)(void*), void* argument);
 
-// kernel<<<grid, block, shared, stream>>>(args...), complete when it returns. A launch that no device would accept is reported
-// by cudaGetLastError.
+// Run kernel<<<grid, block, shared, stream>>>(args...) to its end. cudaGetLastError reports a launch that no device would take.
 template <class... Params, class... Args>
 void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, cudaStream_t, Args&&... args) {
   using Call = std::pair<void (*)(Params...), std::tuple<Params...>>;

@@ -107,7 +107,7 @@ class Sdagc(Compressor):
             return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam, mask=True))
         self._set_thresholds(moments, state)
         taken = routes.codec_of(self.wire, self.route).allocate(acc, capacity.entries)
-        layers, velocity = (state.ends, state.centers, state.thresholds), routes.velocity_to_mask(acc, self.route)
+        layers, velocity = (state.ends, state.thresholds), routes.velocity_to_mask(acc, self.route)
         kernels.take_above(acc.residual, *layers, *taken.entries, velocity, acc.flag, acc.peaks, acc.memory)
         if target is not None:
             kernels.steer(state.lam, taken.entries.header, target)
@@ -117,9 +117,9 @@ class Sdagc(Compressor):
         return (yield from routes.exchange(acc, taken, world, self.route, kept_share=self.sam, observe=capacity.observe))
 
     def _set_thresholds(self, moments: Tensor, state: SdagcState) -> None:
-        """Set each layer's center and threshold from its statistics."""
+        """Set each layer's threshold from its statistics."""
         from_zero, pooled = self.sigma == "zero", self.per == "bucket"
-        state_arrays = (state.ends, state.lam, state.centers, state.thresholds)
+        state_arrays = (state.ends, state.lam, state.thresholds)
         kernels.set_thresholds(moments, *state_arrays, from_zero=from_zero, live=self.live, pooled=pooled)
 
     def save(self, state: SdagcState) -> dict[str, Any]:
@@ -183,7 +183,6 @@ class SdagcState:
         ends = torch.tensor(layout.sizes).cumsum(0)
         self.begins: Sequence[int] = [0, *ends.tolist()]
         self.ends = ends.to(torch.int32).to(layout.device)
-        self.centers = torch.zeros(len(layout.sizes), device=layout.device)
         self.thresholds = torch.zeros(len(layout.sizes), device=layout.device)
         self.lam = torch.zeros(1, device=layout.device)
         self.steps = 0

@@ -1,6 +1,6 @@
-"""The kernels as Python functions, one for each C++ function; csrc/ops.inc has their contracts.
+"""The kernels as Python functions, one for each C++ function. csrc/ops.inc has their contracts.
 
-memory: where a kernel's scratch is lent from; None takes fresh memory in every call.
+memory: the lender of a kernel's scratch; None takes fresh memory in every call.
 """
 
 from gradcomp.native.kernels.gradients import accumulate, flatten, offer_all, peaks, settle_all, spread, sum_squares

@@ -1,4 +1,4 @@
-"""Kernels of sparse entries: what is taken out of a residual, packed, added up and settled."""
+"""Kernels of sparse entries: taking them out of a residual, packing, adding and settling them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradcomp.native.memory import Memory
 
 
 def take_topk(
-    value: Array,
+    residual: Array,
     k: int,
     values: Array,
     indices: Array,
@@ -20,54 +20,18 @@ def take_topk(
     peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
-    """Moves the k entries of largest magnitude out of value, in index order, ties to the lower index; header <- (k, flag)."""
-    words = extension.native.take_topk_scratch(on_cuda(value), count(value), k)
-    scratch = (memory or Memory()).scratch("topk", words, value)
-    extension.native.take_topk(value, velocity, flag, peaks, k, values, indices, header, scratch, **queue(value))
+    """Take the k entries of largest magnitude out of the residual, in index order, ties to the lower index.
 
-
-def add_sparse(
-    target: Array, values: Array, indices: Array, header: Array, scale: float = 1.0, marks: Array | None = None
-) -> None:
-    """target[indices] += scale * values; where the header is flagged or the payload malformed, target[0] becomes NaN.
-
-    marks: of an update; they are set where something is added.
+    header <- (k, flag).
     """
-    extension.native.add_sparse(target, marks, values, indices, header, scale, **queue(target))
-
-
-def settle_sparse(value: Array, values: Array, indices: Array, header: Array, update: Array, keep: float = 0.0) -> None:
-    """What was taken leaves keep times itself behind; all of it goes back if the update is not finite (update[0] says so)."""
-    extension.native.settle_sparse(value, values, indices, header, update, keep, **queue(value))
-
-
-def set_thresholds(
-    moments: Array,
-    ends: Array,
-    lam: Array,
-    centers: Array,
-    thresholds: Array,
-    *,
-    from_zero: bool = False,
-    about_mean: bool = False,
-    skip_zeros: bool = True,
-    live: bool = True,
-    pooled: bool = False,
-) -> None:
-    """thresholds <- lam * sigma of each layer, centers <- what its entries are measured from; ops.inc explains the options."""
-    options = (from_zero, about_mean, skip_zeros, live, pooled)
-    extension.native.set_thresholds(moments, ends, lam, *options, centers, thresholds, **queue(lam))
-
-
-def steer(lam: Array, header: Array, target: int) -> None:
-    """Moves lam a little, so that the number of entries that pass (header) comes nearer to the target."""
-    extension.native.steer(lam, header, target, **queue(lam))
+    words = extension.native.take_topk_scratch(on_cuda(residual), count(residual), k)
+    scratch = (memory or Memory()).scratch("topk", words, residual)
+    extension.native.take_topk(residual, velocity, flag, peaks, k, values, indices, header, scratch, **queue(residual))
 
 
 def take_above(
-    value: Array,
+    residual: Array,
     ends: Array,
-    centers: Array,
     thresholds: Array,
     values: Array,
     indices: Array,
@@ -77,24 +41,59 @@ def take_above(
     peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
-    """Moves the entries with |value - center| above their layer's threshold out of value, in index order.
+    """Take the entries whose magnitude exceeds their layer's threshold out of the residual, in index order.
 
-    As many as there is room for in values: the largest, if more pass. header <- (how many pass, flag).
+    The capacity is that of values; if more pass, the largest are taken. header <- (how many pass, flag).
     """
-    words = extension.native.take_above_scratch(on_cuda(value), count(value), count(values))
-    layers = (ends, centers, thresholds)
-    scratch = (memory or Memory()).scratch("above", words, value)
-    extension.native.take_above(value, velocity, flag, peaks, *layers, values, indices, header, scratch, **queue(value))
+    words = extension.native.take_above_scratch(on_cuda(residual), count(residual), count(values))
+    arrays = (ends, thresholds, values, indices, header, (memory or Memory()).scratch("above", words, residual))
+    extension.native.take_above(residual, velocity, flag, peaks, *arrays, **queue(residual))
 
 
-def pack_sparse(values: Array, indices: Array, header: Array, value: Array | None, blocks: Array, entries: Array) -> None:
-    """Packs entries into 32 bits each (gradcomp/messages/wire.md); what that loses goes back into value, if given."""
-    extension.native.pack_sparse(values, indices, header, value, blocks, entries, **queue(values))
+def set_thresholds(
+    moments: Array,
+    ends: Array,
+    lam: Array,
+    thresholds: Array,
+    *,
+    from_zero: bool = False,
+    live: bool = True,
+    pooled: bool = False,
+) -> None:
+    """Set the threshold of each layer to lam * sigma. ops.inc explains the options."""
+    extension.native.set_thresholds(moments, ends, lam, from_zero, live, pooled, thresholds, **queue(lam))
+
+
+def steer(lam: Array, header: Array, target: int) -> None:
+    """Move lam a little, so that the number of entries that pass (header) comes closer to the target."""
+    extension.native.steer(lam, header, target, **queue(lam))
+
+
+def add_sparse(
+    target: Array, values: Array, indices: Array, header: Array, scale: float = 1.0, marks: Array | None = None
+) -> None:
+    """Add entries: target[indices] += scale * values. A flagged or malformed payload makes target[0] NaN.
+
+    marks: of an update; set for the lines that are written to.
+    """
+    extension.native.add_sparse(target, marks, values, indices, header, scale, **queue(target))
+
+
+def settle_sparse(residual: Array, values: Array, indices: Array, header: Array, update: Array, keep: float = 0.0) -> None:
+    """Put keep times the taken entries back if update[0] is finite, otherwise all of them."""
+    extension.native.settle_sparse(residual, values, indices, header, update, keep, **queue(residual))
+
+
+def pack_sparse(
+    values: Array, indices: Array, header: Array, blocks: Array, entries: Array, residual: Array | None = None
+) -> None:
+    """Pack entries into 32 bits each (gradcomp/messages/wire.md). The rounding error goes back into residual, if given."""
+    extension.native.pack_sparse(residual, values, indices, header, blocks, entries, **queue(values))
 
 
 def unpack_sparse(values: Array, indices: Array, header: Array, blocks: Array, entries: Array) -> None:
-    """values, indices <- what packed entries say; a malformed payload sets the flag in header, which is to be a copy."""
-    extension.native.unpack_sparse(blocks, entries, header, values, indices, **queue(values))
+    """Unpack entries into values and indices. A malformed payload sets the flag in header, which should be a copy."""
+    extension.native.unpack_sparse(values, indices, header, blocks, entries, **queue(values))
 
 
 def add_packed(
@@ -105,11 +104,11 @@ def add_packed(
     scale: float = 1.0,
     marks: Array | None = None,
 ) -> None:
-    """add_sparse for entries in 32 bits, of several ranks, one after the other."""
+    """Do what add_sparse does, for entries in 32 bits, of several ranks, rank by rank."""
     for few in launches(len(headers)):
         extension.native.add_packed(target, marks, blocks[few], entries[few], headers[few], scale, **queue(target))
 
 
-def settle_packed(value: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
-    """settle_sparse for entries in 32 bits."""
-    extension.native.settle_packed(value, blocks, entries, header, update, keep, **queue(value))
+def settle_packed(residual: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
+    """Do what settle_sparse does, for entries in 32 bits."""
+    extension.native.settle_packed(residual, blocks, entries, header, update, keep, **queue(residual))

@@ -114,18 +114,18 @@ def above(arrays: Arrays) -> list[Case]:
     """Return the kernels around thresholds of 3.3 deviations. About 0.1 % of what accumulates is taken in each call."""
     n, layers = arrays.n, len(arrays.sizes)
     ends = torch.tensor(arrays.sizes).cumsum(0).to(torch.int32).to(arrays.device)
-    centers, thresholds = torch.zeros(layers, device=arrays.device), torch.zeros(layers, device=arrays.device)
+    thresholds = torch.zeros(layers, device=arrays.device)
     moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=arrays.device)
     lam = torch.full((1,), 3.3, device=arrays.device)
     payload, form = arrays.payload(), COMPACT.form(n, arrays.k)
     packed = empty(form, arrays.device)
     value, pushed, velocity, target = (arrays.zeros() for _ in range(4))
-    flag, peaks, memory, chosen = arrays.flag, kernels.peaks(n, arrays.device), arrays.memory, (ends, centers, thresholds)
+    flag, peaks, memory, chosen = arrays.flag, kernels.peaks(n, arrays.device), arrays.memory, (ends, thresholds)
     values, indices = arrays.payload()["values"], arrays.payload()["indices"]
     failed = torch.full((n,), math.nan, device=arrays.device)
 
     def take(acc: Tensor, velocity: Tensor | None) -> None:
-        kernels.set_thresholds(moments, ends, lam, centers, thresholds)
+        kernels.set_thresholds(moments, ends, lam, thresholds)
         kernels.take_above(acc, *chosen, **payload, velocity=velocity, flag=flag, peaks=peaks, memory=memory)
 
     def plain(i: int) -> None:
@@ -137,7 +137,7 @@ def above(arrays: Arrays) -> list[Case]:
         take(pushed, velocity)
 
     def pack(i: int) -> None:
-        kernels.pack_sparse(**payload, value=target, blocks=packed["blocks"], entries=packed["entries"])
+        kernels.pack_sparse(**payload, residual=target, blocks=packed["blocks"], entries=packed["entries"])
 
     def only_take(i: int) -> None:
         kernels.take_above(target, *chosen, **payload, flag=flag, memory=memory)

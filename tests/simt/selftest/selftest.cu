@@ -1,4 +1,4 @@
-// Kernels that test the emulator, one for each promise it makes, and the Python module that calls them.
+// Kernels that test the emulator, one for each of its promises, and the Python module that calls them.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -25,6 +25,33 @@ __global__ void scan(const uint32_t* x, uint32_t* sums, uint32_t* totals) {
   if (threadIdx.x == 0) totals[blockIdx.x] = total;
 }
 
+// Scans twice in a row, which needs the barrier at the end of a scan.
+__global__ void scan_twice(const uint32_t* x, uint32_t* sums, uint32_t* totals) {
+  const unsigned i = threadIdx.x;
+  sums[i] = block_exclusive_sum<kBlock>(x[i], totals[i]);
+  sums[kBlock + i] = block_exclusive_sum<kBlock>(x[kBlock + i], totals[kBlock + i]);
+}
+
+// Finds the wanted-th largest digit, as all threads of the last block see it.
+__global__ void pick(const uint32_t* x, uint32_t wanted, uint32_t* all, uint32_t* ticket, uint32_t* out) {
+  __shared__ uint32_t counts[kBlock];
+  __shared__ Digit picked;
+  clear_digits<kBlock, kBlock>(counts);
+  count_digit(counts, x[blockIdx.x * kBlock + threadIdx.x]);
+  add_up_digits<kBlock, kBlock>(counts, all);
+  if (!is_last_block(ticket, gridDim.x)) return;
+  pick_digit<kBlock, kBlock>(all, wanted, &picked);
+  out[threadIdx.x] = picked.digit;
+  out[kBlock + threadIdx.x] = picked.above;
+}
+
+// Sums what all blocks wrote, in the last of them.
+__global__ void last_block(uint32_t* parts, uint32_t* ticket, uint32_t* out) {
+  parts[blockIdx.x * kBlock + threadIdx.x] = 1;
+  if (!is_last_block(ticket, gridDim.x)) return;
+  for (unsigned block = 0; block < gridDim.x; ++block) out[threadIdx.x] += __ldcg(parts + block * kBlock + threadIdx.x);
+}
+
 __global__ void shuffles(const uint32_t* x, uint32_t* out, int width) {
   const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
   out[i] = __shfl_sync(kWholeWarp, x[i], 5, width);
@@ -33,7 +60,7 @@ __global__ void shuffles(const uint32_t* x, uint32_t* out, int width) {
   out[3 * n + i] = __shfl_xor_sync(kWholeWarp, x[i], 6, width);
 }
 
-// Even and odd lanes vote among themselves, in different branches.
+// Lets even and odd lanes vote among themselves, in different branches.
 __global__ void votes(const int* x, unsigned* out) {
   const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
   out[i] = __ballot_sync(kWholeWarp, x[i]);
@@ -75,7 +102,7 @@ __global__ void reverse(const uint32_t* x, uint32_t* out) {
   out[n + i] = dynamic[kBlock - 1 - t];
 }
 
-// What a forgotten barrier does shows in one of the two orders.
+// Forgets a barrier, which shows in one of the two orders.
 __global__ void race(uint32_t* out) {
   __shared__ uint32_t told;
   if (threadIdx.x == 0) told = 7;
@@ -148,6 +175,35 @@ __global__ void missing_lane(uint32_t* out) {
 
 __global__ void unnamed_lane(uint32_t* out) { out[threadIdx.x] = __shfl_sync(0x0000ffffu, threadIdx.x, 0); }
 
+__global__ void publishes_unfenced(uint32_t* out) {
+  if (threadIdx.x != 5) __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) TAKE_TICKET(out);
+}
+
+__global__ void publishes_unmet(uint32_t* out) {
+  __syncthreads();
+  __threadfence();
+  if (threadIdx.x == 31) TAKE_TICKET(out);
+}
+
+__global__ void reads_unfenced(uint32_t* out) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) TAKE_TICKET(out);
+  __syncthreads();
+  if (threadIdx.x != 7) __threadfence();
+  out[threadIdx.x] = __ldcg(out);
+}
+
+__global__ void reads_untold(uint32_t* out) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) TAKE_TICKET(out);
+  __threadfence();
+  out[threadIdx.x] = __ldcg(out);
+}
+
 __global__ void overrun_global(uint32_t* out, int by) { out[threadIdx.x + by] = 1; }
 
 __global__ void overrun_static(uint32_t* out, int by) {
@@ -164,7 +220,7 @@ __global__ void overrun_dynamic(uint32_t* out, int by) {
   out[threadIdx.x] = dynamic[threadIdx.x];
 }
 
-// After a barrier: the stack has been left and entered again by then.
+// Overruns the stack after a barrier, when it has been left and entered again.
 __global__ void overrun_stack(uint32_t* out, int by) {
   volatile uint32_t local[8] = {};
   __syncthreads();
@@ -190,6 +246,12 @@ PYBIND11_MODULE(simt_selftest, m) {
   m.def("set_order", [](bool shuffled) { simt::set_order(shuffled ? simt::Order::shuffled : simt::Order::plain); });
   DEFINE(scan, (const U32& x, U32 sums, U32 totals), blocks_of(x), kBlock, 0, queue, x.data(), sums.mutable_data(),
          totals.mutable_data());
+  DEFINE(scan_twice, (const U32& x, U32 sums, U32 totals), 1, kBlock, 0, queue, x.data(), sums.mutable_data(),
+         totals.mutable_data());
+  DEFINE(pick, (const U32& x, uint32_t wanted, U32 all, U32 ticket, U32 out), blocks_of(x), kBlock, 0, queue, x.data(), wanted,
+         all.mutable_data(), ticket.mutable_data(), out.mutable_data());
+  DEFINE(last_block, (U32 parts, U32 ticket, U32 out), blocks_of(parts), kBlock, 0, queue, parts.mutable_data(),
+         ticket.mutable_data(), out.mutable_data());
   DEFINE(shuffles, (const U32& x, U32 out, int width), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data(), width);
   DEFINE(votes, (const Array<int>& x, U32 out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
   DEFINE(atomics, (const Array<int>& x, Array<int> out, Array<float> sum, Array<unsigned long long> wide), blocks_of(x), kBlock,
@@ -216,6 +278,10 @@ PYBIND11_MODULE(simt_selftest, m) {
   DEFINE(barrier_against_shuffle, (U32 out), 1, 96, 0, queue, out.mutable_data());
   DEFINE(missing_lane, (U32 out), 2, 64, 0, queue, out.mutable_data());
   DEFINE(unnamed_lane, (U32 out), 1, 32, 0, queue, out.mutable_data());
+  DEFINE(publishes_unfenced, (U32 out), 1, 32, 0, queue, out.mutable_data());
+  DEFINE(publishes_unmet, (U32 out), 1, 32, 0, queue, out.mutable_data());
+  DEFINE(reads_unfenced, (U32 out), 1, 32, 0, queue, out.mutable_data());
+  DEFINE(reads_untold, (U32 out), 1, 64, 0, queue, out.mutable_data());
   DEFINE(overrun_global, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
   DEFINE(overrun_static, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
   DEFINE(overrun_dynamic, (U32 out, int by), 1, 32, 32 * sizeof(uint32_t), queue, out.mutable_data(), by);

@@ -1,17 +1,17 @@
-// The k entries of largest magnitude of what a reader reads, on a GPU: what take_topk and heaviest share.
+// The k entries of largest magnitude, on a GPU: the launches that take_topk and heaviest share.
 //
 //   count_first_digits   a histogram of all keys' leading 11 bits; the digits of the k-th key and how many entries reach them
 //   mark_candidates      a bit for each entry that reaches these digits
 //   list_candidates      their indices, in order, from the bits
 //   count_digits         twice: the remaining digits, from the candidates only
-//   count_taken, take_chosen   a tile's entries above the k-th key, and equal to it; then each finds its place and its hand
+//   count_taken, take_chosen   a tile's entries above the k-th key, and equal to it; then each goes to its place in the hand
 //
-// Where the candidates are too many for the list (many equal entries, or k near n) the last four read all entries instead.
+// The last four read all entries if the candidates are too many for the list (many equal entries, or k near n).
 // Seven launches and one memset.
 #pragma once
 
 #include "../math.h"
-#include "select.cuh"
+#include "device_select.cuh"
 
 namespace gradcomp::cuda {
 
@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(kThreads)
   pick_digit<kThreads, kFirstDigits>(plan.first_counts, k, &picked);
   if (threadIdx.x != 0) return;
   const uint32_t candidates = picked.digit == 0 ? n : picked.reach;
-  const bool listed = candidates <= plan.capacity;
+  const bool listed = candidates <= plan.longest_list;
   *plan.choice = {picked.digit << kFirstShift, k - picked.above, listed ? candidates : n, listed ? 1u : 0u};
   hand.announce(k);
 }
@@ -57,10 +57,8 @@ static __global__ void __launch_bounds__(kThreads) list_candidates(Plan plan) {
 }
 
 template <class Reader, class Hand>
-static void take_largest(const char* op, const Reader& reader, Hand hand, int64_t n, int64_t k, Span<uint32_t> scratch,
-                         Queue queue) {
+static void take_largest(const Reader& reader, Hand hand, int64_t n, int64_t k, Span<uint32_t> scratch, Queue queue) {
   const Plan plan(n, k, scratch.data);
-  EXPECTS(scratch.size >= plan.words, op, ": scratch has ", scratch.size, " words; ", plan.words, " are needed");
   const auto entries = static_cast<uint32_t>(n), wanted = static_cast<uint32_t>(k);
   const unsigned tiles = blocks_for(n, kTile);
   const unsigned blocks = tiles < kMostBlocks ? tiles : kMostBlocks;

@@ -1,4 +1,4 @@
-// Quantisation, as both twins know it: groups of entries that share levels, the draws that round, and codes in words.
+// Quantisation: groups of entries that share levels, the draws that round them, and codes in words.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace gradcomp {
 
-// n entries are cut into groups of `size`; what is left over is a group of its own, or the end of the last if it is short.
+// n entries in groups of `size`. A rest of at least kShortest is a group of its own; a shorter one belongs to the last group.
 struct Groups {
   static constexpr int64_t kShortest = 32;
 
@@ -19,11 +19,11 @@ struct Groups {
   SHARED_MATH int64_t longest() const { return (n < size ? n : size) + kShortest - 1; }
 };
 
-// How codes lie in words of 64 bits: as the digits of a number, which first comes in parts of 32 bits. A group's first codes
-// are the first digits of its words, in order, then come the second ones.
+// The layout of codes in words of 64 bits. A word is a number of `parts` parts of 32 bits, each of `digits` digits. A group's
+// first codes are the first digits of its words, in order; then come the second digits.
 struct Packing {
   int64_t levels, digits, parts;
-  uint64_t base;  // of parts: levels to the power of digits
+  uint64_t base;  // of the parts: levels to the power of digits
 
   SHARED_MATH int64_t per_word() const { return digits * parts; }
   SHARED_MATH int64_t words(int64_t entries) const { return (entries + per_word() - 1) / per_word(); }
@@ -42,15 +42,15 @@ constexpr const Packing* packing_of(int64_t levels) {
   return nullptr;
 }
 
-// The first of a group's draws; one after the other is for its entries, each a number in [0, 1).
+// The number of a group's first draw. Its entries use consecutive draws, each in [0, 1).
 SHARED_MATH uint32_t draws_of(int64_t key, int64_t group) {
   return mix(mix(static_cast<uint32_t>(key)) ^ mix(static_cast<uint32_t>(key >> 32) + 0x9e3779b9u) ^
              static_cast<uint32_t>(group));
 }
 SHARED_MATH float draw(uint32_t which) { return static_cast<float>(mix(which) >> 8) * 0x1p-24f; }
 
-// Whether an entry between two levels goes to the upper one: as often as it is on the way to it. What is outside never goes
-// further.
+// Decide whether an entry between two levels goes to the upper one, with the probability that makes the mean exact. An entry
+// outside the levels goes to the nearest.
 SHARED_MATH bool rounds_up(float x, float low, float high, float drawn) { return drawn * (high - low) < x - low; }
 
 }  // namespace gradcomp

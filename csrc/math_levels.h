@@ -1,23 +1,24 @@
-// The levels of a group, as both twins find them, by looking through its entries as often as needed (search.h).
+// The levels of a group, found by looks through its entries (math_search.h) and without a sort.
 #pragma once
 
-#include "rounding.h"
-#include "search.h"
+#include "math_rounding.h"
+#include "math_search.h"
 
 namespace gradcomp {
 
-// What a group's levels follow from. Python names them in this order (kernels.FORMS).
+// The rules that levels follow from, in the order of kernels.FORMS.
 enum class Form : int64_t { optimal, partly, mean, lloyd, peak, norm, range, quantile, sign };
 constexpr int64_t kForms = 9;
 
-// Levels in even steps.
+// Level i of `last` even steps.
 SHARED_MATH float even(Ends ends, int64_t i, int64_t last) {
   const float share = static_cast<float>(i) / static_cast<float>(last);
   return ends.low * (1 - share) + ends.high * share;
 }
 
-// Between two levels, that for which rounding at random errs least: as many entries are from it on, beside those from the upper
-// one on, as all between them are worth together. What they are worth on average also hints at where they lie.
+// Find the level between two others for which rounding at random errs least. The entries between it and the upper level are as
+// many as all entries between the two others are worth together, each by its place between them. Their average worth gives the
+// first guess.
 template <class View>
 ONE_COPY SHARED_MATH float level_between(const View& view, float low, const Part& from_low, float high, const Part& from_high,
                                          double unit) {
@@ -31,14 +32,14 @@ ONE_COPY SHARED_MATH float level_between(const View& view, float low, const Part
   return kth_largest(view, k, low, from_low.count, high, from_high.count, static_cast<float>(first));
 }
 
-// Levels, and what is from each of them on.
+// Levels, and the entries from each of them on.
 struct Ladder {
   int64_t last;
   float at[9];
   Part from[9];
 };
 
-// What rounding at random to the levels errs, in units, beside what all levels with the same ends leave out.
+// The squared error of rounding at random, in units, without the part that all levels with the same ends share.
 SHARED_MATH double error_of(const Ladder& ladder, double unit) {
   double error = 0;
   for (int64_t i = 0; i < ladder.last; ++i) {
@@ -51,7 +52,7 @@ SHARED_MATH double error_of(const Ladder& ladder, double unit) {
   return error;
 }
 
-// A level into each interval, then into each half of it, and so on; what is from the last ones on stays unknown.
+// Put a level into each interval, then into each half, and so on. The entries from the last levels on are not counted.
 template <class View>
 SHARED_MATH void bisect(const View& view, double unit, Ladder& ladder) {
   for (int64_t step = ladder.last; step > 1; step /= 2) {
@@ -63,7 +64,7 @@ SHARED_MATH void bisect(const View& view, double unit, Ladder& ladder) {
   }
 }
 
-// Each level in turn to where it errs least between its neighbours, and again.
+// Move each level in turn to the place between its neighbours where it errs least, twice.
 template <class View>
 SHARED_MATH void refine(const View& view, double unit, Ladder& ladder) {
   for (int turn = 0; turn < 2; ++turn) {
@@ -75,9 +76,9 @@ SHARED_MATH void refine(const View& view, double unit, Ladder& ladder) {
   }
 }
 
-// ORQ, by halves. Five levels err up to 1 % less when they are refined once all are there, nine hardly. Both may err by half
-// less if they begin in even steps where the middle one has less than a third of the entries on a side: the first level found
-// is then near an end, and half of the others beside it, where little is. What errs less is taken.
+// Find ORQ's levels by halves. Five levels err up to 1 % less after they are refined; nine hardly gain. In a lopsided group,
+// where one side of the middle level has less than a third of the entries, the first level lies near an end, and half of the
+// others beside it, where few entries are. Refined even steps may then err by half less, and the better ones are taken.
 template <class View>
 SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_t count, float* levels) {
   const int64_t last = count - 1, middle = last / 2, largest = view.count_from(ends.high);
@@ -105,7 +106,7 @@ SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_
   for (int64_t i = 0; i < count; ++i) levels[i] = ladder.at[i];
 }
 
-// Holds up to where the magnitudes from x on add up to n x.
+// The condition that the magnitudes from x on add up to at least n x.
 template <class View>
 struct WithinSum {
   const View& magnitudes;
@@ -119,23 +120,22 @@ struct WithinSum {
   SHARED_MATH float mean(const Part& from) const { return mean_of(from.sum, magnitudes.n, unit); }
 };
 
-// BinGrad-pb: b = the sum of the magnitudes above b, over n; or the entry that the sum jumps across.
+// Find BinGrad-pb's b: the sum of the magnitudes above b, over n, or the entry at which the sum jumps across it.
 template <class View>
 SHARED_MATH float partly_of(const View& magnitudes, float peak, double unit) {
   const WithinSum<View> condition{magnitudes, unit};
   const double at_peak = condition.surplus(peak);
   if (at_peak >= 0) return peak;
   const Part all = magnitudes.from(0.0f, unit);
-  const float first = 0.8f * condition.mean(all);  // of many distributions
+  const float first = 0.8f * condition.mean(all);  // a good guess for many distributions
   const float entry = last_entry(magnitudes, condition, {0.0f, condition.of(0.0f, all)}, {peak, at_peak}, first);
   const float from = condition.mean(magnitudes.from(entry, unit));
-  if (from < entry) return from;  // the sum comes down to it between two entries
+  if (from < entry) return from;  // the sum meets b between two entries
   const float above = condition.mean(magnitudes.from(after(entry), unit));
   return above > entry ? above : entry;
 }
 
-// Two levels, the means of the entries below a cut and from it on: the more they differ from the mean of all, the less they
-// err.
+// Two levels: the means of the entries below a cut, and from it on. They err less the more they differ from the common mean.
 template <class View>
 struct Split {
   const View& view;
@@ -145,7 +145,7 @@ struct Split {
   SHARED_MATH float high(const Part& from) const { return mean_of(from.sum, from.count, unit); }
   SHARED_MATH float low(const Part& from) const { return mean_of(all.sum - from.sum, all.count - from.count, unit); }
 
-  // What the levels take off the sum of squares, in units; count may be a fraction.
+  // The part of the sum of squares that the levels remove, in units. count may be a fraction.
   SHARED_MATH double gain(double count, double sum) const {
     const double n = static_cast<double>(all.count), rest = n - count;
     if (!(count > 0 && rest > 0)) return 0;
@@ -156,8 +156,8 @@ struct Split {
     return gain(static_cast<double>(from.count), static_cast<double>(from.sum));
   }
 
-  // No cut between low and high gains more: the gain is convex in count and sum, which stay in a triangle, since no entry
-  // between is below low or above high.
+  // A bound on the gain of every cut between low and high. The gain is convex in count and sum, and these stay in a triangle,
+  // since all entries between lie in [low, high].
   SHARED_MATH double most(float low, const Part& from_low, float high, const Part& from_high) const {
     const double l = low / unit, h = high / unit, count = static_cast<double>(from_high.count);
     const double sum = static_cast<double>(from_high.sum), rise = static_cast<double>(from_low.sum - from_high.sum);
@@ -168,11 +168,13 @@ struct Split {
   }
 };
 
+// Halvings of the range, at most.
 constexpr int kDeepest = 40;
+// The factor by which a bound must exceed the best gain to be worth a look.
 constexpr double kNearly = 1 + 1e-9;
 
-// The cut that gains most (Lloyd's conditions hold there): halves of halves of what lies between the ends, from the left, as
-// long as they may have a better one.
+// Find the cut that gains most, where Lloyd's conditions hold. The range is halved from the left, as long as a half may have a
+// better cut.
 template <class View>
 SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
   const View& view = split.view;
@@ -180,7 +182,7 @@ SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
   const double wide = static_cast<double>(ends.high) - ends.low;
   float low = ends.low;
   Part from_low = split.all;
-  int64_t place = 0;  // of so many of the deepest halves
+  int64_t place = 0;  // in deepest halves
   for (int depth = 0; place < int64_t{1} << kDeepest;) {
     const int64_t size = int64_t{1} << (kDeepest - depth);
     const float high = static_cast<float>(ends.low + wide * ldexp(static_cast<double>(place + size), -kDeepest));
@@ -203,10 +205,10 @@ SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
   return cut;
 }
 
-// Two levels are never further apart than the largest float.
+// The largest level, so that two levels differ by a finite float.
 constexpr float kFurthest = 0x1.fffffep126f;
 
-// The Euclidean norm, or what levels may be at most.
+// The Euclidean norm, at most kFurthest.
 template <class View>
 SHARED_MATH float norm_of(const View& view, float peak) {
   const double unit = ldexp(unit_for(peak, view.n), 1 + exponent_of(magnitude_key(peak)));
@@ -223,7 +225,7 @@ SHARED_MATH void quantile_levels(const View& view, Ends ends, int64_t count, flo
   }
 }
 
-// BinGrad-b: the means on both sides of the mean, or of the best cut.
+// Find BinGrad-b's levels: the means on both sides of the mean, or of the best cut.
 template <class View>
 SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best, float* levels, float& cut) {
   const Split<View> split{view, unit, view.from(ends.low, unit)};
@@ -234,7 +236,7 @@ SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best
   levels[0] = from.count < view.n ? split.low(from) : levels[1];
 }
 
-// levels <- those of a group, in order, `count` of them; cut <- from where on two levels round up, if they do not draw.
+// levels <- the `count` levels of a group, in order; cut <- where two levels that are not drawn start to round up.
 template <class View>
 SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* levels, float& cut) {
   const auto spread = [&](float low, float high) {

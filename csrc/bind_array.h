@@ -1,21 +1,33 @@
-// A Python array (torch, NumPy, CuPy: anything with __dlpack__) borrowed for one call, and every check that a borrowed array
-// needs.
+// A Python array (torch, NumPy, CuPy: anything with __dlpack__) that is borrowed for one call, and the checks of its type.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <ostream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
-#include "check.h"
-#include "dlpack.h"
+#include "bind_dlpack.h"
+#include "expects.h"
 #include "span.h"
 
 namespace gradcomp {
 
 namespace py = pybind11;
+
+// The argument that a message is about: "take_topk: values", or with an item "flatten: grads[3]".
+struct Where {
+  std::string_view kernel, argument;
+  int item = -1;
+
+  friend std::ostream& operator<<(std::ostream& out, const Where& where) {
+    out << where.kernel << ": " << where.argument;
+    return where.item < 0 ? out : out << '[' << where.item << ']';
+  }
+};
 
 inline std::string type_name(dlpack::Type type) {
   const char* kind = type.code == dlpack::kFloat    ? "float"
@@ -32,7 +44,7 @@ constexpr dlpack::Type type_of() {
   return {code, sizeof(T) * 8, 1};
 }
 
-// The fast way into arrays of this type, or null. Asked for once per type in a row, since calls come with many of one type.
+// The fast way into arrays of this type, or null. The last answer is kept, since calls come with many arrays of one type.
 inline const dlpack::Exchange* exchange_of(PyTypeObject* type) {
   static PyTypeObject* last = nullptr;
   static const dlpack::Exchange* found = nullptr;
@@ -51,7 +63,7 @@ inline const dlpack::Exchange* exchange_of(PyTypeObject* type) {
 
 class Array {
  public:
-  Array(py::handle object, const std::string& where) : where_(where) {
+  Array(py::handle object, const Where& where) : where_(where) {
     if (const dlpack::Exchange* exchange = exchange_of(Py_TYPE(object.ptr()))) {
       owner_ = py::reinterpret_borrow<py::object>(object);
       if (exchange->describe(object.ptr(), &tensor_) != 0) throw py::error_already_set();
@@ -61,7 +73,7 @@ class Array {
     check_contiguous();
   }
   Array(Array&& other) noexcept
-      : where_(std::move(other.where_)),
+      : where_(other.where_),
         owner_(std::move(other.owner_)),
         managed_(std::exchange(other.managed_, nullptr)),
         tensor_(other.tensor_) {}
@@ -77,17 +89,17 @@ class Array {
 
   void* data() const { return static_cast<char*>(tensor_.data) + tensor_.byte_offset; }
 
-  // Pinned and managed memory counts as what a kernel may use it from: the device that made it.
+  // Pinned and managed memory belongs to the device that made it: a kernel may use it from there.
   dlpack::Device device() const { return tensor_.device; }
 
   template <class T>
   T* as() const {
     constexpr dlpack::Type wanted = type_of<std::remove_const_t<T>>();
     const dlpack::Type type = tensor_.dtype;
-    // Words without a meaning (scratch) may be of either sign.
+    // Words may be signed or not: torch has few operations for unsigned ones.
     const bool same_code = type.code == wanted.code || (wanted.code == dlpack::kUint && type.code == dlpack::kInt);
-    EXPECTS(same_code && type.bits == wanted.bits && type.lanes == 1, where_, " is ", type_name(type), ", but ",
-            type_name(wanted), " is needed");
+    EXPECTS(same_code && type.bits == wanted.bits && type.lanes == 1, where_, " is ", type_name(type), ", but must be ",
+            type_name(wanted));
     return static_cast<T*>(data());
   }
 
@@ -96,18 +108,18 @@ class Array {
     if (type.code == dlpack::kFloat && type.bits == 32) return Dtype::f32;
     if (type.code == dlpack::kFloat && type.bits == 16) return Dtype::f16;
     if (type.code == dlpack::kBfloat && type.bits == 16) return Dtype::bf16;
-    fail(where_, " is ", type_name(type), ", but float32, float16 or bfloat16 is needed");
+    fail(where_, " is ", type_name(type), ", but must be float32, float16 or bfloat16");
   }
 
  private:
-  // The way in that every library has.
+  // Use the way in that every library has.
   void take_over(py::handle object) {
     if (!py::hasattr(object, "__dlpack__")) {
-      throw py::type_error(where_ + ": an array of torch, NumPy or CuPy is needed, not " +
-                           std::string(py::str(py::type::of(object))));
+      throw py::type_error(
+          join(where_, " must be an array of torch, NumPy or CuPy, not ", std::string(py::str(py::type::of(object)))));
     }
     const auto device = object.attr("__dlpack_device__")().cast<std::pair<int32_t, int32_t>>();
-    // -1: the producer must not make any stream wait; the caller passes the stream its array lives on.
+    // -1 asks the producer to make no stream wait: the kernel runs on the stream that the array lives on.
     owner_ = device.first == dlpack::kCpu ? object.attr("__dlpack__")() : object.attr("__dlpack__")(py::arg("stream") = -1);
     managed_ = static_cast<dlpack::Managed*>(PyCapsule_GetPointer(owner_.ptr(), "dltensor"));
     if (managed_ == nullptr) throw py::error_already_set();
@@ -120,12 +132,12 @@ class Array {
     for (int i = tensor_.ndim - 1; tensor_.strides != nullptr && i >= 0; --i) {
       const int64_t extent = tensor_.shape[i];
       if (extent == 0) return;
-      EXPECTS(extent == 1 || tensor_.strides[i] == expected, where_, " is not contiguous");
+      EXPECTS(extent == 1 || tensor_.strides[i] == expected, where_, " is not contiguous: pass .contiguous()");
       expected *= extent;
     }
   }
 
-  std::string where_;
+  Where where_;
   py::object owner_;  // the array itself, or the capsule it came in
   dlpack::Managed* managed_ = nullptr;
   dlpack::Tensor tensor_{};

@@ -1,4 +1,4 @@
-// Checks that throw with names and numbers. Kernels themselves never throw.
+// Refusals: exceptions that say the names and numbers which they are about. Only the host throws, never a device.
 #pragma once
 
 #include <sstream>
@@ -8,15 +8,20 @@
 namespace gradcomp {
 
 template <class... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
+std::string join(const Parts&... parts) {
   std::ostringstream text;
   (text << ... << parts);
-  throw std::invalid_argument(text.str());
+  return text.str();
+}
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  throw std::invalid_argument(join(parts...));
 }
 
 }  // namespace gradcomp
 
-// EXPECTS(k <= n, "take_topk: k = ", k, " is more than the ", n, " entries");
+// EXPECTS(size == 2, "header has ", size, " entries, but needs 2");
 #define EXPECTS(condition, ...)      \
   do {                               \
     if (!(condition)) {              \

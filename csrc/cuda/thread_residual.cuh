@@ -1,19 +1,21 @@
-// How a selection reads a bucket, and how what it chooses moves out: for take_topk and take_above.
+// A selection's reads of a residual, and its moves out of it, for take_topk and take_above.
 #pragma once
 
-#include "launch.cuh"
+#include <cstdint>
+
+#include "thread_four.cuh"
 
 namespace gradcomp::cuda {
 
-struct BucketReader {
-  const float* value;
+struct ResidualReader {
+  const float* residual;
 
-  __device__ __forceinline__ Four read(int64_t entry, int64_t count) const { return load_four(value + entry, count); }
-  __device__ __forceinline__ float at(uint32_t index) const { return value[index]; }
+  __device__ __forceinline__ Four read(int64_t entry, int64_t count) const { return load_four(residual + entry, count); }
+  __device__ __forceinline__ float at(uint32_t index) const { return residual[index]; }
 };
 
 struct MovingHand {
-  float* value;
+  float* residual;
   float* velocity;
   float* values;
   int32_t* indices;
@@ -28,7 +30,7 @@ struct MovingHand {
   __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
     values[place] = x;
     indices[place] = static_cast<int32_t>(index);
-    value[index] = 0.0f;
+    residual[index] = 0.0f;
     if (velocity != nullptr) velocity[index] = 0.0f;
   }
 };

@@ -1,10 +1,9 @@
-// Where entries lie in a count sketch: the hash that both twins share.
+// The hash of a count sketch: each entry's cell and sign in each row.
 //
-// Entries and columns are dealt with in tiles of 16, so that every access is a vector's. As many tiles of entries as a row has
-// tiles of columns make a round, and a permutation of the round's own, x -> step * x + first modulo their number, deals them
-// out: every tile of columns gets one tile of each round. So both directions can be walked, and a table can be summed up
-// without atomics, in the order of the entries. Inside a tile, lanes are XORed with four hashed bits, and each entry has a
-// hashed sign.
+// Entries and columns come in tiles of 16, so that every access is a vector access. A round is as many tiles of entries as a
+// row has tiles of columns. Each round has a permutation, x -> step * x + first modulo the number of tiles, which gives every
+// tile of columns one tile of entries. The map works in both directions, so that a table can be summed in the order of the
+// entries and without atomics. Inside a tile, lanes are XORed with four hashed bits, and each entry has a hashed sign.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +14,17 @@
 
 namespace gradcomp {
 
-constexpr int64_t kSketchTile = 16;  // entries, or columns
+// Entries, or columns, of a tile.
+constexpr int64_t kSketchTile = 16;
 
-// What permutation deals out a round.
+// The permutation of a round.
 struct Deal {
-  uint32_t step, first, inverse;  // of the step
+  uint32_t step, first, inverse;  // inverse undoes the step
 };
 
-// The lanes and signs of a tile in one row: lane `lane` of the entries is lane `lane ^ flip` of the columns, with its sign
-// there. The flip is the lowest bits and the signs are the highest, from the first lane on: the fewest instructions.
+// The lanes and signs of a tile in one row: lane `lane` of the entries is lane `lane ^ flip` of the columns, which has the
+// sign. The flip is the lowest four bits. The signs are the highest bits, from the first lane on, which takes the fewest
+// instructions.
 struct Turn {
   uint32_t bits;
 

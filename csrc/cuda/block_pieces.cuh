@@ -1,17 +1,19 @@
-// How the blocks of a launch divide a bucket's pieces among them: a tile each.
+// A block's share of a bucket's pieces: a tile of the bucket, in runs of up to four entries for each thread.
 #pragma once
 
 #include <cstdint>
 
 #include "../math.h"
-#include "launch.cuh"
+#include "../span.h"
+#include "thread_four.cuh"
 
 namespace gradcomp::cuda {
 
 constexpr unsigned kTileThreads = 256;
-constexpr int64_t kTile = 4096;  // entries of a block: four times four for each thread
+// Entries of a block: four times four for each thread.
+constexpr int64_t kTile = 4096;
 
-// The last of pieces low .. high that begins at or before entry. Empty pieces are never found.
+// Find the last of pieces low .. high that begins at or before entry. It is never an empty one.
 static __device__ __forceinline__ int piece_of(const Pieces& grads, int64_t entry, int low, int high) {
   while (low < high) {
     const int middle = (low + high + 1) / 2;
@@ -24,12 +26,13 @@ static __device__ __forceinline__ int piece_of(const Pieces& grads, int64_t entr
   return low;
 }
 
+// Find an entry of the bucket in its piece.
 template <class T>
 static __device__ __forceinline__ T* place(const Pieces& grads, int piece, int64_t entry) {
   return static_cast<T*>(grads.data[piece]) + (entry - grads.begin[piece]);
 }
 
-// Entries entry .. entry + count of the bucket, all of one piece.
+// Read `count` entries of the bucket, at most four, all of one piece.
 static __device__ __forceinline__ Four read_piece(const Pieces& grads, int piece, int64_t entry, int count) {
   const Dtype dtype = grads.dtype[piece];
   if (dtype == Dtype::f32) return load_four(place<const float>(grads, piece, entry), count);
@@ -47,8 +50,8 @@ static __device__ __forceinline__ void write_piece(const Pieces& grads, int piec
   store_four(place<uint16_t>(grads, piece, entry), count, halves);
 }
 
-// work(piece, entry, count) for this thread's share of the block's tile: runs of at most four entries of one piece, which begin
-// at multiples of four, except where a piece ends in between.
+// Call work(piece, entry, count) for this thread's runs of the block's tile: at most four entries of one piece. A run begins at
+// a multiple of four, or where a piece begins.
 template <class Work>
 static __device__ __forceinline__ void for_each_run(const Pieces& grads, Work work) {
   const int64_t n = grads.begin[grads.count];
@@ -68,7 +71,8 @@ static __device__ __forceinline__ void for_each_run(const Pieces& grads, Work wo
   }
 }
 
-// work(piece, begin, end) for every part (what of a piece lies in a tile) in the block's tile, the same for all threads.
+// Call work(piece, begin, end) for every part of the block's tile, in all threads alike. A part is what a tile holds of a
+// piece.
 template <class Work>
 static __device__ __forceinline__ void for_each_part(const Pieces& grads, Work work) {
   const int64_t n = grads.begin[grads.count];
@@ -82,7 +86,7 @@ static __device__ __forceinline__ void for_each_part(const Pieces& grads, Work w
   }
 }
 
-// work(entry, count) for this thread's share of a part: the same runs as above.
+// Call work(entry, count) for this thread's runs of a part.
 template <class Work>
 static __device__ __forceinline__ void for_each_run_of(int64_t begin, int64_t end, Work work) {
   for (int64_t at = blockIdx.x * kTile + threadIdx.x * 4; at < end; at += kTileThreads * 4) {

@@ -1,47 +1,51 @@
-// What a selection keeps in its scratch; and lists in index order, which are made in two launches from a bit for each entry.
+// The scratch of a selection, and lists in index order, which two launches make from a bit for each entry.
 #pragma once
 
 #include "block.cuh"
 #include "launch.cuh"
+#include "thread_four.cuh"
 
 namespace gradcomp::cuda {
 
 constexpr unsigned kThreads = 256;
-constexpr uint32_t kTile = 32 * kThreads;  // entries of a block where the whole bucket is read: a word of bits for each thread
-constexpr uint32_t kSmallTile = 4 * kThreads;  // of a block that reads sources
-constexpr unsigned kMostBlocks = 2048;         // above, blocks take several tiles: each block's histogram has to be added up
+// Entries of a block that reads the whole bucket: a word of bits for each thread.
+constexpr uint32_t kTile = 32 * kThreads;
+// Entries of a block that reads sources.
+constexpr uint32_t kSmallTile = 4 * kThreads;
+// Blocks of a launch, at most. Each block's histogram must be added up, so that blocks of large buckets take several tiles.
+constexpr unsigned kMostBlocks = 2048;
 
 constexpr int kFirstBits = 11, kNextBits = 10;
 constexpr int kFirstShift = 31 - kFirstBits;
 constexpr uint32_t kFirstDigits = 1u << kFirstBits, kNextDigits = 1u << kNextBits;
 
-// What is known of the k-th largest key; every kernel reads it, the last block of a counting kernel writes it.
+// The knowledge of the k-th largest key so far. Every kernel reads it, the last block of a counting kernel writes it.
 struct Choice {
-  uint32_t digits;   // the key's leading bits found so far; the rest are 0
-  uint32_t wanted;   // of the entries with these leading bits, so many are taken
-  uint32_t sources;  // entries that are read to choose from: the listed ones, or all; 0 where there is nothing to choose
-  uint32_t listed;   // whether they are listed
+  uint32_t digits;   // the key's leading bits; the others are 0
+  uint32_t wanted;   // entries with these leading bits that are taken
+  uint32_t sources;  // entries to choose from: the listed ones, or all; 0 if there is no choice to make
+  uint32_t listed;   // 1 if the sources are listed
 };
 
-// Everything that is kept in the scratch. What must start as zeros comes first.
+// The layout of the scratch. The parts that must start as zeros come first.
 struct Plan {
   Choice* choice = nullptr;
   uint32_t* tickets = nullptr;  // of five kernels: first digits, bits, next digits twice, taken
   uint32_t* first_counts = nullptr;
   uint32_t* next_counts = nullptr;  // of two passes
-  uint32_t* bits = nullptr;         // of every entry: may it be listed?
-  uint32_t* tile_listed = nullptr;  // such entries of each tile, then of all tiles before it
-  uint32_t* tile_above = nullptr;   // the same of entries above the k-th key, in small tiles
-  uint32_t* tile_equal = nullptr;   // and of those equal to it
+  uint32_t* bits = nullptr;         // of every entry: 1 for a candidate
+  uint32_t* tile_listed = nullptr;  // candidates of each tile, then of all tiles before it
+  uint32_t* tile_above = nullptr;   // likewise entries above the k-th key, in small tiles
+  uint32_t* tile_equal = nullptr;   // likewise entries equal to the k-th key
   uint32_t* list = nullptr;
-  uint32_t capacity = 0;
+  uint32_t longest_list = 0;
   int64_t zeroed = 0, words = 0;
 
   // A list of more than a quarter of the entries would cost more than it saves.
   Plan(int64_t n, int64_t k, uint32_t* scratch) {
     const int64_t tiles = blocks_for(n, kTile), small_tiles = blocks_for(n, kSmallTile);
     const int64_t wish = k < 1024 ? 4096 : k < n ? 4 * k : n;
-    capacity = static_cast<uint32_t>(wish < n / 4 ? wish : n / 4);
+    longest_list = static_cast<uint32_t>(wish < n / 4 ? wish : n / 4);
     const auto part = [&](int64_t size) {
       uint32_t* const begin = scratch == nullptr ? nullptr : scratch + words;
       words += size;
@@ -56,18 +60,18 @@ struct Plan {
     tile_listed = part(tiles);
     tile_above = part(small_tiles);
     tile_equal = part(small_tiles);
-    list = part(capacity);
+    list = part(longest_list);
   }
 };
 
-// A lane has four entries' bits, eight neighbours make a word. Every lane gets its word.
+// Join the bits of eight neighbouring lanes, four each, into a word, which all eight get.
 static __device__ __forceinline__ uint32_t join_bits(uint32_t four_bits) {
   uint32_t word = four_bits << (4 * (threadIdx.x % 8));
   for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(kWholeWarp, word, step);
   return word;
 }
 
-// A bit for each entry of this block's tile, passes(x, index), and how many there are; true in the last block to finish.
+// Mark the entries of this block's tile for which passes(x, index) holds, and count them. Returns true in the last block.
 template <class Reader, class Passes>
 static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t n, const Plan& plan, Passes passes) {
   const int64_t tile = int64_t{blockIdx.x} * kTile;
@@ -89,7 +93,7 @@ static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t 
   return is_last_block(plan.tickets + 1, gridDim.x);
 }
 
-// put(place, index) for each entry of this block's tile whose bit is set, from the tiles' sums.
+// Call put(place, index) for each marked entry of this block's tile; its place follows from the tiles' sums.
 template <class Put>
 static __device__ __forceinline__ void for_each_marked(const Plan& plan, Put put) {
   const uint32_t word_index = blockIdx.x * kThreads + threadIdx.x;

@@ -1,4 +1,4 @@
-// Looking through a group for the entry where something ends, as both twins do: its order, exact sums, and guesses.
+// The search in a group for the last entry that meets a condition: an order of floats, exact sums, and guesses.
 #pragma once
 
 #include <cmath>
@@ -8,31 +8,31 @@
 
 namespace gradcomp {
 
-// The order of floats as that of integers, which can be halved between two of them.
+// The order of floats as an order of integers, which a search can halve.
 SHARED_MATH int32_t order_of(float x) {
   const auto bits = static_cast<int32_t>(bits_of(x));
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 SHARED_MATH float at_order(int32_t order) { return float_of(static_cast<uint32_t>(order ^ ((order >> 31) & 0x7fffffff))); }
 
-// The same counted from low on: what is below low comes last. Both zeros are from 0 on.
+// The same order, counted from low on: numbers below low come last. Both zeros count as 0.
 SHARED_MATH uint32_t first_order(float low) { return static_cast<uint32_t>(order_of(low == 0 ? -0.0f : low)); }
 SHARED_MATH uint32_t order_from(float low, float x) { return static_cast<uint32_t>(order_of(x)) - first_order(low); }
 SHARED_MATH float at_order_from(float low, uint32_t order) { return at_order(static_cast<int32_t>(first_order(low) + order)); }
 
 SHARED_MATH float after(float x) { return at_order(order_of(x + 0.0f) + 1); }
 
-// Entries as whole numbers of a unit that depends on the largest: their sums are exact, in whatever order.
+// Bits of the largest entry as a whole number of units. Sums of whole numbers are exact, in any order.
 constexpr int kWholeBits = 50;
 
-// The unit for n entries of which none is further from 0 than peak.
+// The unit for n entries with magnitudes up to peak.
 SHARED_MATH double unit_for(float peak, int64_t n) {
   int bits = kWholeBits;
   while (n > int64_t{1} << (61 - bits)) --bits;
   return ldexp(1.0, 1 + exponent_of(magnitude_key(peak)) - bits);
 }
 
-// To the nearest, ties to even: what adding so many units leaves in the last bits of a double, and what 0 leaves there.
+// Units that push a number into the last bits of a double, which rounds it to nearest, ties to even.
 constexpr double kShift = 0x1.8p52;
 
 SHARED_MATH uint64_t last_bits(double x, double unit) {
@@ -43,7 +43,7 @@ SHARED_MATH uint64_t last_bits(double x, double unit) {
 }
 SHARED_MATH int64_t whole(double x, double unit) { return static_cast<int64_t>(last_bits(x, unit) - last_bits(0, unit)); }
 
-// Some of a group's entries: how many, and their sum in units.
+// Some of a group's entries: their count, and their sum in units.
 struct Part {
   int64_t count, sum;
 };
@@ -57,31 +57,37 @@ struct Ends {
 };
 
 // Below, a View is a group's entries, or their magnitudes, as a twin holds them:
-//   n, ends(): how many, and the first and the last in the order above, which are finite if all are;
-//   count_from(low), least_from(low): how many are not below low, and the first of those;
-//   from(low, unit), squares(unit): the count and the sum of those not below low; the sum of all squares.
-//   magnitudes(): their View.
+//   n                  the number of entries
+//   ends()             the smallest and the largest in the order above, which are finite if all are
+//   count_from(low)    the number of entries not below low
+//   least_from(low)    the smallest of these
+//   from(low, unit)    the count and the sum of these
+//   squares(unit)      the sum of all squares
+//   magnitudes()       a View of the magnitudes
 
-// A number, and by how much a condition is met at it; below 0 it is not.
+// A number, and the surplus by which a condition is met there. A negative surplus means that it is not met.
 struct Edge {
   float at;
   double surplus;
 };
 
+// Guesses of a search before it halves the rest.
 constexpr int kGuesses = 8;
 
-// Of a condition that holds at `low`, but not at `high`, and never again once it does not: the last entry that meets it, or if
-// it ends between two entries, either of them. An entry from x on takes condition.each(x) off the surplus at least. `first` is
-// the first guess if it lies between. Others are made as if the surplus fell in a straight line, where an end that stays counts
-// half as much each time (the Illinois rule). After so many guesses, it halves what is left, and tries the next entry, in turn.
+// Find the last entry that meets a condition, which holds at `low`, fails at `high` and never holds again once it failed. If it
+// ends between two entries, either may be returned. Each entry from x on lowers the surplus by at least condition.each(x).
+//
+// `first` is the first guess, if it lies between. Later guesses follow a straight line through the surpluses of both ends, in
+// which an end that stays counts half as much each time (the Illinois rule). After kGuesses guesses, the search halves the
+// rest and tries the next entry, in turn.
 template <class View, class Condition>
 SHARED_MATH float last_entry(const View& view, const Condition& condition, Edge low, Edge high, float first) {
   double left = low.surplus, right = high.surplus;
-  int moved = 0;  // which end the last look moved
+  int moved = 0;  // the end that the last look moved: 1 low, -1 high
   for (int look = 0; low.surplus >= condition.each(low.at); ++look) {
     const int64_t from = order_of(low.at), to = order_of(high.at);
     const bool next = to - from <= 1 || (look > kGuesses && look % 2 == 0);
-    const float entry = next ? view.least_from(low.at) + 0.0f : 0.0f;  // of two zeros +0
+    const float entry = next ? view.least_from(low.at) + 0.0f : 0.0f;  // + 0.0f turns -0 into +0
     float x = next ? after(entry) : first;
     first = high.at;
     if (!next && !(x > low.at && x < high.at)) {
@@ -105,7 +111,7 @@ SHARED_MATH float last_entry(const View& view, const Condition& condition, Edge 
   return view.least_from(low.at) + 0.0f;
 }
 
-// Holds up to the k-th largest entry.
+// The condition that holds up to the k-th largest entry.
 template <class View>
 struct AmongLargest {
   const View& view;
@@ -116,7 +122,7 @@ struct AmongLargest {
   SHARED_MATH double each(float) const { return 1; }
 };
 
-// The k-th largest entry, of which there are as many from low on, and known numbers from both on.
+// Find the k-th largest entry, between low and high; from_low and from_high are the numbers of entries not below them.
 template <class View>
 ONE_COPY SHARED_MATH float kth_largest(const View& view, int64_t k, float low, int64_t from_low, float high, int64_t from_high,
                                        float first) {

@@ -1,25 +1,24 @@
-// Statistics on a GPU: a thread's, merged over its block in an order that never changes, so that results do not depend on
-// scheduling.
+// Statistics of a block on a GPU. The threads' results are merged in a fixed order, so that scheduling does not change them.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "../math.h"
-#include "block.cuh"
-#include "launch.cuh"
+#include "thread_four.cuh"
+#include "warp.cuh"
 
 namespace gradcomp::cuda {
 
-// Moments whose mean is measured from one of the entries: of entries that differ in their last bits only, the difference from
-// the mean would be lost in the rounding of the mean itself.
+// Moments whose mean is measured from one of the entries, the pivot. If entries differ in their last bits only, the rounding of
+// a mean from 0 would hide their deviations.
 template <class T>
 struct Shifted {
   T pivot;
   Moments<T> moments;
 };
 
-// Functions of this kind are handed to join_block: T{} must be what changes nothing.
+// A join for join_block, to which T{} adds nothing.
 struct Merge {
   template <class T>
   __device__ __forceinline__ Shifted<T> operator()(const Shifted<T>& a, Shifted<T> b) const {
@@ -34,7 +33,7 @@ struct Add {
   __device__ __forceinline__ double operator()(double a, double b) const { return a + b; }
 };
 
-// Up to four entries more. Those beyond count do not count; low and high are taken from `range`, the rest from `of`.
+// Include `count` entries, at most four. low and high follow from `range`, the rest from `of`.
 static __device__ __forceinline__ void include(Shifted<float>& all, const Four& of, const Four& range, int count) {
   if (all.moments.count == 0) all.pivot = of.x[0];
   const auto entries = static_cast<float>(count);
@@ -64,12 +63,12 @@ static __device__ __forceinline__ T shuffle_down(const T& x, unsigned step) {
   return from;
 }
 
-// All threads' lots joined, in the order of the threads. Thread 0 gets the result; all threads of the block must call this.
+// Join all threads' parts in the order of the threads. Thread 0 gets the result; all threads of the block must call this.
 template <unsigned kThreads, class T, class Join>
 static __device__ __forceinline__ T join_block(T mine, Join join) {
   constexpr unsigned kWarps = kThreads / kWarp;
   __shared__ T of_warps[kWarps];
-  // What the upper lanes get is joined twice, but nothing of it reaches lane 0.
+  // The upper lanes join some parts twice, but lane 0 gets none of that.
   for (unsigned step = 1; step < kWarp; step *= 2) mine = join(mine, shuffle_down(mine, step));
   if (threadIdx.x % kWarp == 0) of_warps[threadIdx.x / kWarp] = mine;
   __syncthreads();
@@ -81,14 +80,15 @@ static __device__ __forceinline__ T join_block(T mine, Join join) {
   return mine;
 }
 
-// What a block found out about its share of a piece, as it lies in scratch: 32-bit words.
+// The moments of a block's part of a piece, as 32-bit words in scratch.
 struct MomentsRecord {
   float pivot;
   float five[kMoments];
 };
 
+// The same for a sum. Scratch may not be aligned for a double.
 struct SumRecord {
-  uint32_t words[2];  // of a double, which may not be aligned
+  uint32_t words[2];
 };
 
 static __device__ __forceinline__ MomentsRecord record_of(const Shifted<float>& found) {
@@ -104,7 +104,7 @@ static __device__ __forceinline__ SumRecord record_of(double found) {
   return record;
 }
 
-// count: of the entries that the record is about.
+// Read a record of `count` entries.
 static __device__ __forceinline__ Shifted<double> read_record(const MomentsRecord& record, double count) {
   return {record.pivot, load_moments(record.five, count)};
 }

@@ -1,4 +1,4 @@
-// Adding a payload's entries to a target whose first entry may be made NaN meanwhile, for others to see that all is not well.
+// One entry of a payload on a GPU: added to a target whose first entry another thread may set to NaN meanwhile.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,13 +8,14 @@
 
 namespace gradcomp::cuda {
 
+// Make target[0] NaN, which tells every rank that a payload failed.
 static __device__ __forceinline__ void spoil(Span<float> target, Span<uint8_t> marks) {
   if (marks.data != nullptr) marks.data[0] = 1;
   atomicExch(reinterpret_cast<unsigned*>(target.data), bits_of(not_a_number()));
 }
 
-// target[index] += x; false where there is no such entry: a wrong index is never written to. Nobody else adds to this entry,
-// but where it is the first, somebody may spoil it: whoever comes first, the NaN stays.
+// Add x to target[index]. Returns false, and writes nothing, if there is no such entry. No other thread adds to this entry, but
+// another may spoil the first one: the NaN stays, whichever thread comes first.
 static __device__ __forceinline__ bool add_at(Span<float> target, Span<uint8_t> marks, int64_t index, float x) {
   if (index < 0 || index >= target.size) return false;
   if (marks.data != nullptr) marks.data[index / kLine] = 1;

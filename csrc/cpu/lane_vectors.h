@@ -1,4 +1,4 @@
-// What compilers do not vectorise by themselves: choices without branches, and vectors of eight.
+// Vectors of eight lanes, and choices without branches: loops that compilers do not vectorise by themselves.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace gradcomp::cpu {
 namespace {
 
-// A vector's alignment is lowered by a typedef of its own: beside vector_size, Clang does not heed it, and moves as if aligned.
+// A typedef of its own lowers the alignment: beside vector_size, Clang ignores the attribute and moves as if aligned.
 using AlignedFloats = float __attribute__((vector_size(32), may_alias));
 typedef AlignedFloats Floats __attribute__((aligned(4)));
 using Longs = uint64_t __attribute__((vector_size(32), may_alias));
@@ -22,13 +22,13 @@ constexpr Words kLanes = {0, 1, 2, 3, 4, 5, 6, 7};
 
 #define INLINE inline __attribute__((always_inline))
 
-// yes or no, without a branch that would keep a loop from being vectorised.
+// Choose yes or no without a branch, which would keep a loop from being vectorised.
 inline float either(bool which, float yes, float no) {
   const uint32_t mask = which ? ~0u : 0u;
   return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
 }
 
-// Lane i comes from lane lanes[i], of which the lowest three bits count.
+// Permute: lane i comes from lane lanes[i], modulo 8.
 INLINE Floats chosen(const Floats& x, const Words& lanes) {
 #ifdef __clang__
   Floats y;
@@ -39,7 +39,7 @@ INLINE Floats chosen(const Floats& x, const Words& lanes) {
 #endif
 }
 
-// Eight bytes, each in a lane (of little-endian machines).
+// Read eight bytes into a lane each, on a little-endian machine.
 INLINE Words eight_bytes(const uint8_t* bytes) {
   uint64_t all;
   memcpy(&all, bytes, sizeof all);

@@ -1,34 +1,32 @@
-// The k largest entries, exactly, on a GPU: what take_topk, take_above and heaviest share. A radix selection of the k-th
-// largest key, 11, 10 and 10 bits at a time, with all its state on the device; then what is chosen is handed over, in index
-// order.
+// The k largest entries, exactly, on a GPU: the part that take_topk, take_above and heaviest share. A radix selection finds the
+// k-th largest key, 11, 10 and 10 bits at a time, with all its state on the device. The chosen entries are then handed over in
+// index order.
 //
-// The entries to choose from (the sources) are listed, from a bit for each entry; where they are too many for the list, all
-// entries are read again and again instead, which is decided on the device. Blocks that finish last pick and scan for all, so
-// that no block waits.
+// The entries to choose from, the sources, are listed from a bit for each entry. If they are too many for the list, every pass
+// reads all entries instead; the device decides. The last block of a launch picks and scans for all, so that no block waits.
 //
-// A Reader says where entries come from: read(entry, count) gives the four from entry on, a multiple of four, and zeros for
-// those beyond count; at(index) gives one.
-//
-// A Key says what is compared. key.over(first, last), called by whole blocks, gives a key for entries from first to last; that
-// one's key(x, index) is 0 for an entry that is out of the question, and below 2^31.
-//
-// A Hand says where what is chosen goes: announce(found), by one thread, tells it how many entries passed or were asked for;
-// take(place, index, x) hands it one of them.
+//   Reader  the entries. read(entry, count) gives four from entry on, a multiple of four, with zeros beyond count; at(index)
+//           gives one.
+//   Key     the comparison. key.over(first, last), called by whole blocks, gives a key for entries first to last. Its
+//           key(x, index) is below 2^31, and 0 for an entry that cannot be chosen.
+//   Hand    the destination. announce(found), by one thread, tells it the number of entries that passed or were asked for;
+//           take(place, index, x) hands one over.
 #pragma once
 
 #include "block.cuh"
+#include "device_plan.cuh"
 #include "launch.cuh"
-#include "plan.cuh"
+#include "thread_four.cuh"
 
 namespace gradcomp::cuda {
 
-// Four sources in a row, this thread's of a small tile; all threads of the block make theirs together.
+// This thread's four sources in a row of a small tile. All threads of the block must construct theirs together.
 template <class Reader, class Key>
 struct SourceTile {
   uint32_t index[4];
-  Four value = {};
+  Four entry = {};
   uint32_t key[4];
-  int count;  // of this thread's four, so many are there
+  int count;  // the number of sources, at most four
 
   __device__ __forceinline__ SourceTile(const Reader& reader, const Plan& plan, uint32_t sources, bool listed, uint32_t tile,
                                         const Key& keys) {
@@ -42,22 +40,22 @@ struct SourceTile {
         if (i < count) index[i] = plan.list[first + i];
       }
       UNROLLED for (int i = 0; i < 4; ++i) {
-        if (i < count) value.x[i] = reader.at(index[i]);
+        if (i < count) entry.x[i] = reader.at(index[i]);
       }
     } else {
-      value = reader.read(first, count);
+      entry = reader.read(first, count);
     }
-    for (int i = 0; i < 4; ++i) key[i] = i < count ? its(value.x[i], index[i]) : 0;
+    for (int i = 0; i < 4; ++i) key[i] = i < count ? its(entry.x[i], index[i]) : 0;
   }
 
-  // Where an entry stands against the k-th key: in one word, 1 if above in its lower half, 1 if equal in its upper one.
+  // Compare an entry with the k-th key: 1 in the lower half of the word if above, 1 in the upper half if equal.
   __device__ __forceinline__ uint32_t standing(int i, uint32_t kth) const {
     if (i >= count || key[i] < kth) return 0;
     return key[i] > kth ? 1u : 1u << 16;
   }
 };
 
-// The grid is made for reading all entries; for a list, few blocks of it have work.
+// Count the blocks with work. The grid is large enough for all entries; a list needs few of its blocks.
 static __device__ __forceinline__ uint32_t blocks_with_work(uint32_t sources) {
   const uint32_t tiles = (sources + kSmallTile - 1) / kSmallTile;
   return tiles < gridDim.x ? tiles : gridDim.x;
@@ -134,7 +132,7 @@ static __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 4; ++i) {
       const uint32_t its = four.standing(i, kth);
       if (its == 1 || (its != 0 && equal < quota)) {
-        hand.take(above + (equal < quota ? equal : quota), four.index[i], four.value.x[i]);
+        hand.take(above + (equal < quota ? equal : quota), four.index[i], four.entry.x[i]);
       }
       above += its & 0xffffu;
       equal += its >> 16;
@@ -147,7 +145,7 @@ inline unsigned source_blocks(int64_t n) {
   return tiles < kMostBlocks ? tiles : kMostBlocks;
 }
 
-// The last four launches: the next two digits, then what is chosen is handed over.
+// Launch the last four kernels: the next two digits, then the counts and the handover of the chosen entries.
 template <class Reader, class Hand, class Key>
 static void choose_and_take(const Reader& reader, Hand hand, int64_t n, Key keys, const Plan& plan, Queue queue) {
   const unsigned blocks = source_blocks(n);

@@ -1,20 +1,20 @@
-// Statistics of a bucket's layers on CPUs: each run is measured twice while it lies in the cache, first its mean, then the
-// deviations from it; runs are merged in order, so that the result does not depend on the number of threads.
+// Statistics of a bucket's layers on CPUs. A run is measured twice while it lies in the cache: its mean, then the deviations
+// from it. Runs are merged in order, so that the result does not depend on the number of threads.
 #pragma once
 
 #include <cstring>
 
-#include "../check.h"
 #include "../math.h"
 #include "../span.h"
-#include "parallel.h"
+#include "lane_hot.h"
+#include "thread_parts.h"
 
 namespace gradcomp::cpu {
 namespace {
 
+// Lanes of a sum, which vector units add up side by side. The order of additions is the same on every machine.
 constexpr int64_t kLanes = 16;
 
-// Sums in so many lanes, which the vector units add up side by side; the order of additions is the same on every machine.
 template <class T>
 inline T add_lanes(const T* lanes) {
   T sum = 0;
@@ -22,7 +22,7 @@ inline T add_lanes(const T* lanes) {
   return sum;
 }
 
-// What a run is measured to: moments of its entries minus the pivot, one of them. Far from zero a float holds such a mean well.
+// The moments of a run's entries, minus one of them, the pivot. A float holds a mean well this way, also far from zero.
 struct Measured {
   Moments<float> moments;
   float pivot;
@@ -77,7 +77,7 @@ HOT void peaks_of(const float* __restrict x, int64_t lines, uint32_t* __restrict
   }
 }
 
-// The peaks of the lines that a run lies in. It may begin inside a line, whose first part was noted before, and end inside one.
+// Note the peaks of a run's lines. A run may end inside a line, and begin inside one whose first part was noted before.
 inline void note_peaks(const float* x, int64_t begin, int64_t count, uint32_t* peaks) {
   const auto note = [&](int64_t from, int64_t to) {
     uint32_t& peak = peaks[from / kLine];
@@ -101,20 +101,19 @@ HOT double squares_of(const float* __restrict x, int64_t n) {
   return add_lanes(sums);
 }
 
+// Copy a run with 0 for entries that are not finite.
 inline const float* without_infinities(const float* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = is_finite(from[i]) ? from[i] : 0.0f;
   return to;
 }
 
-// What the runs come to. A run is the part of a piece in one block; the block's number plus the piece's is a number of its own.
+// The results of all runs, in scratch. A run is the part of a piece in one block. It is numbered by its block plus its piece,
+// one of which rises from each run to the next.
 class Runs {
  public:
   static int64_t words(int64_t n, int64_t pieces) { return kWords * (n / kBlock + 1 + pieces); }
 
-  Runs(const Pieces& grads, Span<uint32_t> scratch) : grads_(grads), words_(scratch.data) {
-    const int64_t needed = words(grads.begin[grads.count], grads.count);
-    EXPECTS(words_ == nullptr || scratch.size >= needed, "scratch has ", scratch.size, " words; ", needed, " are needed");
-  }
+  Runs(const Pieces& grads, Span<uint32_t> scratch) : grads_(grads), words_(scratch.data) {}
 
   float* of(int piece, int64_t entry) const { return reinterpret_cast<float*>(words_ + kWords * (entry / kBlock + piece)); }
 

@@ -1,12 +1,13 @@
-// A walk through the tiles of a sketch's rows on CPUs: where each lies among the columns, and how it is turned.
+// A walk through the tiles of a sketch's rows on CPUs: each tile's place among the columns, and its turn.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "../sketch.h"
-#include "eight.h"
-#include "parallel.h"
+#include "../math_sketch.h"
+#include "lane_hot.h"
+#include "lane_vectors.h"
+#include "thread_parts.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -14,35 +15,35 @@ namespace {
 constexpr int64_t kBlockTiles = 64;
 constexpr int64_t kSketchBlock = kBlockTiles * kSketchTile;
 
-// Half a tile, of which lane i comes from lane i ^ flip. Only the lowest three bits count, so all those of a turn may be given.
+// Permute half a tile: lane i comes from lane i ^ flip. The flip is the lowest three bits of a turn; the others are ignored.
 INLINE Floats exchange(const Floats& x, const Words& bits) { return chosen(x, bits ^ kLanes); }
 
-// The signs of eight lanes: the highest bits, or for the upper half of a tile the next eight.
+// Apply the signs of eight lanes: the highest bits, or for the upper half of a tile the next eight.
 INLINE Floats with_signs(const Floats& x, const Words& bits, bool upper) {
   const Words shifts = upper ? kLanes + 8 : kLanes;
   return reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ (bits << shifts & 0x80000000u));
 }
 
-// Where a block's tiles lie in a row, and how they are turned. Columns are written eight at a time, so some others follow.
+// The columns and turns of a block's tiles in one row. Columns are written eight at a time, hence the spare ones.
 struct Places {
   uint32_t columns[kBlockTiles + 8] = {};
   uint32_t turns[kBlockTiles];
 };
 
-// Asks the second cache for the columns of a tile to come, or behind the last one for some others.
+// Prefetch the columns of a later tile; behind the last tile, of any.
 INLINE void fetch_ahead(const float* row, const Places& places, int64_t i) {
   constexpr int64_t kAhead = 5;
   __builtin_prefetch(row + int64_t{places.columns[i + kAhead]} * kSketchTile);
 }
 
-// numbers[i] <- (first + i * step) mod tiles, of numbers below tiles.
+// numbers[i] <- (first + i * step) mod tiles; first and step are below tiles.
 HOT void step_along(uint32_t first, uint32_t step, uint32_t tiles, int64_t count, uint32_t* numbers) {
   Words eight;
   uint32_t ninth = first;
   for (int i = 0; i < 8; ++i) {
     eight[i] = ninth;
     ninth += step;
-    ninth = std::min(ninth, ninth - tiles);  // which is huge where it would be negative
+    ninth = std::min(ninth, ninth - tiles);  // a negative difference wraps to a huge number
   }
   const uint32_t apart = ninth >= first ? ninth - first : ninth - first + tiles;
   for (int64_t i = 0; i < count; i += 8) {
@@ -65,7 +66,7 @@ class Walk {
     enter(tile_ / hash.tiles, tile_ % hash.tiles);
   }
 
-  // The next tiles, at most a block of them.
+  // Find the places of the next tiles, at most a block of them.
   void next(int64_t count, Places& places) {
     turn_tiles(turns_, tile_, count, places);
     tile_ += static_cast<uint32_t>(count);

@@ -1,12 +1,12 @@
-// Threads for groups: each takes some of them, one after the other.
+// Threads for groups: parallel_groups() deals out the groups among them.
 #pragma once
 
-#include "../rounding.h"
-#include "parallel.h"
+#include "../math_rounding.h"
+#include "thread_parts.h"
 
 namespace gradcomp::cpu {
 
-// work(begin, end) for all groups.
+// Call work(begin, end) for a share of the groups on every thread.
 template <class Work>
 void parallel_groups(const Groups& groups, int threads, const Work& work) {
   const int64_t all = groups.count();

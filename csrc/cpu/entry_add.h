@@ -1,5 +1,4 @@
-// Adding a payload's entries to a target on CPUs, and making the target's first entry NaN for others to see that all is not
-// well.
+// One entry of a payload on CPUs: added to a target, or refused, for which the target's first entry becomes NaN.
 #pragma once
 
 #include "../math.h"
@@ -7,7 +6,7 @@
 
 namespace gradcomp::cpu {
 
-// target[index] += x; false where there is no such entry: a wrong index is never written to.
+// Add x to target[index]. Returns false, and writes nothing, if there is no such entry.
 inline bool add_at(Span<float> target, Span<uint8_t> marks, int64_t index, float x) {
   if (index < 0 || index >= target.size) return false;
   target.data[index] += x;
@@ -15,6 +14,7 @@ inline bool add_at(Span<float> target, Span<uint8_t> marks, int64_t index, float
   return true;
 }
 
+// Make target[0] NaN, which tells every rank that a payload failed.
 inline void spoil(Span<float> target, Span<uint8_t> marks) {
   target.data[0] = not_a_number();
   if (marks.given()) marks.data[0] = 1;

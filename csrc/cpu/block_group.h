@@ -1,12 +1,12 @@
-// A group's entries as a View shows them (csrc/levels.h), on CPUs.
+// A group's entries as a View (math_search.h), on CPUs.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 
-#include "../levels.h"
-#include "eight.h"
-#include "parallel.h"
+#include "../math_levels.h"
+#include "lane_hot.h"
+#include "lane_vectors.h"
 
 namespace gradcomp::cpu {
 namespace {
@@ -58,11 +58,11 @@ HOT void copy_magnitudes(const float* x, int64_t n, float* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = std::fabs(x[i]);
 }
 
-// A group's entries; and room for their magnitudes.
+// A group's entries, and memory for their magnitudes.
 struct View {
   const float* x;
   int64_t n;
-  float* room;
+  float* buffer;
 
   Ends ends() const { return ends_of(x, n); }
   int64_t count_from(float low) const { return cpu::count_from(x, n, low); }
@@ -70,8 +70,8 @@ struct View {
   Part from(float low, double unit) const { return sum_from(x, n, low, unit); }
   int64_t squares(double unit) const { return sum_squares(x, n, unit); }
   View magnitudes() const {
-    copy_magnitudes(x, n, room);
-    return {room, n, nullptr};
+    copy_magnitudes(x, n, buffer);
+    return {buffer, n, nullptr};
   }
 };
 

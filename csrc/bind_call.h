@@ -1,0 +1,171 @@
+// A call from Python: arrays become a kernel's arguments, are checked, and go to the twin for their device.
+#pragma once
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind_array.h"
+#include "expects.h"
+#include "span.h"
+#ifdef GRADCOMP_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace gradcomp {
+
+// One argument of a call, which holds on to the arrays that it borrows. get() is the kernel's argument.
+template <class T>
+struct Slot {
+  Slot(py::handle object, const Where&) : value(object.cast<T>()) {}
+  T get() const { return value; }
+  template <class Visit>
+  void visit(Visit) const {}
+  T value;
+};
+
+template <class T>
+struct Slot<Span<T>> {
+  Slot(py::handle object, const Where& where) : array(object, where), span{array.template as<T>(), array.size()} {}
+  Span<T> get() const { return span; }
+  template <class Visit>
+  void visit(Visit seen) const {
+    seen(array);
+  }
+  Array array;
+  Span<T> span;
+};
+
+template <class T>
+struct Slot<OptionalSpan<T>> {
+  Slot(py::handle object, const Where& where) {
+    if (!object.is_none()) slot.emplace(object, where);
+  }
+  OptionalSpan<T> get() const { return slot ? OptionalSpan<T>{slot->get()} : OptionalSpan<T>{}; }
+  template <class Visit>
+  void visit(Visit seen) const {
+    if (slot) slot->visit(seen);
+  }
+  std::optional<Slot<Span<T>>> slot;
+};
+
+template <>
+struct Slot<const Pieces&> {
+  Slot(py::handle object, const Where& where) {
+    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) {
+      EXPECTS(pieces.count < Pieces::kMost, where, " must be at most ", Pieces::kMost, " arrays");
+      const Array& array = arrays.emplace_back(item, Where{where.kernel, where.argument, pieces.count});
+      pieces.dtype[pieces.count] = array.gradient_type();
+      pieces.data[pieces.count] = array.data();
+      pieces.begin[pieces.count + 1] = pieces.begin[pieces.count] + array.size();
+      ++pieces.count;
+    }
+  }
+  const Pieces& get() const { return pieces; }
+  template <class Visit>
+  void visit(Visit seen) const {
+    for (const Array& array : arrays) seen(array);
+  }
+  std::vector<Array> arrays;
+  Pieces pieces;
+};
+
+template <class T>
+struct Slot<const Spans<T>&> {
+  Slot(py::handle object, const Where& where) {
+    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) {
+      EXPECTS(spans.count < Spans<T>::kMost, where, " must be at most ", Spans<T>::kMost, " arrays");
+      const Array& array = arrays.emplace_back(item, Where{where.kernel, where.argument, spans.count});
+      if (spans.count == 0) spans.size = array.size();
+      EXPECTS(array.size() == spans.size, where, "[", spans.count, "] has ", array.size(), " entries, but ", where.argument,
+              "[0] has ", spans.size);
+      spans.data[spans.count++] = array.template as<T>();
+    }
+    EXPECTS(spans.count > 0, where, " must be at least one array");
+  }
+  const Spans<T>& get() const { return spans; }
+  template <class Visit>
+  void visit(Visit seen) const {
+    for (const Array& array : arrays) seen(array);
+  }
+  std::vector<Array> arrays;
+  Spans<T> spans;
+};
+
+// The names in a list of parameters as C++ writes it, "(Span<float> residual, int64_t k)": the last word of each.
+inline std::vector<std::string_view> names_in(std::string_view parameters) {
+  std::vector<std::string_view> names;
+  while (!parameters.empty()) {
+    const size_t end = parameters.find_first_of(",)"), begin = parameters.find_last_of(' ', end) + 1;
+    names.push_back(parameters.substr(begin, end - begin));
+    parameters.remove_prefix(end + 1);
+  }
+  return names;
+}
+
+// The checks of a twin, and the twin. Both are null where it was not built.
+template <class Call>
+struct Twin {
+  Call check = nullptr, run = nullptr;
+};
+
+// A kernel as Python calls it. Its last argument is the queue, which Python names by stream and threads.
+template <class... Args>
+class Kernel {
+ public:
+  using Call = void (*)(Args...);
+  static constexpr size_t kCount = sizeof...(Args) - 1;
+
+  Kernel(const char* name, const char* parameters, Twin<Call> cpu, Twin<Call> cuda)
+      : name_(name), names_(names_in(parameters)), cpu_(cpu), cuda_(cuda) {}
+
+  void operator()(const py::args& args, uintptr_t stream, int threads) const {
+    EXPECTS(args.size() == kCount, name_, " takes ", kCount, " arguments, not ", args.size());
+    call(args, Queue{reinterpret_cast<void*>(stream), threads}, std::make_index_sequence<kCount>());
+  }
+
+ private:
+  template <size_t... I>
+  void call(const py::args& args, Queue queue, std::index_sequence<I...>) const {
+    using Types = std::tuple<Args...>;
+    const std::tuple<Slot<std::tuple_element_t<I, Types>>...> slots{
+        Slot<std::tuple_element_t<I, Types>>(args[I], Where{name_, names_[I]})...};
+    const Twin<Call>& twin = choose([&](auto seen) { (std::get<I>(slots).visit(seen), ...); });
+    twin.check(std::get<I>(slots).get()..., queue);
+    py::gil_scoped_release release;
+    twin.run(std::get<I>(slots).get()..., queue);
+  }
+
+  // The twin for the device that all arrays share.
+  template <class VisitAll>
+  const Twin<Call>& choose(VisitAll visit_all) const {
+    std::optional<dlpack::Device> device;
+    visit_all([&](const Array& array) {
+      const dlpack::Device its = array.device();
+      if (!device) device = its;
+      EXPECTS(its.type == device->type && its.id == device->id, name_, ": its arrays must lie on one device");
+    });
+    const bool on_cpu = !device || device->type == dlpack::kCpu;
+#if defined(GRADCOMP_SIMT)
+    EXPECTS(on_cpu, name_, ": its arrays must lie in main memory: the emulator has no device");
+    return cuda_;
+#elif defined(GRADCOMP_CUDA)
+    if (on_cpu) return cpu_;
+    int current = 0;
+    CUDA_TRY(cudaGetDevice(&current));
+    if (current != device->id) CUDA_TRY(cudaSetDevice(device->id));
+    return cuda_;
+#else
+    EXPECTS(on_cpu, name_, ": this gradcomp was built without CUDA: rebuild it where nvcc is found");
+    return cpu_;
+#endif
+  }
+
+  const char* name_;
+  std::vector<std::string_view> names_;
+  Twin<Call> cpu_, cuda_;
+};
+
+}  // namespace gradcomp

@@ -1,0 +1,139 @@
+// The checks that a call passes before its kernel runs. ops.inc lists them for each kernel, in these words.
+//
+// Each returns true, or throws a message with the names of the kernel and its arguments, which come from ops.inc too. An
+// array that was not given passes.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "expects.h"
+#include "math_levels.h"
+#include "math_sketch.h"
+#include "ops.h"
+#include "span.h"
+
+// An argument, under its name, of the kernel whose checks are running.
+#define NAMED(argument) ::gradcomp::named(__func__, #argument, argument)
+
+#define EXPECT(condition, ...) ((condition) || ::gradcomp::refuse(__func__, ": ", __VA_ARGS__))
+#define HOLDS(array, least) ::gradcomp::holds(NAMED(array), least)
+#define SAME_SIZE(array, other) ::gradcomp::same_size(NAMED(array), NAMED(other))
+#define SAME_RANKS(arrays, others) \
+  EXPECT(arrays.count == others.count, #arrays " come from ", arrays.count, " ranks, but " #others " from ", others.count)
+#define COVERS(grads, flat) ::gradcomp::covers(NAMED(grads), NAMED(flat))
+#define INDEXABLE(flat) ::gradcomp::indexable(NAMED(flat))
+#define AT_MOST(k, flat) \
+  EXPECT(k >= 1 && k <= flat.size, #k "=", k, " must be in [1, ", flat.size, "], the number of entries of " #flat)
+#define LINES_OF(lines, flat) ::gradcomp::one_for_each(NAMED(lines), NAMED(flat), kLine)
+#define BLOCKS_OF(blocks, flat) \
+  (INDEXABLE(flat) && HOLDS(flat, 1) && ::gradcomp::one_for_each(NAMED(blocks), NAMED(flat), kBlockEntries))
+#define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
+#define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
+#define CPU_ONLY(array) EXPECT(kOnCpu || !array.given(), #array " is for CPUs only: pass None")
+
+namespace gradcomp {
+
+constexpr int64_t kMostEntries = int64_t{1} << 31;
+
+struct Named {
+  const char* kernel;
+  const char* name;
+  int64_t size;
+  bool given;
+};
+
+template <class T>
+Named named(const char* kernel, const char* name, const Span<T>& array) {
+  return {kernel, name, array.size, true};
+}
+template <class T>
+Named named(const char* kernel, const char* name, const OptionalSpan<T>& array) {
+  return {kernel, name, array.size, array.given()};
+}
+template <class T>
+Named named(const char* kernel, const char* name, const Spans<T>& arrays) {
+  return {kernel, name, arrays.size, true};
+}
+inline Named named(const char* kernel, const char* name, const Pieces& grads) { return {kernel, name, grads.size(), true}; }
+
+template <class... Parts>
+[[noreturn]] bool refuse(const Parts&... parts) {
+  fail(parts...);
+}
+
+inline bool holds(const Named& array, int64_t least) {
+  return !array.given || array.size >= least ||
+         refuse(array.kernel, ": ", array.name, " has ", array.size, " entries, but needs ", least);
+}
+
+inline bool same_size(const Named& array, const Named& other) {
+  return !array.given || array.size == other.size ||
+         refuse(array.kernel, ": ", array.name, " has ", array.size, " entries, but ", other.name, " has ", other.size);
+}
+
+inline bool covers(const Named& grads, const Named& flat) {
+  return grads.size == flat.size ||
+         refuse(grads.kernel, ": ", grads.name, " have ", grads.size, " entries in all, but ", flat.name, " has ", flat.size);
+}
+
+inline bool indexable(const Named& flat) {
+  return flat.size < kMostEntries ||
+         refuse(flat.kernel, ": ", flat.name, " has ", flat.size,
+                " entries, but a bucket must stay below 2^31, because indices have 32 bits: lower bucket_mb");
+}
+
+// An entry for each so many entries of flat, and one for the rest.
+inline bool one_for_each(const Named& array, const Named& flat, int64_t each) {
+  const int64_t needed = (flat.size + each - 1) / each;
+  return !array.given || !flat.given || array.size == needed ||
+         refuse(array.kernel, ": ", array.name, " has ", array.size, " entries, but needs ", needed, ": one for every ", each,
+                " of the ", flat.size, " entries of ", flat.name);
+}
+
+inline bool is_table(const Named& table, int64_t rows) {
+  if (rows < 3 || rows > 9 || rows % 2 == 0) refuse(table.kernel, ": rows=", rows, " must be 3, 5, 7 or 9");
+  return (table.size > 0 && table.size % (kSketchTile * rows) == 0) ||
+         refuse(table.kernel, ": ", table.name, " has ", table.size, " entries, but needs a multiple of ", kSketchTile * rows,
+                ": ", rows, " rows of a multiple of ", kSketchTile, " columns");
+}
+
+inline bool is_grouped(const Named& flat, int64_t group, int64_t count) {
+  if (group < Groups::kShortest) refuse(flat.kernel, ": group=", group, " must be at least ", Groups::kShortest);
+  if (packing_of(count) == nullptr) refuse(flat.kernel, ": count=", count, " levels must be 2, 3, 5 or 9");
+  return indexable(flat) && holds(flat, 1);
+}
+
+// The numbers of groups, and of words for their codes, that a checked flat array makes.
+template <class T>
+int64_t groups_in(Span<T> flat, int64_t group) {
+  return Groups{flat.size, group}.count();
+}
+template <class T>
+int64_t words_in(Span<T> flat, int64_t group, int64_t count) {
+  return packing_of(count)->words(Groups{flat.size, group});
+}
+
+inline void pass(std::initializer_list<bool>) {}
+
+// A function for each kernel and twin, since the twins need different scratch. Most checks use some of the arguments only.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#define KERNEL(name, arguments, ...) \
+  inline void name arguments { pass({__VA_ARGS__}); }
+#define SCRATCH(name, sizes)
+
+namespace cpu::checks {
+constexpr bool kOnCpu = true;
+#include "ops.inc"
+}  // namespace cpu::checks
+namespace cuda::checks {
+constexpr bool kOnCpu = false;
+#include "ops.inc"
+}  // namespace cuda::checks
+
+#undef KERNEL
+#undef SCRATCH
+#pragma GCC diagnostic pop
+
+}  // namespace gradcomp
