@@ -9,6 +9,7 @@
 
 #include "expects.h"
 #include "math_levels.h"
+#include "math_rounding.h"
 #include "math_sketch.h"
 #include "ops.h"
 #include "span.h"

@@ -2,6 +2,7 @@
 // from the first cache for each look.
 
 #include "../math_levels.h"
+#include "../math_rounding.h"
 #include "../ops.h"
 #include "launch.cuh"
 #include "thread_four.cuh"

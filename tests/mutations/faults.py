@@ -32,13 +32,27 @@ FAULTS = (
         "csrc/cuda",
         "  __syncthreads();  // the next call writes warp_sums\n",
         "",
-        ("test_take.py", "test_above.py", "test_sketch.py"),
+        ("test_simt.py",),
+    ),
+    Fault(
+        "barrier removed: the picked digit is read before it is written",
+        "csrc/cuda",
+        "    above += mine[i];\n  }\n  __syncthreads();",
+        "    above += mine[i];\n  }",
+        ("test_simt.py",),
+    ),
+    Fault(
+        "barrier removed: a ticket is taken before all threads have fenced",
+        "csrc/cuda",
+        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) place",
+        "  __threadfence();\n  if (threadIdx.x == 0) place",
+        ("test_simt.py", "test_take.py"),
     ),
     Fault(
         "barrier removed: the ticket is read before it is drawn",
         "csrc/cuda",
-        "place = atomicAdd(ticket, 1u);\n  __syncthreads();",
-        "place = atomicAdd(ticket, 1u);",
+        "place = TAKE_TICKET(ticket);\n  __syncthreads();",
+        "place = TAKE_TICKET(ticket);",
         ("test_take.py", "test_above.py"),
     ),
     Fault(
@@ -118,8 +132,8 @@ FAULTS = (
     Fault(
         "off by one: a shortlist that is full overruns by one line",
         "csrc/cpu",
-        "if (found_.listed + kLine > capacity_)",
-        "if (found_.listed + kLine > capacity_ + kLine)",
+        "if (found_.listed + kLine > space_)",
+        "if (found_.listed + kLine > space_ + kLine)",
         ("test_take.py", "test_above.py"),
     ),
     Fault(
