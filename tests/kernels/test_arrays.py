@@ -1,4 +1,4 @@
-"""Arrays go in as they are; what cannot go in is refused with a sentence that names it."""
+"""Arrays of torch, NumPy and CuPy go in as they are; messages name an array that cannot go in."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
 
 
 class OnGpu:
-    """An array that says it lies on a GPU, as far as a machine without one can have it."""
+    """An array in main memory that claims to lie on a GPU."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor

@@ -1,4 +1,4 @@
-"""The levels that err least, against brute force: orq's, BinGrad's, and with three levels all others."""
+"""The levels that err least, held to brute force: orq's, BinGrad's, and of three levels all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("laplace", "heavy", "sparse")
 
 
 def error_of(x: Tensor, levels: Tensor) -> float:
-    """The expected squared error of rounding at random, outside the levels to the nearest."""
+    """Compute the expected squared error of rounding at random, and outside the levels to the nearest."""
     x, levels = x.double(), levels.double().contiguous()
     inside = x.clamp(levels[0], levels[-1])
     at = torch.searchsorted(levels, inside, right=True).clamp(1, len(levels) - 1)
@@ -26,7 +26,7 @@ def error_of(x: Tensor, levels: Tensor) -> float:
 
 
 def bounds_of(flat: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:
-    """So many deviations of the group to either side; also where float32 cannot hold their squares."""
+    """Bound each group at so many of its deviations, also if float32 cannot hold their squares."""
     if deviations is None:
         return None
     each = [deviations * flat[begin:end].double().std(correction=0) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -35,7 +35,7 @@ def bounds_of(flat: Tensor, ends: list[int], deviations: float | None) -> Tensor
 
 
 def check_between(x: Tensor, low: Tensor, level: Tensor, high: Tensor) -> None:
-    """The optimal condition, P(v in [level, high]) (high - low) = E[v - low; v in [low, high]]; no entry would do better."""
+    """Check the optimal condition, P(v in [level, high]) (high - low) = E[v - low; v in [low, high]], against all entries."""
     inside = x[(x >= low) & (x <= high)]
     if low == high:
         assert level == low
@@ -55,7 +55,7 @@ def check_between(x: Tensor, low: Tensor, level: Tensor, high: Tensor) -> None:
 
 
 def bisected(x: Tensor, count: int) -> Tensor:
-    """A level into each interval by the optimal condition, then into each half: from sorted entries, and sums in float64."""
+    """Put a level into each interval by the optimal condition, then into each half, from sorted entries and float64 sums."""
     x = x.sort().values
     levels = [x[0], x[-1]]
     while len(levels) < count:
@@ -76,8 +76,8 @@ def is_lopsided(x: Tensor, middle: Tensor) -> bool:
 
 
 def check_best(flat: Tensor, group: int, deviations: float | None) -> None:
-    """Each of three levels, and of nine, is the best between the two that it was put between; five are refined, and err no
-    more than if they were not. The same of nine in groups with few entries on one side of the middle."""
+    """Check three and nine levels: each is the best between its two neighbours when it was found. Check that refined levels,
+    five or those of a lopsided group, err no more than unrefined ones."""
     ends = ends_of(len(flat), group)
     bounds = bounds_of(flat, ends, deviations)
     three, five, nine = (quantise(flat, "optimal", group, count, bounds=bounds).levels.double() for count in (3, 5, 9))
@@ -108,7 +108,7 @@ def test_orq_is_the_best_there_is(seed: int, kind: str, n: int, deviations: floa
     "n,group,kind", [*((1124, 512, kind) for kind in KINDS), (532, 512, "laplace"), (2748, 2048, "laplace")]
 )
 def test_orq_is_the_best_there_is_in_every_group(n: int, group: int, kind: str, deviations: float | None) -> None:
-    """Also where the last one is shorter, or longer."""
+    """The last group may be shorter or longer."""
     check_best(gradients.draw(kind, n, n), group, deviations)
 
 

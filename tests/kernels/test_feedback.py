@@ -94,7 +94,7 @@ def test_spread_scales_casts_and_cuts(device: torch.device, sizes: list[int], dt
 
 
 def test_pieces_of_several_types_and_alignments(device: torch.device) -> None:
-    """Gradients may begin at any entry of their memory: one, two or three entries off a vector's boundary."""
+    """Gradients may begin one, two or three entries off a vector's boundary."""
     base = torch.randn(4 * 1003, device=device)
     grads = [base[1:1001], base[1003:2005].to(torch.bfloat16)[1:], base[2010:2013], base[2013:4000].half()[3:]]
     flat = torch.empty(sum(g.numel() for g in grads) + 3, device=device)[3:]

@@ -21,7 +21,7 @@ SHORTEST = 32
 
 
 def ends_of(n: int, group: int) -> list[int]:
-    """Where the groups end: what is left over is a group of its own, or the end of the last one."""
+    """List the ends of the groups. A rest is a group of its own, a short one the end of the last group."""
     ends = list(range(group, n + 1, group))
     if not ends or n - ends[-1] >= SHORTEST:
         return [*ends, n]
@@ -148,7 +148,7 @@ MOVING = [case for case in CASES if case[0] in ("optimal", "range", "quantile", 
 @settings(max_examples=15)
 @given(seed=gradients.seeds, shift=st.integers(-3000, 3000))
 def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, shift: int) -> None:
-    """Entries are multiples of 2^-10, so that nothing is rounded when they are shifted."""
+    """Entries are multiples of 2^-10, so that a shift rounds nothing."""
     flat = (1024 * gradients.draw("laplace", 700, seed)).round() / 1024
     first, second = quantise(flat, form, 256, count), quantise(flat + shift / 64, form, 256, count)
     if form in ("mean", "lloyd"):  # means are rounded
@@ -161,13 +161,13 @@ def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, sh
 @settings(max_examples=15)
 @given(seed=gradients.seeds)
 def test_a_mirrored_group_has_mirrored_levels(seed: int) -> None:
-    """Three of them; more are refined from the lowest to the highest."""
+    """This holds for three levels. More are refined from the lowest to the highest."""
     flat = gradients.draw("laplace", 700, seed)
     assert torch.equal(quantise(-flat, "optimal", 256, 3).levels, -quantise(flat, "optimal", 256, 3).levels.flip(1))
 
 
 def few_values() -> list[tuple[str, Tensor]]:
-    """Groups of hardly more different entries than levels, or than one."""
+    """List groups with hardly more different entries than levels, or with one."""
     groups = [("one", torch.tensor([x])) for x in (0.1, -3e37, 1e-38)]
     groups += [("constant", torch.full((40,), x)) for x in (0.0, 0.1, -1 / 3, 1e38, -1e-38)]
     groups += [("one-hot", x * torch.eye(40)[at]) for x in (0.1, -2.7, 1e38) for at in (0, 17, 39)]
@@ -190,7 +190,7 @@ SAID_EXACTLY = {
 
 @forms
 def test_few_values_are_said_exactly(form: str, count: int) -> None:
-    """Whatever is drawn: nothing is lost to an interval without width, and nothing is divided by 0."""
+    """No draw loses anything to an interval without width, or divides by 0."""
     for kind, flat in few_values():
         for key in range(3):
             found = quantise(flat, form, 64, count, key)
@@ -216,7 +216,7 @@ def check_codes(device: torch.device, count: int, n: int) -> None:
     said = torch.zeros(n, device=device)
     kernels.add_levels(said, [levels], [words], [torch.zeros(2, dtype=torch.int32, device=device)], 128, count)
     assert torch.equal(said, codes)
-    for i in range(len(words)):  # c0 + s c1 + s^2 c2 ..., of every so manieth code
+    for i in range(len(words)):  # c0 + s c1 + s^2 c2 ..., of every len(words)-th code
         own = codes[i :: len(words)].long().tolist()
         assert int(words[i]) & (1 << 64) - 1 == sum(code * count**place for place, code in enumerate(own))
 
@@ -224,7 +224,7 @@ def check_codes(device: torch.device, count: int, n: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 5, extension.MOST_RANKS + 3])
 @pytest.mark.parametrize("count", [2, 3, 5, 9])
 def test_many_ranks_levels_are_added_one_after_the_other(device: torch.device, ranks: int, count: int) -> None:
-    """To the last bit; a flag of any of them is seen."""
+    """The sums agree to the last bit. A flag of any rank shows."""
     n, group = 1000, 129
     values = [torch.randn(n, generator=torch.Generator().manual_seed(rank)).to(device) for rank in range(ranks)]
     sent = [quantise(flat, "range", group, count, key=rank) for rank, flat in enumerate(values)]

@@ -1,4 +1,4 @@
-"""The largest magnitude of every line, which accumulate notes on CPUs: takes that are told it find the same entries."""
+"""The largest magnitude of every line, which accumulate notes on CPUs: takes find the same entries with it as without."""
 
 from __future__ import annotations
 

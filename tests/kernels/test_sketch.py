@@ -39,8 +39,9 @@ def check_heaviest(table: Tensor, rows: int, seed: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("columns", [16, 32, 48, 1008, 4096])
-def test_a_sketch_is_its_definition(device: torch.device, rows: int, columns: int) -> None:
-    for n in SIZES:
+def test_a_sketch_is_its_definition(device: torch.device, rows: int, columns: int, request: pytest.FixtureRequest) -> None:
+    emulated = "simt" in request.node.name
+    for n in SIZES[:-1] if emulated and columns != 4096 else SIZES:  # the largest takes the emulator a second
         flat = torch.randn(n).to(device)
         assert reference.same(sketch(flat, rows, columns, n), reference.sketch(flat, rows, columns, n)), n
 
@@ -64,7 +65,7 @@ def test_a_sketch_is_its_definition_for_any_size(
 
 
 def test_every_row_puts_each_entry_into_one_cell(device: torch.device) -> None:
-    """A sum over the table's magnitudes: no entry is lost, or counted twice; eighths add up exactly."""
+    """The table's magnitudes have the right sum: no entry is lost or counted twice. Eighths add up exactly."""
     flat = torch.randint(1, 9, (5000,)).to(device) / 8
     table = sketch(flat, 7, 8192, seed=3).view(7, -1)  # no two entries of one round meet
     assert (table.abs().sum(1) == flat.sum()).all()
@@ -83,9 +84,9 @@ def test_sketches_add_up(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("rows,n", [(3, 1000), (5, 50_000), (7, 50_000), (9, 50_000)])
-def test_few_entries_are_recovered_exactly(device: torch.device, rows: int, n: int) -> None:
-    """An entry meets one of five others in most of its rows once in 10^5 times with 3 rows, and in 10^8 with 5."""
-    for seed in range(10):
+def test_few_entries_are_recovered_exactly(device: torch.device, rows: int, n: int, request: pytest.FixtureRequest) -> None:
+    """An entry meets one of five others in most of its rows once in 10^5 times with 3 rows, once in 10^8 with 5."""
+    for seed in range(2 if "simt" in request.node.name else 10):  # the twins agree
         flat = torch.zeros(n, device=device)
         places = torch.randperm(n)[:5].sort().values.to(device)
         flat[places] = torch.randn(5).to(device)
@@ -116,7 +117,7 @@ def test_of_equals_the_first_are_taken(device: torch.device) -> None:
 
 
 def test_threads_do_not_matter() -> None:
-    """On CPUs, where each has 2^18 entries or more."""
+    """This is about CPUs, where a thread has at least 2^18 entries."""
     flat = gradients.draw("ties", 800_000, seed=4)
     wanted = reference.sketch(flat, 5, 4096, 11)
     estimates = reference.estimates(wanted, 5, 11, flat.numel())
@@ -152,7 +153,7 @@ def test_bad_arguments_are_refused(device: torch.device) -> None:
 
 
 def draw(kind: str, n: int, generator: torch.Generator) -> Tensor:
-    """Gradients with a shape that a hash dealing with tiles might fail on, and without."""
+    """Draw gradients, some with a shape that could defeat a hash of tiles."""
     normal = torch.randn(n, generator=generator)
     match kind:
         case "hot columns":
@@ -169,7 +170,7 @@ def draw(kind: str, n: int, generator: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["hot columns", "laplace", "student", "periods"])
 def test_as_many_of_the_largest_are_found_as_with_a_hash_of_every_entry(kind: str) -> None:
-    """On CPUs only, for the twins agree. The share of the k largest that is found, dealing in tiles and entry by entry."""
+    """The share of the k largest that is found agrees with that of a hash of entries. CPUs only, since the twins agree."""
     n, rows, columns, k, draws = 1 << 18, 5, 4096, 256, 8
     shares = torch.empty(draws, 2, dtype=torch.float64)
     for seed in range(draws):

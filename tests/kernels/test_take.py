@@ -1,4 +1,4 @@
-"""What is taken out and put back: conservation, entry by entry and bit by bit."""
+"""Takes and adds conserve every entry, bit by bit."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_topk_is_exact_for_any_size(device: torch.device, kind: str, n: int, sha
 
 
 def test_topk_in_clusters(device: torch.device) -> None:
-    """All large entries in one place: what a sample may miss, and what overfills one part of a list."""
+    """All large entries lie in one place, which a sample may miss, and which overfills one part of a list."""
     residual = torch.randn(100_000, device=device) * 1e-3
     residual[50_000:50_900] += 5
     check_topk(residual, 1000)
 
 
 def test_topk_of_few_among_zeros(device: torch.device) -> None:
-    """Fewer entries than k are not zero: the lowest zeros fill up, and all ranks still send the same size."""
+    """Fewer than k entries are not 0: zeros of the lowest indices fill the payload, whose size stays."""
     residual = torch.zeros(50_000, device=device)
     residual[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
     check_topk(residual, 50)
@@ -86,7 +86,7 @@ def test_topk_on_views_that_begin_anywhere(device: torch.device) -> None:
 
 @given(kind=gradients.kinds, n=st.integers(1, 5000), seed=gradients.seeds)
 def test_take_then_add_gives_back_the_tensor(device: torch.device, kind: str, n: int, seed: int) -> None:
-    """x == x_after + add(zeros, take(x)), for every pair of take and add."""
+    """For every pair of take and add: x == x_after + add(zeros, take(x))."""
     before = gradients.draw(kind, n, seed).to(device)
 
     residual = before.clone()
@@ -155,7 +155,7 @@ def test_a_count_beyond_the_payload_means_all_of_it(device: torch.device) -> Non
 
 
 def test_settling_sparse_entries(device: torch.device) -> None:
-    """They are back where the update is not finite; else what is kept of them is."""
+    """All entries go back if the update is not finite, otherwise the share that is kept."""
     before = torch.randn(3000, device=device)
     residual = before.clone()
     taken = take_topk(residual, 30, flag=torch.ones(1, dtype=torch.int32, device=device))
