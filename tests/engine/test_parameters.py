@@ -1,64 +1,12 @@
-"""What adapters need and what needs no network to be tested: carriers, the handshake's records, slots."""
+"""A model's parameters: gradients read and written where they lie, names, learning rates, and the check for two momenta."""
 
 from __future__ import annotations
-
-import math
-import re
 
 import pytest
 import torch
 
-from gradcomp.engine import agreement
-from gradcomp.engine.parameters import Parameters, Slot, check_momentum, named_of
-from gradcomp.engine.session import Options, Session
-from gradcomp.networks import carrier
-from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.engine.parameters import Parameters, Slot, check_momentum, named_of, rates_of
 from gradcomp.spec import make
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 100, 1024])
-@pytest.mark.parametrize("predivide", [1.0, 2.0, 3.0])
-def test_the_carrier_tells_average_from_sum_and_refuses_the_rest(size: int, predivide: float) -> None:
-    numbers = [carrier.carrier(rank).item() for rank in range(size)]
-    mean = torch.tensor([x / predivide for x in numbers]).sum().item() * predivide / size
-    assert carrier.scale(mean, size) == 1
-    assert carrier.scale(sum(numbers), size) == size
-    for op, result in {"Min": min(numbers), "Max": max(numbers), "Product": math.prod(numbers[:30])}.items():
-        with pytest.raises(ValueError, match=f"op={op}, which cannot be compressed; use op=Average or op=Sum"):
-            carrier.scale(result, size)
-    with pytest.raises(ValueError, match="process set"):
-        carrier.scale(1.25, size)
-
-
-def test_one_rank_alone_is_average() -> None:
-    assert carrier.scale(2.0, 1) == 1
-
-
-TERMS = {"spec": "topk", "seed": "0", "names": "a, b"}
-
-
-def test_records_have_one_size_whatever_they_hold() -> None:
-    sizes = {agreement.record(TERMS | {"names": "x" * n}).numel() for n in (0, 1, 111, 112, 113, 100_000)}
-    assert len(sizes) == 1
-
-
-def test_ranks_that_agree_pass() -> None:
-    agreement.check(TERMS, [agreement.record(TERMS)] * 3)
-
-
-@pytest.mark.parametrize("term", TERMS)
-def test_ranks_that_differ_are_told_where(term: str) -> None:
-    odd = TERMS | {term: "other"}
-    for own in (TERMS, odd):  # every rank comes to the same sentence
-        with pytest.raises(ValueError, match=re.escape(f"{term}: rank 0 has {TERMS[term]!r}, rank 2 has 'other'")):
-            agreement.check(own, [agreement.record(t) for t in (TERMS, TERMS, odd)])
-
-
-def test_a_difference_beyond_what_is_shown_is_found() -> None:
-    long = "x" * 500
-    records = [agreement.record(TERMS | {"names": long + end}) for end in "ab"]
-    with pytest.raises(ValueError, match=r"names: .*digest"):
-        agreement.check(TERMS, records)
 
 
 def parameter(*shape: int) -> torch.nn.Parameter:
@@ -126,27 +74,14 @@ def test_momentum_twice_is_refused_and_momentum_unseen_is_warned_of() -> None:
     assert check_momentum(make("topk"), None) is None
 
 
-class Alone(MemoryNetwork):
-    """A connection of one rank."""
-
-    def __init__(self) -> None:
-        super().__init__(Board(1), 0, 1)
-        self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
-
-    def prepare(self) -> None:
-        """Nothing is to be prepared."""
-
-
-def test_a_change_in_the_middle_of_a_step_is_refused() -> None:
-    """Gradients that were handed over would be forgotten, and the ranks' weights drift apart."""
-    p = parameter(100)
-    session = Session(make("topk:ratio=0.1"), Parameters([("p", p)]), Alone(), Options(None, 25, 0), "unknown")
-    for _ in range(2):
-        p.grad = torch.randn(100)
-        session.mark_ready(session.slot(p))
-        with pytest.raises(RuntimeError, match=r"change\(\) came in the middle of a step"):
-            session.change(make("dense"))
-        session.finish_step()
-    waiting = session.residual()["p"].clone()
-    session.change(make("dense"))
-    assert torch.equal(session.residual()["p"], waiting) and waiting.any()
+def test_rates_are_those_of_the_moment() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    rate = rates_of(optimizer, model.named_parameters())
+    assert rate("0.weight") == 0.5 and rate("1.bias") == 0.1
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert rate("0.weight") == 0.25
+    few = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"does not have the parameter '1\.weight'"):
+        rates_of(few, model.named_parameters())("1.weight")

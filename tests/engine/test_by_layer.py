@@ -1,0 +1,62 @@
+"""Rules by layer: a compressor of its own for the layers whose names match a pattern."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradcomp
+from gradcomp.compressors.dense import Dense
+from gradcomp.compressors.topk import TopK
+from gradcomp.engine.by_layer import ByLayer
+from gradcomp.engine.feedback import Feedback
+
+SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
+
+
+def draw(seed: int, ranks: int, size: float = 1.0) -> list[dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    return [{name: size * torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(ranks)]
+
+
+def test_rules_by_layer() -> None:
+    made = gradcomp.make("sdagc:lam=3; *.bias=dense; b.*=topk:ratio=0.5")
+    assert isinstance(made, ByLayer)
+    assert made.rules == (("*.bias", Dense()), ("b.*", Feedback(TopK(ratio=0.5))))
+    assert made == gradcomp.by_layer({"*.bias": "dense", "b.*": "topk:ratio=0.5"}, "sdagc:lam=3")
+    simulation = gradcomp.Simulation("sdagc:lam=3; *.bias=dense; b.*=topk:ratio=0.5", SHAPES, 2)
+    grads = draw(0, 2)
+    update = simulation.step(grads)
+    assert torch.equal(update["a.bias"], (grads[0]["a.bias"] + grads[1]["a.bias"]) * 0.5)
+    assert 0 < update["a.weight"].count_nonzero() < 100
+    assert update["b.weight"].count_nonzero() > 1200
+    assert simulation.stats()["buckets"] == 3
+    state = simulation.state_dict()
+    other = gradcomp.Simulation("sdagc:lam=3; *.bias=dense; b.*=topk:ratio=0.5", SHAPES, 2)
+    other.load_state_dict(state)
+    ours, theirs = simulation.step(draw(1, 2)), other.step(draw(1, 2))
+    assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    "spec,sentence",
+    [
+        ("topk; =dense", "'=dense' is not of the form pattern=spec"),
+        ("topk; *.bias", "'*.bias' is not of the form pattern=spec"),
+        ("topk; *.bias=dens", "there is no compressor 'dens' (did you mean 'dense'?)"),
+        (
+            "topk; *.bias=dense:clip=1,clip_by=model",
+            "needs the whole model in one bucket and cannot be used in rules for layers",
+        ),
+        ("topk:clip=-1", "topk: clip=-1 must be at least 0"),
+        ("topk:clip_by=bucket", "topk: clip_by=bucket must be one of layer, model"),
+        ("topk:warmup=-1", "topk: warmup=-1 must be at least 0"),
+        ("dense:warmup=3", "dense has no gentler form to warm up with"),
+    ],
+)
+def test_wrong_ones_get_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        gradcomp.make(spec)
