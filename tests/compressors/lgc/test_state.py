@@ -1,0 +1,189 @@
+"""lgc over time: its state in checkpoints, codes that stop holding, and learning anew."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from learned_codes import SHAPES, draw, learned, spec_of, state_after_learning, states
+
+import gradcomp
+from gradcomp.compressors.lgc import autoencoder
+from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
+from gradcomp.engine.reducer import Reducer
+from gradcomp.exchanges.delayed_counts import DELAY
+from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.protocol import Layer
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # the autoencoder's tensors are small here
+
+
+def test_a_state_that_is_loaded_replaces_what_was_there() -> None:
+    """As where a job goes back to a checkpoint without being started anew."""
+    spec = spec_of("", learn=9)
+    simulation = gradcomp.Simulation(spec, SHAPES, 4)
+    states_at = {}
+    for step in range(30):
+        if step in (0, 20):
+            states_at[step] = simulation.state_dict()
+        simulation.step(draw(step))
+    for at, state in states_at.items():
+        fresh = gradcomp.Simulation(spec, SHAPES, 4)
+        for restored in (simulation, fresh):
+            restored.load_state_dict(state)
+        for step in range(at, at + 13):
+            ours, theirs = simulation.step(draw(step)), fresh.step(draw(step))
+            assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
+        assert (
+            simulation.state_dict()["ranks"][0]["buckets"][0]["own"]["inner"]["phases"]
+            == (fresh.state_dict()["ranks"][0]["buckets"][0]["own"]["inner"]["phases"])
+        )
+
+
+@pytest.mark.parametrize("knobs", ["", "instance=server"])
+def test_training_on_codes_reaches_the_minimum(knobs: str) -> None:
+    """After few steps of learning, with codes that are hardly good enough: those that are not have to be found out."""
+    torch.manual_seed(0)
+    goal = torch.randn(2000)
+    simulation = gradcomp.Simulation(f"lgc:dense=0,learn=60,ratio=0.01,{knobs}".rstrip(","), {"w": (2000,)}, world=1)
+    w, coded = torch.zeros(2000), 0
+    for _ in range(900):
+        w -= 0.0067 * simulation.step([{"w": w - goal}])["w"]
+        coded += simulation.stats()["phase"] == "code"
+    assert (w - goal).norm() < 0.02 * goal.norm()
+    assert coded > 120
+
+
+@pytest.mark.parametrize("knobs, stops", [("momentum=0.9", (1, 13)), ("instance=server", (5, 13)), ("leader=seed", (9, 13))])
+def test_stopping_and_resuming_continues_to_the_bit_in_every_phase(knobs: str, stops: tuple[int, ...]) -> None:
+    """Dense after one step, learning after five and nine, coding after thirteen."""
+    spec, steps = spec_of(knobs, learn=9), 13 + DELAY + 2
+    first = gradcomp.Simulation(spec, SHAPES, 4, seed=5)
+    states_at, updates = {}, []
+    for step in range(steps):
+        if step in stops:
+            states_at[step] = first.state_dict()
+        updates.append({name: update.clone() for name, update in first.step(draw(step)).items()})
+    assert first.stats()["phase"] == "code"
+    for at, state in states_at.items():
+        second = gradcomp.Simulation(spec, SHAPES, 4, seed=5)
+        second.load_state_dict(state)
+        for step in range(at, steps):
+            update = second.step(draw(step))
+            assert all(reference.same(updates[step][name], update[name]) for name in SHAPES), f"step {step}"
+        assert second.stats()["phase"] == "code"
+
+
+# Codes that are somewhat off, so that their errors would add up, and codes that are quite off.
+@pytest.mark.parametrize("knobs, times", [("", 3.5), ("instance=server", 50.0), ("leader=rotate", 3.5)])
+def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
+    """Codes that say nothing are not used; soon all ranks learn anew at the same step, and then codes are used again."""
+    simulation = learned(knobs)
+    for step in range(30, 36):
+        simulation.step(draw(step))
+    assert simulation.stats()["code_error"] < 0.9
+    for reducer in simulation._reducers:  # what a worn-out or damaged decoder says
+        coder = reducer.buckets[0].state.inner.coder
+        coder.taps.mul_(times)
+    phases = []
+    for step in range(36, 36 + DELAY + MOST_BAD_STEPS + 30 + 7):
+        update = simulation.step(draw(step))
+        assert max(float(part.abs().max()) for part in update.values()) < 400  # what has waited all the time, no more
+        phases.append({reducer.stats()["phase"] for reducer in simulation._reducers})
+    began = phases.index({"learn"})
+    assert DELAY + MOST_BAD_STEPS <= began <= DELAY + MOST_BAD_STEPS + 2  # not every step need be found off
+    assert phases == [{"code"}] * began + [{"learn"}] * 30 + [{"code"}] * (len(phases) - began - 30)
+    assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
+
+
+def test_what_is_learned_anew_begins_anew() -> None:
+    simulation = learned()
+    for state in states(simulation):
+        state.coder.taps.mul_(50.0)
+    fresh = states(gradcomp.Simulation(spec_of(""), SHAPES, 4))[0]
+    for step in range(30, 30 + DELAY + MOST_BAD_STEPS):
+        simulation.step(draw(step))
+    drawn = autoencoder.Autoencoder(1, False, True, fresh.seed, torch.device("cpu"))
+    for state in states(simulation):
+        assert torch.equal(state.coder.weights, drawn.weights) and torch.equal(state.coder.taps, drawn.taps)
+        assert state.coder.steps == 0 and not state.coder.moments.any()
+
+
+def test_ranks_that_learned_something_else_agree_before_codes_are_used() -> None:
+    """As they do where one's processor adds up in another order."""
+    simulation = gradcomp.Simulation(spec_of("", learn=3), SHAPES, 4)
+    for step in range(3):
+        simulation.step(draw(step))
+    for rank, state in enumerate(states(simulation)):
+        state.coder.weights += 1e-4 * rank
+    simulation.step(draw(3))
+    first, *others = states(simulation)
+    for state in others:
+        assert torch.equal(state.coder.weights, first.coder.weights) and torch.equal(state.coder.taps, first.coder.taps)
+    simulation.step(draw(4))  # which holds the ranks' updates equal
+    assert simulation.stats()["phase"] == "code"
+
+
+def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
+    """A job that continues from a checkpoint with other ranks has none of its decoders for them."""
+    for knobs, phase in (("instance=server", "learn"), ("", "code")):
+        state = state_after_learning(knobs, 4)
+        fewer = gradcomp.Simulation(spec_of(knobs), SHAPES, 2)
+        fewer.load_state_dict({**state, "ranks": state["ranks"][:2]})
+        fewer.step(draw(30, 2))
+        assert fewer.stats()["phase"] == phase
+
+
+def test_a_falling_learning_rate_refreshes_the_code() -> None:
+    """Where the rates are known: with Horovod's optimizer, or Compression(optimizer=...)."""
+    rate, board = [0.1], Board(1)
+    layers = {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in SHAPES.items()}
+    compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
+    reducer = Reducer(
+        compressor,
+        layers,
+        MemoryNetwork(board, 0, 1),
+        25,
+        0,
+        rates=lambda name: rate[0],
+        deliver=lambda bucket, update: None,
+    )
+    phases = []
+    for step in range(7 + DELAY + 5):
+        rate[0] = 0.1 if step < 7 else 0.01
+        for name, grad in draw(step, 1)[0].items():
+            reducer.mark_ready(name, grad.flatten())
+        reducer.finish_step()
+        phases.append(reducer.stats()["phase"])
+    assert phases == ["dense"] + ["learn"] * 4 + ["code"] * (2 + DELAY) + ["learn"] * 4 + ["code"]
+
+
+def test_neither_draws_nor_weights_of_the_user_are_touched() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    simulation = gradcomp.Simulation(spec_of("", learn=2), SHAPES, 4)
+    for step in range(5):
+        simulation.step(draw(step))
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_how_long_learning_takes_is_said() -> None:
+    simulation = gradcomp.Simulation(spec_of("", learn=3), SHAPES, 4)
+    for step in range(6):
+        simulation.step(draw(step))
+    assert 0 < simulation.stats()["learning_seconds"] < 3 * 2.0
+
+
+def test_entries_that_were_sent_start_with_fresh_momentum() -> None:
+    for masking in (True, False):
+        simulation = gradcomp.Simulation(spec_of(f"momentum=0.9,masking={masking}"), SHAPES, 4)
+        for step in range(18):
+            update = simulation.step(draw(step))["a.weight"]
+            own = simulation._reducers[1].buckets[0].state
+            velocity = simulation._reducers[1].buckets[0].layout.views(own.velocity)["a.weight"].view_as(update)
+            if step:  # what was dense keeps its momentum
+                assert bool((velocity[update != 0] == 0).all()) == masking
+            else:
+                assert (velocity != 0).all()
+        assert simulation.stats()["phase"] == "code"
