@@ -17,40 +17,48 @@ import gradcomp
 from gradcomp.engine.feedback import Feedback
 
 WORLDS = [1, 2, 3, 4, 8]
+# Numbers of ranks for the emulator, which is slow and does not know them, and for laws that hardly depend on them.
 FEW = [1, 3]
-"""Where numbers of ranks only take longer: kernels do not know them, and the emulator is slow."""
+PLACES = [(device, world) for device in DEVICES for world in (FEW if device == "simt" else WORLDS)]
 
 worlds = pytest.mark.parametrize("world", WORLDS)
-on_devices = pytest.mark.parametrize(
-    "device,world", [(on, world) for on in DEVICES for world in (FEW if on == "simt" else WORLDS)], indirect=["device"]
-)
+few_worlds = pytest.mark.parametrize("world", FEW)
 specs = pytest.mark.parametrize("spec", ALL)
+
+
+def in_turn(name: str, values: list[float]) -> pytest.MarkDecorator:
+    """Run every spec at every place, with one of the values in turn: each value meets every spec, device and world."""
+    cases = [(spec, *place, values[(i + j) % len(values)]) for i, spec in enumerate(ALL) for j, place in enumerate(PLACES)]
+    return pytest.mark.parametrize(f"spec,device,world,{name}", cases, indirect=["device"])
 
 
 def test_every_compressor_has_its_laws() -> None:
     assert {spec.partition(":")[0] for spec in ALL} == set(gradcomp.names())
 
 
-@on_devices
-@specs
-def test_conservation(spec: str, world: int, device: torch.device) -> None:
-    """Whatever the gradients, nothing is lost and nothing is made up, step after step. (That ranks agree, step() checks.)"""
-    for bucket_mb in (25, 0.004):
-        simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb, device=device)
-        for step, kind in enumerate(gradients.KINDS):
-            check_conservation(simulation, draw(kind, 17 * step, world, device))
+@in_turn("bucket_mb", [25, 0.004])
+def test_conservation(spec: str, world: int, device: torch.device, bucket_mb: float) -> None:
+    """Nothing is lost and nothing is made up, step after step, in one bucket and in several. step() checks agreement."""
+    simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb, device=device)
+    for step, kind in enumerate(gradients.KINDS):
+        check_conservation(simulation, draw(kind, 17 * step, world, device))
 
 
 @specs
-@given(kinds=st.lists(gradients.kinds, min_size=1, max_size=4), world=st.sampled_from(WORLDS), seed=gradients.seeds)
-@settings(max_examples=25)
-def test_conservation_for_any_gradients(spec: str, kinds: list[str], world: int, seed: int) -> None:
-    simulation = gradcomp.Simulation(spec, SHAPES, world)
+@given(
+    kinds=st.lists(gradients.kinds, min_size=1, max_size=4),
+    world=st.sampled_from(WORLDS),
+    bucket_mb=st.sampled_from([25, 0.004]),
+    seed=gradients.seeds,
+)
+@settings(max_examples=12)
+def test_conservation_for_any_gradients(spec: str, kinds: list[str], world: int, bucket_mb: float, seed: int) -> None:
+    simulation = gradcomp.Simulation(spec, SHAPES, world, bucket_mb=bucket_mb)
     for step, kind in enumerate(kinds):
         check_conservation(simulation, draw(kind, seed + step, world))
 
 
-@worlds
+@few_worlds
 @specs
 def test_the_same_run_twice_gives_the_same_bits(spec: str, world: int) -> None:
     def run() -> list[Named]:
@@ -88,12 +96,12 @@ def test_training_reaches_the_minimum(spec: str, world: int) -> None:
     assert (w - goal).norm() < 0.01 * goal.norm()
 
 
-@on_devices
-@specs
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: int, bad: float, device: torch.device) -> None:
-    """One bad entry on one rank: the update is not finite (a GradScaler skips the step everywhere), the residuals stay finite,
-    and the entries that had been taken are back in them, so that nothing else is lost."""
+@in_turn("bad", [float("inf"), float("-inf"), float("nan")])
+def test_an_overflow_reaches_all_ranks_and_no_residual(spec: str, world: int, bad: float, device: torch.device) -> None:
+    """One bad entry on one rank makes the update not finite, so that a GradScaler skips the step everywhere.
+
+    The residuals stay finite and hold the entries that had been taken: nothing else is lost.
+    """
     simulation = gradcomp.Simulation(spec, SHAPES, world, device=device)
     simulation.step(draw("normal", 1, world, device))
     grads = draw("normal", 2, world, device)
@@ -115,7 +123,7 @@ def test_what_is_not_finite_reaches_all_ranks_and_no_residual(spec: str, world: 
     check_conservation(simulation, draw("normal", 3, world, device))
 
 
-@worlds
+@few_worlds
 @specs
 def test_a_checkpoint_continues_to_the_bit(spec: str, world: int) -> None:
     """Also into buckets cut elsewhere, where the compressor's choice does not depend on them (dense and everything)."""
