@@ -1,23 +1,117 @@
-"""DDP in the ways its users know, with models of unusual make; what is kept between steps; and what is refused."""
+"""DDP in the ways its users know, with models of unusual make: its own weights, or the same on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import odd_models
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
+from ddp_run import ALONE, EXACT, SPARSE, DdpRun
 from odd_models import KEPT, MODELS
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
 
-ALONE, EXACT, SPARSE = None, "topk:ratio=1,wire=exact", "topk:ratio=0.05"
-WAYS = ["ordinary", "views", "static", "unused_here", "accumulated", "clipped", "uneven"]
+
+def ordinary(spec: str | None) -> Tensor:
+    return DdpRun(spec).train(10)
+
+
+def views(spec: str | None) -> Tensor:
+    """Gradients are views of DDP's buckets."""
+    return DdpRun(spec, gradient_as_bucket_view=True).train(10)
+
+
+def static(spec: str | None) -> Tensor:
+    return DdpRun(spec, static_graph=True).train(10)
+
+
+def unused_here(spec: str | None) -> Tensor:
+    """A layer that one rank leaves out, now and then."""
+    return DdpRun(spec, find_unused_parameters=True).train(10, lambda step: step % 4 == 3 and dist.get_rank() == 0)
+
+
+def accumulated(spec: str | None) -> Tensor:
+    """Three backward passes a step, of which the last one exchanges."""
+    run = DdpRun(spec)
+    for _ in range(5):
+        run.optimizer.zero_grad()
+        for last in (False, False, True):
+            with nullcontext() if last else run.whole.no_sync():
+                run.backward()
+        run.optimizer.step()
+    return run.weights
+
+
+def clipped(spec: str | None) -> Tensor:
+    run = DdpRun(spec)
+    for _ in range(8):
+        run.optimizer.zero_grad()
+        run.backward()
+        nn.utils.clip_grad_norm_(run.plain.parameters(), 0.1)
+        run.optimizer.step()
+    return run.weights
+
+
+def uneven(spec: str | None) -> Tensor:
+    """One rank has more batches than the others: the others' part in it is zero."""
+    run = DdpRun(spec)
+    with run.whole.join():
+        run.train(6 + 3 * (dist.get_rank() == 1))
+    return run.weights
+
+
+def some(spec: str | None) -> Tensor:
+    """In a group of two of the ranks."""
+    return torch.zeros(0) if dist.get_rank() == 1 else DdpRun(spec, process_group=dist.new_group([0, 2])).train(8)
+
+
+def made_of(name: str) -> Callable[[str | None], Tensor]:
+    def trained(spec: str | None) -> Tensor:
+        run = DdpRun(spec, odd_models.make(name), 0.1)
+        for turn in range(4):
+            run.optimizer.zero_grad()
+            odd_models.step(run.whole, turn, dist.get_rank())
+            run.optimizer.step()
+        return run.weights
+
+    return trained
+
+
+def waiting(name: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Run one pass; return every parameter's residual and gradient on this rank, and its update."""
+    alone, run = odd_models.make(name), DdpRun(SPARSE, odd_models.make(name))
+    odd_models.step(alone, 0, dist.get_rank())
+    odd_models.step(run.whole, 0, dist.get_rank())
+    local, updated, kept = dict(alone.named_parameters()), dict(run.plain.named_parameters()), run.handle.residual()
+    return {n: (kept[n], local[n].grad, updated[n].grad) for n in kept}  # type: ignore[misc]
+
+
+WAYS = {way.__name__: way for way in (ordinary, views, static, unused_here, accumulated, clipped, uneven)}
+ODD = {name: made_of(name) for name in MODELS}
+
+
+def program() -> dict[Any, Any]:
+    """Train in every way, with DDP alone, with everything sent and with little; two ranks train odd models, three a group."""
+    ranks.join()
+    two = dist.get_world_size() == 2
+    found: dict[Any, Any] = {}
+    for name, way in {**WAYS, **(ODD if two else {"some": some})}.items():
+        for spec in (ALONE, EXACT, SPARSE):
+            found[name, spec] = way(spec)
+    for name in KEPT if two else []:
+        found["waiting", name] = waiting(name)
+    return found
 
 
 @ranks.once
 def found(count: int) -> list[dict[Any, Any]]:
-    return ranks.launch("ddp_ways", count)
+    return ranks.launch(program, count)
 
 
 @pytest.mark.parametrize("name", [*WAYS, *MODELS])
@@ -37,7 +131,7 @@ def test_in_every_way_all_ranks_hold_the_same_weights(name: str, count: int) -> 
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_waits_and_the_update_are_the_gradients(name: str) -> None:
+def test_residual_and_update_add_up_to_the_gradients(name: str) -> None:
     """In the parameters' shapes, whatever their layout: the ranks' means add up."""
     first, second = (own["waiting", name] for own in found(2))
     assert any(kept.any() for kept, _, _ in first.values())
@@ -51,52 +145,3 @@ def test_within_a_group_its_members_train_together() -> None:
     first, _, second = found(3)
     assert torch.equal(first["some", EXACT], first["some", ALONE])
     assert torch.equal(first["some", SPARSE], second["some", SPARSE])
-
-
-@pytest.mark.parametrize("spec", [SPARSE, "topk:ratio=0.05,momentum=0.9", "lgc:dense=2,learn=4,ratio=0.02", "dense"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_loaded_state_continues_to_the_last_bit(spec: str, count: int) -> None:
-    for own in found(count):
-        whole, resumed = own["resumed", spec]
-        assert torch.equal(whole, resumed)
-
-
-def test_the_spec_can_change_in_mid_training() -> None:
-    for own in found(2):
-        assert "spec: rank 0 has 'dense:feedback=true', rank 1 has 'sign'" in own["changed"]["refused"]
-        assert own["changed"]["carried"]
-        assert own["changed"]["spec"] == "sdagc:lam=2"
-        assert torch.equal(own["changed"]["weights"], found(2)[0]["changed"]["weights"])
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_of_a_layer_that_nobody_uses_what_was_left_still_comes(count: int) -> None:
-    """DDP itself would drop it. Rounding: a sum of five float32 steps against one difference."""
-    for own in found(count):
-        came, expected = own["unused_everywhere"]
-        assert came.abs().sum() > 0
-        torch.testing.assert_close(came, expected, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("value", ["inf", "nan"])
-def test_an_overflow_on_one_rank_is_seen_by_all_and_not_kept(value: str) -> None:
-    for own in found(3):
-        case = own["overflow", value]
-        assert case["skipped"] and case["kept finite"] and case["scale"] == 2
-        assert torch.equal(case["weights"], found(3)[0]["overflow", value]["weights"])
-
-
-def test_a_spec_that_is_another_on_one_rank_is_refused_on_all() -> None:
-    for own in found(3):
-        refused, weights = own["disagreement"]
-        assert "spec: rank 0 has 'topk:ratio=0.05', rank 1 has 'topk:ratio=0.1'" in refused
-        assert torch.equal(weights, found(3)[0]["disagreement"][1])
-
-
-def test_what_cannot_be_is_said() -> None:
-    for own in found(2):
-        assert own["without_ddp"].startswith("TypeError: attach() got a Net; wrap the model in DistributedDataParallel")
-        assert own["embedded"].startswith("ValueError: sparse gradients")
-        assert "can only be called once" in own["twice"]
-        assert "Pass optimizer= to have gradcomp check it" in own["unknown_momentum"]
-        assert "would act twice" in own["unknown_momentum"]

@@ -1,46 +1,43 @@
-"""Real ranks: a program of tests/programs as N processes on this machine, of Horovod or of DDP, and what each reported.
+"""Real ranks: a test's function as N processes on this machine, with Horovod or DDP, and every rank's findings.
 
-The ranks are started as horovodrun starts them, around the same rendezvous server, but by this process: that saves two seconds
-a launch, keeps their outputs apart, and lets a rank die without horovodrun ending the others (`by_horovodrun` is there too).
-Strict: a rank that hangs, fails or reports nothing fails the test, which then shows what every rank said and where it stood.
+The ranks find each other as those of horovodrun do, around the same rendezvous server. They are forked from a process that has
+imported everything (`rank_server`), their outputs are kept apart, and a rank may die without horovodrun ending the others.
+`by_horovodrun` is the command itself. A rank that hangs, fails or reports nothing fails the test, which then shows the output
+of every rank and where it stood.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import inspect
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import rank_server
+from rank_server import FOLDER, Order, Outcome, report
+
+__all__ = ["by_horovodrun", "join", "launch", "once", "report", "start_anew"]
+
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ROOT / "tests" / "programs"
-FOLDER, PORTS = "GRADCOMP_TEST_REPORTS", "GRADCOMP_TEST_PORTS"
+# The variable that holds the ports of the rendezvous servers that are still unused.
+PORTS = "GRADCOMP_TEST_PORTS"
 
-# What a rank does.
-
-
-def report(facts: Any) -> None:
-    """Hands this rank's findings to the test."""
-    (Path(os.environ[FOLDER]) / f"{os.environ['HOROVOD_RANK']}.pickle").write_bytes(pickle.dumps(facts))
-
-
-def arguments() -> Any:
-    """What the test gave to launch()."""
-    return json.loads(sys.argv[1])
+# For a rank.
 
 
 def join() -> None:
-    """torch.distributed's group of these ranks."""
+    """Make torch.distributed's group of these ranks."""
     import torch.distributed as dist
 
     rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
@@ -48,7 +45,7 @@ def join() -> None:
 
 
 def start_anew() -> None:
-    """hvd.shutdown() and hvd.init() on all ranks, around the next rendezvous server, as after an elastic reset.
+    """Call hvd.shutdown() and hvd.init() on all ranks, around the next rendezvous server, as after an elastic reset.
 
     (Around the same one, a fast rank could find the addresses that a slow one left there.)
     """
@@ -60,51 +57,46 @@ def start_anew() -> None:
     hvd.init()
 
 
-# What the test does.
+# For a test.
 
 
 def launch(
-    program: str,
+    program: Callable[..., Any],
     count: int,
-    argument: Any = None,
-    *,
+    *arguments: Any,
     seconds: float = 200,
     dies: Mapping[int, int] | None = None,
     anew: int = 0,
     hosts: int = 1,
 ) -> list:
-    """Runs tests/programs/<program>.py on so many ranks; gives their reports in rank order.
+    """Run a function of a test file on each of so many ranks; return what the ranks return, in rank order.
 
     seconds: the time by which all must have ended. dies: ranks that are meant to end with these exit codes, without a report.
-    anew: how often the program calls start_anew(). hosts: that Horovod takes the ranks to be on, equally many on each.
+    anew: how often the program calls start_anew(). hosts: those that Horovod takes the ranks to be on, equally many on each.
     """
     dies = dict(dies or {})
-    command = [sys.executable, str(PROGRAMS / f"{program}.py"), json.dumps(argument)]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
         shared, *later = [servers.enter_context(_rendezvous(count, hosts)) for _ in range(1 + anew)]
         shared[PORTS] = ",".join(each["HOROVOD_GLOO_RENDEZVOUS_PORT"] for each in later)
-        running = []
+        environments = []
         for rank in range(count):
             host, local = divmod(rank, count // hosts)
             own = {"HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(local)}
             own |= {"HOROVOD_CROSS_RANK": str(host), "HOROVOD_HOSTNAME": _names(hosts)[host]}
-            with (Path(folder) / f"{rank}.out").open("wb") as output:
-                environment = _environment(folder) | shared | own
-                running.append(
-                    subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-                )
-        trouble = _watch(running, [dies.get(rank, 0) for rank in range(count)], time.monotonic() + seconds)
+            environments.append(_environment(folder) | shared | own)
+        codes = [dies.get(rank, 0) for rank in range(count)]
+        order = Order(inspect.getfile(program), program.__name__, arguments, environments, codes, seconds)
+        outcome = _server()(order)
         said = "".join(
-            f"\n--- rank {rank} (exit code {process.returncode}):\n"
-            + (Path(folder) / f"{rank}.out").read_text(errors="replace")
-            for rank, process in enumerate(running)
+            f"\n--- rank {rank} (exit code {code}):\n" + (Path(folder) / f"{rank}.out").read_text(errors="replace")
+            for rank, code in enumerate(outcome.codes)
         )
-        assert not trouble, f"{program} on {count} ranks: {trouble}{said}"
+        assert not outcome.trouble, f"{order.file}, {order.function} on {count} ranks: {outcome.trouble}{said}"
         return _reports(folder, [rank for rank in range(count) if rank not in dies], said)
 
 
 def once(launching: Callable[..., list]) -> Callable[..., list]:
-    """Launches at the first call; later calls get the same reports, or the same failure at once."""
+    """Launch at the first call; return the same reports, or raise the same failure at once, at later calls."""
     outcomes: dict[Any, Any] = {}
 
     @functools.wraps(launching)
@@ -121,20 +113,56 @@ def once(launching: Callable[..., list]) -> Callable[..., list]:
     return outcome
 
 
-def by_horovodrun(program: str, count: int, argument: Any = None, *, seconds: float = 200) -> list:
-    """The same by the command that users type."""
+def by_horovodrun(program: Callable[..., Any], count: int, *arguments: Any, seconds: float = 200) -> list:
+    """Run a function on ranks that the users' command starts; the arguments go through JSON."""
     horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    command = [horovodrun, "-np", str(count), sys.executable, str(PROGRAMS / f"{program}.py"), json.dumps(argument)]
+    called = [inspect.getfile(program), program.__name__, json.dumps(arguments)]
+    command = [horovodrun, "-np", str(count), sys.executable, "-m", "ranks", *called]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out"
         with output.open("wb") as file:
             running = subprocess.Popen(
                 command, env=_environment(folder), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-        trouble = _watch([running], [0], time.monotonic() + seconds)
+        outcome = rank_server.watch([running.pid], [0], time.monotonic() + seconds)
+        running.returncode = outcome.codes[0]  # watch() has collected it
         said = output.read_text(errors="replace")
-        assert not trouble, f"{program} by horovodrun: {trouble}\n{said}"
+        assert not outcome.trouble, f"{program.__name__} by horovodrun: {outcome.trouble}\n{said}"
         return _reports(folder, list(range(count)), said)
+
+
+@functools.cache
+def _server() -> Callable[[Order], Outcome]:
+    """Start the process that forks ranks, for this test process."""
+    said = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it lives as long as the server
+    running = subprocess.Popen(
+        [sys.executable, "-c", "import rank_server; rank_server.serve()"],
+        env=_environment(""),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=said,
+    )
+    orders, outcomes = running.stdin, running.stdout
+    assert orders is not None and outcomes is not None
+
+    def end() -> None:
+        orders.close()
+        outcomes.close()
+        running.wait()
+        said.close()
+
+    atexit.register(end)
+
+    def carry_out(order: Order) -> Outcome:
+        try:
+            pickle.dump(order, orders)
+            orders.flush()
+            return pickle.load(outcomes)
+        except (OSError, EOFError) as error:
+            text = Path(said.name).read_text(errors="replace")
+            raise AssertionError(f"the process that forks ranks has ended:\n{text}") from error
+
+    return carry_out
 
 
 def _environment(folder: str) -> dict[str, str]:
@@ -155,7 +183,7 @@ def _names(hosts: int) -> list[str]:
 
 @contextmanager
 def _rendezvous(count: int, hosts: int) -> Iterator[dict[str, str]]:
-    """The server by which the ranks find one another, and the variables that lead them to it."""
+    """Run the server by which the ranks find one another; yield the variables that lead them to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -180,43 +208,12 @@ def _rendezvous(count: int, hosts: int) -> Iterator[dict[str, str]]:
         server._httpd.server_close()
 
 
-def _watch(running: Sequence[subprocess.Popen[bytes]], codes: Sequence[int], end: float) -> str:
-    """Waits for all processes; says what went wrong, and leaves none behind."""
-    trouble = ""
-    while None in (ended := [_code(process) for process in running]):
-        wrong = [i for i, code in enumerate(ended) if code not in (None, codes[i])]
-        if wrong and not trouble:
-            trouble = f"{wrong} failed"
-            end = min(end, time.monotonic() + 2)  # the others are given the time to say why
-        if time.monotonic() > end:
-            hanging = [i for i, code in enumerate(ended) if code is None]
-            trouble = trouble or f"{hanging} hang"
-            for number in (signal.SIGABRT, signal.SIGKILL):
-                for i in hanging:
-                    _signal(running[i], number)
-                time.sleep(0.5)
-        time.sleep(0.01)
-    for process in running:
-        _signal(process, signal.SIGKILL)  # what the process may have started
-    wrong = [i for i, process in enumerate(running) if process.wait() != codes[i]]
-    return trouble or (f"{wrong} failed" if wrong else "")
-
-
-def _code(process: subprocess.Popen[bytes]) -> int | None:
-    """How the process ended, without collecting it: until then nobody else gets its number, and its group can be signalled."""
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
 def _reports(folder: str, ranks: Sequence[int], said: str) -> list:
     files = {rank: Path(folder) / f"{rank}.pickle" for rank in ranks}
     silent = [rank for rank, file in files.items() if not file.exists()]
     assert not silent, f"ranks {silent} reported nothing\n{said}"
     return [pickle.loads(file.read_bytes()) for file in files.values()]
+
+
+if __name__ == "__main__":
+    rank_server.run(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

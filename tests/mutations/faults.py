@@ -326,21 +326,21 @@ FAULTS = (
         "gradcomp/engine",
         '*_pairs(reducer, "velocity", state["velocity"])]',
         '*_pairs(reducer, "velocity", state["velocity"])][: len(state["residual"])]',
-        ("test_state.py", "test_public.py"),
+        ("test_every_spec.py", "test_public.py"),
     ),
     Fault(
         "a state of another format is loaded",
         "gradcomp/engine",
         'if state.get("format") != FORMAT:',
         'if state.get("format") is None:',
-        ("test_public.py", "test_state.py"),
+        ("test_public.py", "test_every_spec.py"),
     ),
     Fault(
         "a change of spec loses what waits",
         "gradcomp/engine",
         'for array in ("residual", "velocity"):',
         'for array in ("velocity",):',
-        ("test_feedback.py", "test_state.py"),
+        ("test_checkpoint.py", "test_every_spec.py"),
     ),
     Fault(
         "ranks do not compare their seeds",
@@ -368,7 +368,7 @@ FAULTS = (
         "gradcomp/networks",
         'return 1.0 if op == "Average" else float(size)',
         "return 1.0",
-        ("test_parameters.py", "test_sets.py", "test_refusals.py"),
+        ("test_carrier.py", "test_sets.py", "test_refusals.py"),
     ),
     # --- Ranks and hosts
     Fault(
@@ -376,7 +376,7 @@ FAULTS = (
         "gradcomp/networks",
         "_result(handle).chunk(self.world.size)]",
         "reversed(_result(handle).chunk(self.world.size))]",
-        ("test_sets.py", "test_specs.py"),
+        ("test_sets.py", "test_exchanges.py", "test_every_spec.py"),
     ),
     Fault(
         "ranks in the wrong order: sums at a server differ from rank to rank",

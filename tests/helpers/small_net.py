@@ -1,17 +1,13 @@
-"""What the ranks' programs share, whoever carries the bytes: a small model, examples, and training steps."""
+"""A small model for ranks to train, whoever carries the bytes: its weights, its examples, and training steps."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-torch.set_num_threads(1)
-warnings.simplefilter("error")
 
 
 class Net(nn.Module):
@@ -31,23 +27,25 @@ class Net(nn.Module):
 
 
 def net(seed: int = 1, **options: Any) -> Net:
-    """The same weights on all ranks."""
+    """Make a model with the same weights on all ranks."""
     torch.manual_seed(seed)
     return Net(**options)
 
 
 def examples(rank: int, seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    """Examples without end, others for every rank."""
+    """Yield batches without end, different ones for every rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
         yield torch.randn(size, 20, generator=generator), torch.randint(0, 10, (size,), generator=generator)
 
 
 def backward(model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any) -> None:
+    """Run one batch forward and backward."""
     functional.cross_entropy(model(batch[0], **options), batch[1]).backward()
 
 
 def train(model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]], steps: int) -> Tensor:
+    """Train for so many steps; return the weights."""
     for _ in range(steps):
         optimizer.zero_grad()
         backward(model, next(data))
@@ -56,11 +54,12 @@ def train(model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]
 
 
 def weights(model: nn.Module) -> Tensor:
+    """Return all parameters as one vector."""
     return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
 
 def refused(action: Callable[[], Any]) -> str:
-    """What an action raises, as "Type: text"."""
+    """Return the exception that an action raises, as "Type: text"."""
     try:
         action()
     except Exception as error:

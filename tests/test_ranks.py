@@ -1,40 +1,54 @@
-"""The launcher itself: nothing that goes wrong on a rank may pass, last, or stay behind."""
+"""The starter of ranks: a rank that goes wrong fails the test, does not last, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
+from typing import Any
 
 import pytest
 import ranks
 
 
+def obey(*orders: str) -> Any:
+    """Do what this rank was told: end well, fail, hang, or leave without a word."""
+    rank = int(os.environ["HOROVOD_RANK"])
+    print(f"rank {rank} is to {orders[rank]}")
+    if orders[rank] == "fail":
+        raise RuntimeError("on purpose")
+    if orders[rank] == "hang":
+        subprocess.Popen(["sleep", "61.5"])
+        time.sleep(61.5)
+    return {"rank": rank} if orders[rank] == "end well" else None
+
+
 def sleepers() -> list[str]:
-    """Processes that a hanging rank started."""
+    """List the processes that a hanging rank started."""
     done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
     return [line for line in done.stdout.splitlines() if line.strip() == "sleep 61.5"]
 
 
 def test_reports_come_in_rank_order() -> None:
-    assert ranks.launch("ranks_trouble", 3, ["end well"] * 3) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert ranks.launch(obey, 3, "end well", "end well", "end well") == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
 
 
 def test_a_rank_that_hangs_fails_the_test_and_shows_where_every_rank_stood() -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError) as failure:
-        ranks.launch("ranks_trouble", 2, ["end well", "hang"], seconds=3)
+        ranks.launch(obey, 2, "end well", "hang", seconds=3)
     text = str(failure.value)
     assert "[1] hang" in text
     assert "rank 0 is to end well" in text
     assert "rank 1 is to hang" in text
-    assert "ranks_trouble.py" in text  # the line at which it stood
+    assert 'test_ranks.py", line' in text  # where it stood
     assert time.monotonic() - start < 30
     assert sleepers() == []
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:
     with pytest.raises(AssertionError) as failure:
-        ranks.launch("ranks_trouble", 2, ["hang", "fail"], seconds=50)
+        ranks.launch(obey, 2, "hang", "fail", seconds=50)
     assert "[1] failed" in str(failure.value)
     assert "RuntimeError: on purpose" in str(failure.value)
     assert sleepers() == []
@@ -42,7 +56,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 def test_a_rank_that_reports_nothing_fails_the_test() -> None:
     with pytest.raises(AssertionError, match=r"ranks \[1\] reported nothing"):
-        ranks.launch("ranks_trouble", 2, ["end well", "leave"])
+        ranks.launch(obey, 2, "end well", "leave")
 
 
 def test_a_failure_is_kept_for_all_tests_that_share_a_launch() -> None:

@@ -1,4 +1,4 @@
-"""What Horovod's programs share: the ways of wrapping an optimizer, beside the model."""
+"""The doors to Horovod as tests compare them: an optimizer in Horovod alone, and with gradcomp by either of two ways."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from model import Net, backward, examples, net, refused, train, weights
+from small_net import examples
 from torch import Tensor, nn
 
 import gradcomp
 
-__all__ = ["Net", "backward", "batches", "named", "net", "refused", "sgd", "train", "weights", "wrapped"]
-
-STOCK, COMPRESSION, OWN = "hvd", "A", "B"  # Horovod alone; with compression=Compression(...); gradcomp's DistributedOptimizer
-ROUTES = (COMPRESSION, OWN)
+# Horovod without gradcomp; stock hvd.DistributedOptimizer(compression=Compression(...)); gradcomp's own DistributedOptimizer.
+ALONE, COMPRESSION, OWN = "alone", "Compression", "DistributedOptimizer"
+DOORS = (COMPRESSION, OWN)
 
 
 def wrapped(
-    route: str,
+    door: str,
     optimizer: Any,
     named: list[tuple[str, nn.Parameter]],
     spec: Any = None,
@@ -27,10 +26,10 @@ def wrapped(
     bucket_mb: float = 25,
     **options: Any,
 ) -> Any:
-    """The optimizer in Horovod's, along one of the routes."""
-    if route == STOCK:
+    """Wrap an optimizer for Horovod by one of the doors."""
+    if door == ALONE:
         return hvd.DistributedOptimizer(optimizer, named, **options)
-    if route == OWN:
+    if door == OWN:
         return gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, bucket_mb=bucket_mb, **options)
     checked = {"process_set": options["process_set"]} if "process_set" in options else {}
     compression = gradcomp.horovod.Compression(spec, named, optimizer=optimizer, bucket_mb=bucket_mb, **checked)
@@ -40,15 +39,17 @@ def wrapped(
 
 
 def named(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Parameter]]:
+    """Name a model's parameters; two models at once need different prefixes."""
     return [(f"{prefix}{name}", parameter) for name, parameter in model.named_parameters()]
 
 
 def sgd(
-    route: str, model: nn.Module, spec: Any = None, *, prefix: str = "", lr: float = 0.02, momentum: float = 0, **options: Any
+    door: str, model: nn.Module, spec: Any = None, *, prefix: str = "", lr: float = 0.02, momentum: float = 0, **options: Any
 ) -> Any:
-    return wrapped(route, torch.optim.SGD(model.parameters(), lr, momentum=momentum), named(model, prefix), spec, **options)
+    """Make an SGD optimizer of a model, wrapped by one of the doors."""
+    return wrapped(door, torch.optim.SGD(model.parameters(), lr, momentum=momentum), named(model, prefix), spec, **options)
 
 
 def batches(seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's examples."""
+    """Yield this rank's batches without end."""
     return examples(hvd.rank(), seed, size)

@@ -1,10 +1,11 @@
-"""Exchanges that are more than one gather, on real ranks: what the simulator says, to the last bit."""
+"""Exchanges on real ranks give the simulator's updates, to the last bit. No operation is empty or unnamed."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import gradients
+import horovod.torch as hvd
 import pytest
 import ranks
 import reference
@@ -45,14 +46,62 @@ BY_HOST = [
     "dense:by_host=true",
     "bingrad:form=pb,group=512,by_host=true",
 ]
+# Spec, ranks, and hosts with equally many of them.
 ROUNDS = [(spec, 3, 1) for spec in SENT + REDUCED] + [(spec, 4, 2) for spec in BY_HOST]
-"""Spec, ranks, and hosts with equally many of them."""
+
+
+class Watch:
+    """Horovod's operations, each of which must have a name, and entries to send and to receive."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.synchronize = hvd.synchronize
+        hvd.synchronize = self.waited_for
+        for name in ("alltoall_async", "allgather_async", "allreduce_async_"):
+            setattr(hvd, name, self.watched(getattr(hvd, name)))
+
+    def watched(self, operation: Any) -> Any:
+        def start(tensor: torch.Tensor, **options: Any) -> Any:
+            assert tensor.numel() > 0 and options["name"], f"{operation.__name__} of {tensor.numel()} entries"
+            handle = operation(tensor, **options)
+            self.started.append(handle)
+            return handle
+
+        return start
+
+    def waited_for(self, handle: Any) -> Any:
+        answer = self.synchronize(handle)
+        came = answer[0] if isinstance(answer, tuple) else answer
+        assert came.numel() > 0 or handle not in self.started
+        return answer
+
+
+def program(specs: list[str]) -> dict[str, Any]:
+    """Exchange given gradients with each spec; return the updates and the bytes."""
+    watch = Watch()
+    hvd.init()
+    found: dict[str, Any] = {}
+    for number, spec in enumerate(specs):
+        w = torch.nn.Parameter(torch.zeros(N))
+        plain = torch.optim.SGD([w], lr=0.0)
+        optimizer = gradcomp.horovod.DistributedOptimizer(plain, [(f"w{number}", w)], compression=spec)
+        updates = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (w * gradients.draw("heavy", N, 100 * step + hvd.rank())).sum().backward()
+            optimizer.step()
+            assert w.grad is not None
+            updates.append(w.grad.clone())
+        stats = optimizer.stats()
+        found[spec] = {"updates": updates, "bytes": stats["bytes_sent"], "between": stats["bytes_between_hosts"]}
+    assert len(watch.started) >= len(found) * STEPS
+    return found
 
 
 @ranks.once
 def found(world: int, hosts: int) -> list[dict[str, Any]]:
     specs = [spec for spec, *where in ROUNDS if where == [world, hosts]]
-    return ranks.launch("horovod_global", world, {"specs": specs, "n": N, "steps": STEPS}, hosts=hosts)
+    return ranks.launch(program, world, specs, hosts=hosts)
 
 
 @pytest.mark.parametrize("spec,world,hosts", ROUNDS)
