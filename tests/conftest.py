@@ -1,4 +1,4 @@
-"""What all tests share: the devices that kernels run on, and the settings under which Hypothesis repeats itself."""
+"""Fixtures of all tests: devices, threads, and settings under which Hypothesis repeats itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def simt(emulator_folder: str) -> Any:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """Where the test's tensors lie. On simt they lie in main memory, and the emulated CUDA kernels work on them."""
+    """The device of the test's tensors. On simt they lie in main memory, and the emulated CUDA kernels work on them."""
     if request.param == "simt":
         monkeypatch.setattr(extension, "native", request.getfixturevalue("emulator"))
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For many small tensors: where the machine has other work too, torch's threads mostly wait for each other."""
+    """Run torch on one thread: for small tensors, threads on a busy machine mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

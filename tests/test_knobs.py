@@ -180,7 +180,7 @@ class Own(TopK):
     weights: tuple[int, ...] = (1, 2)
 
 
-def test_what_no_spec_can_name_is_still_told_apart() -> None:
+def test_compressors_that_no_spec_names_are_told_apart() -> None:
     texts = {str(gradcomp.make(own)) for own in (TopK(0.5), Own(0.5), Own(0.25), Own(0.5, weights=(3,)))}
     assert len(texts) == 4
     assert f"{__name__}.Own:ratio=0.5,route='allgather',wire='compact',weights=(1, 2)" in texts
@@ -206,7 +206,7 @@ def test_wrappers_go_around_once() -> None:
 
 
 @pytest.mark.parametrize("knob_", ["sam=0.5", "flush=5", "lr_revision=staleness"])
-def test_what_acts_on_what_waits_needs_that_something_waits(knob_: str) -> None:
+def test_knobs_that_act_on_the_residual_need_one(knob_: str) -> None:
     with pytest.raises(ValueError, match="need the residual, and feedback=false has none"):
         gradcomp.make(f"sdagc:feedback=false,{knob_}")
 
@@ -218,7 +218,7 @@ def test_messages_name_the_algorithm_through_wrappers() -> None:
         gradcomp.make("qsgd:momentum=0.9")
 
 
-def test_what_serves_ablation_says_so() -> None:
+def test_a_knob_for_ablation_says_so() -> None:
     marked = [row for kind in KINDS for row in knobs.rows(kind) if row[3].endswith("(for ablation)")]
     assert {row[0] for row in marked} >= {"faithful", "decoder", "stat"}
     assert "the published form, which loses the sums that an inner rank drops (for ablation)" in " ".join(

@@ -126,7 +126,7 @@ def test_an_overflow_reaches_all_ranks_and_no_residual(spec: str, world: int, ba
 @few_worlds
 @specs
 def test_a_checkpoint_continues_to_the_bit(spec: str, world: int) -> None:
-    """Also into buckets cut elsewhere, where the compressor's choice does not depend on them (dense and everything)."""
+    """A simulation that loads the state gives the same updates as the one that goes on."""
     first = gradcomp.Simulation(spec, SHAPES, world)
     for step in range(3):
         first.step(draw("normal", step, world))
@@ -174,7 +174,7 @@ def test_local_momentum_without_masking_is_momentum_of_the_mean(nesterov: bool) 
     torch.testing.assert_close(ours, w.detach(), rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_masking_stops_the_momentum_of_what_was_sent() -> None:
+def test_masking_stops_the_momentum_of_sent_entries() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.1,momentum=0.5", {"w": (10,)}, 1)
     simulation.step([{"w": torch.arange(10.0)}])  # sends entry 9
     update = simulation.step([{"w": torch.zeros(10)}])

@@ -91,7 +91,7 @@ def test_compression_is_a_handle_that_horovod_can_call() -> None:
     assert own - set(dir(gradcomp.handle.Handle)) == {"compress", "decompress"}
 
 
-def test_what_doors_keep_is_their_own() -> None:
+def test_attributes_of_doors_are_private() -> None:
     """Nothing that an object of a door keeps is public, but the figure that a simulation documents."""
     for module in ("handle", "ddp", "horovod", "simulate"):
         tree = ast.parse((ROOT / "gradcomp" / f"{module}.py").read_text())
@@ -159,7 +159,7 @@ def test_doors_are_typed(tmp_path: Path) -> None:
         assert wrong in said, said
 
 
-def test_a_simulation_shows_only_what_is_documented() -> None:
+def test_a_simulation_shows_only_documented_names() -> None:
     shown = {name for name in dir(gradcomp.Simulation("topk", {"w": (3,)}, 1)) if not name.startswith("_")}
     assert shown == {"bytes_sent", "change", "load_state_dict", "residual", "state_dict", "stats", "step"}
 
@@ -197,7 +197,7 @@ def test_a_compressor_made_by_hand_gets_error_feedback() -> None:
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.1", "sign", "bingrad", "terngrad", "sdagc:lam=1,small=none", "gtopk:ratio=0.1"])
 def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> None:
-    """What is not sent is lost: the same gradients give the same update, after whatever steps, and nothing waits."""
+    """Unsent entries are lost: equal gradients give equal updates after any steps, and the residual is zero."""
     torch.manual_seed(0)
     before, grads = ([{"w": torch.randn(200)} for _ in range(3)] for _ in range(2))
     worn, fresh = (
@@ -212,7 +212,7 @@ def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> N
     assert not worn.residual(0)["w"].any() and worn.state_dict()["ranks"][0]["residual"] == {}
 
 
-def test_changing_to_a_spec_that_would_lose_what_waits_is_refused() -> None:
+def test_a_change_that_would_lose_the_residual_is_refused() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (10,)}, 1)
     simulation.step([{"w": torch.ones(10)}])
     with pytest.raises(ValueError, match="would lose the residual"):
@@ -222,7 +222,7 @@ def test_changing_to_a_spec_that_would_lose_what_waits_is_refused() -> None:
 
 
 def test_compression_is_dense_bytes_over_all_that_is_handed_to_the_network() -> None:
-    """Also where all ranks share a host, and parts are sent to each by name."""
+    """Ranks may share a host, and may be sent parts by name."""
     n = 1 << 16
     simulation = gradcomp.Simulation("orq:route=alltoall", {"w": (n,)}, 4, ranks_per_host=4)
     simulation.step([{"w": torch.randn(n)} for _ in range(4)])

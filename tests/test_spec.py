@@ -42,6 +42,6 @@ def test_wrong_specs_get_a_sentence(spec: str, sentence: str) -> None:
         gradcomp.make(spec)
 
 
-def test_what_is_no_spec_is_refused() -> None:
+def test_a_wrong_spec_is_refused() -> None:
     with pytest.raises(TypeError, match="a spec such as"):
         gradcomp.make(3)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def skewed(n: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["allreduce", "tree"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_the_update_is_the_exact_mean_of_what_is_heaviest_in_the_sum(world: int, how: str) -> None:
+def test_the_update_is_the_exact_mean_of_the_heaviest_entries_of_the_sum(world: int, how: str) -> None:
     n = 20_000
     simulation = gradcomp.Simulation(f"gs_sgd:ratio=0.001,columns=320,sum={how}", {"w": (n,)}, world)
     grads = [skewed(n, rank + 1) for rank in range(world)]
@@ -82,7 +82,7 @@ def test_momentum_is_masked_where_something_was_sent() -> None:
     "spec,n,columns",
     [("gs_sgd", 1_000_000, 4992), ("gs_sgd:columns=640", 1_000_000, 640), ("gs_sgd:compression=50", 1_000_000, 3184)],
 )
-def test_columns_follow_from_what_is_wanted(spec: str, n: int, columns: int) -> None:
+def test_columns_follow_from_the_number_of_winners(spec: str, n: int, columns: int) -> None:
     compressor = gradcomp.make(spec)
     assert isinstance(compressor, Feedback) and isinstance(compressor.inner, GsSgd)
     assert compressor.inner.sizes(n).columns == columns

@@ -35,7 +35,7 @@ def entries_of(payload: Payload) -> dict[int, float]:
     return dict(zip(payload["indices"].tolist(), payload["values"].tolist(), strict=True))
 
 
-def test_a_meeting_lets_the_largest_sums_go_on_and_says_what_it_dropped() -> None:
+def test_a_meeting_passes_the_largest_sums_on_and_names_those_it_dropped() -> None:
     met, (values, indices) = merge_largest(sparse({3: 1.0, 7: -5.0, 9: 2.0}), sparse({3: 1.5, 8: 2.5, 9: -1.0}, flag=1))
     assert entries_of(met) == {3: 2.5, 7: -5.0, 8: 2.5}
     assert met["header"].tolist() == [3, 1]

@@ -106,7 +106,7 @@ def test_a_layer_that_is_far_wider_has_bounds_of_its_own() -> None:
 
 @pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb", "sign"])
 @pytest.mark.parametrize("route", ["allgather", "alltoall"])
-def test_what_is_left_stays_bounded(spec: str, route: str) -> None:
+def test_the_residual_stays_bounded(spec: str, route: str) -> None:
     """Though the sums of parts are rounded, too, and one rank keeps what that leaves over."""
     n, world = 2048, 4
     simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}group=512,route={route}", {"w": (n,)}, world)
@@ -119,7 +119,7 @@ def test_what_is_left_stays_bounded(spec: str, route: str) -> None:
     assert max(left) < 10
 
 
-def test_auto_does_not_round_twice_what_hardly_shrinks() -> None:
+def test_auto_rounds_once_where_rounding_hardly_shrinks_the_error() -> None:
     """Unclipped and unbiased, or clipped so that little is left: by parts; TernGrad's wide bounds with feedback: not."""
     n, world = 2048 * 500, 4
     for spec, by_parts in (("orq", True), ("orq:sigmas=1.5", True), ("terngrad", False)):

@@ -41,7 +41,7 @@ PROMISED_BYTES = {
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_it_finds_what_gs_sgd_finds(world: int) -> None:
+def test_it_finds_the_same_entries_as_gs_sgd(world: int) -> None:
     """The same table, the same hash: what differs is the way."""
     grads = [{"w": skewed(20_000, rank)} for rank in range(world)]
     knobs = "ratio=0.001,columns=320"

@@ -67,7 +67,7 @@ def test_each_rank_sends_its_largest_and_keeps_the_rest() -> None:
     assert not simulation.residual(1)["w"].any()
 
 
-def test_what_was_kept_comes_with_the_next_step() -> None:
+def test_the_residual_comes_with_the_next_step() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.5", {"w": (2,)}, 1)
     assert simulation.step([{"w": torch.tensor([3.0, 2.0])}])["w"].tolist() == [3, 0]
     assert simulation.step([{"w": torch.tensor([3.0, 2.0])}])["w"].tolist() == [0, 4]

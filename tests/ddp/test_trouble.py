@@ -60,7 +60,7 @@ def overflow(value: float) -> dict[str, Any]:
 
 
 def disagreement() -> tuple[str, Tensor]:
-    """Whoever sees that it cannot be attached can attach something else."""
+    """After a refusal a different spec can be attached."""
     run = DdpRun(ALONE)
     refused = small_net.refused(lambda: gradcomp.ddp.attach(run.whole, "topk:ratio=0.1" if dist.get_rank() == 1 else SPARSE))
     gradcomp.ddp.attach(run.whole, SPARSE)
@@ -111,7 +111,7 @@ def found(count: int) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_of_a_layer_that_nobody_uses_what_was_left_still_comes(count: int) -> None:
+def test_the_residual_of_an_unused_layer_still_arrives(count: int) -> None:
     """DDP itself would drop it. Rounding: a sum of five float32 steps against one difference."""
     for own in found(count):
         came, expected = own["unused_everywhere"]
@@ -134,7 +134,7 @@ def test_a_spec_that_is_another_on_one_rank_is_refused_on_all() -> None:
         assert torch.equal(weights, found(3)[0]["disagreement"][1])
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_requests_are_refused_by_name() -> None:
     for own in found(2):
         assert own["without_ddp"].startswith("TypeError: attach() got a Net; wrap the model in DistributedDataParallel")
         assert own["embedded"].startswith("ValueError: sparse gradients")

@@ -132,7 +132,7 @@ def test_in_every_way_all_ranks_hold_the_same_weights(name: str, count: int) -> 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_residual_and_update_add_up_to_the_gradients(name: str) -> None:
-    """In the parameters' shapes, whatever their layout: the ranks' means add up."""
+    """They have the parameters' shapes, in any layout, and the ranks' means add up."""
     first, second = (own["waiting", name] for own in found(2))
     assert any(kept.any() for kept, _, _ in first.values())
     for n, (kept, gradient, update) in first.items():

@@ -11,7 +11,7 @@ from gradcomp.engine import agreement
 TERMS = {"spec": "topk", "seed": "0", "names": "a, b"}
 
 
-def test_records_have_one_size_whatever_they_hold() -> None:
+def test_all_records_have_one_size() -> None:
     sizes = {agreement.record(TERMS | {"names": "x" * n}).numel() for n in (0, 1, 111, 112, 113, 100_000)}
     assert len(sizes) == 1
 
@@ -28,7 +28,7 @@ def test_ranks_that_differ_are_told_where(term: str) -> None:
             agreement.check(own, [agreement.record(t) for t in (TERMS, TERMS, odd)])
 
 
-def test_a_difference_beyond_what_is_shown_is_found() -> None:
+def test_a_difference_beyond_the_shown_text_is_found() -> None:
     long = "x" * 500
     records = [agreement.record(TERMS | {"names": long + end}) for end in "ab"]
     with pytest.raises(ValueError, match=r"names: .*digest"):

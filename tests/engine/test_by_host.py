@@ -11,8 +11,8 @@ import gradcomp
 from gradcomp.engine.by_host import position_of
 from gradcomp.requests import World
 
+# Ranks, and ranks on each host.
 PLACES = [(2, 2), (4, 2), (6, 3), (8, 4), (8, 2)]
-"""Ranks, and ranks on each host."""
 SPECS = [
     "dense",
     "topk:ratio=0.03",
@@ -61,7 +61,7 @@ def test_a_host_is_one_sender(spec: str) -> None:
 
 @specs
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_reaches_all_hosts_and_no_residual(spec: str, bad: float) -> None:
+def test_an_overflow_reaches_all_hosts_and_no_residual(spec: str, bad: float) -> None:
     world = 4
     simulation = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=2)
     simulation.step(draw("normal", 1, world))
@@ -87,8 +87,8 @@ def test_a_checkpoint_continues_to_the_bit(spec: str) -> None:
         assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
 
 
-def test_other_hosts_take_over_what_waits() -> None:
-    """As after an elastic reset: parts lie elsewhere then, and what waited in the old ones moves with the next gradients."""
+def test_other_hosts_take_over_the_residual() -> None:
+    """Parts lie elsewhere after an elastic reset, and the residual of the old ones moves with the next gradients."""
     spec, world = "topk:ratio=0.03,by_host=true", 4
     first = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=4)
     first.step(draw("normal", 0, world))

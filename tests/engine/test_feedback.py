@@ -44,7 +44,7 @@ def test_clipping_by_model_waits_for_the_last_gradient() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_clipping_what_is_not_finite(bad: float) -> None:
+def test_clipping_keeps_an_overflow_visible(bad: float) -> None:
     simulation = gradcomp.Simulation("topk:clip=1,ratio=0.1", SHAPES, 2)
     grads = draw(0, 2)
     grads[1]["b.weight"][3, 3] = bad

@@ -138,6 +138,7 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
 
 REFUSED, RATES = "refused", "unused"
 TRAITS: dict[str, list[Any]] = {"moments": ["raw", "accumulated"], "momentum": [0.5], "rates": ["used", "needed"]}
+# The traits that a wrapper does not copy. Both feedbacks become outermost as well; the probe is unbiased, for NoFeedback.
 AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
     (ByHost, "moments", "raw"): REFUSED,
     (ByHost, "rates", "needed"): REFUSED,
@@ -146,7 +147,6 @@ AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
     **{(kind, "outermost", True): REFUSED for kind in wrappers()},
     **{(NoFeedback, "moments", value): REFUSED for value in TRAITS["moments"]},
 }
-"""Where a wrapper does not just copy a trait. (Both feedbacks also become outermost; the probe is unbiased, for NoFeedback.)"""
 
 
 @every
@@ -163,14 +163,14 @@ def test_every_trait_is_copied_amended_or_refused(kind: type[Wrapper], trait: st
         assert getattr(kind(inner).traits, trait) == wanted
 
 
-def test_what_a_compressor_refuses_it_refuses_inside_of_wrappers() -> None:
+def test_a_compressor_refuses_the_same_inside_of_wrappers() -> None:
     for inner in (Probe(7), ByHost(Probe(7))):
         with pytest.raises(ValueError, match="refused 7"):
             Feedback(inner)
 
 
 @every
-def test_a_wrapper_that_has_not_exchanged_yet_keeps_what_it_loaded(kind: type[Wrapper]) -> None:
+def test_a_wrapper_keeps_a_loaded_state_before_its_first_exchange(kind: type[Wrapper]) -> None:
     wrapper = kind(Probe())
     first, second = wrapper.init(LAYOUT, 7), wrapper.init(LAYOUT, 8)
     run(wrapper, first)
@@ -184,7 +184,7 @@ def test_a_wrapper_that_has_not_exchanged_yet_keeps_what_it_loaded(kind: type[Wr
 
 
 @every
-def test_what_was_loaded_is_what_is_saved(kind: type[Wrapper]) -> None:
+def test_a_loaded_state_is_saved_unchanged(kind: type[Wrapper]) -> None:
     """Whether a step has come before, after, or not at all."""
     wrapper = kind(Probe())
     source, state = wrapper.init(LAYOUT, 7), wrapper.init(LAYOUT, 8)
@@ -202,7 +202,7 @@ def test_a_state_saved_before_the_first_step_can_be_loaded() -> None:
 
 
 def test_figures_are_there_by_host() -> None:
-    """Whatever an algorithm tells of itself."""
+    """The wrappers pass an algorithm's own figures on."""
     simulation = gradcomp.Simulation(ByHost(Probe()), {"w": (10,)}, 4, ranks_per_host=2)
     simulation.step([{"w": torch.ones(10)} for _ in range(4)])
     assert simulation.stats()["figure"] == 5

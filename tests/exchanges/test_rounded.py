@@ -1,4 +1,4 @@
-"""What rounding to levels costs: orq beside the others at equal clipping, over known distributions and real gradients."""
+"""Errors of rounding to levels: orq beside the others at equal clipping, over known distributions and real gradients."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def simulation(spec: str, grads: Named) -> gradcomp.Simulation:
 
 
 def found_by(spec: str, grads: Named) -> Found:
-    """What a compressor finds in its first step."""
+    """A compressor's levels and errors in its first step."""
     found: list[Found] = []
     find_levels = kernels.find_levels
 
@@ -177,7 +177,7 @@ def test_in_the_mean_no_other_levels_err_less(kind: str, count: int, sigmas: flo
 
 
 def share_of_wins(kind: str, count: int, sigmas: float) -> float:
-    """Of all groups that in which no peer errs less."""
+    """Find the share of groups in which no peer errs less."""
     wins = [ours <= others.min(0).values * (1 + 1e-6) for ours, others in compared(kind, count, sigmas)]  # levels are floats
     return float(torch.cat(wins).double().mean())
 
@@ -244,8 +244,8 @@ def test_it_is_unbiased(kind: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("spec", ["orq:", "terngrad:", "qsgd:norm=max,", "linear:", "linear:spacing=quantile,"])
-def test_what_is_clipped_counts_as_the_bound(spec: str) -> None:
-    """In the mean, too."""
+def test_a_clipped_entry_counts_as_the_bound(spec: str) -> None:
+    """Their mean counts as the bound, too."""
     torch.manual_seed(0)
     grad = torch.randn(8192)
     grad[::8] = 8.0

@@ -52,7 +52,7 @@ def test_parts_are_about_equally_full_wherever_the_large_entries_are(ranks: int,
 
 @pytest.mark.parametrize("spec", [SPLIT, SPLIT + ",wire=exact", TREE])
 @pytest.mark.parametrize("world", WORLDS)
-def test_what_is_large_everywhere_comes_as_its_mean(spec: str, world: int) -> None:
+def test_an_entry_that_is_large_on_all_ranks_arrives_as_its_mean(spec: str, world: int) -> None:
     n = 5000
     places = torch.arange(40, n, 125)
     grads = [0.001 * torch.randn(n) for _ in range(world)]
@@ -96,8 +96,8 @@ def test_traffic_of_sixteen_ranks(route: str, least: float, most: float) -> None
 
 
 @pytest.mark.parametrize("route", ["split", "tree"])
-def test_the_room_follows_what_wants_to_travel(route: str) -> None:
-    """As it does in a gather: all ranks change it alike, up in a burst and down again."""
+def test_the_capacity_follows_the_entries_that_want_to_travel(route: str) -> None:
+    """All ranks change it alike, up in a burst and down again, as in a gather."""
     simulation = gradcomp.Simulation(f"sdagc:lam=3,small=none,route={route}", {"w": (200, 200)}, 4)
     sizes = []
     for step in range(60):

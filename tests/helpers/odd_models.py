@@ -104,8 +104,8 @@ MODELS: dict[str, Any] = {
 }
 
 
+# The models whose residuals and updates add up to the gradients in float32.
 KEPT = [name for name in MODELS if name not in ("bfloat16", "float16", "mixed")]
-"""Those in which an update and what waits add up to the gradients in float32."""
 
 
 def make(model: str) -> nn.Module:

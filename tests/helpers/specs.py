@@ -10,9 +10,9 @@ from pathlib import Path
 import gradcomp
 
 COMPRESSORS = Path(__file__).resolve().parents[1] / "compressors"
+# The bytes sent for a bucket of n entries, by spec: a function of n for any rank, or of (n, rank, world) for this rank.
+# The specs have no local momentum, with which conservation would not hold as it stands.
 PROMISED_BYTES: dict[str, Callable[..., int]] = {}
-"""Spec -> what is sent for a bucket of n entries: by any rank, of n; or by this rank, of (n, rank, world). Without local
-momentum, for which conservation holds as it stands."""
 
 for name in gradcomp.names():
     room = f"compressors.{name}" if (COMPRESSORS / name).is_dir() else "compressors"
@@ -22,7 +22,7 @@ ALL = list(PROMISED_BYTES)
 
 
 def promised(spec: str, n: int, world: int) -> list[int]:
-    """What each rank sends."""
+    """List the bytes that each rank sends."""
     own = PROMISED_BYTES[spec]
     by_rank = len(inspect.signature(own).parameters) == 3
     return [own(n, rank, world) if by_rank else own(n) for rank in range(world)]

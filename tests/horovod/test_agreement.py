@@ -119,7 +119,7 @@ def test_all_ranks_raise_naming_the_term(term: str, door: str) -> None:
 
 
 @pytest.mark.parametrize("door", doors.DOORS)
-def test_training_goes_on_after_a_new_start_with_what_was_not_sent(door: str) -> None:
+def test_training_continues_with_the_residual_after_a_new_start(door: str) -> None:
     """hvd.shutdown() and hvd.init() on all ranks, as in an elastic reset: the same weights as without, to the last bit."""
     for rank in found():
         assert torch.equal(rank["weights", "broken", door], rank["weights", "whole", door])

@@ -101,7 +101,7 @@ def test_all_ranks_hold_the_same_weights_to_the_last_bit(model: str, door: str) 
 @pytest.mark.parametrize("door", doors.DOORS)
 @pytest.mark.parametrize("model", KEPT)
 def test_residual_and_update_add_up_to_the_gradients(model: str, door: str) -> None:
-    """In the parameters' shapes, whatever their layout: the ranks' means add up."""
+    """They have the parameters' shapes, in any layout, and the ranks' means add up."""
     first, second = (rank["waiting", model, door] for rank in found())
     assert any(kept.any() for kept, _, _ in first.values())
     for name, (kept, gradient, update) in first.items():
@@ -110,6 +110,6 @@ def test_residual_and_update_add_up_to_the_gradients(model: str, door: str) -> N
 
 
 def test_stock_horovod_takes_no_bfloat16() -> None:
-    """What the bfloat16 cases above are worth: without gradcomp it cannot be done."""
+    """The bfloat16 cases above cannot be trained without gradcomp."""
     for rank in found():
         assert rank["stock bfloat16"].startswith("ValueError: Tensor type torch.BFloat16Tensor is not supported")

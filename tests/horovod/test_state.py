@@ -47,7 +47,7 @@ def stock_state(door: str) -> dict[str, Any]:
 
 
 def fresh_broadcast(door: str) -> Tensor:
-    """As scripts do at the start: broadcast parameters and a state that is not there yet."""
+    """Broadcast parameters, and a state that does not exist yet, as scripts do at the start."""
     model = small_net.net(seed=5 + hvd.rank())
     own = optimizer(door, model, momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), 0)
@@ -56,7 +56,7 @@ def fresh_broadcast(door: str) -> Tensor:
 
 
 def overflow(door: str, spec: str, value: float) -> dict[str, Any]:
-    """In the fourth step one entry of one gradient on rank 1 is not finite; the step is skipped, as a GradScaler does."""
+    """Make one entry of rank 1 overflow in the fourth step, and skip that step as a GradScaler does."""
     model, data = small_net.net(), doors.batches()
     own = optimizer(door, model, spec)
     small_net.train(model, own, data, 3)

@@ -42,7 +42,7 @@ class Early(Compressor):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("bucket_mb", [25, 0.004, 0.0004])
 def test_a_compressor_may_yield_between_asking_for_its_update_and_returning_it(world: int, bucket_mb: float) -> None:
-    """With several buckets on their way at once, nothing is lost and nothing made up, step after step."""
+    """Conservation holds with several buckets on their way at once."""
     simulation = gradcomp.Simulation(Early(), SHAPES, world, bucket_mb=bucket_mb)
     for step in range(4):
         grads = [
@@ -63,7 +63,7 @@ def test_two_updates_that_are_lent_at_once_are_two() -> None:
     assert not second.flat.any() and first.flat[5] == 2
 
 
-def test_what_comes_back_is_lent_again_as_zeros() -> None:
+def test_a_returned_update_is_lent_again_as_zeros() -> None:
     memory = Memory()
     for n in (1000, 100, 1000, 64, 500):  # shorter ones fit into what is there
         update = memory.lend(n, torch.device("cpu"))
@@ -83,7 +83,7 @@ def test_a_larger_update_takes_the_place_of_a_smaller_one() -> None:
     assert [len(sheet.flat) for sheets in memory._free.values() for sheet in sheets] == [1000]
 
 
-def test_what_was_not_lent_and_what_was_given_back_is_left_alone() -> None:
+def test_an_update_that_is_not_on_loan_is_left_alone() -> None:
     memory = Memory()
     own = Update(torch.ones(10))
     memory.give_back(own)
@@ -95,7 +95,7 @@ def test_what_was_not_lent_and_what_was_given_back_is_left_alone() -> None:
 
 
 def test_an_update_that_is_never_given_back_is_not_lent_again() -> None:
-    """As after a failure in mid-exchange."""
+    """A failure in mid-exchange leaves an update on loan."""
     memory = Memory()
     lost = memory.lend(1000, torch.device("cpu"))
     kernels.add_sparse(lost.flat, *entries(3, 1.0), marks=lost.marks)
@@ -140,7 +140,7 @@ def test_scratch_is_kept_apart_by_use_and_stream(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("broken", ["shape", "in the middle"])
 def test_a_simulation_goes_on_after_a_failed_step(broken: str) -> None:
-    """With the gradients of the next step alone: nothing of the failed one is left."""
+    """The next step has its own gradients alone."""
     simulation = gradcomp.Simulation("topk:ratio=0.1,route=split", SHAPES, 3, bucket_mb=0.004)
     grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(3)]
     simulation.step(grads)

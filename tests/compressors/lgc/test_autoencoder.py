@@ -82,7 +82,7 @@ def test_decoding_alike_is_decoding(entries: int, decoders: int, innovations: bo
 
 
 @pytest.mark.parametrize("decoders,innovations", [(1, False), (4, True)])
-def test_the_mean_of_linear_decoders_is_that_of_what_each_says(decoders: int, innovations: bool) -> None:
+def test_linear_decoders_give_the_mean_of_their_single_outputs(decoders: int, innovations: bool) -> None:
     coder = make(decoders, innovations)
     codes = torch.randn(2, CODE_CHANNELS, 20)
     told = torch.randn(2, decoders, 330) if innovations else None
@@ -109,7 +109,7 @@ def test_a_linear_decoder_decodes_means_to_means() -> None:
 
 
 def test_each_decoder_is_its_own() -> None:
-    """What is said of one rank does not depend on the innovation of another."""
+    """A rank's decoding does not depend on the innovation of another."""
     coder = make(3, innovations=True, linear=False)
     codes, told = torch.randn(1, CODE_CHANNELS, 4), torch.zeros(1, 3, 70)
     before = coder.decode(codes, 70, told)
@@ -149,7 +149,7 @@ def test_it_learns_as_torchs_adam_does() -> None:
 
 
 @pytest.mark.parametrize("linear", [True, False])
-def test_it_learns_what_can_be_learned(linear: bool) -> None:
+def test_it_learns_a_pattern_that_can_be_learned(linear: bool) -> None:
     """Sequences that vary smoothly take few numbers; drawn weights say nothing about them yet."""
     coder = make(linear=linear)
     generator = torch.Generator().manual_seed(0)
@@ -168,7 +168,7 @@ def test_it_learns_what_can_be_learned(linear: bool) -> None:
     assert missed() < 0.01
 
 
-def test_what_was_saved_continues_to_the_bit() -> None:
+def test_a_saved_state_continues_to_the_bit() -> None:
     first, rows = make(), torch.randn(2, 1, 64)
     first.learn(lambda own: first.loss_of_mean(rows, own))
     first.adopt(first.shared_values())
@@ -179,7 +179,7 @@ def test_what_was_saved_continues_to_the_bit() -> None:
     assert torch.equal(first.weights, second.weights) and torch.equal(first.taps, second.taps)
 
 
-def test_what_is_agreed_upon_is_used() -> None:
+def test_the_agreed_weights_are_used() -> None:
     coder, other = make(seed=0), make(seed=1)
     assert coder.digest() != other.digest()
     coder.adopt(other.shared_values())

@@ -25,7 +25,7 @@ def rows_of(rank: int, ranks: int, count: int, k: int, first: int = 0, innovatio
 
 
 @pytest.mark.parametrize("ranks,count,first", [(4, 4, 0), (4, 4, 3), (5, 5, 2), (3, 1, 1), (1, 1, 0)])
-def test_what_is_told_from_the_leaders_on_comes_back_to_each_rank(ranks: int, count: int, first: int) -> None:
+def test_an_order_that_begins_at_the_leader_can_be_turned_back(ranks: int, count: int, first: int) -> None:
     everyone = torch.arange(float(ranks))[:, None, None].expand(ranks, count, 7)
     for rank in range(ranks):
         rows = rows_of(rank, ranks, count, 7, first)

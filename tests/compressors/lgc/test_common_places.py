@@ -1,4 +1,4 @@
-"""Who leads, and what all ranks then know: the same places, in the same order, in few bits."""
+"""Leading ranks give all others the same places, in the same order, in few bits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_model_too_small_for_parts_has_one_leader() -> None:
 
 @pytest.mark.parametrize("who", common_places.LEADERS)
 def test_all_are_told_by_those_who_lead(who: str) -> None:
-    """Where all lead each sends as much; where one does, it sends to all others, and they nothing."""
+    """All ranks send as much where all lead; a single leader sends to all others, and they send nothing."""
     world, value = 4, torch.randn(4000)
     for rank in range(world):
         of = at(rank, world, leader=who, step=2)

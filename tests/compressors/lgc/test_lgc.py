@@ -29,7 +29,7 @@ def _padded(size: int) -> int:
 
 
 def rows(n: int, ratio: float, world: int) -> tuple[int, int, int]:
-    """Where every rank leads, or one if there are too few entries for parts: rows, entries of a row, and of its part."""
+    """Return rows, entries of a row, and entries of its part. Every rank leads, or one if entries are too few for parts."""
     count = world if n >= LINE * world else 1
     size = -(-n // (LINE * count)) * LINE
     k = max(1, math.ceil(ratio * -(-n // count)))
@@ -102,8 +102,8 @@ def test_conservation_for_any_number_of_ranks(knobs: str, world: int) -> None:
 
 @pytest.mark.parametrize("kind", gradients.KINDS)
 @pytest.mark.parametrize("knobs", ["", "instance=server"])
-def test_conservation_whatever_codes_meet(kind: str, knobs: str) -> None:
-    """Also where they are far from anything that was learned from."""
+def test_conservation_for_gradients_unlike_the_learned_ones(kind: str, knobs: str) -> None:
+    """Codes are poor there, and lose nothing all the same."""
     simulation = learned(knobs)
     for step in range(3):
         drawn = [
@@ -117,7 +117,7 @@ def test_conservation_whatever_codes_meet(kind: str, knobs: str) -> None:
 
 
 def test_the_error_is_fed_back() -> None:
-    """What a code misses stays: a residual of what was sent is not zero, and smaller than what it was."""
+    """A code's error stays in the residual, which shrinks where entries were sent but does not vanish."""
     simulation = learned()
     before = [simulation.residual(rank)["a.weight"] for rank in range(4)]
     grads = draw(50)
@@ -131,7 +131,7 @@ def test_the_error_is_fed_back() -> None:
         assert 0 < left[sent].norm() < 0.9 * had[sent].norm()
 
 
-def test_what_a_published_decoder_is_off_by_is_said() -> None:
+def test_stats_tell_the_error_of_a_published_decoder() -> None:
     simulation = learned("decoder=leaky,bound=10")
     for _ in range(10):
         before = [simulation.residual(rank)["a.weight"] for rank in range(4)]
@@ -146,7 +146,7 @@ def test_what_a_published_decoder_is_off_by_is_said() -> None:
         assert off / 3 < said < 3 * off  # a quotient of two sums of sixteen squares
 
 
-def test_with_a_server_nothing_is_lost_whatever_the_decoder() -> None:
+def test_a_server_loses_nothing_with_either_decoder() -> None:
     simulation = learned("instance=server,decoder=leaky")
     for step in range(50, 53):
         check_conservation(simulation, draw(step))
@@ -154,7 +154,7 @@ def test_with_a_server_nothing_is_lost_whatever_the_decoder() -> None:
 
 
 def code_bytes(instance: str, world: int = 4, half: bool = True, ratio: float = 0.01) -> int:
-    """Of a step with codes, where every rank leads: places and codes, entries of the last layer, innovations, the rest."""
+    """Count the bytes of a step with codes where every rank leads: places, codes, the last layer, innovations, the rest."""
     count, k, _ = rows(MIDDLE, ratio, world)
     numbers, each = 4 * autoencoder.code_length(k), 2 if half else 4
     last = 8 + 8 + _padded(4 * math.ceil(ratio * 650))
@@ -218,7 +218,7 @@ def test_a_step_that_waits_takes_nothing() -> None:
     assert reference.same(own.residual[middle], before[middle] + own.velocity[middle])
 
 
-def test_what_is_not_finite_reaches_all_ranks_and_no_residual_with_codes() -> None:
+def test_an_overflow_reaches_all_ranks_and_no_residual_with_codes() -> None:
     for knobs in ("", "instance=server", "code=single"):
         simulation = learned(knobs)
         grads = draw(50)
@@ -238,7 +238,7 @@ def residuals_of(simulation: gradcomp.Simulation) -> list[Tensor]:
 
 
 def parts_of(names: dict[str, int], knobs: str = ":first=dense") -> list[list[str]]:
-    """What travels as it is by its largest entries, as a code, and dense."""
+    """List the layers that travel by their largest entries, as a code, and dense."""
     compressor = gradcomp.make("lgc" + knobs)
     assert isinstance(compressor, Feedback)
     layout = Layout(tuple(reversed(names)), tuple(names[name] for name in reversed(names)), torch.device("cpu"))

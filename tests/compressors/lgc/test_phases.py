@@ -36,7 +36,7 @@ def test_a_step_that_did_not_end_is_begun_again() -> None:
     assert walk(phases, 2) == [DENSE, LEARN]
 
 
-def test_what_is_off_for_long_is_learned_anew_and_for_longer() -> None:
+def test_a_code_that_stays_wrong_is_learned_anew_and_for_longer() -> None:
     phases = Phases(0, 3)
     found = walk(phases, 3 + DELAY - 1 + MOST_BAD_STEPS + 7, mark=1)
     assert found == [LEARN] * 3 + [CODE] * (DELAY + MOST_BAD_STEPS) + [LEARN] * 6
@@ -46,7 +46,7 @@ def test_what_is_off_for_long_is_learned_anew_and_for_longer() -> None:
     assert again[DELAY + MOST_BAD_STEPS :].index(CODE) == 12
 
 
-def test_what_is_off_by_chance_is_not() -> None:
+def test_a_code_that_is_wrong_by_chance_is_kept() -> None:
     phases = Phases(0, 1)
     walk(phases, 1)
     for step in range(5 * WINDOW):
@@ -149,7 +149,7 @@ def test_checks() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3.0, 1e20, math.inf, math.nan])
-def test_what_is_far_off_is_refused_at_once_and_forgotten_soon(wrong: float) -> None:
+def test_a_large_error_is_refused_at_once_and_forgotten_soon(wrong: float) -> None:
     error = after(0.5)
     assert check(error, wrong) == [0, 0, 1]
     assert math.isfinite(error.error)
@@ -159,12 +159,12 @@ def test_what_is_far_off_is_refused_at_once_and_forgotten_soon(wrong: float) -> 
 
 
 @pytest.mark.parametrize("wrong", [1.2, 1.5])
-def test_what_grows_slowly_is_refused_soon(wrong: float) -> None:
+def test_an_error_that_grows_slowly_is_refused_soon(wrong: float) -> None:
     error = after(0.5)
     assert sum(check(error, wrong)[0] for _ in range(30)) <= 6
 
 
-def test_nothing_is_said_of_zeros_and_of_what_is_not_finite() -> None:
+def test_zeros_and_overflows_give_no_estimate() -> None:
     error, zeros = after(0.5), torch.zeros(500)
     before = error.error
     assert check(error, 0.5, has=zeros) == [1, 0, 0]
@@ -180,7 +180,7 @@ def test_sizes_do_not_matter(scale: float) -> None:
     assert [check(error, misses, has=has)[0] for misses in (0.5, 4.0)] == [1, 0]
 
 
-def test_what_the_law_is_off_by_is_seen() -> None:
+def test_a_breach_of_conservation_is_seen() -> None:
     error, has = CodeError(1.0, 0, CPU), torch.randn(500)
     error.measure_imbalance(error.summarise(has, 0.5 * has, None), 0.4 * has)
     assert error.imbalance.item() == pytest.approx(0.1, rel=1e-4)

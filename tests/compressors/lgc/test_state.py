@@ -18,8 +18,8 @@ from gradcomp.protocol import Layer
 pytestmark = pytest.mark.usefixtures("one_thread")  # the autoencoder's tensors are small here
 
 
-def test_a_state_that_is_loaded_replaces_what_was_there() -> None:
-    """As where a job goes back to a checkpoint without being started anew."""
+def test_a_loaded_state_replaces_the_old_one() -> None:
+    """A job may go back to a checkpoint without being started anew."""
     spec = spec_of("", learn=9)
     simulation = gradcomp.Simulation(spec, SHAPES, 4)
     states_at = {}
@@ -96,7 +96,7 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
     assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
 
 
-def test_what_is_learned_anew_begins_anew() -> None:
+def test_learning_anew_begins_from_fresh_weights() -> None:
     simulation = learned()
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
@@ -110,7 +110,7 @@ def test_what_is_learned_anew_begins_anew() -> None:
 
 
 def test_ranks_that_learned_something_else_agree_before_codes_are_used() -> None:
-    """As they do where one's processor adds up in another order."""
+    """Processors may add up in different orders."""
     simulation = gradcomp.Simulation(spec_of("", learn=3), SHAPES, 4)
     for step in range(3):
         simulation.step(draw(step))
@@ -135,7 +135,7 @@ def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
 
 
 def test_a_falling_learning_rate_refreshes_the_code() -> None:
-    """Where the rates are known: with Horovod's optimizer, or Compression(optimizer=...)."""
+    """A door knows the rates by its optimizer= argument."""
     rate, board = [0.1], Board(1)
     layers = {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in SHAPES.items()}
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")

@@ -12,7 +12,7 @@ from gradcomp.protocol import Layout
 
 
 def revised(spec: str, rates: list[float]) -> list[Tensor]:
-    """What is left of one layer after each step, whose gradients are 1, 0, 0 ... and whose threshold nothing exceeds."""
+    """Return a layer's residual after each step. Its gradients are 1, 0, 0 ..., and no entry exceeds the threshold."""
     source = gradcomp.make(spec)
     assert isinstance(source, Feedback)
     layout = Layout(("w",), (4000,), torch.device("cpu"))
@@ -26,7 +26,7 @@ def revised(spec: str, rates: list[float]) -> list[Tensor]:
     return left
 
 
-def test_what_waits_may_follow_the_learning_rate() -> None:
+def test_the_residual_may_follow_the_learning_rate() -> None:
     """keep: the residual acts with the rate it was found under; rescale: it shrinks with the rate once more."""
     assert [float(x[9]) for x in revised("sdagc:small=none,lr_revision=none", [0.4, 0.1])] == [1, 1]
     assert [float(x[9]) for x in revised("sdagc:small=none,lr_revision=keep", [0.4, 0.1, 0.1])] == [1, 4, 4]

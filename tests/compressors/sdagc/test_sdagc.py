@@ -15,8 +15,8 @@ import gradcomp
 from gradcomp.compressors.sdagc import Sdagc, laplace_density, merge_moments
 from gradcomp.engine.feedback import Feedback
 
+# Entries of the laws' small layers; the other 2640 are in two matrices. The laws' other model is one layer of 60.
 SMALL = 248
-"""Entries of the laws' layers that are small; the other 2640 are in two matrices. Their other model is one layer of 60."""
 
 
 def _room(n: int, lam: float) -> int:
@@ -168,7 +168,7 @@ def test_a_burst_is_cut_to_its_largest_wherever_they_stand() -> None:
     assert simulation.residual(0)["w"].count_nonzero() >= value.numel() - room
 
 
-def test_the_room_follows_what_is_needed() -> None:
+def test_the_capacity_follows_the_entries_that_pass() -> None:
     """After eight steps the payload has room for what the busiest rank needed, alike on all ranks."""
     simulation = gradcomp.Simulation("sdagc:lam=2", {"w": (300, 500)}, 3)
     sizes = []
