@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mutations.faults import FAULTS, Fault
+from mutations.fault import Fault
+from mutations.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = ROOT / "build" / "mutations"

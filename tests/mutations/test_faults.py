@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mutations.faults import FAULTS, Fault
+from mutations.fault import Fault
+from mutations.faults import FAULTS
 from mutations.run import ROOT, place_of
 
 
