@@ -28,7 +28,11 @@ specs = pytest.mark.parametrize("spec", ALL)
 
 def in_turn(name: str, values: list[float]) -> pytest.MarkDecorator:
     """Run every spec at every place, with one of the values in turn: each value meets every spec, device and world."""
-    cases = [(spec, *place, values[(i + j) % len(values)]) for i, spec in enumerate(ALL) for j, place in enumerate(PLACES)]
+    cases = [
+        pytest.param(spec, device, world, values[(i + j) % len(values)], marks=[pytest.mark.slow] if device == "simt" else [])
+        for i, spec in enumerate(ALL)
+        for j, (device, world) in enumerate(PLACES)
+    ]
     return pytest.mark.parametrize(f"spec,device,world,{name}", cases, indirect=["device"])
 
 
@@ -44,6 +48,7 @@ def test_conservation(spec: str, world: int, device: torch.device, bucket_mb: fl
         check_conservation(simulation, draw(kind, 17 * step, world, device))
 
 
+@pytest.mark.slow
 @specs
 @given(
     kinds=st.lists(gradients.kinds, min_size=1, max_size=4),
@@ -80,6 +85,7 @@ def test_bytes_are_as_promised(spec: str, world: int) -> None:
     assert simulation.stats()["compression"] == (4 * n / sent if sent else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 @specs
 def test_training_reaches_the_minimum(spec: str, world: int) -> None:
@@ -91,7 +97,7 @@ def test_training_reaches_the_minimum(spec: str, world: int) -> None:
     share = min(1.0, max(promised(spec, 60, 2)) / 240)
     rate = 0.15 * share  # an entry waits for some 1 / share steps; the steps it waits for together must not overshoot
     w = torch.zeros(60)
-    for _ in range(round(12 / rate)):
+    for _ in range(round(8 / rate)):
         w -= rate * simulation.step([{"w": strength * (w - goal)} for strength in strengths])["w"]
     assert (w - goal).norm() < 0.01 * goal.norm()
 

@@ -75,6 +75,7 @@ INSTANCES = [
 instances = pytest.mark.parametrize("knobs", INSTANCES)
 
 
+@pytest.mark.slow
 @instances
 def test_conservation_in_all_phases(knobs: str) -> None:
     simulation = gradcomp.Simulation(spec_of(knobs), SHAPES, 4)
@@ -86,6 +87,7 @@ def test_conservation_in_all_phases(knobs: str) -> None:
     assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["code_off"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs, world",
     [
@@ -100,6 +102,7 @@ def test_conservation_for_any_number_of_ranks(knobs: str, world: int) -> None:
         check_conservation(simulation, draw(step, world))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", gradients.KINDS)
 @pytest.mark.parametrize("knobs", ["", "instance=server"])
 def test_conservation_for_gradients_unlike_the_learned_ones(kind: str, knobs: str) -> None:

@@ -15,7 +15,7 @@ from gradcomp.exchanges.delayed_counts import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Layer
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # the autoencoder's tensors are small here
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # the autoencoder's tensors are small here
 
 
 def test_a_loaded_state_replaces_the_old_one() -> None:
