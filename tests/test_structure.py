@@ -45,8 +45,6 @@ FINDS_ALGORITHMS, LOADS_DOORS = "spec.py", "__init__.py"
 
 # Lines that a file of the package, and one of the tests, has at most.
 MOST_LINES, MOST_LINES_OF_TESTS = 250, 300
-# Files of tests that are longer, with the lines that they may have until they are cut.
-LONGER = {"scripts/test_cluster.py": 301}
 
 
 def files() -> list[Path]:
@@ -199,8 +197,7 @@ def test_every_file_fits_a_few_screens() -> None:
     tests = [path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".h", ".cpp", ".cu")]
     assert len(tests) > 50
     for path in tests:
-        name = path.relative_to(ROOT / "tests").as_posix()
-        assert len(path.read_text().splitlines()) <= LONGER.get(name, MOST_LINES_OF_TESTS), name
+        assert len(path.read_text().splitlines()) <= MOST_LINES_OF_TESTS, at(path)
 
 
 def test_horovod_is_not_needed_for_the_rest() -> None:

@@ -31,9 +31,8 @@ def program(name: str, *arguments: str) -> list[str]:
 
 def cluster(options: str, command: list[str], path: str | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PATH": path or os.environ["PATH"]}
-    return subprocess.run(
-        [*CLUSTER, *options.split(), "--", *command], capture_output=True, text=True, timeout=50, env=environment
-    )
+    whole = [*CLUSTER, *options.split(), "--", *command]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=50, env=environment)
 
 
 def lines(done: subprocess.CompletedProcess[str], count: int) -> dict[int, list[str]]:
