@@ -197,7 +197,7 @@ def test_every_file_fits_a_few_screens() -> None:
     tests = [path for path in (ROOT / "tests").rglob("*") if path.suffix in (".py", ".h", ".cpp", ".cu")]
     assert len(tests) > 50
     for path in tests:
-        assert len(path.read_text().splitlines()) <= MOST_LINES_OF_TESTS, at(path)
+        assert len(path.read_text().splitlines()) <= MOST_LINES_OF_TESTS, path.relative_to(ROOT)
 
 
 def test_horovod_is_not_needed_for_the_rest() -> None:
