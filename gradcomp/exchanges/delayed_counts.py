@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradcomp.requests import Payload
 
-# Steps between a count and its effect; also the number of latest counts that a decision looks at.
+# Steps between a count and its effect.
 DELAY = 8
 
 # Receives a step's payloads. Their headers count the entries that wanted to travel.

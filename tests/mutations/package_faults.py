@@ -173,9 +173,9 @@ PACKAGE_FAULTS = (
     Fault(
         "SDAGC counts capacity one step too early",
         "gradcomp/compressors",
-        "if len(self._counts) < DELAY:\n            return\n        wanted",
-        "if len(self._counts) < DELAY - 1:\n            return\n        wanted",
-        ("test_sdagc.py",),
+        "if len(self._copied) < DELAY:",
+        "if len(self._copied) < DELAY - 1:",
+        ("test_capacity.py", "test_sdagc.py"),
     ),
     Fault(
         "SDAGC rescales the wrong way when the learning rate changes",

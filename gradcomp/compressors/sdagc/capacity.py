@@ -1,7 +1,7 @@
 """The capacity of a threshold compressor's payload: a host number that all ranks change alike.
 
-The gathered headers tell every rank how many entries wanted to travel on each rank. These counts are copied without waiting and
-take effect eight steps later. So no rank waits for its device, and all ranks agree.
+The gathered headers tell every rank how many entries wanted to travel on each rank. Every rank copies these counts without
+waiting and acts on them eight steps later. So no rank waits for its device, and all ranks agree.
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ class Capacity:
         self.entries = min(expected, largest)
         self.largest = largest
         self.fixed = fixed
-        self._counts: deque[Counts] = deque()
+        self._copied: deque[Counts] = deque()  # counts of the latest steps, still on their way
+        self._known: deque[int] = deque(maxlen=DELAY)  # the counts before them
 
     def observe(self, received: Sequence[Payload]) -> None:
         """Record how many entries wanted to travel, once a step, and adapt the capacity."""
         if self.fixed:
             return
-        self._counts.append(Counts(torch.stack([payload["header"][:1] for payload in received])))
-        if len(self._counts) < DELAY:
+        self._copied.append(Counts(torch.stack([payload["header"][:1] for payload in received])))
+        if len(self._copied) < DELAY:
             return
-        wanted = rounded_up(max(counts.largest() for counts in self._counts))
-        self._counts.popleft()
+        self._known.append(self._copied.popleft().largest())
+        wanted = rounded_up(max(self._known))
         if wanted > self.entries or wanted < 0.8 * self.entries:
             self.entries = max(1, min(wanted, self.largest))
 
     def save(self) -> dict[str, Any]:
-        return {"entries": self.entries, "counts": [counts.largest() for counts in self._counts]}
+        return {
+            "entries": self.entries,
+            "copied": [counts.largest() for counts in self._copied],
+            "known": list(self._known),
+        }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.entries = saved["entries"]
-        self._counts = deque(Counts(torch.tensor([count])) for count in saved["counts"])
+        self._copied = deque(Counts(torch.tensor([count])) for count in saved["copied"])
+        self._known = deque(saved["known"], maxlen=DELAY)
 
 
 def rounded_up(count: int) -> int:
