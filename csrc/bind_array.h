@@ -38,6 +38,10 @@ inline std::string type_name(dlpack::Type type) {
   return kind + std::to_string(type.bits);
 }
 
+inline std::string device_name(dlpack::Device device) {
+  return device.type == dlpack::kCpu ? "the CPU" : "cuda:" + std::to_string(device.id);
+}
+
 template <class T>
 constexpr dlpack::Type type_of() {
   constexpr uint8_t code = std::is_floating_point_v<T> ? dlpack::kFloat : std::is_signed_v<T> ? dlpack::kInt : dlpack::kUint;
@@ -88,6 +92,8 @@ class Array {
   }
 
   void* data() const { return static_cast<char*>(tensor_.data) + tensor_.byte_offset; }
+
+  const Where& where() const { return where_; }
 
   // Pinned and managed memory belongs to the device that made it: a kernel may use it from there.
   dlpack::Device device() const { return tensor_.device; }

@@ -142,10 +142,15 @@ class Kernel {
   template <class VisitAll>
   const Twin<Call>& choose(VisitAll visit_all) const {
     std::optional<dlpack::Device> device;
+    Where first{};
     visit_all([&](const Array& array) {
       const dlpack::Device its = array.device();
-      if (!device) device = its;
-      EXPECTS(its.type == device->type && its.id == device->id, name_, ": its arrays must lie on one device");
+      if (!device) {
+        device = its;
+        first = array.where();
+      }
+      EXPECTS(its.type == device->type && its.id == device->id, array.where(), " is on ", device_name(its), ", but ",
+              first.argument, " is on ", device_name(*device), ": move all arrays to one device");
     });
     const bool on_cpu = !device || device->type == dlpack::kCpu;
 #if defined(GRADCOMP_SIMT)

@@ -65,7 +65,7 @@ template <class... Parts>
 
 inline bool holds(const Named& array, int64_t least) {
   return !array.given || array.size >= least ||
-         refuse(array.kernel, ": ", array.name, " has ", array.size, " entries, but needs ", least);
+         refuse(array.kernel, ": ", array.name, " has ", array.size, " entries, but needs at least ", least);
 }
 
 inline bool same_size(const Named& array, const Named& other) {
@@ -84,7 +84,7 @@ inline bool indexable(const Named& flat) {
                 " entries, but a bucket must stay below 2^31, because indices have 32 bits: lower bucket_mb");
 }
 
-// An entry for each so many entries of flat, and one for the rest.
+// Check that the array has one entry for every `each` entries of flat, and one for the rest.
 inline bool one_for_each(const Named& array, const Named& flat, int64_t each) {
   const int64_t needed = (flat.size + each - 1) / each;
   return !array.given || !flat.given || array.size == needed ||

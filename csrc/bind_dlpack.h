@@ -1,4 +1,4 @@
-// The binary layout by which array libraries hand arrays to one another (DLPack, unversioned form): what bind.cpp reads.
+// The binary layout by which array libraries hand arrays to one another (DLPack, unversioned form). bind_array.h reads it.
 #pragma once
 
 #include <cstdint>

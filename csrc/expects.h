@@ -1,4 +1,4 @@
-// Refusals: exceptions that say the names and numbers which they are about. Only the host throws, never a device.
+// Refusals: exceptions whose messages hold the names and numbers involved. Only the host throws, never a device.
 #pragma once
 
 #include <sstream>

@@ -85,7 +85,7 @@ constexpr int kBlockBits = 16;
 constexpr uint32_t kBlockEntries = 1u << kBlockBits;
 // The exponent of a block's largest half, which lies in [2^14, 2^15) and stays finite when it is rounded up.
 constexpr int kHalfExponent = 14;
-// Exponents of normal numbers.
+// The number of exponents of normal floats. A block word with this exponent or a larger one is unsound.
 constexpr uint32_t kExponents = 254;
 
 struct BlockWord {
@@ -121,7 +121,7 @@ SHARED_MATH int64_t entries_there(int32_t count, int64_t capacity) { return coun
 // The share of a payload's entries that goes back once the update is known: all of them if it is not finite.
 SHARED_MATH float share_to_keep(const float* update, float keep) { return is_finite(update[0]) ? keep : 1.0f; }
 
-// Numbers of a layer's moments in memory. Its count is known without them.
+// The number of numbers in memory for a layer's moments. The layer's number of entries is not among them.
 constexpr int kMoments = 5;
 
 // The statistics of some entries.

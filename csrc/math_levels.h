@@ -24,7 +24,8 @@ struct WithinSum {
   SHARED_MATH float mean(const Part& from) const { return mean_of(from.sum, magnitudes.n, unit); }
 };
 
-// Find BinGrad-pb's b: the sum of the magnitudes above b, over n, or the entry at which the sum jumps across it.
+// Find BinGrad-pb's b, which equals the sum of the magnitudes above b, over n. The sum may jump past b at an entry; b is then
+// that entry.
 template <class View>
 SHARED_MATH float partly_of(const View& magnitudes, float peak, double unit) {
   const WithinSum<View> condition{magnitudes, unit};
@@ -72,13 +73,13 @@ struct Split {
   }
 };
 
-// Halvings of the range, at most.
+// The largest number of halvings of the range.
 constexpr int kDeepest = 40;
 // The factor by which a bound must exceed the best gain to be worth a look.
 constexpr double kNearly = 1 + 1e-9;
 
-// Find the cut that gains most, where Lloyd's conditions hold. The range is halved from the left, as long as a half may have a
-// better cut.
+// Find the cut with the largest gain, which meets Lloyd's conditions. The range is halved from the left. A half is searched
+// only if its bound exceeds the best gain.
 template <class View>
 SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
   const View& view = split.view;
@@ -140,7 +141,7 @@ SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best
   levels[0] = from.count < view.n ? split.low(from) : levels[1];
 }
 
-// levels <- the `count` levels of a group, in order; cut <- where two levels that are not drawn start to round up.
+// Find the levels of a group: levels <- `count` levels, in order; cut <- where two levels that are not drawn start to round up.
 template <class View>
 SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* levels, float& cut) {
   const auto spread = [&](float low, float high) {

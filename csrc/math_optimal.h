@@ -13,8 +13,8 @@ SHARED_MATH float even(Ends ends, int64_t i, int64_t last) {
   return ends.low * (1 - share) + ends.high * share;
 }
 
-// Find the level between two others for which rounding at random errs least. The entries between it and the upper level are as
-// many as all entries between the two others are worth together, each by its place between them. Their average worth gives the
+// Find the level between two others for which rounding at random errs least. An entry's worth is its share of the way from low
+// to high. As many entries lie between the level and high as the worths of all entries add up to. The average worth gives the
 // first guess.
 template <class View>
 ONE_COPY SHARED_MATH float level_between(const View& view, float low, const Part& from_low, float high, const Part& from_high,
@@ -75,7 +75,8 @@ SHARED_MATH void refine(const View& view, double unit, Ladder& ladder) {
 
 // Find ORQ's levels by halves. Five levels err up to 1 % less after they are refined; nine hardly gain. In a lopsided group,
 // where one side of the middle level has less than a third of the entries, the first level lies near an end, and half of the
-// others beside it, where few entries are. Refined even steps may then err by half less, and the better ones are taken.
+// others beside it, where few entries are. Evenly spaced levels, once refined, may then halve the error. The better set of
+// levels is taken.
 template <class View>
 SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_t count, float* levels) {
   const int64_t last = count - 1, middle = last / 2, largest = view.count_from(ends.high);

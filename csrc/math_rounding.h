@@ -19,11 +19,12 @@ struct Groups {
   SHARED_MATH int64_t longest() const { return (n < size ? n : size) + kShortest - 1; }
 };
 
-// The layout of codes in words of 64 bits. A word is a number of `parts` parts of 32 bits, each of `digits` digits. A group's
-// first codes are the first digits of its words, in order; then come the second digits.
+// The layout of codes in words of 64 bits. A word joins `parts` numbers below `base`, by powers of `base`. Each of them joins
+// `digits` codes, by powers of `levels`. A group's first codes are the first digits of its words, in order; then come the
+// second digits.
 struct Packing {
   int64_t levels, digits, parts;
-  uint64_t base;  // of the parts: levels to the power of digits
+  uint64_t base;  // levels to the power of digits
 
   SHARED_MATH int64_t per_word() const { return digits * parts; }
   SHARED_MATH int64_t words(int64_t entries) const { return (entries + per_word() - 1) / per_word(); }

@@ -22,8 +22,8 @@ struct Deal {
   uint32_t step, first, inverse;  // inverse undoes the step
 };
 
-// The lanes and signs of a tile in one row: lane `lane` of the entries is lane `lane ^ flip` of the columns, which has the
-// sign. The flip is the lowest four bits. The signs are the highest bits, from the first lane on, which takes the fewest
+// The lanes and signs of a tile in one row. Entry lane `lane` goes to column lane `lane ^ flip`. The sign belongs to the column
+// lane. The flip is the lowest four bits. The signs are the highest bits, from the first lane on, which takes the fewest
 // instructions.
 struct Turn {
   uint32_t bits;

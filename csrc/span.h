@@ -32,7 +32,7 @@ struct Spans {
   Span<T> operator[](int rank) const { return {data[rank], size}; }
 };
 
-// Entries of a line: of a sparse update that share a mark, of a residual that share a peak.
+// The number of entries in a line. A line of a sparse update has one mark, a line of a residual one peak.
 constexpr int64_t kLine = 64;
 
 enum class Dtype : uint8_t { f32, f16, bf16 };

@@ -107,8 +107,9 @@ inline const float* without_infinities(const float* from, float* to, int64_t n) 
   return to;
 }
 
-// The results of all runs, in scratch. A run is the part of a piece in one block. It is numbered by its block plus its piece,
-// one of which rises from each run to the next.
+// The results of all runs, in scratch. A run is a piece's share of a block (the CUDA twins say part, and call a thread's one to
+// four entries a run). Its number is its block's plus its piece's. No two runs have the same number, since at least one of the
+// two rises from run to run.
 class Runs {
  public:
   static int64_t words(int64_t n, int64_t pieces) { return kWords * (n / kBlock + 1 + pieces); }

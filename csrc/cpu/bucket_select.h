@@ -87,7 +87,7 @@ inline int32_t keep_largest(const Candidates& list, int64_t n, int64_t k) {
   return rank.key;
 }
 
-// The numbers of entries that a search listed, and that it met and are wanted.
+// Two counts of a search: the entries that it listed, and the wanted entries that it met.
 struct Found {
   int64_t listed = 0, wanted = 0;
 };
@@ -186,9 +186,10 @@ int32_t guess_bar(int64_t n, int64_t k, float* samples, int64_t space, Sample sa
   return key_of(samples[rank]);
 }
 
-// The number of candidates that fit into the words, and the words for the k largest of n: enough for eight threads if k is
-// small beside n.
+// Count the candidates that fit into the words.
 inline int64_t candidates_in(int64_t words) { return words / 2; }
+
+// Size the scratch for the k largest of n, in words. Its list is long enough for eight threads if k is small beside n.
 inline int64_t select_words(int64_t n, int64_t k) { return 2 * (std::min(n, std::max<int64_t>(16 * k, 1 << 13)) + 8 * kLine); }
 
 inline Candidates candidates(Span<uint32_t> scratch) {

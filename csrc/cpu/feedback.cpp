@@ -31,7 +31,7 @@ HOT void copy(const float* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// Write past the cache, which fetches no line before it is written: 0.75 of the time for arrays beyond the cache.
+// Write past the cache, so that no line is fetched before it is written. Arrays beyond the cache take 0.75 of the time.
 void scale_past_cache(const float* from, float* to, int64_t n, float scale) {
   int64_t i = 0;
 #ifdef __SSE__

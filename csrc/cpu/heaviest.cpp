@@ -1,5 +1,5 @@
-// The heaviest entries of a count sketch, on CPUs: a shortlist picks from a block of estimates at a time. Bytes: 4 of the
-// table for each entry and row, which come from the second cache.
+// The heaviest entries of a count sketch, on CPUs. A shortlist takes candidates from the estimates, block by block. The kernel
+// reads 4 bytes of the table for each entry and row, from the second cache.
 
 #include "../ops.h"
 #include "block_sketch.h"

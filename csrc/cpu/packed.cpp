@@ -10,7 +10,7 @@ namespace gradcomp::cpu {
 namespace {
 
 // Call use(i, index, value) for each of the payload's entries. Returns false if a use returned false, or if the payload is
-// malformed. No bytes make it touch anything outside the arrays.
+// malformed. Arbitrary bytes never make it touch anything outside the arrays.
 template <class Use>
 bool for_entries(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, const Use& use) {
   if (count < 0) return false;

@@ -54,8 +54,8 @@ static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint3
   return before;
 }
 
-// Find the one block of `blocks` that gets here last: returns true there. It may then read what all blocks wrote to global
-// memory before, with __ldcg, past the first-level cache. No block waits for another. *ticket starts as 0.
+// Return true in the last of `blocks` blocks that call this, and false in the others. The last block may then read all blocks'
+// earlier writes to global memory, with __ldcg, past the first-level cache. No block waits for another. *ticket starts as 0.
 //
 // The first fence publishes a thread's results and the barrier collects them, before one thread takes the ticket for all. The
 // second barrier tells all threads, and the second fence keeps their reads behind the ticket.

@@ -50,8 +50,8 @@ static __device__ __forceinline__ void write_piece(const Pieces& grads, int piec
   store_four(place<uint16_t>(grads, piece, entry), count, halves);
 }
 
-// Call work(piece, entry, count) for this thread's runs of the block's tile: at most four entries of one piece. A run begins at
-// a multiple of four, or where a piece begins.
+// Call work(piece, entry, count) for this thread's runs of the block's tile. A run is one to four entries of one piece. It
+// begins at a multiple of four, or where a piece begins.
 template <class Work>
 static __device__ __forceinline__ void for_each_run(const Pieces& grads, Work work) {
   const int64_t n = grads.begin[grads.count];
@@ -71,8 +71,7 @@ static __device__ __forceinline__ void for_each_run(const Pieces& grads, Work wo
   }
 }
 
-// Call work(piece, begin, end) for every part of the block's tile, in all threads alike. A part is what a tile holds of a
-// piece.
+// Call work(piece, begin, end) for every part of the block's tile, in all threads alike. A part is a piece's share of a tile.
 template <class Work>
 static __device__ __forceinline__ void for_each_part(const Pieces& grads, Work work) {
   const int64_t n = grads.begin[grads.count];

@@ -12,14 +12,15 @@ constexpr unsigned kThreads = 256;
 constexpr uint32_t kTile = 32 * kThreads;
 // Entries of a block that reads sources.
 constexpr uint32_t kSmallTile = 4 * kThreads;
-// Blocks of a launch, at most. Each block's histogram must be added up, so that blocks of large buckets take several tiles.
+// Blocks of a launch, at most. Every block's histogram must be added up, so a block of a large bucket takes several tiles
+// instead.
 constexpr unsigned kMostBlocks = 2048;
 
 constexpr int kFirstBits = 11, kNextBits = 10;
 constexpr int kFirstShift = 31 - kFirstBits;
 constexpr uint32_t kFirstDigits = 1u << kFirstBits, kNextDigits = 1u << kNextBits;
 
-// The knowledge of the k-th largest key so far. Every kernel reads it, the last block of a counting kernel writes it.
+// The state of the search for the k-th largest key. Every kernel reads it; the last block of a counting kernel writes it.
 struct Choice {
   uint32_t digits;   // the key's leading bits; the others are 0
   uint32_t wanted;   // entries with these leading bits that are taken

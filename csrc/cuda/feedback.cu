@@ -2,8 +2,9 @@
 //
 // Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8, sum_squares 4. One launch each, for
 // the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for
-// each part of a piece, which one more launch joins. A part is what a tile holds of a piece. Its record has the number tile +
-// piece, one of which rises from each part to the next.
+// each part, which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a
+// run). Its record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two
+// rises from part to part.
 
 #include "../math.h"
 #include "../ops.h"
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// The residual rises by ahead_gradient * g + ahead_velocity * velocity: 0 and 1, or 1 and m for Nesterov's momentum.
+// residual += ahead_gradient * g + ahead_velocity * velocity. The two factors are 0 and 1, or 1 and m for Nesterov's momentum.
 struct Feedback {
   const float* scales;
   float* residual;

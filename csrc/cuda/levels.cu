@@ -31,7 +31,8 @@ __device__ __forceinline__ T warp_least(T x) {
   return joined(x, [](T a, T b) { return a < b ? a : b; });
 }
 
-// A group's entries, within bounds if it has any. Each lane sees every 32nd four of them. All lanes get the same answers.
+// A group's entries, within bounds if it has any. Lane i reads the fours i, i + 32, i + 64 and so on. All lanes get the same
+// answers.
 template <bool kBounded>
 struct View {
   const float* x;

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values
 
 // Call use(i, index, value) for the entries of this block's word. Returns false, in at least one thread of one block, if a use
 // returned false or the payload is malformed. Entries are used up to the first block with an unsound word or with too many
-// entries. No bytes make it touch anything outside the arrays.
+// entries. Arbitrary bytes never make it touch anything outside the arrays.
 template <class Use>
 __device__ __forceinline__ bool for_block(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count,
                                           const Use& use) {

@@ -1,9 +1,9 @@
-// Count sketches on a GPU. A thread for each cell of the table looks up the cell's entries and adds them up in their order. It
-// needs no atomics, so that a table equals the CPU's to the last bit.
+// Count sketches on a GPU. A thread for each cell of the table looks up the cell's entries and adds them up in their order. No
+// atomics are needed. The order of additions is the CPU's, so a table equals the CPU's to the last bit.
 //
 // Bytes: each row reads all entries, 4 bytes each, 64 in a row for sixteen threads. Blocks that run side by side go through the
-// rounds at about the same pace, so that most reads come from the second cache. Memory gives 4 bytes an entry for each time
-// that the cells fill the device with threads. 4 a cell are written.
+// rounds at about the same pace, so that most reads come from the second cache. Memory is read once, 4 bytes an entry, for each
+// wave of resident threads that the table's cells fill. 4 a cell are written.
 
 #include "../math_sketch.h"
 #include "../ops.h"

@@ -52,7 +52,7 @@ def test_refusals_name_what_is_wrong() -> None:
     refused(r"grads\[0\] is not contiguous", [torch.zeros(2, 2).t()], f, None, flag)
     refused("grads have 4 entries in all, but residual has 5", [f], torch.zeros(5), None, flag)
     refused("velocity has 3 entries, but residual has 4", [f], f, torch.zeros(3), flag)
-    refused("flag has 0 entries, but needs 1", [f], f, None, flag[:0])
+    refused("flag has 0 entries, but needs at least 1", [f], f, None, flag[:0])
     refused(r"momentum=1 must be in \[0, 1\)", [f], f, f.clone(), flag, 1.0)
     refused("momentum=0.5 needs a velocity", [f], f, None, flag, 0.5)
     refused("accumulate: residual must be an array of torch, NumPy or CuPy, not .*list", [f], [1.0, 2.0], None, flag)
@@ -127,5 +127,6 @@ def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
     )
     with pytest.raises((ValueError, RuntimeError), match=sentence):
         extension.native.offer_all(residual, None, taken)
-    with pytest.raises(ValueError, match="offer_all: its arrays must lie on one device"):
+    sentence = "offer_all: taken is on the CPU, but residual is on cuda:0: move all arrays to one device"
+    with pytest.raises(ValueError, match=sentence):
         extension.native.offer_all(residual, None, torch.zeros(4))
