@@ -34,7 +34,7 @@ ensure_setup() {
   export PYTHON PATH
 }
 
-# What a log's last telling line says, cut to the given width.
+# Print the last line of a log that shows progress, cut to the given width.
 last_step() {
   tail -c 20000 "$1" | tr '\r' '\n' | grep -E '^ *(\[ *[0-9]+[/%]|-- |Collecting|Downloading|Installing|Building|Created|Preparing)' |
     tail -n 1 | sed -E 's/^ +//; s/ \([^()]*\)$//; s/(\[[^]]*\]) .*\/([^/]+)$/\1 \2/' | cut -c "1-$2" || true

@@ -124,10 +124,16 @@ def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None
     """Add the options for the result's name and folder, and for the folder of finished work."""
     out = ROOT / "benchmarks" / "results"
     parser.add_argument("--name", type=name, help=f"last part of the result file's name (default: {name_of})")
-    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="of the result (default: benchmarks/results)")
+    parser.add_argument(
+        "--out", type=Path, default=out, metavar="FOLDER", help="folder of the result (default: benchmarks/results)"
+    )
     if cache is not None:
         parser.add_argument(
-            "--cache", type=Path, default=cache, metavar="FOLDER", help=f"of finished work (default: {cache.relative_to(ROOT)})"
+            "--cache",
+            type=Path,
+            default=cache,
+            metavar="FOLDER",
+            help=f"folder of finished work (default: {cache.relative_to(ROOT)})",
         )
 
 

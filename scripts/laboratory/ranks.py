@@ -25,7 +25,7 @@ TAIL = 25
 
 # Glibc decides by the order of frees whether a step gives gradients back to the system, which costs some 10 ms of page faults;
 # arrays above 32 MB it always gives back. With these settings it never does.
-KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 36), "MALLOC_MMAP_MAX_": "0"}
+GLIBC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 36), "MALLOC_MMAP_MAX_": "0"}
 
 
 class RanksFailed(RuntimeError):
@@ -51,7 +51,7 @@ def environment(count: int, **variables: str) -> dict[str, str]:
     """Return this process's variables, with the cores shared out to the ranks and the laboratory on the path."""
     path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
     threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-    defaults = {**KEEPS_MEMORY, "OMP_NUM_THREADS": threads, **os.environ}
+    defaults = {**GLIBC_SETTINGS, "OMP_NUM_THREADS": threads, **os.environ}
     return {**defaults, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **variables}
 
 

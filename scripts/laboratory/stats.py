@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# Of a one-sided bound.
+# The confidence of a one-sided bound.
 CONFIDENCE = 0.95
 
 # Steps that one point of a smoothed curve averages.

@@ -45,7 +45,8 @@ def test_places_take_few_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [(["--steps", "20"], "must be above 30"), (["--ranks", "1"], "must be 2 or more")]
+    ("given", "message"),
+    [(["--steps", "20"], "--steps 20 must be above 30"), (["--ranks", "1"], "--ranks 1 must be at least 2")],
 )
 def test_too_few_steps_or_ranks_are_refused(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lgc", *given]) == 2

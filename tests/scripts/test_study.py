@@ -136,11 +136,11 @@ FEW = [3.0, -4.0, 1.0, 2.0]
         ("orq:levels=3", [[-1.0, 1.0, *[0.25] * 62]], {"meant": [2 + 62 / 16], "left": [0]}),
     ],
 )
-def test_what_is_left_of_what_was_to_be_sent(
+def test_squares_are_of_the_acc_and_of_its_rest(
     spec: str, grads: list[list[float]], squares: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same on both ranks, so that the sums are twice one rank's; the updates are those of nobody looking."""
-    monkeypatch.setattr(errors, "EVERY", 1)
+    """Give both ranks the same gradient, so the sums are twice one rank's. Measuring must not change the updates."""
+    monkeypatch.setattr(errors, "STEP_INTERVAL", 1)
     noted, shapes = errors.Errors(), {"w": (len(grads[0]),)}
     watched, plain = (gradcomp.Simulation(made, shapes, 2) for made in (training.watched(spec, noted), spec))
     for step, grad in enumerate(grads, 1):
@@ -180,7 +180,7 @@ def test_errors_are_means_over_steps_and_seeds_where_all_of_them_have_one() -> N
 
 def test_scores_of_the_same_bytes_stand_side_by_side() -> None:
     factors = plots.beside([400.0, 20.0, 21.0, 40.0, 20.0])
-    assert factors == [1, 1 / plots.APART, plots.APART, 1, 1]
+    assert factors == [1, 1 / plots.NEIGHBOUR_FACTOR, plots.NEIGHBOUR_FACTOR, 1, 1]
 
 
 def test_a_higher_perplexity_is_worse() -> None:

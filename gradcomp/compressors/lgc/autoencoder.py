@@ -25,7 +25,7 @@ DECODER = ((CODE_CHANNELS, 32), (32, 64), (64, 128), (128, 32))
 STRIDE = 16
 # Places of a sequence that one place of the code affects.
 TAPS = 2 * STRIDE - 1
-# Of the leaky ReLU, below 0.
+# The slope of the leaky ReLU below 0.
 SLOPE = 0.01
 
 # Adam's decay rates and learning rate.

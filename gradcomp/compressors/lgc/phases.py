@@ -18,7 +18,7 @@ DENSE, LEARN, CODE = "dense", "learn", "code"
 # The latest steps with codes that count, and how many of them may be bad before the autoencoder learns again. Both are large
 # because a step is judged by a few random sums.
 WINDOW, MOST_BAD_STEPS = 64, 32
-# The autoencoder learns again when the learning rate has fallen to this share, since the gradients have changed.
+# The autoencoder learns again once the learning rate is below this share of its highest value, since the gradients change.
 RATE_FALL = 0.5
 
 

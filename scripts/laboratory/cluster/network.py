@@ -10,13 +10,13 @@ from pathlib import Path
 from laboratory.cluster import kernel
 from laboratory.cluster.kernel import Namespaces
 
-# In a network with 254 addresses.
+# The largest number of hosts in a network with 254 addresses.
 MOST_HOSTS = 250
 
-# Of every host.
+# The network interface of every host.
 INTERFACE = "eth0"
 
-# Of the token bucket filter: it holds four of TCP's largest segments (64 KB).
+# The options of the token bucket filter: it holds four of TCP's largest segments (64 KB).
 TOKENS = ("burst", "256kb", "latency", "50ms")
 
 

@@ -16,7 +16,7 @@ from laboratory.cluster.guard import GRACE, say
 from laboratory.cluster.launch import Place
 from laboratory.cluster.output import Stream, write_all
 
-# Of a failed rank, repeated at the end.
+# The number of a failed rank's lines that are repeated at the end.
 LAST_LINES = 10
 
 # The exit status of timeout(1).

@@ -33,19 +33,27 @@ compare and study there after a change of the measured code."""
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     whole, real = options.positive, options.above_0
-    parser.add_argument("--hosts", type=options.distinct, default="4,8", help="of each cluster, one rank each (default: 4,8)")
     parser.add_argument(
-        "--rate", type=options.rates, default="1gbit,100mbit", help="of the emulated links (default: 1gbit,100mbit)"
+        "--hosts", type=options.distinct, default="4,8", help="hosts of each cluster, with one rank each (default: 4,8)"
     )
-    parser.add_argument("--widths", type=options.distinct, default="2048,3520", help="of hidden layers (default: 2048,3520)")
+    parser.add_argument(
+        "--rate", type=options.rates, default="1gbit,100mbit", help="rates of the emulated links (default: 1gbit,100mbit)"
+    )
+    parser.add_argument(
+        "--widths", type=options.distinct, default="2048,3520", help="widths of the hidden layers (default: 2048,3520)"
+    )
     parser.add_argument("--specs", type=options.specs, default=SPECS, help=f"(default: {';'.join(SPECS)})")
     parser.add_argument("--seeds", type=seeds, default=3, help="two or more (default: 3)")
-    parser.add_argument("--steps", type=options.several, default="200,80", help="of a training, by width (default: 200,80)")
+    parser.add_argument(
+        "--steps", type=options.several, default="200,80", help="steps of a training, by width (default: 200,80)"
+    )
     parser.add_argument("--lr", type=real, default=0.1, help="learning rate of all trainings (default: 0.1)")
     parser.add_argument("--ranks", type=whole, default=4, help="simulated ranks of a training (default: 4)")
-    parser.add_argument("--rounds", type=whole, default=3, help="of a launch (default: 3)")
-    parser.add_argument("--turn", type=real, default=2.0, metavar="SECONDS", help="of a spec in a round (default: 2)")
-    parser.add_argument("--memory", type=real, default=17.0, metavar="GB", help="of all ranks of a launch (default: 17)")
+    parser.add_argument("--rounds", type=whole, default=3, help="rounds of a launch (default: 3)")
+    parser.add_argument("--turn", type=real, default=2.0, metavar="SECONDS", help="time of a spec in a round (default: 2)")
+    parser.add_argument(
+        "--memory", type=real, default=17.0, metavar="GB", help="memory for all ranks of a launch (default: 17)"
+    )
     parser.add_argument("--jobs", type=whole, default=2, help="trainings at once, one thread each (default: 2)")
     parser.add_argument("--report", action="store_true", help="measure nothing; report what --name has finished")
     options.add_launcher(parser)

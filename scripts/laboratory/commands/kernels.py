@@ -29,9 +29,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--size", type=options.size, default="16.8M", help="entries (default: 16.8M)")
-    parser.add_argument("--layers", type=options.positive, default=1, help="of the entries, about equal (default: 1)")
-    parser.add_argument("--threads", type=options.positive, default=1, help="of a CPU (default: 1)")
-    parser.add_argument("--rounds", type=options.positive, default=15, help="(default: 15)")
+    parser.add_argument(
+        "--layers",
+        type=options.positive,
+        default=1,
+        help="number of nearly equal layers of the entries (default: 1)",
+    )
+    parser.add_argument("--threads", type=options.positive, default=1, help="threads of a kernel on a CPU (default: 1)")
+    parser.add_argument(
+        "--rounds", type=options.positive, default=15, help="rounds in which each case takes a turn (default: 15)"
+    )
     options.add_places(parser, "the device and its model")
 
 

@@ -29,7 +29,7 @@ CONFIGURATIONS = (
     ("lgc", "decoder=leaky"),
 )
 
-# Entries of two models.
+# The number of entries of two models.
 MODELS = {"this net": 171_000, "ResNet-50": 25_557_032}
 
 EXAMPLES = """\
@@ -42,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--ratio", type=options.above_0, default=0.01, help="share of entries sent (default: 0.01)")
     parser.add_argument("--learn", type=options.positive, default=300, help="steps of learning (default: 300)")
-    parser.add_argument("--steps", type=options.positive, default=600, help="in which redundancy is measured (default: 600)")
+    parser.add_argument(
+        "--steps", type=options.positive, default=600, help="steps in which redundancy is measured (default: 600)"
+    )
     parser.add_argument("--ranks", type=options.positive, default=4, help="simulated ranks (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     options.add_places(parser, "none")
@@ -51,9 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Train under every configuration, and write tables, picture and result file."""
     if chosen.ranks < 2:
-        raise Refused("--ranks must be 2 or more: redundancy is between ranks")
+        raise Refused(f"--ranks {chosen.ranks} must be at least 2: redundancy is measured between ranks")
     if chosen.steps <= redundancy.DENSE + 10:
-        raise Refused(f"--steps must be above {redundancy.DENSE + 10}: the first {redundancy.DENSE} are dense")
+        raise Refused(f"--steps {chosen.steps} must be above {redundancy.DENSE + 10}: the first {redundancy.DENSE} are dense")
     torch.set_num_threads(1)
     progress = Progress()
     rows: list[dict[str, Any]] = []

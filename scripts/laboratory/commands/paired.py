@@ -29,7 +29,7 @@ example:
   scripts/lab paired --before ../before      # that checkout must be set up, too"""
 
 # Each side of the median's bounds is missed with this probability.
-MISSED = 0.05
+MISS_PROBABILITY = 0.05
 
 WORKER = """
 import sys, time
@@ -88,9 +88,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, required=True, metavar="FOLDER", help="the checkout to compare with")
     parser.add_argument("--after", type=Path, default=machine.ROOT, metavar="FOLDER", help="the other one (default: this)")
     parser.add_argument("--specs", type=options.specs, default=SPECS, help=f"(default: {','.join(SPECS)})")
-    parser.add_argument("--layers", type=options.positive, default=16, help="of 2^20 entries each (default: 16)")
-    parser.add_argument("--pairs", type=options.positive, default=60, help="(default: 60)")
-    parser.add_argument("--steps", type=options.positive, default=3, help="of a turn (default: 3)")
+    parser.add_argument("--layers", type=options.positive, default=16, help="layers of 2^20 entries (default: 16)")
+    parser.add_argument("--pairs", type=options.positive, default=60, help="pairs of turns (default: 60)")
+    parser.add_argument("--steps", type=options.positive, default=3, help="steps of a turn (default: 3)")
     options.add_places(parser, "the CPU's model")
 
 
@@ -130,7 +130,7 @@ def bounds(ratios: Sequence[float]) -> tuple[float, float]:
     """Bound the median of the ratios' distribution with 95 % on either side: order statistics of a fair coin."""
     n, ordered = len(ratios), sorted(ratios)
     below, k = 0.0, 0
-    while below + math.comb(n, k) / 2**n <= MISSED:
+    while below + math.comb(n, k) / 2**n <= MISS_PROBABILITY:
         below += math.comb(n, k) / 2**n
         k += 1
     return ordered[max(0, k - 1)], ordered[min(n - 1, n - k)]

@@ -34,7 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=options.positive, default=4, help="simulated ranks (default: 4)")
     parser.add_argument("--jobs", type=options.positive, default=1, help="processes of one thread each (default: 1)")
     parser.add_argument(
-        "--set", type=settings.changes, action="append", default=[], metavar="NAME=VALUE,...", help="of all tasks, or TASK.NAME"
+        "--set",
+        type=settings.changes,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="change a setting of all tasks (lr=0.1), or of one (conv.lr=0.1); the settings are listed below",
     )
     parser.add_argument("--report", action="store_true", help="train nothing; report the finished runs of --name")
     options.add_places(parser, "compare", ROOT / "build" / "study")

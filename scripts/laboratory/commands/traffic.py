@@ -33,9 +33,11 @@ It needs root for the emulated clusters, and up to 5 GB of memory for the simula
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--hosts", type=options.hosts, default="2,4,8", help="of each cluster, one rank each (default: 2,4,8)")
+    parser.add_argument(
+        "--hosts", type=options.hosts, default="2,4,8", help="hosts of each cluster, with one rank each (default: 2,4,8)"
+    )
     parser.add_argument("--size", type=options.size, default="500k", help="entries of the model (default: 500k)")
-    parser.add_argument("--steps", type=options.positive, default=20, help="(default: 20)")
+    parser.add_argument("--steps", type=options.positive, default=20, help="steps that are counted (default: 20)")
     parser.add_argument("--ranks", type=options.positive, default=1024, help="simulated ranks, at most (default: 1024)")
     parser.add_argument("--specs", type=options.specs, default=SPECS, help=f"(default: {';'.join(SPECS)})")
     options.add_places(parser, "the CPU's model")

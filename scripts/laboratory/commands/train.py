@@ -20,15 +20,17 @@ Times are medians over rounds in which all specs take turns."""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--hosts", type=options.positive, default=4, help="one rank each (default: 4)")
+    parser.add_argument("--hosts", type=options.positive, default=4, help="emulated hosts, with one rank each (default: 4)")
     parser.add_argument(
-        "--rate", type=options.rates, default="1gbit,100mbit", help="of the emulated links (default: 1gbit,100mbit)"
+        "--rate", type=options.rates, default="1gbit,100mbit", help="rates of the emulated links (default: 1gbit,100mbit)"
     )
     built_in = "; ".join(f"{name}: {meaning}" for name, meaning in options.BUILT_IN.items())
     parser.add_argument("--specs", type=options.any_specs, default=SPECS, help=f"specs of gradcomp, or {built_in}")
-    parser.add_argument("--rounds", type=options.positive, default=3, help="(default: 3)")
-    parser.add_argument("--steps", type=options.positive, default=12, help="of each spec in a round (default: 12)")
-    parser.add_argument("--width", type=options.positive, default=2048, help="of the hidden layers (default: 2048)")
+    parser.add_argument(
+        "--rounds", type=options.positive, default=3, help="rounds in which each spec takes a turn (default: 3)"
+    )
+    parser.add_argument("--steps", type=options.positive, default=12, help="steps of each spec in a round (default: 12)")
+    parser.add_argument("--width", type=options.positive, default=2048, help="width of the hidden layers (default: 2048)")
     options.add_launcher(parser)
     options.add_places(parser, "the CPU's model")
 

@@ -19,13 +19,13 @@ TASK = "mlp"
 MOST_STEPS = 8
 
 # The published throughput of gs_sgd, at least, over others that send as many entries.
-CLAIMED = {"gtopk": 1.3, "sketched_sgd": 1.1}
+CLAIMED_THROUGHPUTS = {"gtopk": 1.3, "sketched_sgd": 1.1}
 
-# Measured first, so that the specs of a claim share a launch.
-FIRST = (*CLAIMED, "gs_sgd")
+# The specs that are measured first, so that the specs of a claim share a launch.
+FIRST_SPECS = (*CLAIMED_THROUGHPUTS, "gs_sgd")
 
-# Bytes of a rank without a model.
-RANK = 0.25e9
+# The memory of a rank without a model.
+RANK_BYTES = 0.25e9
 
 # Arrays of the model's size: those that every spec keeps (weights, residual, momentum), and those that a rank's specs use in
 # turns (gradients, update, payload).
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
         ]
 
     def _parts(self, hosts: int, width: int) -> Iterator[list[str]]:
-        ordered = sorted(self.specs, key=lambda spec: (*FIRST, kind(spec)).index(kind(spec)))
+        ordered = sorted(self.specs, key=lambda spec: (*FIRST_SPECS, kind(spec)).index(kind(spec)))
         fitting = len(ordered)
         while fitting > 1 and bytes_needed(hosts, width, 1 + fitting) > self.memory * 1e9:
             fitting -= 1
@@ -104,4 +104,4 @@ def parameters(width: int) -> int:
 
 def bytes_needed(hosts: int, width: int, specs: int) -> float:
     """Estimate the memory of a launch: its ranks share this machine."""
-    return hosts * (RANK + 4 * parameters(width) * (ARRAYS * specs + SHARED))
+    return hosts * (RANK_BYTES + 4 * parameters(width) * (ARRAYS * specs + SHARED))

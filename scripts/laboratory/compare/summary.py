@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from laboratory import stats
-from laboratory.compare.plan import CLAIMED, TASK, Plan, kind, parameters, peer
+from laboratory.compare.plan import CLAIMED_THROUGHPUTS, TASK, Plan, kind, parameters, peer
 from laboratory.compare.steptimes import Timed, throughput
 from laboratory.study.runs import BySeed, BySpec
 from laboratory.study.summary import number, or_none, summarize
@@ -44,7 +44,7 @@ def times_of(specs: list[str], timed: Mapping[str, Timed]) -> list[Line]:
     for spec in ["none", *specs]:
         if (own := timed.get(spec)) is None:
             continue
-        peers = {of: peer(spec, of, specs) for of in CLAIMED} if spec != "none" else {}
+        peers = {of: peer(spec, of, specs) for of in CLAIMED_THROUGHPUTS} if spec != "none" else {}
         over = {
             of: throughput(own, timed[other])._asdict() for of, other in peers.items() if other is not None and other in timed
         }
@@ -59,7 +59,7 @@ def claims_of(specs: list[str], clusters: Sequence[Cluster]) -> list[Line]:
     """Judge the claims for each gs_sgd on each cluster."""
     found = []
     for spec in (spec for spec in specs if kind(spec) == "gs_sgd"):
-        for against, at_least in CLAIMED.items():
+        for against, at_least in CLAIMED_THROUGHPUTS.items():
             for cluster in clusters:
                 over = next((line["throughput_over"].get(against) for line in cluster["lines"] if line["spec"] == spec), None)
                 if over is None:
@@ -71,9 +71,9 @@ def claims_of(specs: list[str], clusters: Sequence[Cluster]) -> list[Line]:
 
 
 def training_of(records: BySpec, clusters: Sequence[Cluster]) -> list[Line]:
-    """Return the study's line of every spec, with the loss at the end, a finer curve, and the steps and seconds to two losses.
+    """Extend the study's line of each spec by its final loss, a finer curve, and the steps and seconds to two losses.
 
-    These are dense's loss at 80 % of its steps, and the lowest loss that all specs reach.
+    The two losses are dense's loss at 80 % of its steps, and the lowest loss that all specs reach.
     """
     if len(records.get("dense", {})) < 2:
         return []

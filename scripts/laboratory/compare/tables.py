@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from laboratory.compare.plan import CLAIMED
+from laboratory.compare.plan import CLAIMED_THROUGHPUTS
 from laboratory.compare.summary import Cluster, Line, Model, ms_of
 from laboratory.report.tables import figure
 from laboratory.report.tables import markdown as table
@@ -19,7 +19,10 @@ def markdown(model: Model, ranks: int) -> str:
     ]
     if measured:
         parts += ["Milliseconds of a step on each cluster, and bytes of the rank that sends most.", _times(measured)]
-        parts += [f"Throughput, x that of {' / '.join(CLAIMED)} at equal ratio, taken within rounds.", _throughput(measured)]
+        parts += [
+            f"Throughput, x that of {' / '.join(CLAIMED_THROUGHPUTS)} at equal ratio, taken within rounds.",
+            _throughput(measured),
+        ]
     if lines := model["training"]:
         parts += [f"Training: {ranks} ranks, {settings['steps']} steps, {len(lines[0]['seeds'])} seeds.", _training(lines)]
         common = figure(lines[0]["common_loss"], "{:.3f}")
@@ -63,7 +66,7 @@ def _throughput(clusters: Sequence[Cluster]) -> str:
     rows = []
     for spec, lines in _lines(clusters).items():
         if spec != "none":
-            rows.append([f"`{spec}`", *(" / ".join(_over(line, of) for of in CLAIMED) for line in lines)])
+            rows.append([f"`{spec}`", *(" / ".join(_over(line, of) for of in CLAIMED_THROUGHPUTS) for line in lines)])
     return table([["spec", *map(named, clusters)], *rows])
 
 

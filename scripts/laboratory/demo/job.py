@@ -21,7 +21,7 @@ from laboratory.tasks import digits
 BATCH = 64
 
 # Seconds between two lines of progress.
-EVERY = 0.2
+PROGRESS_SECONDS = 0.2
 
 
 def optimizer_for(model: torch.nn.Module, spec: str, lr: float) -> Any:
@@ -62,7 +62,7 @@ def train() -> dict[str, Any]:
         optimizer.step()
         seconds.append(time.perf_counter() - began)
         losses.append(loss.item())
-        if hvd.rank() == 0 and (began - told > EVERY or step == options.steps):
+        if hvd.rank() == 0 and (began - told > PROGRESS_SECONDS or step == options.steps):
             told = began
             ranks.tell(f"step {step}/{options.steps}  loss {losses[-1]:.4f}", step / options.steps)
     return {

@@ -42,11 +42,11 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--spec", default="topk:ratio=0.001", help="of the compressed training (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=120, help="of each training (default: %(default)s)")
+    parser.add_argument("--spec", default="topk:ratio=0.001", help="spec of the compressed training (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=120, help="steps of each training (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate of both (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--width", type=positive, default=2048, help="of the three hidden layers (default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=2048, help="width of the three hidden layers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "demo-results", metavar="FOLDER", help="for the plot and the logs")
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()

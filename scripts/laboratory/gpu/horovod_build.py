@@ -39,7 +39,9 @@ def unpack(prepared: Path, folder: Path) -> Path:
     for name, old, new in PATCHES:
         text = (tree / name).read_text()
         if old not in text:
-            raise Impossible(f"Horovod's {name} does not contain {old!r}: it is another version than {VERSION}")
+            raise Impossible(
+                f"Horovod's {name} does not contain {old!r}: it is another version than {VERSION}; repeat --prepare"
+            )
         (tree / name).write_text(text.replace(old, new))
     return tree
 

@@ -57,7 +57,7 @@ class Clock:
         return self.end - time.monotonic()
 
     def command(self, words: Sequence[str | Path], cwd: Path | None = None, **variables: str) -> str:
-        """Run a command, and return its output. Raise Failed or TimedOut otherwise. No process of it stays behind."""
+        """Run a command and return its output. Raise Failed or TimedOut if it does not succeed. Leave no process of it."""
         if self.left() <= 0:
             raise TimedOut(f"no time was left for {Path(words[0]).name}")
         environment = {**os.environ, **self.environment, **variables}

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from laboratory.gpu import trace
 from laboratory.tasks import digits
 
-# Of a training, and pictures of a step.
+# The steps of a training, and the pictures of a step.
 STEPS, BATCH = 20, 64
 EXACT, SPARSE = "topk:ratio=1,wire=exact", "topk:ratio=0.001"
 

@@ -19,14 +19,14 @@ from laboratory.gpu.stages import Clock, Failed, Impossible, Record, Stage
 from laboratory.machine import ROOT
 
 # Packages that the check needs, and others that it can use.
-NEEDED = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
-USEFUL = ("cupy", "horovod", "cloudpickle", "psutil", "yaml", "packaging", "setuptools", "ninja")
+REQUIRED_PACKAGES = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
+OPTIONAL_PACKAGES = ("cupy", "horovod", "cloudpickle", "psutil", "yaml", "packaging", "setuptools", "ninja")
 
 # Tests that run on a device, and those that run under compute-sanitizer.
 TESTS = ("tests/kernels", "tests/compressors", "tests/test_laws.py", "tests/test_simulate.py", "tests/test_cuda.py")
 WATCHED = ("tests/kernels",)
 
-ASK = """
+PROBE = """
 import importlib.util, json, torch
 from laboratory import machine
 cuda = torch.cuda.is_available()
@@ -50,14 +50,15 @@ def marked(text: str, mark: str = "@") -> Record:
 
 def tools(clock: Clock, device: str) -> Record:
     """List what is there and what is missing, after unpacking the downloads of --prepare."""
-    unpacked = unpack_missing(PREPARED, SITE, (*NEEDED, *USEFUL))
-    found = marked(clock.command([sys.executable, "-c", ASK % ((*NEEDED, *USEFUL),)], cwd=BUILD))
+    unpacked = unpack_missing(PREPARED, SITE, (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES))
+    found = marked(clock.command([sys.executable, "-c", PROBE % ((*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES),)], cwd=BUILD))
     found["missing"] += [name for name in ("cmake", "nvcc") if not shutil.which(name)]
     found["unpacked"] = unpacked
     if shutil.which("nvcc"):
         found["versions"]["nvcc"] = clock.command(["nvcc", "--version"]).strip().splitlines()[-1]
     if device == "cuda" and found["gpu"] is None:
-        raise Failed(f"torch {found['versions']['torch']} sees no GPU (its CUDA: {found['versions']['torch_cuda']})")
+        own, cuda = found["versions"]["torch"], found["versions"]["torch_cuda"]
+        raise Failed(f"torch {own} sees no GPU (its CUDA: {cuda}); install a torch for the driver's CUDA")
     return found
 
 
@@ -93,7 +94,7 @@ def watched(clock: Clock, tool: str) -> Record:
     """Run the kernels' tests, with fewer examples each, under a tool of compute-sanitizer."""
     program = shutil.which("compute-sanitizer")
     if program is None:
-        raise Impossible("compute-sanitizer is missing")
+        raise Impossible("compute-sanitizer is missing; install the CUDA toolkit, or put its bin folder on PATH")
     before = [program, "--tool", tool, "--error-exitcode", "99", "--target-processes", "all"]
     return run_tests(clock, "cuda", WATCHED, before, ["--hypothesis-profile", "few"])
 
@@ -184,7 +185,7 @@ def nccl(clock: Clock, gpu: Gpu, width: str) -> Record:
     first = {"PYTHONPATH": environment(HOROVOD_NCCL)["PYTHONPATH"]}
     found = built_with(clock, **first)
     if not found["nccl"]:
-        raise Failed("Horovod was built, but without NCCL")
+        raise Failed("Horovod was built, but without NCCL; the stage's log says what its build found")
     return {**found, **horovod_ranks(clock, "cuda", width, 1, **first)}
 
 

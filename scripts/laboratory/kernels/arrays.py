@@ -17,7 +17,7 @@ ORQ_3, ORQ_9, BINGRAD_B = "ORQ-3, round and add", "ORQ-9, round and add", "BinGr
 ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
 TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, median, top-k"
 
-# Of the entries that sparse cases take.
+# The share of the entries that sparse cases take.
 RATIO = 0.001
 
 # Ranks of the payloads that are added in one call.

@@ -42,7 +42,8 @@ class Cost(NamedTuple):
         )
 
 
-# Of one scattered entry: 8 bytes of its own, and 32 to read and to write around its place.
+# Bytes of memory for each entry of the bucket. A scattered entry counts 80: 64 to read and to write the 32 bytes around its
+# place, and 16 for the entry itself.
 SCATTERED = 80 * cases.RATIO
 
 # Two reads of all entries; one read, and a bit for each.
@@ -99,13 +100,13 @@ registers and memory are in `results/resources-sm_90.json`. `scripts/lab predict
 
 {table}
 """
-NONE = "**Nothing has been measured on a GPU yet.**"
-SOME = "Measured by `scripts/gpu_check` (`results/gpu-*.json`)."
+UNMEASURED_STATE = "**Nothing has been measured on a GPU yet.**"
+MEASURED_STATE = "Measured by `scripts/gpu_check` (`results/gpu-*.json`)."
 
 
 def page(n: int, gpu: Gpu, found: Mapping[str, float]) -> str:
     """Write the page."""
-    state = SOME if found else NONE
+    state = MEASURED_STATE if found else UNMEASURED_STATE
     return PAGE.format(state=state, gpu=gpu, copy=gpu.copy / 1e12, launch=1e6 * gpu.launch, table=table(n, gpu, found))
 
 

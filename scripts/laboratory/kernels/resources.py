@@ -57,7 +57,7 @@ class Budget(NamedTuple):
 
 
 # Exceptions, by a pattern of the kernel's name.
-MORE = {
+EXCEPTIONS = {
     r"find(<.*>)?\(": (Budget(96, 560, 640), "loops index its levels, outside the reads that take the time"),
     r"<EstimateReader<9>": (Budget(80), "it holds nine rows of a table at once"),
 }
@@ -65,7 +65,7 @@ MORE = {
 
 def budget_of(use: Use) -> Budget:
     """Return a kernel's budget."""
-    return next((budget for pattern, (budget, _) in MORE.items() if re.search(pattern, use.kernel)), Budget())
+    return next((budget for pattern, (budget, _) in EXCEPTIONS.items() if re.search(pattern, use.kernel)), Budget())
 
 
 def nvcc() -> str:

@@ -45,7 +45,7 @@ def measure(
 
 
 def _figures(phase: str, notes: list[tuple[float, list[int], float, float]]) -> Row:
-    """Return medians, and means for bytes: the step that ends learning, in which ranks agree on weights, counts there only."""
+    """Return medians of times and means of bytes. Only means show the last learning step, which sends the agreed weights."""
     return {
         "steps": len(notes),
         "leader_bytes": statistics.median(max(sent) for _, sent, _, _ in notes),

@@ -12,7 +12,7 @@ from gradcomp.protocol import Acc
 from gradcomp.requests import World
 
 # One step of so many is measured: it takes two passes over every rank's acc.
-EVERY = 10
+STEP_INTERVAL = 10
 
 
 class Errors:
@@ -29,7 +29,7 @@ class Errors:
 
     def begin(self, step: int) -> None:
         """Note that a step begins, counted from 1."""
-        self._looking = (step - 1) % EVERY == 0
+        self._looking = (step - 1) % STEP_INTERVAL == 0
         if self._looking:
             self.meant.append(0.0)
             self.left.append(0.0)

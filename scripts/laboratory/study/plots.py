@@ -11,20 +11,20 @@ from laboratory.study.summary import Line
 from laboratory.tasks.table import TASKS
 
 # Scores are drawn side by side, or one would hide the other, where their bytes differ by at most this factor.
-ALIKE = 1.1
+SIDE_BY_SIDE_FACTOR = 1.1
 
 # The factor between two neighbours: the axis is logarithmic.
-APART = 1.06
+NEIGHBOUR_FACTOR = 1.06
 
 
 def beside(sent: Sequence[float]) -> list[float]:
-    """Return for each a factor of its position: those that are alike stand side by side."""
+    """Return a factor for each point's horizontal position, so that points with nearly equal bytes stand side by side."""
     factors = [1.0] * len(sent)
     waiting = sorted(range(len(sent)), key=lambda i: sent[i])
     while waiting:
-        alike = [i for i in waiting if sent[i] <= ALIKE * sent[waiting[0]]]
+        alike = [i for i in waiting if sent[i] <= SIDE_BY_SIDE_FACTOR * sent[waiting[0]]]
         for place, i in enumerate(alike):
-            factors[i] = APART ** (place - (len(alike) - 1) / 2)
+            factors[i] = NEIGHBOUR_FACTOR ** (place - (len(alike) - 1) / 2)
         waiting = waiting[len(alike) :]
     return factors
 

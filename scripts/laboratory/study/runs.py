@@ -15,7 +15,7 @@ import torch
 
 import gradcomp
 from laboratory import machine
-from laboratory.ranks import KEEPS_MEMORY
+from laboratory.ranks import GLIBC_SETTINGS
 from laboratory.report import results
 from laboratory.report.progress import TimeLeft
 from laboratory.study.errors import Errors
@@ -121,7 +121,7 @@ def _here(runs: Sequence[Run], folder: Path, jobs: int, commit: str | None) -> I
 
 
 def _in_processes(runs: Sequence[Run], folder: Path, jobs: int, commit: str | None) -> Iterator[tuple[Run, Record]]:
-    for name, value in KEEPS_MEMORY.items():
+    for name, value in GLIBC_SETTINGS.items():
         os.environ.setdefault(name, value)
     spawned = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(runs) or 1), mp_context=spawned, initializer=_begin)

@@ -82,7 +82,7 @@ def _squared_error(records: Sequence[Record]) -> float | None:
 def relative(meant: Sequence[float], left: Sequence[float]) -> float:
     """Return the mean over steps of the quotient left / meant.
 
-    Sums over all steps would be those of the steps with the largest accs, and these steps differ between specs.
+    A quotient of sums would be that of the few steps with the largest squares, which differ between specs.
     """
     quotients = [of_left / of_meant for of_meant, of_left in zip(meant, left, strict=True) if of_meant]
     return statistics.fmean(quotients) if quotients else math.nan

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from laboratory.refusal import Refused
 
-# Of 1797 pictures, never trained on.
+# The number of pictures, of 1,797, that are never trained on.
 HELD_OUT = 360
 
-# Of the hidden layers.
+# The width of the hidden layers.
 WIDTH = 2048
 
 

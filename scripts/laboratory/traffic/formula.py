@@ -73,7 +73,7 @@ def sent(request: Request, world: World) -> Sent:
 
 
 def ring(count: int, element: int, world: World) -> Sent:
-    """Count an allreduce: a rank passes on all chunks but its own to be summed, then all sums but its neighbour's.
+    """Count an allreduce by a ring: a rank sends every chunk but its own, then every sum but its neighbour's.
 
     That is 2 (P - 1) / P of the bytes, up to the rounding of chunks. Every rank has a chunk of two segments or more.
     """

@@ -11,16 +11,16 @@ from laboratory import ranks
 from laboratory.report.tables import columns
 from laboratory.traffic import formula
 
-# Of the emulated links. The bytes do not depend on it.
+# The rate of the emulated links. The bytes do not depend on it.
 RATE = "10gbit"
 
 # Bytes of Ethernet, IP and TCP in a packet of up to 64 KB, as the interface counts it. A packet on a real link holds 1,448
 # bytes beside its headers, which are then 4.4 % of the total.
 HEADERS = 66
 
-# Seconds of a cycle of Horovod, in which its ranks compare what is ready, also when nothing is. By default it is a thousandth,
-# and the number of cycles in a step depends on the machine. In a cycle this long every operation waits for the next one: a step
-# has as many cycles as operations, hollow or not.
+# Seconds of a cycle of Horovod, in which its ranks compare their ready operations, also when there are none. Horovod's default
+# is 1 ms; the number of cycles in a step then depends on the machine. With 50 ms, every operation waits for the next cycle, so
+# a step has as many cycles as operations, hollow or not.
 CYCLE = 0.05
 
 # Relative difference between measurement and formula, at most.

@@ -37,7 +37,7 @@ def rows(n: int, ratio: float, world: int) -> tuple[int, int, int]:
 
 
 def lead_bytes(n: int, ratio: float, world: int, bands: int = 16, code: int = 0) -> int:
-    """A row's places, its scale, and the leader's code of so many bytes a number."""
+    """Count the bytes of a row's places, its scale, and the leader's code with `code` bytes a number."""
     _, k, size = rows(n, ratio, world)
     bands = min(bands, k)
     numbers = 4 * autoencoder.code_length(k)
@@ -45,7 +45,7 @@ def lead_bytes(n: int, ratio: float, world: int, bands: int = 16, code: int = 0)
 
 
 def _learning(ratio: float) -> Callable[[int, int, int], int]:
-    """A step in which entries travel as they are."""
+    """Promise the bytes of a step in which entries travel as they are."""
 
     def promised(n: int, rank: int, world: int) -> int:
         count, k, _ = rows(n, ratio, world)
@@ -106,7 +106,7 @@ def test_conservation_for_any_number_of_ranks(knobs: str, world: int) -> None:
 @pytest.mark.parametrize("kind", gradients.KINDS)
 @pytest.mark.parametrize("knobs", ["", "instance=server"])
 def test_conservation_for_gradients_unlike_the_learned_ones(kind: str, knobs: str) -> None:
-    """Codes are poor there, and lose nothing all the same."""
+    """Check that poor codes lose nothing."""
     simulation = learned(knobs)
     for step in range(3):
         drawn = [
