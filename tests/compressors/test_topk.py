@@ -15,7 +15,10 @@ from gradcomp.exchanges.split import Partition
 
 
 def payload(n: int, k: int, wire: str = "compact") -> int:
-    """A header of 8 bytes; k entries and a word for every 2^16, or k values and k indices; each array rounded up to 8 bytes."""
+    """Count a payload's bytes: 8 for the header, then k entries and a word for every 2^16, or k values and k indices.
+
+    Each array is rounded up to 8 bytes.
+    """
     entries = 8 * math.ceil(k / 2)
     return 8 + (entries + 8 * math.ceil(math.ceil(n / 65536) / 2) if wire == "compact" else 2 * entries)
 
@@ -25,14 +28,14 @@ def _bytes(ratio: float, wire: str = "compact") -> Callable[[int], int]:
 
 
 def split_bytes(n: int, k: int, world: int, wire: str = "compact") -> int:
-    """A payload to each other rank, and one to all; where a part has less than a line for certain, one of everything to all."""
+    """Count a payload to each other rank, and one to all; one of everything to all if a part may have less than a line."""
     parts = Partition(n, world)
-    room = min(k, math.ceil(1.1 * k / world + 3 * math.sqrt(k / world)), n // (64 * world) * 64)
-    return world * payload(parts.size, room, wire) if room else payload(n, k, wire)
+    capacity = min(k, math.ceil(1.1 * k / world + 3 * math.sqrt(k / world)), n // (64 * world) * 64)
+    return world * payload(parts.size, capacity, wire) if capacity else payload(n, k, wire)
 
 
 def tree_bytes(n: int, k: int, rank: int, world: int) -> int:
-    """Up once, but for the root; down to each child."""
+    """Count a rank's bytes in a tree: one payload up, except from the root, and one down to each child."""
     children = sum(1 for level in range(20) if rank % (2 << level) == 0 and rank + (1 << level) < world)
     return ((rank > 0) + children) * payload(n, k, "exact")
 

@@ -24,7 +24,7 @@ def optimizer(door: str, model: nn.Module, spec: str = SPARSE, **options: Any) -
 
 
 def adversaries(door: str, spec: str) -> Tensor:
-    """Two optimizers in turn; in the second one's steps the first one's layers only pass gradients on."""
+    """Train two adversarial nets in turn; the judge's parameters are frozen while the maker trains."""
     judge, maker = small_net.net(3), small_net.net(4)
     judging, making = optimizer(door, judge, spec), optimizer(door, maker, spec)
     data = doors.batches()
@@ -42,7 +42,7 @@ def adversaries(door: str, spec: str) -> Tensor:
 
 
 def together(door: str, spec: str, left_out: int = 0) -> Tensor:
-    """Two optimizers of one model, in one backward; in one step one rank leaves out all layers of the second."""
+    """Train one model with two optimizers in one backward pass; rank 1 skips the second one's layers in step left_out."""
     model = small_net.net()
     of_part = [(name, p) for name, p in doors.named(model) if name.startswith("part")]
     of_rest = [(name, p) for name, p in doors.named(model) if not name.startswith("part")]
@@ -81,7 +81,7 @@ def clipped(door: str, spec: str) -> Tensor:
 
 
 def with_closure(door: str, spec: str) -> Tensor:
-    """LBFGS asks for the gradient as often as it likes, on all ranks alike since all see the same."""
+    """Train with LBFGS, which asks for the gradient any number of times, but equally often on all ranks."""
     model, data = small_net.net(width=20), doors.batches()
     lbfgs = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     own = doors.wrapped(door, lbfgs, doors.named(model, f"{next(count)}."), spec)
@@ -101,7 +101,7 @@ def with_closure(door: str, spec: str) -> Tensor:
 
 
 def zeroed(door: str, spec: str) -> Tensor:
-    """Gradients set to None, gradients set to zero, and in turn."""
+    """Train with three ways to clear gradients, in turn: the optimizer's zero_grad, None, and zeros."""
     model, data = small_net.net(), doors.batches()
     own = optimizer(door, model, spec)
     for turn in range(9):
@@ -112,7 +112,7 @@ def zeroed(door: str, spec: str) -> Tensor:
 
 
 def scaled(door: str, spec: str) -> Tensor:
-    """A GradScaler in the order Horovod's documentation gives; no gradient overflows."""
+    """Train with a GradScaler, used in the order of Horovod's documentation; no gradient overflows."""
     model, data = small_net.net(), doors.batches()
     own = optimizer(door, model, spec)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -70,7 +70,7 @@ def test_moments_of_what_has_accumulated_or_of_the_raw_gradient(device: torch.de
     check_moments(raw, scaled)
 
 
-def test_what_is_not_finite_does_not_reach_the_moments(device: torch.device) -> None:
+def test_entries_that_are_not_finite_do_not_reach_the_moments(device: torch.device) -> None:
     grads = [torch.randn(5000, device=device)]
     grads[0][77] = float("inf")
     assert moments_of(grads).isfinite().all() and moments_of(grads, raw=True).isfinite().all()

@@ -53,7 +53,7 @@ def test_accumulate_is_its_definition(
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("with_velocity", [False, True])
 @pytest.mark.parametrize("where", [0, 4999, 9999])
-def test_what_is_not_finite_raises_the_flag_and_stays_out(
+def test_an_entry_that_is_not_finite_raises_the_flag_and_stays_out(
     device: torch.device, bad: float, with_velocity: bool, where: int
 ) -> None:
     grads = [torch.randn(5000, device=device), torch.randn(5000, device=device)]

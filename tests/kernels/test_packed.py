@@ -176,7 +176,7 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
         (lambda p: p["blocks"].copy_(torch.tensor([0, 5])), "places outside the bucket of 70000 entries"),
     ],
 )
-def test_what_is_malformed_gets_a_sentence(change: object, sentence: str) -> None:
+def test_malformed_payloads_get_a_sentence(change: object, sentence: str) -> None:
     residual = torch.zeros(70_000)
     residual[[1, 2, 3, 60_000, 65_000]] = 1.0
     payload, _ = pack(residual, 5)

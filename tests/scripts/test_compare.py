@@ -57,7 +57,7 @@ def measured(launch: train.Launch, ms: dict[str, list[float]]) -> dict[str, Any]
 ROUNDS = {"none": [10.0, 20.0], "dense": [300.0, 600.0], GTOPK: [26.0, 60.0], SKETCHED: [21.0, 42.0], GS: [20.0, 40.0]}
 
 
-def test_what_claims_are_about_is_launched_together() -> None:
+def test_specs_of_one_claim_share_a_launch() -> None:
     (launch,) = a_plan().launches(2, "1gbit", 8)
     assert launch.specs == ["none", GTOPK, SKETCHED, GS, "dense"]
     assert (launch.batch, launch.momentum) == (8, 0.9)
@@ -207,7 +207,7 @@ def test_a_report_is_made_of_what_is_there(tmp_path: Path, capsys: pytest.Captur
     assert "Training" not in said
 
 
-def test_what_was_done_outlives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_launches_outlive_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = stand_in(monkeypatch)
     whole = train.perform
 
@@ -221,7 +221,7 @@ def test_what_was_done_outlives_an_interruption(tmp_path: Path, monkeypatch: pyt
     assert len(list((tmp_path / "cache" / "compare").glob("*.json"))) == 1
 
 
-def test_what_cannot_be_done_is_said(
+def test_impossible_comparisons_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(command(tmp_path, "--steps", "4,5,6")) == 2

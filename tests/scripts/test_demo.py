@@ -34,7 +34,7 @@ def test_the_reference_model_has_the_size_it_is_known_by() -> None:
         assert sum(parameter.numel() for parameter in digits.model().parameters()) == 8_546_314
 
 
-def test_what_is_held_out_is_never_trained_on() -> None:
+def test_held_out_pictures_are_never_trained_on() -> None:
     data = digits.load()
     assert (len(data.train_y), len(data.test_y)) == (1437, 360)
     again = digits.load()

@@ -49,7 +49,7 @@ def test_every_stage_has_its_turn_and_its_reason(tmp_path: Path) -> None:
     assert records[4]["figures"] == {"figure": 1}
 
 
-def test_what_a_stage_needs_must_have_gone_well(tmp_path: Path) -> None:
+def test_a_stage_runs_only_after_the_stages_it_needs_went_well(tmp_path: Path) -> None:
     def broken(clock: Clock) -> Record:
         raise Failed("it broke")
 
@@ -59,7 +59,7 @@ def test_what_a_stage_needs_must_have_gone_well(tmp_path: Path) -> None:
 
 
 def ended(stat: Path) -> bool:
-    """Whether a process is gone, or waits for nothing but to be taken note of."""
+    """Return whether a process is gone, or has ended and waits for its parent to notice."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

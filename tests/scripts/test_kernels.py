@@ -88,7 +88,7 @@ def test_a_prediction_is_that_of_the_slowest_part() -> None:
     assert "| flatten | 8 | 1 | 8500.000 | 1.250 |" in prediction.table(100, gpu, {"flatten": 1.25})
 
 
-def test_what_is_promised_on_a_gpu_is_looked_up() -> None:
+def test_promises_for_a_gpu_are_looked_up() -> None:
     names = {*lines.SHARES, *(name for faster in lines.FASTER for name in faster.ours + faster.torchs)}
     torchs = {name for faster in lines.FASTER for name in faster.torchs}
     found = [{"name": name, "ms": {"median": 9.0 if name in torchs else 1.0}, "share_of_copy": 0.7} for name in sorted(names)]

@@ -26,7 +26,7 @@ def measured(payload: int, formula: int) -> dict[str, dict[str, float]]:
     return {"full": {"wire": 1320 + 300 + payload, "packets": 20, "bytes": formula, **shared}, "hollow": hollow | shared}
 
 
-def test_what_was_measured_is_taken_apart() -> None:
+def test_measured_bytes_are_split_by_origin() -> None:
     rank = measured(1050, 1000)
     apart = summary.by_origin(rank["full"], rank["hollow"])
     assert apart == {"wire": 2670, "headers": 1320, "beside": 300, "payload": 1050, "formula": 1000}

@@ -33,8 +33,8 @@ class Own(NamedTuple):
     bytes: int
 
 
+# The messages of a rank, as a function of the rank and the number of ranks.
 Way = Callable[[int, int], Own]
-"""Of a rank and the number of ranks."""
 
 
 def gather(size: int) -> Way:
@@ -46,12 +46,12 @@ def reduce(size: int) -> Way:
 
 
 def send(size: Callable[[int, int], int], rounds: Callable[[int], int]) -> Way:
-    """An alltoall and its lengths: two messages to each of the others, in every round."""
+    """Count an alltoall and its lengths: two messages to each of the others, in every round."""
     return lambda rank, ranks: Own(Counter(Send=rounds(ranks)), rounds(ranks) * 2 * (ranks - 1), size(rank, ranks))
 
 
 def tree(size: int) -> Way:
-    """One up, but for the root, and one down to each child; up and down as many rounds as there are levels."""
+    """Count a tree: one payload up, except from the root, and one down to each child; a level has a round up and one down."""
 
     def sent(rank: int, ranks: int) -> int:
         return ((rank > 0) + sum(rank % (2 << i) == 0 and rank + (1 << i) < ranks for i in range(10))) * size
@@ -60,7 +60,7 @@ def tree(size: int) -> Way:
 
 
 def split(k: int) -> Way:
-    """A payload for each of the others and one to all; where a part has not a line of 64 entries for certain, an allgather."""
+    """Count a payload for each of the others and one to all; an allgather if a part may have less than a line of 64 entries."""
 
     def own(rank: int, ranks: int) -> Own:
         certain = N // (64 * ranks) * 64
@@ -73,7 +73,7 @@ def split(k: int) -> Way:
 
 
 def shards(groups: int, size: Callable[[int], int]) -> Way:
-    """The longest part's payload to each of the others, and one to all; where not all ranks have a group, a gather of all."""
+    """Count the longest part's payload to each of the others, and one to all; a gather of all if a rank has no group."""
 
     def own(rank: int, ranks: int) -> Own:
         each = -(-groups // ranks)
@@ -85,7 +85,7 @@ def shards(groups: int, size: Callable[[int], int]) -> Way:
 
 
 def server(sizes_up: list[int], sizes_down: list[int]) -> Way:
-    """Rank 0 sends to all others, they send to it."""
+    """Count a server's messages: rank 0 sends to all others, and they send to it."""
     return send(
         lambda rank, ranks: sum(sizes_up) if rank else (ranks - 1) * sum(sizes_down),
         lambda ranks: len(sizes_up) + len(sizes_down),
@@ -94,7 +94,7 @@ def server(sizes_up: list[int], sizes_down: list[int]) -> Way:
 
 @functools.cache
 def gloo_ring(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Messages and bytes of the loops in gloo's allreduce.cc, step by step as they stand there; entries have 4 bytes."""
+    """Count messages and bytes by the loops of gloo's allreduce.cc, step by step as they stand there; entries have 4 bytes."""
     if ranks == 1:
         return 0, 0
     most = 1024 * 1024
@@ -114,11 +114,13 @@ def padded(words: int) -> int:
     return 8 * math.ceil(words / 2)
 
 
-K, ROOM, CANDIDATES = 41, 46, 164  # a hundredth of the entries; room for a tenth more of them; four times as many
+# A hundredth of the entries, the capacity for a tenth more of them, and four times as many.
+K, CAPACITY, CANDIDATES = 41, 46, 164
 CELLS = 5 * 192
 ANSWER = padded(2 * K + 1)
 LAYER = 8 * MOMENTS
 
+# The ways that the bytes of each spec go, one after the other.
 WAYS: dict[str, list[Way]] = {
     "dense": [reduce(4 * N)],
     "lgc": [reduce(4 * N)],  # in its first steps; of the others tests/compressors/lgc/test_lgc.py
@@ -129,8 +131,8 @@ WAYS: dict[str, list[Way]] = {
     "topk:ratio=0.01,by_host=true": [  # with a host for each rank: nothing to move, and sends to all in a gather's stead
         send(lambda rank, ranks: (ranks - 1) * (8 + 8 + padded(K)), lambda ranks: 3)
     ],
-    "sdagc:density=0.01,route=split": [split(ROOM)],
-    "sdagc:density=0.01,route=tree": [tree(8 + 2 * padded(ROOM))],
+    "sdagc:density=0.01,route=split": [split(CAPACITY)],
+    "sdagc:density=0.01,route=tree": [tree(8 + 2 * padded(CAPACITY))],
     "bingrad:group=64,route=allgather": [gather(8 + 8 * 64 + 8 * 64)],
     "orq:group=64,route=allgather": [gather(8 + 12 * 64 + 8 * 2 * 64)],
     "linear:group=64,route=allgather": [gather(8 + 8 * 64 + 8 * 3 * 64)],
@@ -138,9 +140,9 @@ WAYS: dict[str, list[Way]] = {
     "terngrad:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 2 * 64)],
     "sign:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 64)],
     "orq:group=64,route=alltoall": [shards(64, lambda groups: 8 + padded(3 * groups) + 8 * 2 * groups)],
-    "sdagc:density=0.01": [gather(8 + 8 + padded(ROOM))],
-    "sdagc:density=0.01,wire=exact": [gather(8 + 2 * padded(ROOM))],
-    "sdagc:density=0.01,shared=true": [gather(LAYER), gather(8 + 8 + padded(ROOM))],
+    "sdagc:density=0.01": [gather(8 + 8 + padded(CAPACITY))],
+    "sdagc:density=0.01,wire=exact": [gather(8 + 2 * padded(CAPACITY))],
+    "sdagc:density=0.01,shared=true": [gather(LAYER), gather(8 + 8 + padded(CAPACITY))],
     "sdagc:lam=0": [reduce(4 * N)],
     "gtopk:ratio=0.01": [tree(8 + 2 * padded(K))],
     "gs_sgd:ratio=0.01,sum=allreduce": [reduce(4 * (CELLS + 1)), reduce(4 * (CANDIDATES + 1))],
@@ -151,7 +153,6 @@ WAYS: dict[str, list[Way]] = {
     ],
     "sketched_sgd:ratio=0.01,candidates=0": [server([padded(CELLS + 1)], [ANSWER])],
 }
-"""Spec -> the ways its bytes go, one after the other."""
 
 
 def expected(spec: str, rank: int, ranks: int) -> Own:
@@ -204,7 +205,7 @@ def test_a_ring_is_gloos(count: int, ranks: int) -> None:
     assert sum(own.bytes for own in sent) == 2 * (ranks - 1) * 4 * count
 
 
-def test_what_a_rank_sends_to_itself_is_not_on_the_wire() -> None:
+def test_a_payload_for_the_rank_itself_is_not_on_the_wire() -> None:
     payload = wrap(torch.zeros(10))
     request = Send({0: payload, 2: payload}, (), payload.form, torch.device("cpu"))
     assert formula.sent(request, World(2, 4)) == formula.Sent(messages=6, bytes=40, lengths=3)

@@ -37,7 +37,11 @@ def test_lengths_match(entries: int, linear: bool) -> None:
     codes = coder.encode(torch.randn(2, entries))
     assert codes.shape == (2, CODE_CHANNELS, code_length(entries))
     assert coder.decode(codes, entries).shape == (2, 3, entries)
-    assert coder.decode(codes, padded_length(entries)).shape == (2, 3, padded_length(entries))  # the way up is that long
+    assert coder.decode(codes, padded_length(entries)).shape == (
+        2,
+        3,
+        padded_length(entries),
+    )  # the decoder's output is that long
     assert padded_length(entries) >= entries and padded_length(entries) % 16 == 15
 
 
@@ -66,7 +70,7 @@ def test_drawn_weights_are_as_torch_would_draw_them() -> None:
 @pytest.mark.parametrize("entries", LENGTHS)
 @pytest.mark.parametrize("decoders,innovations", [(1, False), (4, True)])
 @pytest.mark.parametrize("linear", [True, False])
-def test_decoding_alike_is_decoding(entries: int, decoders: int, innovations: bool, linear: bool) -> None:
+def test_reproducible_decoding_equals_decoding(entries: int, decoders: int, innovations: bool, linear: bool) -> None:
     coder = make(decoders, innovations, linear)
     codes = torch.randn(3, CODE_CHANNELS, code_length(entries))
     told = torch.randn(3, decoders, entries) if innovations else None
