@@ -6,7 +6,7 @@
 
 namespace gradcomp {
 
-// The rules that levels follow from, in the order of kernels.FORMS.
+// The rules that levels follow from, in the order of kernels.LEVEL_RULES.
 enum class Form : int64_t { optimal, partly, mean, lloyd, peak, norm, range, quantile, sign };
 constexpr int64_t kForms = 9;
 

@@ -19,8 +19,8 @@ from gradcomp.requests import Field, Form, Payload
 class RoundingRule:
     """The way a group of entries is rounded.
 
-    kind: how the levels are found, one of kernels.FORMS. count: levels of a group: 2, 3, 5 or 9.
-    group: entries that share levels. stochastic: entries are rounded at random, to the right mean.
+    kind: the rule that finds the levels, one of kernels.LEVEL_RULES. count: levels of a group: 2, 3, 5 or 9.
+    group: entries that share levels. stochastic: entries are rounded at random, without bias.
     sent: the levels that travel. "all"; or "top", if levels are spread evenly about 0; or "ends", if they are spread evenly
     between the lowest and the highest.
     """
@@ -76,7 +76,7 @@ class Rounding:
         kernels.add_levels(target, levels, words, headers, self.rule.group, self.rule.count, scale)
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
-        """Put the taken entries back where the update is not finite."""
+        """Put all taken entries back if the update is not finite."""
         kernels.settle_levels(residual, self._levels(payload), self._words(payload), self.rule.group, self.rule.count, update)
 
     def _words(self, payload: Payload) -> Tensor:
@@ -95,7 +95,7 @@ class Rounding:
 
 @functools.cache
 def rounding_error(rule: RoundingRule, sigmas: float) -> float:
-    """Measure the squares that rounding leaves of a group of normal entries, as a share of their squares.
+    """Measure the relative squared error of rounding normally distributed entries.
 
     sigmas: standard deviations from 0 at which entries are clipped before they are rounded; 0 = no clipping.
     """

@@ -1,4 +1,4 @@
-"""Payloads of sparse entries, in two forms: exact, 64 bits an entry, and compact, 32 bits. wire.md gives the bytes."""
+"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, 32 bits. wire.md gives the bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ LARGEST_EXPONENT = 253
 
 
 class Entries(NamedTuple):
-    """Sparse entries: values, their places, and the header: the number of entries that wanted to travel, and the flag."""
+    """Sparse entries: values, places and header.
+
+    header: the number of selected entries, which may exceed the capacity, and the flag.
+    """
 
     values: Tensor
     indices: Tensor
@@ -40,7 +43,7 @@ class Taken(NamedTuple):
 
 
 class Codec(ABC):
-    """One form of sparse entries. The two subclasses hold all that differs between the forms."""
+    """A codec of sparse entries. The two subclasses hold all that differs between them."""
 
     # Bytes of an entry on the wire, without the payload's fixed parts.
     entry_bytes: ClassVar[int]
@@ -55,15 +58,15 @@ class Codec(ABC):
 
     @abstractmethod
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
-        """Write entries into a payload that has its header. The rounding error is added to the residual, if given."""
+        """Write entries into a payload with a filled header. Add the rounding error to the residual, if given."""
 
     @abstractmethod
     def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
-        """Pack the taken entries into their payload. The rounding error is added to the residual, if given."""
+        """Pack the taken entries into their payload. Add the rounding error to the residual, if given."""
 
     @abstractmethod
     def read(self, payload: Payload) -> Entries:
-        """Read the entries of a payload. The compact form sets the header's flag if the payload is malformed."""
+        """Read the entries of a payload. COMPACT sets the header's flag if the payload is malformed."""
 
     @abstractmethod
     def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
@@ -100,7 +103,7 @@ class Codec(ABC):
 
 
 class Exact(Codec):
-    """The form wire=exact: values and places of 32 bits each."""
+    """The codec of wire=exact: values and places of 32 bits each."""
 
     entry_bytes = 8
 
@@ -137,7 +140,7 @@ class Exact(Codec):
 
 
 class Compact(Codec):
-    """The form wire=compact: entries of 32 bits, counted by blocks of 2^16."""
+    """The codec of wire=compact: entries of 32 bits, counted by blocks of 2^16."""
 
     entry_bytes = 4
 

@@ -13,8 +13,8 @@ from gradcomp.native import extension
 from gradcomp.native.extension import LINE, Array
 
 
-class Sheet(NamedTuple):
-    """Zeros to lend as updates, their marks, which are 0, and on a GPU the event that both are ready after."""
+class ZeroedUpdate(NamedTuple):
+    """A zeroed array and its zeroed marks, for lending. ready: a GPU event after both are zeroed."""
 
     flat: Tensor
     marks: Tensor
@@ -27,12 +27,12 @@ class Update:
 
     flat: all entries.
     marks: one for each line of 64 entries, 0 if the line holds only zeros; None if that is not known.
-    sheet: the memory that it was lent from; None if it was not lent.
+    source: the arrays that it was lent from; None if it was not lent.
     """
 
     flat: Tensor
     marks: Tensor | None = None
-    sheet: Sheet | None = field(default=None, repr=False)
+    source: ZeroedUpdate | None = field(default=None, repr=False)
 
 
 class Memory:
@@ -40,12 +40,12 @@ class Memory:
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, str, str, int], Array] = {}
-        self._free: dict[torch.device, list[Sheet]] = {}
+        self._free: dict[torch.device, list[ZeroedUpdate]] = {}
 
     def scratch(self, use: str, words: int, like: Array, dtype: str = "int32") -> Array:
         """Lend an array of `words` 32-bit entries on the device of `like`, full of garbage.
 
-        The same use gets the same memory again, so that it is valid until its borrower next yields.
+        The next call with the same use returns the same memory, so the array is valid only until its borrower yields.
         """
         library = extension.library(like)
         key = (use + dtype, library, str(like.device) if hasattr(like, "device") else "cpu", extension.stream(like))
@@ -60,20 +60,20 @@ class Memory:
         """Lend n zeros for an update that only sparse codecs write to. This costs nothing for lines that stay 0."""
         lines, place = -(-n // LINE), _numbered(device)
         free = self._free.get(place, [])
-        sheet = free.pop() if free else None
-        if sheet is None or len(sheet.flat) < n:
-            sheet = Sheet(torch.zeros(n, device=place), torch.zeros(lines, dtype=torch.uint8, device=place))
-        elif sheet.ready is not None:
-            torch.cuda.current_stream(place).wait_event(sheet.ready)  # the stream that gave it back may differ from this one
-        return Update(sheet.flat[:n], sheet.marks[:lines], sheet)
+        source = free.pop() if free else None
+        if source is None or len(source.flat) < n:
+            source = ZeroedUpdate(torch.zeros(n, device=place), torch.zeros(lines, dtype=torch.uint8, device=place))
+        elif source.ready is not None:
+            torch.cuda.current_stream(place).wait_event(source.ready)  # the stream that gave it back may differ from this one
+        return Update(source.flat[:n], source.marks[:lines], source)
 
     def give_back(self, update: Update) -> None:
         """Take an update back and wipe its marked lines. An update that was not lent is left alone."""
-        sheet, update.sheet = update.sheet, None
-        if sheet is not None:
+        source, update.source = update.source, None
+        if source is not None:
             extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-            ready = torch.cuda.current_stream(sheet.flat.device).record_event() if sheet.flat.is_cuda else None
-            self._free.setdefault(sheet.flat.device, []).append(sheet._replace(ready=ready))
+            ready = torch.cuda.current_stream(source.flat.device).record_event() if source.flat.is_cuda else None
+            self._free.setdefault(source.flat.device, []).append(source._replace(ready=ready))
 
 
 def _numbered(device: torch.device) -> torch.device:

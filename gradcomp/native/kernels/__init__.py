@@ -5,7 +5,7 @@ memory: the lender of a kernel's scratch; None takes fresh memory in every call.
 
 from gradcomp.native.kernels.gradients import accumulate, flatten, offer_all, peaks, settle_all, spread, sum_squares
 from gradcomp.native.kernels.levels import (
-    FORMS,
+    LEVEL_RULES,
     PER_WORD,
     add_levels,
     find_levels,
@@ -29,7 +29,7 @@ from gradcomp.native.kernels.sparse import (
 )
 
 __all__ = [
-    "FORMS",
+    "LEVEL_RULES",
     "PER_WORD",
     "accumulate",
     "add_levels",

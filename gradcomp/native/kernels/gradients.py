@@ -1,4 +1,4 @@
-"""Kernels between a bucket's gradients, each read where it lies, and one flat array."""
+"""Kernels between a bucket's gradients, each read and written in place, and one flat array."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def flatten(grads: Sequence[Array], flat: Array) -> None:
         extension.native.flatten(part, flat[place], **queue(flat))
 
 
-def _measuring(grads: Sequence[Array], like: Array, memory: Memory) -> Array:
-    """Lend the scratch that accumulate's moments and sum_squares need for these gradients."""
+def _lend_scratch(grads: Sequence[Array], like: Array, memory: Memory) -> Array:
+    """Lend scratch for the moments of accumulate(), or for sum_squares()."""
     words = extension.native.accumulate_scratch(on_cuda(like), sum(map(count, grads)), len(grads))
     return memory.scratch("measuring", words, like)
 
@@ -50,7 +50,7 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
     """Sum the squares of each gradient in float64: squares[i] <- sum of grads[i]^2."""
     memory = memory or Memory()
     for part, layers, _ in _chunks(grads):
-        extension.native.sum_squares(part, squares[layers], _measuring(part, squares, memory), **queue(squares))
+        extension.native.sum_squares(part, squares[layers], _lend_scratch(part, squares, memory), **queue(squares))
 
 
 def accumulate(
@@ -71,7 +71,7 @@ def accumulate(
 
     flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
-    peaks: of peaks(), filled with each line's largest magnitude, so that a take on a CPU skips most lines.
+    peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
     """
     memory = memory or Memory()
     chunks = _chunks(grads)
@@ -88,7 +88,7 @@ def accumulate(
             flags[i : i + 1],
             None if moments is None else moments[layers],
             peaks,
-            None if moments is None else _measuring(part, residual, memory),
+            None if moments is None else _lend_scratch(part, residual, memory),
             momentum,
             nesterov,
             raw,
@@ -114,7 +114,7 @@ def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0, marks: Array
 
 
 def offer_all(residual: Array, taken: Array, flag: Array | None = None) -> Array:
-    """Copy the residual, which stays until settle_all, into taken. A set flag makes taken[0] NaN. Returns taken."""
+    """Copy the residual into taken, with NaN in taken[0] if the flag is set. Return taken. The residual stays."""
     extension.native.offer_all(residual, flag, taken, **queue(residual))
     return taken
 

@@ -8,15 +8,15 @@ from gradcomp.native import extension
 from gradcomp.native.extension import Array, launches, queue
 
 # Rules for a group's levels, in the order of csrc/math_levels.h.
-FORMS = ("optimal", "partly", "mean", "lloyd", "peak", "norm", "range", "quantile", "sign")
-# Entries of the last group at least; a shorter rest belongs to the group before it.
+LEVEL_RULES = ("optimal", "partly", "mean", "lloyd", "peak", "norm", "range", "quantile", "sign")
+# The smallest remainder that becomes a group. A smaller one joins the last group.
 SHORTEST_GROUP = 32
 # Codes in a word of 64 bits, by the number of levels.
 PER_WORD = {2: 64, 3: 40, 5: 27, 9: 20}
 
 
 def groups(n: int, group: int) -> int:
-    """Count the groups of n entries. A rest is a group of its own; a short one is the end of the last group."""
+    """Count the groups of n entries. A remainder of fewer than 32 entries joins the last group."""
     return 1 if n < group else n // group + (n % group >= SHORTEST_GROUP)
 
 
@@ -27,10 +27,10 @@ def words(n: int, group: int, count: int) -> int:
 
 
 def find_levels(
-    flat: Array, form: str, group: int, count: int, levels: Array, cuts: Array, bounds: Array | None = None
+    flat: Array, rule: str, group: int, count: int, levels: Array, cuts: Array, bounds: Array | None = None
 ) -> None:
-    """Find `count` levels for each group of entries; cuts <- where two levels that are not drawn meet."""
-    extension.native.find_levels(flat, bounds, FORMS.index(form), group, count, levels, cuts, **queue(flat))
+    """Find `count` levels for each group by one of LEVEL_RULES. cuts <- where entries start to round up, without randomness."""
+    extension.native.find_levels(flat, bounds, LEVEL_RULES.index(rule), group, count, levels, cuts, **queue(flat))
 
 
 def take_levels(

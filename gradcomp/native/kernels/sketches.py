@@ -8,7 +8,7 @@ from gradcomp.native.memory import Memory
 
 
 def sketch(flat: Array, rows: int, seed: int, table: Array) -> None:
-    """Sum a count sketch of flat into the table: rows x columns in one array, the columns a multiple of 16."""
+    """Write the count sketch of flat into the table, rows x columns in one array. columns is a multiple of 16."""
     extension.native.sketch(flat, rows, seed, table, **queue(flat))
 
 

@@ -104,11 +104,11 @@ def add_packed(
     scale: float = 1.0,
     marks: Array | None = None,
 ) -> None:
-    """Do what add_sparse does, for entries in 32 bits, of several ranks, rank by rank."""
+    """Add packed entries of several ranks to the target, rank by rank, as add_sparse() does."""
     for few in launches(len(headers)):
         extension.native.add_packed(target, marks, blocks[few], entries[few], headers[few], scale, **queue(target))
 
 
 def settle_packed(residual: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
-    """Do what settle_sparse does, for entries in 32 bits."""
+    """Put packed entries back, as settle_sparse() does."""
     extension.native.settle_packed(residual, blocks, entries, header, update, keep, **queue(residual))
