@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 # The key of a knob's declaration in the metadata of its field.
-MARK = "knob"
+METADATA_KEY = "knob"
 # The types that a knob accepts, by the type of its default.
 TYPES: dict[type, Any] = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}
 
@@ -49,7 +49,7 @@ class Knob:
 
     @property
     def range(self) -> str:
-        """The range in words, to follow "must be". Empty where every value is allowed."""
+        """Return the range in words, to follow "must be"; an empty text where every value is allowed."""
         if self.choices:
             return "one of " + ", ".join(map(as_text, self.choices))
         low = self.above if self.least is None else self.least
@@ -87,7 +87,7 @@ def knob(
     ablation: the knob exists only to measure the worth of a part.
     """
     declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation)
-    return dataclasses.field(default=default, metadata={MARK: declared})
+    return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 
 def knobs_of(kind: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -100,14 +100,14 @@ def knobs_of(kind: Any) -> dict[str, dataclasses.Field[Any]]:
 
 def declaration(field: dataclasses.Field[Any]) -> Knob:
     """Return the declaration of a knob, or an empty one if the field was not made by knob()."""
-    declared: Knob = field.metadata.get(MARK, Knob())
+    declared: Knob = field.metadata.get(METADATA_KEY, Knob())
     return declared
 
 
 def check(instance: Any, name: str) -> None:
     """Refuse values of a wrong type or out of range. Numbers of other libraries become Python's.
 
-    name: the compressor's, with which messages begin.
+    name: the compressor's name. Messages begin with it.
     """
     for field in knobs_of(instance).values():
         kind: type = type(field.default)

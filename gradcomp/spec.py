@@ -21,15 +21,15 @@ from gradcomp.protocol import Compressor
 
 @dataclasses.dataclass
 class HostKnobs:
-    """The knob of every compressor that puts ByHost around it."""
+    """The knob by_host, which every compressor has. It wraps the compressor in ByHost."""
 
     by_host: bool = knob(False, "compress between hosts only, dense inside a host; for hosts with several ranks")
 
 
 # The classes that declare the knobs of every compressor.
-WRAPPERS = (Feedback, HostKnobs)
-# These knobs, by name.
-COMMON = {name: field for each in WRAPPERS for name, field in knobs.knobs_of(each).items()}
+KNOB_CLASSES = (Feedback, HostKnobs)
+# The knobs that every compressor has, by name.
+COMMON = {name: field for each in KNOB_CLASSES for name, field in knobs.knobs_of(each).items()}
 
 
 def names() -> list[str]:
@@ -85,12 +85,12 @@ def describe(name: str) -> str:
     parts = [f"{name}\n\n{method}"]
     if table := knobs.table_of(kind):
         parts.append(f"Knobs:\n{table}")
-    parts.append("Knobs of every compressor:\n" + "\n".join(map(knobs.table_of, WRAPPERS)))
+    parts.append("Knobs of every compressor:\n" + "\n".join(map(knobs.table_of, KNOB_CLASSES)))
     return "\n\n".join(parts)
 
 
 def summary(name: str) -> str:
-    """Summarise a compressor by the first sentence of its file."""
+    """Return the first paragraph of a compressor's file, cut at its first semicolon."""
     opening = (sys.modules[kind_of(name).__module__].__doc__ or "").strip().split("\n\n")[0]
     return " ".join(opening.split()).split("; ")[0].rstrip(".")
 
@@ -129,7 +129,7 @@ def _parse(spec: str) -> Compressor:
 
 
 def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
-    """Put the wrappers around a compressor that it needs, or that the knobs of wrappers ask for."""
+    """Wrap a compressor as it needs, or as the wrapper knobs in `settings` say."""
     if settings.pop("by_host", False):
         compressor = ByHost(compressor)
     made = with_feedback(compressor, **settings)

@@ -25,7 +25,9 @@ from gradcomp.requests import World, reduce
 class GsSgd(sketched.Sketcher):
     """Sums tables and values over all ranks, without a server."""
 
-    sum: str = knob("allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUMS)
+    sum: str = knob(
+        "allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUM_ROUTES
+    )
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         total = yield from dense.sum_over_ranks(table.sketch(acc), world, self.sum)

@@ -1,4 +1,4 @@
-"""ORQ: the levels of each group that give random rounding the smallest error. The mean stays right.
+"""ORQ: random, unbiased rounding to the levels that give each group the smallest error.
 
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
 The best level b between two levels l < r fulfils P(v in [b, r]) (r - l) = E[v - l; v in [l, r]]. The search starts from the

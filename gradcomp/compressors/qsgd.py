@@ -16,17 +16,17 @@ from gradcomp.messages.levels import RoundingRule
 
 @dataclass(frozen=True)
 class Qsgd(Quantiser):
-    """Rounds at random to multiples of a group's norm. Unbiased, unless entries are clipped."""
+    """Rounds at random to evenly spaced fractions of a group's norm. Unbiased, unless entries are clipped."""
 
     levels: int = levels_knob(5)
     norm: str = knob("l2", "a group's outer level: its Euclidean norm, or its largest magnitude", choices=("l2", "max"))
 
-    remedy: ClassVar[str] = "norm=max or more levels"
+    remedy: ClassVar[str] = "norm=max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norm == "l2" and self.sigmas:
-            raise ValueError(f"{self}: sigmas clips at the outer levels, but those of norm=l2 lie further out; set norm=max")
+            raise ValueError(f"{self}: norm=l2 has outer levels beyond the clipping bounds, so sigmas is useless; set norm=max")
 
     @property
     def rule(self) -> RoundingRule:

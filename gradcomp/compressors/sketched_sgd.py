@@ -21,7 +21,7 @@ class SketchedSgd(sketched.Sketcher):
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         serves, device, k = world.rank == 0, acc.residual.device, table.sizes.k
-        answer = torch.empty(2 * k + 1, device=device)
+        result = torch.empty(2 * k + 1, device=device)
         total = yield from server.sum_at_server(table.sketch(acc), world)
         if self.candidates:
             candidates = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
@@ -31,10 +31,10 @@ class SketchedSgd(sketched.Sketcher):
             total = yield from server.sum_at_server(sketched.values_at(acc, candidates), world)
             if serves:
                 places, values = sketched.select_largest(candidates, total, k, acc.memory)
-                answer = torch.cat([values, places.view(torch.float32)])
+                result = torch.cat([values, places.view(torch.float32)])
         elif serves:
             places, estimates = table.heaviest(total, k, acc.memory)
-            answer = torch.cat([estimates, total[-1:], places.view(torch.float32)])
-        answer = yield from server.from_server(answer, world)
-        places, values = answer[k + 1 :].view(torch.int32), answer[: k + 1]
+            result = torch.cat([estimates, total[-1:], places.view(torch.float32)])
+        result = yield from server.from_server(result, world)
+        places, values = result[k + 1 :].view(torch.int32), result[: k + 1]
         return sketched.make_update(acc, places, values, world, exact=self.candidates > 0)

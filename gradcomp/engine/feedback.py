@@ -48,7 +48,7 @@ class BucketState:
 
 
 class Collector(Wrapper):
-    """The outermost compressor of a bucket. It also collects the bucket's gradients, each read where it lies."""
+    """The outermost compressor of a bucket. It also collects the bucket's gradients, and reads each in place."""
 
     @property
     def traits(self) -> Traits:
@@ -102,14 +102,12 @@ class Feedback(Collector):
     With feedback=false the residual is cleared before every step, as in some papers.
     """
 
-    feedback: bool = knob(
-        True, "entries not sent wait for the next step, else they are lost; off for unbiased compressors unless set"
-    )
+    feedback: bool = knob(True, "true: entries not sent wait for the next step; false: they are lost")
     momentum: float = knob(0.0, "local momentum, applied before compression; the optimizer's own must be 0", least=0, below=1)
     nesterov: bool = knob(False, "Nesterov's form of the momentum")
     masking: bool = knob(True, "clear the velocity of entries that were sent")
     clip: float = knob(
-        0.0, "bound of the gradient's norm over all ranks: each rank scales its own to clip / sqrt(ranks); 0 = off", least=0
+        0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
     )
     clip_by: str = knob(
         "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
@@ -125,13 +123,13 @@ class Feedback(Collector):
         kept = self.inner.traits.momentum
         if self.momentum and kept:
             raise ValueError(
-                f"{self}: momentum={self.momentum} and the {kept} that {self.inner} keeps would act twice; leave momentum out"
+                f"{self}: momentum={self.momentum} acts on top of {self.inner}'s own momentum {kept}; leave momentum out"
             )
         if reason := self.inner.refuses(self.feedback):
             raise ValueError(f"{self}: {reason}")
 
     def added_knobs(self) -> list[str]:
-        """List the knobs that differ from their defaults. For an unbiased compressor, feedback=true stands in for none."""
+        """List the knobs that differ from their defaults; for an unbiased compressor with none, list feedback=true."""
         changed = knobs.changed(self)
         return changed if changed or not self.inner.traits.unbiased else ["feedback=true"]
 
@@ -219,7 +217,7 @@ class Feedback(Collector):
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
-    """Put error feedback around a compressor that needs it, or for which one of Feedback's knobs is set."""
+    """Wrap a compressor in error feedback if it needs that or if any of Feedback's knobs is set."""
     if compressor.traits.outermost or (compressor.traits.unbiased and not settings):
         return compressor
     return Feedback(compressor, **settings)

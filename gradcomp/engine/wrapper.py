@@ -22,7 +22,7 @@ class Wrapper(Compressor):
         knobs.check(self, self.name)
         if self.inner.traits.outermost:
             raise ValueError(
-                f"{type(self).__name__} cannot go around {self.inner}, which contains error feedback; wrap what is inside"
+                f"{type(self).__name__} cannot wrap {self.inner}, which must be outermost; wrap the compressors inside it"
             )
 
     @property

@@ -10,11 +10,12 @@ from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import Requests, World, reduce
 
-SUMS = ("allreduce", "tree")
+# The routes of a sum over the ranks.
+SUM_ROUTES = ("allreduce", "tree")
 
 
 def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0, mask: bool = False) -> Steps:
-    """Send all entries of acc. If the update is not finite, all of them stay.
+    """Send all entries of acc. All entries stay if the update is not finite.
 
     buffer: as long as the bucket; it becomes the update. kept_share: this share of a sent entry stays. mask: zero the velocity.
     """

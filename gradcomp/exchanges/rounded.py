@@ -28,7 +28,7 @@ LARGEST_ERROR_FED_BACK = 1.2
 # The largest rounding error with which route=auto chooses alltoall for a biased compressor: alltoall rounds the sums again.
 LARGEST_ERROR_ROUNDED_TWICE = 0.8
 
-# Estimated seconds of one Horovod operation, and of one byte on a link of 1 Gbit/s.
+# Rough estimates: seconds of one Horovod operation, and of one byte on a link of 1 Gbit/s.
 SECONDS_PER_OPERATION, SECONDS_PER_BYTE = 2e-3, 8e-9
 
 
@@ -52,12 +52,12 @@ class Quantiser(Compressor):
     per: str = knob("layer", "scope of the standard deviation that sigmas multiplies", choices=SCOPES, ablation=True)
     route: str = knob(
         "auto",
-        "alltoall rounds twice, but its traffic does not grow with the ranks; auto = the faster by estimate",
+        "allgather: rounds once; alltoall: twice, traffic does not grow with ranks; auto: by estimated time and error",
         choices=ROUTES,
     )
 
-    # Knobs that reduce the rounding error, for an error message.
-    remedy: ClassVar[str] = "sigmas=1.5 or more levels"
+    # A setting that reduces the rounding error, for an error message.
+    remedy: ClassVar[str] = "sigmas=1.5"
 
     @property
     @abstractmethod
@@ -72,9 +72,10 @@ class Quantiser(Compressor):
     def refuses(self, feedback: bool) -> str | None:
         if not feedback or (error := rounding_error(self.rule, self.sigmas)) <= LARGEST_ERROR_FED_BACK:
             return None
+        alternative = " or more levels" if hasattr(self, "levels") else ""
         return (
             f"with error feedback the residual would grow without end, since rounding leaves {error:.1f} times the squares "
-            f"of the entries; set {self.remedy}"
+            f"of the entries; set {self.remedy}{alternative}"
         )
 
     def init(self, layout: Layout, seed: int) -> RoundedState:
@@ -92,7 +93,7 @@ class Quantiser(Compressor):
         rounding = Rounding(self.rule, acc.residual.numel())
         if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(rounding.form, world.size)):
             parts = GroupPartition(acc.residual.numel(), self.group, world.size)
-            if parts.all_full:
+            if parts.none_empty:
                 return (yield from self._by_parts(acc, state, world, parts, bounds))
         taken = rounding.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0))
         received = yield from gather(taken)
@@ -133,8 +134,8 @@ class Quantiser(Compressor):
     def _prefers_parts(self, form: Form, ranks: int) -> bool:
         """Estimate whether route=alltoall is faster, and return False if its second rounding would do harm.
 
-        A gather sends a payload P - 1 times. The parts, there and back, are 2 (P - 1) / P payloads, in two operations. If one
-        rounding hardly shrinks the residual, a second one would stop it from shrinking.
+        A gather sends a payload P - 1 times. The parts, there and back, are 2 (P - 1) / P payloads, in two operations. A second
+        rounding would stop the residual from shrinking if one rounding hardly shrinks it.
         """
         saved = (ranks - 1) * (1 - 2 / ranks) * payloads.size(form) * SECONDS_PER_BYTE
         harmless = self.traits.unbiased or rounding_error(self.rule, self.sigmas) < LARGEST_ERROR_ROUNDED_TWICE
@@ -182,16 +183,18 @@ class RoundedState:
 
     def deviations(self, residual: Tensor) -> Tensor:
         """Return each group's standard deviation, for the bucket or a part of it."""
-        begin = (
-            kernels.groups(residual.numel(), self.group) - 1
-        ) * self.group  # of the last group, which may be longer or shorter
+        # The last group may be longer or shorter than the others.
+        begin = (kernels.groups(residual.numel(), self.group) - 1) * self.group
         last = residual[begin:].std(0, correction=0, keepdim=True)
         return torch.cat([residual[:begin].view(-1, self.group).std(1, correction=0), last]) if begin else last
 
 
 @dataclass(frozen=True)
 class GroupPartition:
-    """A bucket's n entries in one part of whole groups a rank. The last parts may be shorter, or empty."""
+    """A division of a bucket's n entries into one part for each rank. A part consists of whole groups.
+
+    The last parts may be shorter, or empty.
+    """
 
     n: int
     group: int
@@ -202,8 +205,8 @@ class GroupPartition:
         return -(-kernels.groups(self.n, self.group) // self.ranks) * self.group
 
     @property
-    def all_full(self) -> bool:
-        """Return whether every rank has a group."""
+    def none_empty(self) -> bool:
+        """True if every rank has at least one group."""
         return self.first(self.ranks - 1) < kernels.groups(self.n, self.group) * self.group
 
     def first(self, rank: int) -> int:

@@ -21,7 +21,7 @@ def route_knob() -> Any:
     """Declare the knob that names a route."""
     return knob(
         "allgather",
-        "allgather: all entries to all ranks; tree, split: only k sums, however many ranks; split takes fewer rounds",
+        "allgather: all entries to all ranks; tree, split: the largest sums; tree ignores wire, split has fewer rounds",
         choices=ROUTES,
     )
 
@@ -41,8 +41,8 @@ def exchange(
 ) -> Steps:
     """Exchange the entries that all ranks took. The update is their mean, or the mean's largest part.
 
-    Entries that are not in the update stay with some rank. If any rank's gradient is not finite, the update is not finite on
-    all ranks and every rank takes its entries back.
+    Entries that are not in the update stay with some rank. The update is not finite on any rank, and every rank takes its
+    entries back, if any gradient is not finite. route=split becomes allgather where a part has space for no entry.
     kept_share: this share of a sent entry stays in the residual. observe: called with the payloads that hold the counts.
     """
     if route == "tree":

@@ -38,10 +38,12 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Sketcher(Compressor):
-    """Sends the k = max(1, ceil(ratio * n)) entries of the model's n that are heaviest in the sum over the ranks."""
+    """Sends the k entries with the largest sums over the ranks: k = max(1, ceil(ratio * n)) of the model's n entries."""
 
     ratio: float = ratio_knob()
-    candidates: int = knob(4, "exact values summed an entry sent; higher = fewer large ones missed; 0 = use estimates", least=0)
+    candidates: int = knob(
+        4, "candidates with exact values for each entry sent; higher = fewer large ones missed; 0 = use estimates", least=0
+    )
     rows: int = knob(5, "rows of the table; higher = better estimates, more bytes", choices=(3, 5, 7, 9))
     columns: int = knob(0, "columns of the table; 0 = from compression, or five for each entry sent", least=0, multiple=TILE)
     compression: float = knob(0.0, "compression ratio in bytes, above 1, that sets columns; 0 = unused", least=0)
@@ -127,7 +129,7 @@ def select_largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tup
 def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, exact: bool = True) -> Update:
     """Make the update from sums at these places, and take this rank's share out of acc.
 
-    If something is not finite, the update is not finite and nothing is taken.
+    The update is not finite and nothing is taken if a gradient or a sum is not finite.
     total: the sums, followed by the sum of the flags. exact: True = the sums are exact, and a rank takes out all that it has at
     these places; False = the sums are estimates, and a rank takes out their mean.
     """

@@ -27,19 +27,19 @@ SLACK, DEVIATIONS = 1.1, 3
 
 
 class Partition(NamedTuple):
-    """A bucket's n entries in one part a rank. A group has one run of 64 entries for each rank."""
+    """A division of a bucket's n entries into one part for each rank. A cycle is one run of 64 entries for each rank."""
 
     n: int
     ranks: int
 
     @property
-    def groups(self) -> int:
+    def cycles(self) -> int:
         return -(-self.n // (self.ranks * LINE))
 
     @property
     def size(self) -> int:
-        """Return the entries of a part. In the last group, some of them may lie beyond the bucket's end."""
-        return self.groups * LINE
+        """Return the entries of a part. In the last cycle, some of them may lie beyond the bucket's end."""
+        return self.cycles * LINE
 
     def part_capacity(self, taken: int) -> int:
         """Return the capacity of a part's payload if a rank takes this many entries: never more than the smallest part."""
@@ -50,8 +50,8 @@ class Partition(NamedTuple):
     def locate(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Map places in the bucket to the ranks that own them and to places in their parts."""
         run = places // LINE
-        group = run // self.ranks
-        return (run + _rotation(group)) % self.ranks, group * LINE + places % LINE
+        cycle = run // self.ranks
+        return (run + _rotation(cycle)) % self.ranks, cycle * LINE + places % LINE
 
     def places(self, rank: int, local: Tensor) -> Tensor:
         """Map places in a rank's part to places in the bucket."""
@@ -75,19 +75,19 @@ class Partition(NamedTuple):
 
     def _runs_in_bucket(self, rank: int, device: torch.device) -> tuple[Tensor, int, int]:
         """Return a rank's full runs, the entries in all full runs of the bucket, and the entries of the rank's partial run."""
-        runs = self._runs(rank, torch.arange(self.groups, device=device))
+        runs = self._runs(rank, torch.arange(self.cycles, device=device))
         full = self.n // LINE
-        last = int(self._runs(rank, torch.tensor([self.groups - 1])))  # only a rank's last run can lie beyond the end
+        last = int(self._runs(rank, torch.tensor([self.cycles - 1])))  # only a rank's last run can lie beyond the end
         rest = self.n % LINE if last == full else 0
-        return runs[: self.groups - (last >= full)], full * LINE, rest
+        return runs[: self.cycles - (last >= full)], full * LINE, rest
 
-    def _runs(self, rank: int, group: Tensor) -> Tensor:
-        return group * self.ranks + (rank - _rotation(group)) % self.ranks
+    def _runs(self, rank: int, cycle: Tensor) -> Tensor:
+        return cycle * self.ranks + (rank - _rotation(cycle)) % self.ranks
 
 
-def _rotation(group: Tensor) -> Tensor:
-    """Hash a group to the rank that gets its first run. No stride of a matrix then always meets the same rank."""
-    return (group * 0x9E3779B1 >> 16) & 0xFFFF
+def _rotation(cycle: Tensor) -> Tensor:
+    """Hash a cycle to the offset of its first run's rank, so that regular strides in the bucket meet all ranks."""
+    return (cycle * 0x9E3779B1 >> 16) & 0xFFFF
 
 
 def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, observe: CountObserver | None = None) -> Steps:
@@ -95,7 +95,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
 
     An entry beyond the capacity of its part's payload goes back to the rank that took it. A sum that is not sent on stays with
     the rank that added it up. kept_share: this share of a sent entry stays in the residual.
-    observe: called with the results. Their headers count the entries that wanted to travel.
+    observe: called with the results. Their headers count the selected entries, or more.
     """
     n, device, codec = acc.residual.numel(), acc.residual.device, taken.codec
     parts = Partition(n, world.size)

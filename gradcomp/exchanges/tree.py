@@ -68,8 +68,8 @@ def sparse_sum(
 ) -> Steps:
     """Sum the entries that all ranks took along a tree; each merge sends on only as many sums as a payload holds.
 
-    An entry that is not in the result goes back to the ranks that took it. A merge may drop a partial sum of an entry that
-    another path brings into the result: the rank that dropped it keeps it. The velocity is masked at the entries in the result.
+    An entry that is not in the result goes back to the ranks that took it. A merge may drop a partial sum although the entry
+    still reaches the result. The merging rank then keeps the sum. The velocity is masked at the entries in the result.
     taken: this rank's entries, as wire=exact. kept_share: this share of a sent entry stays in the residual.
     faithful: dropped partial sums are lost, as published. observe: called with the result.
     """

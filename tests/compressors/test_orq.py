@@ -25,7 +25,7 @@ def rounded_bytes(group: int, count: int, each: int, route: str = "allgather") -
 
     def promised(n: int, rank: int, world: int) -> int:
         parts = GroupPartition(n, group, world)
-        if route == "allgather" or not parts.all_full:
+        if route == "allgather" or not parts.none_empty:
             return payload(n, group, count, each)
         return world * max(payload(parts.length(i), group, count, each) for i in range(world))
 

@@ -1,4 +1,4 @@
-"""LGC: all ranks send the same few entries, as codes of an autoencoder that learns from the first steps' gradients.
+"""LGC: all ranks send entries at the same few places, coded by an autoencoder that learns from early gradients.
 
 L. Abrahamyan, Y. Chen, G. Bekoulis, N. Deligiannis, "Learned Gradient Compression for Distributed Deep Learning" (TNNLS 2021).
 There are three phases. First all entries travel. Then a few entries travel as they are, and the autoencoder learns from them.
@@ -9,7 +9,7 @@ Then their codes travel. E encodes, D decodes, and x are a rank's entries at the
                                                                            and x - y_r stays with rank r
 
 The first layer is reduced as it is. Each rank sends its own largest entries of the last layer. Every rank is its own server,
-since the answers of one server would cost more bytes than codes save.
+since the replies of one server would cost more bytes than codes save.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Lgc(Compressor):
         "parts", "parts: each rank leads a part; rotate, seed: one leader, in turn or at random", choices=LEADERS, ablation=True
     )
     dense: int = knob(200, "dense steps at the start; higher = a smoother start", least=0)
-    learn: int = knob(300, "steps after these for learning; higher = smaller coding errors", least=1)
+    learn: int = knob(300, "learning steps, after the dense ones; higher = smaller coding errors", least=1)
     first: str = knob(
         "auto", "route of the first layer; auto = dense if it has at most 1 % of the entries", choices=("auto", "dense", "code")
     )
     last: str = knob("topk", "route of the last layer", choices=("topk", "code"), ablation=True)
-    innovation: float = knob(1e-5, "of instance=server: share of its entries that each rank sends uncoded", above=0, most=1)
+    innovation: float = knob(1e-5, "share of entries that each rank also sends uncoded, with instance=server", above=0, most=1)
     decoder: str = knob(
         "linear", "linear loses nothing; leaky, as published, loses gradient", choices=("linear", "leaky"), ablation=True
     )
@@ -177,7 +177,10 @@ class Lgc(Compressor):
     def _learn(
         self, entries: CommonEntries, state: LgcState, coder: Autoencoder
     ) -> Requests[tuple[SharedMean, Tensor, Tensor]]:
-        """Gather the entries as they are, and learn from some of them. Return these, and their coding errors, for the check."""
+        """Gather all ranks' entries uncoded, and learn from a window of them.
+
+        Return the mean, this rank's entries in the window, and their coding errors.
+        """
         all_ranks = yield from coding.gather_entries(entries)
         with state.stopwatch:
             checked, errors = coding.learn(entries, all_ranks, coder, self.window, state.phases.steps)
@@ -190,7 +193,7 @@ class Lgc(Compressor):
         return (yield from coding.exchange_codes(entries, coder, self._half_precision(entries.world)))
 
     def _coder(self, state: LgcState, world: World) -> Autoencoder:
-        """Return the autoencoder for this number of ranks. If the number has changed, new decoders have to be learned."""
+        """Return the autoencoder for this number of ranks. New decoders must be learned if the number has changed."""
         decoders = world.size if self.has_server else 1
         if state.coder is None or state.coder.decoders != decoders:
             if state.coder is not None:

@@ -26,11 +26,11 @@ STRIDE = 16
 # Places of a sequence that one place of the code affects.
 TAPS = 2 * STRIDE - 1
 # The slope of the leaky ReLU below 0.
-SLOPE = 0.01
+LEAKY_SLOPE = 0.01
 
 # Adam's decay rates and learning rate.
 BETAS, RATE = (0.9, 0.999), 1e-3
-# The weight of the codes' similarity in the loss of many decoders. The entries have the rest; both are equal, as published.
+# The weight of the codes' distance in the loss of many decoders. The decoding error has the other half, as published.
 SIMILARITY = 0.5
 
 
@@ -85,7 +85,7 @@ class Autoencoder:
             for layer, (_, _, width) in enumerate(ENCODER):
                 weight, bias = arrays[2 * layer], arrays[2 * layer + 1]
                 channels = functional.conv1d(channels, weight, bias, stride=2 if width > 1 else 1)
-                channels = functional.leaky_relu(channels, SLOPE)
+                channels = functional.leaky_relu(channels, LEAKY_SLOPE)
         return channels
 
     def decode(self, codes: Tensor, entries: int, innovations: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
@@ -103,7 +103,7 @@ class Autoencoder:
         for _ in DECODER:
             weight, bias = next(arrays), None if self.linear else next(arrays)
             channels = functional.conv_transpose1d(channels, weight, bias, stride=2, groups=self.decoders)
-            channels = channels if self.linear else functional.leaky_relu(channels, SLOPE)
+            channels = channels if self.linear else functional.leaky_relu(channels, LEAKY_SLOPE)
         if innovations is not None:
             rows, _, length = channels.shape
             padded = functional.pad(innovations.to(codes.dtype), (0, length - entries))[:, :, None]
@@ -115,7 +115,7 @@ class Autoencoder:
     def decode_reproducibly(
         self, codes: Tensor, entries: int, decoders: Sequence[int], innovations: Tensor | None = None
     ) -> Tensor:
-        """Decode each code with one decoder, to [rows, entries], to the same bits on any machine.
+        """Decode each code with one decoder, to [rows, entries]. A linear decoder gives the same bits on any machine.
 
         A linear decoder is one convolution of stride 16. Its sums are made here in a fixed order. A leaky decoder is computed
         in double precision, and its rounding to single precision nearly always gives the same bits.

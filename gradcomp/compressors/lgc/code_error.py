@@ -1,8 +1,9 @@
 """An estimate of the error of codes, from a few signed sums that travel in every step. No rank knows the true update.
 
-Each rank computes sixteen sums of its entries, and sixteen of its coding error, with signs that are drawn once. The sums are
-added over the ranks. Their squares then have the expectation of the squares of the ranks' mean, and of the update's error. The
-quotient of one step is a rough estimate. The average over the last few steps is a good one. A large error is noticed at once.
+Each rank computes sixteen sums of its entries, and sixteen of its coding error, with signs that are drawn once. The ranks
+average the sums. In expectation, the squares of the averages add up to the squared norms of the ranks' mean entries and of the
+update's error. The quotient of one step is a rough estimate. The average over the last few steps is a good one. A large error
+is noticed at once.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SUMS = 16
+# The signed sums of a rank's entries.
+SIGNED_SUMS = 16
 # Added to the seed, so that the signs are independent of other draws from the same seed.
 SALT = 0x51675
 # Numbers of a rank's summary: two sets of sums, the flag, and whether the learning rate fell.
-SUMMARY_LENGTH = 2 * SUMS + 2
+SUMMARY_LENGTH = 2 * SIGNED_SUMS + 2
 # The weight of the latest step in the average.
 LATEST_WEIGHT = 0.25
 # The largest squared error of a step; an undefined one counts as this.
 LARGEST_QUOTIENT = 16.0
 # Corrects the expectation of a quotient of two sums of this many squares.
-QUOTIENT_CORRECTION = 1 - 2 / SUMS
+QUOTIENT_CORRECTION = 1 - 2 / SIGNED_SUMS
 
 
 class CodeCheck(NamedTuple):
@@ -58,7 +60,7 @@ class CodeError:
         if len(self.signs) != len(flat):
             drawn = torch.rand(len(flat), generator=torch.Generator().manual_seed((SALT + self.seed) % 2**63))
             self.signs = (2 * (drawn < 0.5) - 1).to(flat.device, torch.float32)
-        return torch.nn.functional.pad(flat * self.signs, (0, -len(flat) % SUMS)).view(-1, SUMS).sum(0)
+        return torch.nn.functional.pad(flat * self.signs, (0, -len(flat) % SIGNED_SUMS)).view(-1, SIGNED_SUMS).sum(0)
 
     def summarise(self, entries: Tensor, errors: Tensor, flag: Tensor | None, rate_fell: bool = False) -> Tensor:
         """Summarise this rank's entries and coding errors, to be averaged over the ranks."""
@@ -67,7 +69,7 @@ class CodeError:
 
     def check(self, summary: Tensor) -> CodeCheck:
         """Check a step's codes by the ranks' mean summary, and update the estimate. All ranks get the same bits."""
-        entries, errors, flag, rate_fell = summary.double().split((SUMS, SUMS, 1, 1))
+        entries, errors, flag, rate_fell = summary.double().split((SIGNED_SUMS, SIGNED_SUMS, 1, 1))
         squares, missed, failed = _squares(entries), _squares(errors), flag != 0
         quotient = missed / squares
         quotient = torch.where(quotient.isfinite(), quotient, LARGEST_QUOTIENT).clamp(max=LARGEST_QUOTIENT)
@@ -79,7 +81,7 @@ class CodeError:
 
     def measure_imbalance(self, summary: Tensor, update: Tensor) -> None:
         """Measure by how much the update and the ranks' errors fail to add up to the ranks' entries."""
-        entries, errors = summary.double()[: 2 * SUMS].chunk(2)
+        entries, errors = summary.double()[: 2 * SIGNED_SUMS].chunk(2)
         self.imbalance = (_squares(entries - errors - self.sums(update)) / _squares(entries)).sqrt()
 
     def save(self) -> dict[str, Any]:

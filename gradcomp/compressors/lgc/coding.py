@@ -29,7 +29,8 @@ SHORTEST_WINDOW = 32
 class Innovations(NamedTuple):
     """Entries that each rank sends as they are, beside the leaders' codes.
 
-    inside: those at common places, [ranks, rows, k], 0 elsewhere. outside: for each rank the other places, and values there.
+    inside: the values at common places, [ranks, rows, k], 0 where a rank sent none. outside: each rank's places, and its values
+    there, 0 at common places.
     """
 
     inside: Tensor
@@ -71,13 +72,13 @@ class CommonEntries(NamedTuple):
         return all_ranks.transpose(0, 1).gather(1, order[:, :, None].expand(-1, -1, all_ranks.shape[2]))
 
     @property
-    def decoders(self) -> list[int]:
+    def decoder_of_row(self) -> list[int]:
         """Return the number of this rank's decoder in each row. The leader's decoder has the number 0."""
         return [(self.world.rank - leader) % self.world.size for leader in self.places.leaders]
 
     def select_own(self, decoded: Tensor) -> Tensor:
         """Select this rank's entries from the decoded ones, [rows, decoders, k]."""
-        return select_decoder(decoded, [decoder % decoded.shape[1] for decoder in self.decoders])
+        return select_decoder(decoded, [decoder % decoded.shape[1] for decoder in self.decoder_of_row])
 
     def window(self, rows: slice, columns: slice) -> CommonEntries:
         """Cut out some rows and some of their columns."""
@@ -89,7 +90,7 @@ class CommonEntries(NamedTuple):
     def settle(self, residual: Tensor, velocity: Tensor | None, update: Tensor, shared: SharedMean, check: CodeCheck) -> None:
         """Write the mean into the update and the error into the residual, if the codes are accepted.
 
-        If a gradient is not finite, the update is not finite and the residual keeps all entries.
+        The update is not finite and the residual keeps all entries if a gradient is not finite.
         """
         taken = check.accepted & ~check.failed
         mean = torch.where(check.failed, torch.nan, torch.where(check.accepted, shared.mean, 0.0))
@@ -155,7 +156,7 @@ def decode_leader_codes(entries: CommonEntries, coder: Autoencoder) -> SharedMea
     """Decode every rank's entries from the leaders' codes, which came with the places. Each rank has its own decoder."""
     codes, scales = entries.places.codes, entries.places.scales
     assert codes is not None
-    own, mean = coder.decode_with_mean(codes, entries.values.shape[1], entries.decoders, entries.decoder_innovations)
+    own, mean = coder.decode_with_mean(codes, entries.values.shape[1], entries.decoder_of_row, entries.decoder_innovations)
     return SharedMean(mean * scales, entries.values - own * scales)
 
 

@@ -1,7 +1,7 @@
-"""The places that all ranks send alike: the largest entries of a leader, which is one rank at a time or each rank for a part.
+"""The places that all ranks send alike: those of a leader's largest entries. One rank leads in each step, or each leads a part.
 
-If each rank leads a part, the parts take turns, and all ranks send as much. Entries are sorted into bands by their leader's
-values. They then vary smoothly along a row, so few numbers are enough to code it.
+leader=parts: each rank leads one part, another one in each step, and all ranks send equally many bytes. Entries are sorted into
+bands by their leader's values. They then vary smoothly along a row, so few numbers are enough to code it.
 """
 
 from __future__ import annotations

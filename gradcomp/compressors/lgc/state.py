@@ -37,7 +37,7 @@ class LgcState:
 def _middle(layout: Layout) -> tuple[int, int]:
     """Return where the entries between the last and the first layer begin and end.
 
-    A layer has all parameters of its module. Without anything between the two layers, the whole model counts as the middle.
+    Here a layer is a module with all its parameters. The whole model is the middle if nothing lies between the two.
     """
     modules = [_module(name) for name in layout.names]
     spans = [span for span, module in zip(layout.spans, modules, strict=True) if module not in (modules[0], modules[-1])]

@@ -8,6 +8,9 @@ a reconstruction, and every part can be switched:
     g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v), layer by layer;  v, u <- 0 there
 
 The knobs clip, momentum and warmup, which every compressor has, give clipping, momentum correction with masking, and warm-up.
+lr_revision=keep multiplies a layer's residual by old / new when its learning rate changes, rescale by new / old. density lowers
+the knob density, which must be above 0, as the rate falls. staleness and per_layer divide a sent entry by the steps that it
+waited, or by the mean over its layer's sent entries.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from gradcomp import knobs
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.sdagc.capacity import Capacity
 from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, RATE_REVISIONS, REVISIONS, Ages, rescale
@@ -35,30 +39,45 @@ from gradcomp.requests import World, gather
 SMALL_SIZE = 1024
 # A one-dimensional layer with at most this many entries is small: no bias is longer.
 LARGEST_BIAS = 1 << 16
-MOMENTS = ("accumulated", "raw")
-SMALL = ("dense", "pool", "none")
+# The gradients that sigma may describe.
+STATISTICS = ("accumulated", "raw")
+# The ways of small layers.
+SMALL_LAYER_MODES = ("dense", "pool", "none")
+# The revisions that change the residual, or entries that waited in it.
+RESIDUAL_REVISIONS = ("keep", "rescale", *AGE_REVISIONS)
 
 
 @dataclass(frozen=True)
 class Sdagc(Compressor):
-    """Sends entries above per-layer thresholds. A thousandth of normal entries exceeds lam=3.3, of Laplace entries lam=4.9."""
+    """Sends entries above per-layer thresholds. lam=3.3 sends 0.1 % of normal entries, lam=4.9 of Laplace entries."""
 
     lam: float = knob(3.3, "threshold in standard deviations; higher = fewer bytes, staler gradients", least=0, most=16)
     density: float = knob(0.0, "share of entries that lam is steered to send; 0 = lam is fixed", least=0, below=1)
     stat: Literal["accumulated", "raw"] = knob(
-        "accumulated", "sigma of the accumulated gradient, or of the raw one", choices=MOMENTS, ablation=True
+        "accumulated", "sigma of the accumulated gradient, or of the raw one", choices=STATISTICS, ablation=True
     )
     sigma: str = knob("mean", "deviation from the mean or from zero", choices=("mean", "zero"), ablation=True)
     shared: bool = knob(False, "one sigma for all ranks; costs a small exchange", ablation=True)
     per: str = knob("layer", "scope of a threshold", choices=("layer", "bucket"), ablation=True)
     small: str = knob(
-        "dense", "tiny and one-dimensional layers: dense; pool = one threshold for all; none = like other layers", choices=SMALL
+        "dense",
+        "tiny and one-dimensional layers: dense; pool = one threshold for all; none = like other layers",
+        choices=SMALL_LAYER_MODES,
     )
     live: bool = knob(True, "a layer without entries above its threshold sends its largest one", ablation=True)
-    cap: float = knob(0.05, "largest share of a bucket that travels in a burst; the largest entries go first", above=0, most=1)
+    cap: float = knob(
+        0.05,
+        "largest share of a bucket in a burst, unless lam or density implies more; the largest entries go first",
+        above=0,
+        most=1,
+    )
     flush: int = knob(0, "steps between sends of the whole residual; 0 = never", least=0)
     sam: float = knob(0.0, "SAMomentum: share of a sent entry that stays in the residual; replaces momentum", least=0, below=1)
-    lr_revision: str = knob("none", "correction of waiting entries for changed learning rates or age", choices=REVISIONS)
+    lr_revision: str = knob(
+        "none",
+        "keep, rescale: scale the residual; density: lower a set density; staleness, per_layer: divide by steps waited",
+        choices=REVISIONS,
+    )
     route: str = routes.route_knob()
     wire: str = wire_knob()
 
@@ -68,9 +87,12 @@ class Sdagc(Compressor):
         return Traits(moments=self.stat, sparse=True, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
-        if feedback or not (self.sam or self.flush or self.lr_revision in ("keep", "rescale", *AGE_REVISIONS)):
+        needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in RESIDUAL_REVISIONS}
+        settings = [setting for setting in knobs.changed(self) if needs_residual.get(setting.partition("=")[0])]
+        if feedback or not settings:
             return None
-        return "sam, flush and lr_revision need the residual, and feedback=false has none; remove them or feedback=false"
+        typed = " and ".join(settings)
+        return f"{typed} cannot work with feedback=false, which clears the residual; remove feedback=false or {typed}"
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         """Choose the compressor of a layer: small layers follow the knob small, the others use this one."""
@@ -80,7 +102,7 @@ class Sdagc(Compressor):
         return Dense() if self.small == "dense" else replace(self, small="none", per="bucket")
 
     def ease(self, progress: float) -> Sdagc:
-        """Lower lam for warming up. Laplace's tail is exp(-sqrt(2) lam), so a share of lam is that power of the density."""
+        """Lower lam for a warm-up. A share p of lam sends density^p of Laplace entries: their tail is exp(-sqrt(2) lam)."""
         return replace(self, lam=self.lam * progress, density=self.density**progress if self.density else 0.0)
 
     def init(self, layout: Layout, seed: int) -> SdagcState:
@@ -97,7 +119,8 @@ class Sdagc(Compressor):
         capacity = self._capacity(state, target)
         moments = acc.moments
         assert moments is not None
-        if self.shared:  # also before a dense exchange: capacities may differ among a host's parts, their requests may not
+        if self.shared:
+            # Before a dense exchange, too: a host's parts may differ in capacity, but all must yield the same requests.
             replies = yield from gather(wrap(moments.view(-1)))
             moments = merge_moments([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
         costs_as_dense = CODECS[self.wire].entry_bytes * capacity.entries >= 4 * acc.residual.numel()

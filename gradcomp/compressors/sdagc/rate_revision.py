@@ -23,9 +23,9 @@ AGE_REVISIONS = ("staleness", "per_layer")
 def rescale(
     revision: str, flats: Sequence[Tensor | None], begins: Sequence[int], before: Sequence[float], now: Sequence[float]
 ) -> None:
-    """Multiply the waiting entries of each layer with a changed rate.
+    """Scale the waiting entries of each layer that has a new learning rate.
 
-    keep: an entry keeps the rate of the step it was computed in. rescale: an entry changes by the factor of the rate once more.
+    keep: multiply by old / new, so that an entry keeps the rate of its own step. rescale: multiply by new / old.
     flats: residual and velocity. begins: where layers begin in them. before, now: the rate of each layer.
     """
     for i, (old, new) in enumerate(zip(before, now, strict=True)):

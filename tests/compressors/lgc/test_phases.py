@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH, SUMS, CodeError
+from gradcomp.compressors.lgc.code_error import SIGNED_SUMS, SUMMARY_LENGTH, CodeError
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, MOST_BAD_STEPS, WINDOW, Phases
 from gradcomp.exchanges.delayed_counts import DELAY
 
@@ -116,10 +116,15 @@ def test_errors_are_right_in_the_mean(share: float) -> None:
         mean = notes(error, has, misses)
         assert len(mean) == SUMMARY_LENGTH
         meant, missed = torch.stack(has).mean(0).square().sum(), torch.stack(misses).mean(0).square().sum()
-        ratios.append([float(mean[:SUMS].square().sum() / meant), float(mean[SUMS : 2 * SUMS].square().sum() / missed)])
+        ratios.append(
+            [
+                float(mean[:SIGNED_SUMS].square().sum() / meant),
+                float(mean[SIGNED_SUMS : 2 * SIGNED_SUMS].square().sum() / missed),
+            ]
+        )
     found = torch.tensor(ratios)
-    assert ((found.mean(0) - 1).abs() < 4 * math.sqrt(2 / SUMS / 300)).all()  # four standard deviations of a mean of 300
-    assert (found.std(0) < 1.3 * math.sqrt(2 / SUMS)).all()
+    assert ((found.mean(0) - 1).abs() < 4 * math.sqrt(2 / SIGNED_SUMS / 300)).all()  # four standard deviations of a mean of 300
+    assert (found.std(0) < 1.3 * math.sqrt(2 / SIGNED_SUMS)).all()
 
 
 def check(
@@ -145,7 +150,7 @@ def test_checks() -> None:
     assert check(after(0.8), 0.8, flag=1) == [0, 1, 0]
     assert check(after(0.8), 0.8, rate_fell=True) == [1, 0, 2]
     assert check(after(1.0), 1.0, rate_fell=True) == [0, 0, 3]
-    assert after(0.8).error == pytest.approx(0.8 * (1 - 2 / SUMS) ** 0.5, rel=1e-3)  # as fair where errors are not alike
+    assert after(0.8).error == pytest.approx(0.8 * (1 - 2 / SIGNED_SUMS) ** 0.5, rel=1e-3)  # as fair where errors are not alike
 
 
 @pytest.mark.parametrize("wrong", [3.0, 1e20, math.inf, math.nan])
