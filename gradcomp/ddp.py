@@ -24,8 +24,8 @@ _SPARSE = (
     "layer out of the DistributedDataParallel model"
 )
 _UNKNOWN = (
-    "a gradient belongs to a parameter that attach() did not find in the model, or found frozen; add and unfreeze layers "
-    "before attach()"
+    "a gradient belongs to a parameter of shape {shape} that attach() did not find in the model, or found frozen; add and "
+    "unfreeze layers before attach()"
 )
 
 
@@ -39,9 +39,10 @@ def attach(
 ) -> Handle:
     """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
-    model: the result of DistributedDataParallel(...). spec: "name:knob=value", or a compressor.
-    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: that of random draws, equal on all ranks.
+    model: the result of DistributedDataParallel(...). spec: "name:knob=value", or a compressor; "topk" by default.
+    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
+    seed: the seed of random draws, equal on all ranks; 0 by default.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"attach() got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
@@ -81,7 +82,7 @@ class _BackwardPass:
             _after_ddp(self.write_unused)
 
     def write_unused(self) -> None:
-        """Write the updates of layers that no rank used in this pass. They come from residuals; DDP drops them."""
+        """Write the updates of layers that no rank used in this pass. Residuals give them updates, which DDP drops."""
         for slot, grad in self.grads:
             if slot.parameter.grad is not None:
                 self.used.add(slot.name)

@@ -33,8 +33,8 @@ _SPARSE = (
     "sparse_as_dense=True; use sparse=False, or give the layer its own optimizer"
 )
 _UNKNOWN = (
-    "a gradient belongs to none of the named_parameters of Compression or DistributedOptimizer, or to one that was frozen "
-    "when it was made; pass all parameters, and unfreeze them first"
+    "a gradient belongs to no known parameter: its shape is {shape}; pass all parameters as named_parameters, and unfreeze "
+    "them before making Compression or DistributedOptimizer"
 )
 
 
@@ -43,8 +43,9 @@ class Compression(Handle):
 
     spec: "name:knob=value", or a compressor. named_parameters: those of the optimizer, usually model.named_parameters().
     process_set: the optimizer's process set; all ranks by default.
-    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: that of random draws, equal on all ranks.
+    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
+    seed: the seed of random draws, equal on all ranks; 0 by default.
 
     Only Horovod calls compress() and decompress().
     """
@@ -66,8 +67,8 @@ class Compression(Handle):
     def compress(self, tensor: Tensor) -> tuple[Tensor, Slot]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
 
-        The ranks meet before the first carrier, inside a backward hook. If one backward pass serves two optimizers, their first
-        gradients must therefore come in the same order on all ranks in the first step.
+        The ranks meet in the hook of the first gradient. Two optimizers in one backward pass must get their first gradients in
+        the same order on all ranks.
         """
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
@@ -94,7 +95,7 @@ class Compression(Handle):
     def _why_unknown(self, tensor: Tensor) -> str:
         if self._session.parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
-        return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN
+        return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
 
 
 if TYPE_CHECKING:
@@ -117,10 +118,15 @@ def DistributedOptimizer(
     seed: int = 0,
     **stock_options: Any,
 ) -> CompressedOptimizer:
-    """Make a stock hvd.DistributedOptimizer with compression. It sends no carriers, and has .compression and .stats() added.
+    """Make a stock hvd.DistributedOptimizer with compression. It has .compression and .stats() added.
 
-    named_parameters: usually model.named_parameters(). compression: "name:knob=value", or a compressor.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: that of random draws, equal on all ranks.
+    It sends no carriers unless this version of Horovod is untested.
+
+    optimizer: the one to wrap; its learning rates are used, and its momentum is checked against the spec's.
+    named_parameters: usually model.named_parameters(); Horovod's names by default.
+    compression: "name:knob=value", or a compressor; "topk" by default.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
+    seed: the seed of random draws, equal on all ranks; 0 by default.
     stock_options: any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes its
     own buckets.
 

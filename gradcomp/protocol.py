@@ -21,7 +21,7 @@ from gradcomp.requests import Requests, World
 # The package of the compressors that a spec can name.
 REGISTRY = "gradcomp.compressors."
 
-# A running exchange: a generator of requests that returns the update. All ranks yield the same sequence, at least one request.
+# An exchange: a generator that yields requests and returns the update. All ranks yield the same requests, at least one.
 Steps = Requests[Update]
 
 
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The first entry of each layer, and the first one behind it."""
+        """Return the first entry of each layer, and the first one behind it."""
         ends = itertools.accumulate(self.sizes)
         return [(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
@@ -57,14 +57,15 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Acc:
-    """The object that a compressor works on. One bucket has one acc in each step.
+    """The accumulator that a compressor works on. One bucket has one acc in each step.
 
-    residual: the gradient plus the residual of earlier steps, flat, in float32. memory: lends updates, and scratch to kernels.
-    velocity: the local momentum; a kernel clears it where it takes an entry. None where velocities are kept.
+    residual: accumulates the gradient and the unsent entries of earlier steps, flat, in float32; after a step, the error.
+    memory: lends updates, and scratch to kernels.
+    velocity: the local momentum; a take clears it where it takes an entry. None without momentum or with masking=false.
     flag: int32[1], not 0 where a gradient was not finite; None where gradients were not checked.
     moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor that needs them.
     rates: the learning rate of each layer; None where no optimizer is known.
-    peaks: the largest magnitude in each line of the residual, which a CPU's takes use to skip lines.
+    peaks: the largest magnitude in each line of 64 entries. On a CPU, takes skip lines by it. None elsewhere.
     """
 
     residual: Tensor
@@ -81,7 +82,7 @@ class Traits:
     """The properties of a configured compressor that the engine must know.
 
     whole_model: it needs all layers in one bucket, so that its exchange does not overlap with backward.
-    unbiased: the mean of its updates is right without error feedback.
+    unbiased: its updates have the right expectation without error feedback.
     outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
     moments: it reads statistics of each layer, either of the accumulated residual or of the raw gradient.
     sparse: it takes the few largest entries, and uses the peaks to find them. momentum: the momentum that it keeps itself.
@@ -102,8 +103,8 @@ class Traits:
 class Compressor(ABC):
     """Base of all compressors. Subclasses are frozen dataclasses whose fields are the knobs.
 
-    init, exchange and traits make a compressor; the other methods are optional. str() gives the canonical spec: the name, and
-    the knobs that differ from their defaults. make(str(compressor)) is the same compressor if a spec can name it.
+    A subclass must define exchange(); every other method has a default. str() gives the canonical spec: the name, and the knobs
+    that differ from their defaults. make(str(compressor)) is the same compressor if a spec can name it.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -115,7 +116,7 @@ class Compressor(ABC):
 
     @property
     def name(self) -> str:
-        """The name in a spec, which is the name of the compressor's file. One from elsewhere has its class's dotted name."""
+        """Return the name for specs: the compressor's file name, or its class's dotted name if a user defined it."""
         kind = type(self)
         if not kind.__module__.startswith(REGISTRY):
             return f"{kind.__module__}.{kind.__qualname__}"
@@ -137,7 +138,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
-        """Take what is sent out of acc.residual, and return the mean update over the ranks. What stays there is the error.
+        """Move the entries that it sends out of acc.residual. Return the mean update over the ranks. The rest is the error.
 
         The law of conservation: mean(acc.residual before) == mean(acc.residual after) + update.
         """
@@ -151,7 +152,7 @@ class Compressor(ABC):
         return None
 
     def refuses(self, feedback: bool) -> str | None:
-        """Say why error feedback around it is refused (feedback=True) or its absence is (feedback=False); None if it is not."""
+        """Explain why the setting feedback=`feedback` is refused. Return None if it is allowed."""
         return None
 
     def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:

@@ -1,6 +1,6 @@
-"""Requests: the three operations that a compressor may ask of the network, their payloads and their answers.
+"""Requests: the three operations that a compressor may ask of the network, their payloads and their replies.
 
-A compressor never talks to the network. It yields a request and is resumed with the answer.
+A compressor never talks to the network. It yields a request and is resumed with the reply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class World(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """All ranks except this one."""
+        """Return all ranks except this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def on_other_host(self, rank: int) -> bool:
@@ -58,22 +58,22 @@ class Payload:
 
 
 class Gather(NamedTuple):
-    """The request to give every rank's payload to every rank. The answer is a list of payloads in rank order."""
+    """The request to give every rank's payload to every rank. The reply is a list of payloads in rank order."""
 
     payload: Payload
 
 
 class Reduce(NamedTuple):
-    """The request to sum a float32 tensor over the ranks. The answer is scale times the sum, possibly in the same memory."""
+    """The request to sum a float32 tensor over the ranks. The reply is scale times the sum, possibly in the same memory."""
 
     tensor: Tensor
     scale: float = 1.0
 
 
 class Send(NamedTuple):
-    """The request to give each named rank its own payload, all of one form. The answer is {sender: payload}.
+    """The request to give each named rank its own payload, all of one form. The reply is {sender: payload}.
 
-    Every rank takes part, even with no payloads. Each rank names its senders, so that sizes never have to be asked for.
+    Every rank takes part, even with no payloads. Each rank names its senders, so no message announces its size.
     """
 
     payloads: Mapping[int, Payload]

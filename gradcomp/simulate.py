@@ -101,7 +101,8 @@ class Simulation:
         """
         if len(grads) != len(self._reducers):
             raise ValueError(
-                f"step() got gradients of {len(grads)} ranks, but the simulation has {len(self._reducers)}; pass a dict a rank"
+                f"step() got gradients of {len(grads)} ranks, but the simulation has {len(self._reducers)}; pass one dict "
+                "for each rank"
             )
         for rank, of_rank in enumerate(grads):
             self._check(rank, of_rank)

@@ -62,7 +62,7 @@ def test_a_state_of_something_else_is_refused() -> None:
         gradcomp.Simulation("topk", {"w": (5,)}, 3).load_state_dict(state)
     with pytest.raises(ValueError, match=r"saved with 'topk' and cannot continue with 'topk:ratio=0\.5'"):
         gradcomp.Simulation("topk:ratio=0.5", {"w": (5,)}, 2).load_state_dict(state)
-    with pytest.raises(ValueError, match="another model: v, w are not in both"):
+    with pytest.raises(ValueError, match="does not fit the model: only one of them has v, w; load it"):
         gradcomp.Simulation("topk", {"v": (5,)}, 2).load_state_dict(state)
     with pytest.raises(ValueError, match="'w' has 6 entries, in the state 5"):
         gradcomp.Simulation("topk", {"w": (6,)}, 2).load_state_dict(state)
@@ -112,7 +112,7 @@ def test_a_sender_that_says_nothing_is_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Send({}, [1], FORM, CPU))
     board.post("x", 1, Send({}, [], FORM, CPU))
-    with pytest.raises(RuntimeError, match=r"exchange x: payloads were expected from ranks \[1\], but came from \[\]"):
+    with pytest.raises(RuntimeError, match=r"request x: expected payloads from ranks \[1\], got them from \[\]"):
         own.reply(0)
 
 
@@ -120,5 +120,5 @@ def test_ranks_that_ask_for_different_things_are_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Reduce(torch.zeros(1)))
     board.post("x", 1, Gather(payloads.wrap(torch.zeros(1))))
-    with pytest.raises(RuntimeError, match=r"exchange x: the ranks posted different requests \(Reduce, Gather\)"):
+    with pytest.raises(RuntimeError, match=r"request x: the ranks posted different requests \(Reduce, Gather\)"):
         own.reply(0)

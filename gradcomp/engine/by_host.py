@@ -65,7 +65,7 @@ class ByHost(Wrapper):
         super().__post_init__()
         traits = self.inner.traits
         reasons = {
-            "it reads statistics of the raw gradient, but a rank only gets the sum of its host's": traits.moments == "raw",
+            "it reads statistics of the raw gradient, but a rank has only the sum over its host": traits.moments == "raw",
             "it needs the layers' learning rates, but a rank's part cuts through layers": traits.rates == "needed",
             "it treats the first and last layers differently, but a rank's part cuts through layers": traits.ends,
         }
@@ -99,7 +99,7 @@ class ByHost(Wrapper):
 
     def exchange(self, acc: Acc, state: PartState, world: World) -> Steps:
         position = position_of(world)
-        state.settle(self.inner, position)
+        state.move_to(self.inner, position)
         host_acc = yield from _sum_in_host(acc, state, position)
         part_update = yield from _exchange_among_peers(
             self.inner.exchange(host_acc, state.inner, position.peer_world), position
@@ -113,7 +113,7 @@ class ByHost(Wrapper):
 
 
 class PartState:
-    """The state of the part of a bucket that this rank owns. settle() makes it, again whenever the rank's position changes.
+    """The state of this rank's part of a bucket. move_to() makes it anew whenever the rank's position changes.
 
     All parts are equally long, so that all ranks yield the same requests. Zeros fill up a last part that is shorter.
     """
@@ -127,8 +127,8 @@ class PartState:
         self.moments: Tensor | None = None
         self.peaks: Tensor | None = None
 
-    def settle(self, inner: Compressor, position: Position) -> None:
-        """Make the inner compressor's state for this position, and load what load() was given before."""
+    def move_to(self, inner: Compressor, position: Position) -> None:
+        """Make the inner compressor's state if the position changed, and restore a saved state."""
         if position != self.position:
             self.position = position
             self.part_layout = self._layout_of(position.part)
@@ -147,13 +147,13 @@ class PartState:
 
     @property
     def length(self) -> int:
-        """The number of entries of a part."""
+        """Return the number of entries of a part."""
         assert self.position is not None
         return -(-self.layout.total // len(self.position.neighbours))
 
     @property
     def form(self) -> Form:
-        """The form of a part's payload: its entries, and a flag that is not 0 where a gradient was not finite."""
+        """Return the form of a part's payload: its entries, and a flag that is not 0 where a gradient was not finite."""
         return Field("flag", torch.int32, 1), Field("values", torch.float32, self.length)
 
     def slice(self, flat: Tensor, part: int) -> Tensor:

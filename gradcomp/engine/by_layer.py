@@ -49,7 +49,7 @@ class ByLayer(Compressor):
 
     @property
     def traits(self) -> Traits:
-        """The largest momentum of all compressors, and the strongest need of learning rates."""
+        """Return the largest momentum of all compressors, and the strongest need of learning rates."""
         every = [compressor.traits for compressor in self._all()]
         momentum, rates = max(each.momentum for each in every), max((each.rates for each in every), key=NEEDS.index)
         return Traits(momentum=momentum, rates=rates, outermost=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: a reducer's state between steps, by layer name, so that it does not depend on how buckets were cut."""
+"""Checkpoints: residuals and velocities by layer, and each compressor's own state by bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcomp.engine.feedback import Collector, Feedback
 from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
-# The format of a state. It is raised when the content of a state changes, or the meaning of a saved spec (a knob's default).
+# The format of a state. Increase it when a state's content or a knob's default changes.
 FORMAT = 3
 
 
@@ -36,8 +36,8 @@ def save(reducer: Reducer) -> dict[str, Any]:
 def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
     """Restore a state that save() made for the same layers and the same spec.
 
-    Residuals and velocities return to their layers, however the buckets are cut now. A compressor's state of a bucket returns
-    only to a bucket of the same layers. Other buckets keep the state that they have.
+    Residuals and velocities are restored by layer. A compressor's state is restored only if a bucket has the same layers. Other
+    buckets keep the state that they have.
     """
     pairs = [*_pairs(reducer, "residual", state["residual"]), *_pairs(reducer, "velocity", state["velocity"])]
     for view, saved_view in pairs:  # nothing is written before all of the state is known to fit
@@ -112,11 +112,13 @@ def _pairs(reducer: Reducer, array: str, saved: Mapping[str, Tensor]) -> list[tu
     views = _views(reducer, array)
     if different := sorted(views.keys() ^ saved.keys()):
         raise ValueError(
-            f"the state is of another model: {', '.join(different[:3])} {'is' if len(different) == 1 else 'are'} not in both"
+            f"the state does not fit the model: only one of them has {', '.join(different[:3])}; load it into the model that "
+            "saved it"
         )
     for name, view in views.items():
         if view.numel() != saved[name].numel():
             raise ValueError(
-                f"the state is of another model: {name!r} has {view.numel()} entries, in the state {saved[name].numel()}"
+                f"the state does not fit the model: {name!r} has {view.numel()} entries, in the state {saved[name].numel()}; "
+                "load it into the model that saved it"
             )
     return [(view, saved[name]) for name, view in views.items()]

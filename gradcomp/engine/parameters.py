@@ -1,4 +1,4 @@
-"""A model's parameters for the doors: each has a name, and a gradient that is read and written where it lies."""
+"""A model's parameters for the doors: each has a name, and a gradient that is read and written in place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradcomp.protocol import Compressor, Layer
 
-Named = Iterable[tuple[str, torch.nn.Parameter]]
+# Parameters with their names.
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Slot:
@@ -56,7 +57,7 @@ class Slot:
 class Parameters:
     """All parameters that are trained, in the given order. A tied parameter, which has two names, counts once."""
 
-    def __init__(self, named: Named):
+    def __init__(self, named: NamedParameters):
         seen: set[int] = set()
         names: set[str] = set()
         self.slots: list[Slot] = []
@@ -98,8 +99,8 @@ class Parameters:
         }
 
 
-def named_of(optimizer: torch.optim.Optimizer, named: Named | None) -> list[tuple[str, torch.nn.Parameter]]:
-    """Name the optimizer's parameters. Without given names they get those that Horovod would give."""
+def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the optimizer's parameters with their names, by default Horovod's. Drop named parameters of others."""
     groups = enumerate(optimizer.param_groups)
     unnamed = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
     if named is None:
@@ -115,17 +116,17 @@ def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer | No
         return None
     if optimizer is None:
         return (
-            f"momentum={momentum} in the spec acts before compression: the optimizer's own momentum must be 0. "
+            f"the momentum {momentum} of {compressor} acts before compression: the optimizer's own momentum must be 0. "
             "Pass optimizer= to have gradcomp check it."
         )
     if any(group.get("momentum", 0) > 0 for group in optimizer.param_groups):
         raise ValueError(
-            f"momentum={momentum} in the spec and the optimizer's own momentum would act twice; set one of them to 0"
+            f"the momentum {momentum} of {compressor} and the optimizer's own would act twice; set one of them to 0"
         )
     return None
 
 
-def rates_of(optimizer: torch.optim.Optimizer, named: Named) -> Callable[[str], float]:
+def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[str], float]:
     """Return a function from a parameter's name to its current learning rate."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     group_of = {name: groups.get(id(parameter)) for name, parameter in named}

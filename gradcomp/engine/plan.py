@@ -21,8 +21,8 @@ class Plan(NamedTuple):
 def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) -> list[Plan]:
     """Group the layers into buckets of one compressor each, last layer first, since backward reaches it first.
 
-    bucket_mb: the largest size of a bucket, in 10^6 bytes of float32. A bucket of one layer may be larger, and so may that of a
-    compressor that needs the whole model. Empty layers are left out.
+    bucket_mb: the largest size of a bucket, in 10^6 bytes of float32. A bucket may be larger if it holds one layer, or if its
+    compressor needs the whole model. Empty layers are left out.
     """
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be above 0")

@@ -1,8 +1,8 @@
 """Buckets of gradients, and the only loop that drives a compressor.
 
 mark_ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish_step() advances all
-buckets to their updates, round by round, in bucket order. It never finishes one bucket before the next: ranks may have started
-their buckets in different orders, and would then wait for one another for ever.
+buckets to their updates, round by round, in bucket order. It never runs one bucket to its end while others wait. Ranks may
+start their buckets in different orders and would then block each other.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Bucket:
     """Layers that are exchanged together.
 
-    grads: the gradients that are ready. steps: the running exchange. answer: waits for the reply to its request.
-    round: the number of its requests so far.
+    grads: the gradients that are ready. running: the exchange in progress. answer: waits for the reply to the latest request.
+    round: requests made so far.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Bucket:
     collector: Collector
     state: BucketState
     grads: dict[str, Tensor] = field(default_factory=dict)
-    steps: Steps | None = None
+    running: Steps | None = None
     answer: Answer | None = None
     round: int = 0
 
@@ -47,7 +47,8 @@ class Bucket:
 class Reducer:
     """All buckets of one model on one rank.
 
-    bucket_mb: the largest size of a bucket, in 10^6 bytes. seed: the seed of the first bucket; later buckets add their index.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
+    seed: the seed of the first bucket; later buckets add their index.
     rates: a function from a layer's name to its learning rate. memory: the owner of scratch and updates, a new one by default.
     deliver: called with each finished bucket and its mean update, which is valid during the call. By default the update is
     written into the gradients.
@@ -103,7 +104,7 @@ class Reducer:
     def start_all(self) -> None:
         """Start every bucket that has not started. A layer without a gradient gets one of zeros."""
         for bucket in self.buckets:
-            if bucket.steps is None:
+            if bucket.running is None:
                 self._start(bucket)
 
     def advance(self) -> bool:
@@ -135,9 +136,9 @@ class Reducer:
         """Discard the running step after a failure of the network."""
         self._sent = self._sent_between_hosts = 0
         for bucket in self.buckets:
-            if bucket.steps is not None:
-                bucket.steps.close()
-            bucket.steps = bucket.answer = None
+            if bucket.running is not None:
+                bucket.running.close()
+            bucket.running = bucket.answer = None
             bucket.grads.clear()
 
     def _start(self, bucket: Bucket) -> None:
@@ -149,15 +150,15 @@ class Reducer:
         grads = [bucket.grads[name] for name in layout.names]
         acc = collector.collect(grads, bucket.state, self.memory, world.size, rates)
         bucket.round = 0
-        bucket.steps = collector.exchange(acc, bucket.state, world)
+        bucket.running = collector.exchange(acc, bucket.state, world)
         self._resume(bucket, None)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
-        assert bucket.steps is not None
+        assert bucket.running is not None
         try:
-            request = bucket.steps.send(reply)
+            request = bucket.running.send(reply)
         except StopIteration as end:
-            bucket.steps = bucket.answer = None
+            bucket.running = bucket.answer = None
             if not isinstance(end.value, Update):
                 raise TypeError(
                     f"{bucket.collector.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
@@ -198,7 +199,7 @@ class Reducer:
 def check_type(grad: Tensor, subject: str) -> None:
     """Refuse a gradient of a type that kernels do not read.
 
-    subject: the gradient's description, with which the message begins.
+    subject: the gradient's description. The message begins with it.
     """
     if grad.dtype not in GRADIENT_TYPES:
         raise TypeError(f"{subject} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")

@@ -36,11 +36,16 @@ class Options:
 
 
 class Session:
-    """One model's exchanges on one rank. unknown: the door's message for a gradient of none of the parameters."""
+    """One model's exchanges on one rank.
 
-    def __init__(self, compressor: Compressor, parameters: Parameters, network: Connection, options: Options, unknown: str):
+    unknown_message: the door's error message for a gradient that belongs to no known parameter, with {shape} for its shape.
+    """
+
+    def __init__(
+        self, compressor: Compressor, parameters: Parameters, network: Connection, options: Options, unknown_message: str
+    ):
         self.parameters, self.network = parameters, network
-        self._options, self._unknown = options, unknown
+        self._options, self._unknown_message = options, unknown_message
         self._met_in: object = None  # the network's generation in which the ranks met last
         self._step_began = False
         self._held: dict[str, Slot] = {}
@@ -56,7 +61,7 @@ class Session:
         """Find the slot of a parameter. Refuse an unknown parameter."""
         slot = self.parameters.slot(parameter)
         if slot is None:
-            raise ValueError(self._unknown)
+            raise ValueError(self._unknown_message.format(shape=tuple(parameter.shape)))
         return slot
 
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
@@ -100,7 +105,7 @@ class Session:
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.parameters.slots}
 
     def change(self, compressor: Compressor) -> None:
-        """Continue with another compressor, and carry residuals over. If the ranks have met before, they meet again at once."""
+        """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
         if self._step_began and self.has_met:
             raise RuntimeError(
                 "change() came in the middle of a step: call it after optimizer.step(), before the next backward"

@@ -44,7 +44,8 @@ class HorovodNetwork:
     @property
     def host(self) -> str:
         name = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-        if mpi_ops.is_homogeneous():  # then the launcher has numbered the hosts, so that two hosts may have one name
+        if mpi_ops.is_homogeneous():
+            # The launcher has numbered the hosts. The number tells hosts of the same name apart.
             name += f" {hvd.cross_rank()}"
         return name
 
@@ -87,17 +88,17 @@ def _result(handle: Any) -> Any:
     while not _try(hvd.poll, handle):
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
-    answer = _try(hvd.synchronize, handle)
-    for tensor in answer if isinstance(answer, tuple) else (answer,):
+    result = _try(hvd.synchronize, handle)
+    for tensor in result if isinstance(result, tuple) else (result,):
         if tensor.is_cuda:
             _wait_on_stream(tensor)
-    return answer
+    return result
 
 
 def _wait_on_stream(output: torch.Tensor) -> None:
     """Make the current stream wait for an output, and keep the output's memory until this stream has read it.
 
-    Horovod's threads make outputs on the device's default stream. They make only that stream wait for them.
+    Horovod's threads write outputs on the device's default stream. No other stream waits for these writes.
     """
     stream, default = torch.cuda.current_stream(output.device), torch.cuda.default_stream(output.device)
     if stream != default:

@@ -41,9 +41,9 @@ def unpack(request: Send, incoming: Tensor, bytes_in: list[int]) -> dict[int, Pa
 
 
 def check_senders(request: Send, senders: Collection[int], name: str) -> None:
-    """Refuse an alltoall in which other ranks sent than the request names."""
+    """Raise unless exactly the senders that a request names have sent."""
     if {*senders} != {*request.senders}:
         raise RuntimeError(
-            f"exchange {name}: payloads were expected from ranks {sorted(request.senders)}, but came from {sorted(senders)}; "
-            "check that all ranks are at the same step"
+            f"bucket and request {name}: expected payloads from ranks {sorted(request.senders)}, got them from "
+            f"{sorted(senders)}; check that all ranks are at the same step"
         )

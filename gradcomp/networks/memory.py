@@ -1,4 +1,4 @@
-"""The network of simulated ranks in one process: ranks post requests on a board, which answers once all have posted."""
+"""The network of simulated ranks in one process: ranks post requests on a board, which replies once all have posted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Send, Wor
 
 
 class Round:
-    """The requests of all ranks for one exchange, and the replies to them."""
+    """One request of every rank, all of the same name, and the replies to them."""
 
     def __init__(self, name: str, world: int):
         self.name, self.missing = name, world
@@ -19,30 +19,31 @@ class Round:
 
     def post(self, rank: int, request: Request) -> None:
         if self.requests[rank] is not None:
-            raise RuntimeError(f"exchange {self.name}: rank {rank} posted two requests; a rank posts one")
+            raise RuntimeError(f"bucket and request {self.name}: rank {rank} posted two requests; a rank posts one")
         self.requests[rank] = request
         self.missing -= 1
 
     def reply(self, rank: int) -> Reply:
         if self.replies is None:
-            self.replies = self._answer()
+            self.replies = self._make_replies()
             self.requests.clear()
         return self.replies[rank]
 
-    def _answer(self) -> list[Reply]:
+    def _make_replies(self) -> list[Reply]:
         requests, world = self.requests, len(self.requests)
         first = requests[0]
         if any(type(request) is not type(first) for request in requests):
             kinds = ", ".join(type(request).__name__ for request in requests)
             raise RuntimeError(
-                f"exchange {self.name}: the ranks posted different requests ({kinds}); all ranks must yield the same sequence"
+                f"bucket and request {self.name}: the ranks posted different requests ({kinds}); all ranks must yield the same "
+                "sequence"
             )
         match first:
             case Gather():
                 payloads: list[Payload] = [r.payload for r in requests if isinstance(r, Gather)]
                 if len({payload.form for payload in payloads}) > 1:
                     raise RuntimeError(
-                        f"exchange {self.name}: the ranks' payloads have different forms; all ranks must use the same"
+                        f"bucket and request {self.name}: the ranks' payloads have different forms; all ranks must use the same"
                     )
                 return [payloads] * world
             case Reduce(tensor, scale):
@@ -58,11 +59,11 @@ class Round:
                     check_senders(request, received, self.name)
                     replies.append(received)
                 return replies
-        raise TypeError(f"exchange {self.name}: {first!r} is not a request; yield a Gather, a Reduce or a Send")
+        raise TypeError(f"bucket and request {self.name}: {first!r} is no request; yield a Gather, a Reduce or a Send")
 
 
 class Board:
-    """The rounds that still miss the request of some rank. A complete round is kept only by the answers that read it."""
+    """The rounds that still miss the request of some rank. Only the functions that read its replies keep a complete round."""
 
     def __init__(self, world: int):
         self.world = world

@@ -33,20 +33,23 @@ CASES = {
     ("sparse as dense", doors.OWN): "ValueError: sparse gradients",
     ("float64", doors.COMPRESSION): "TypeError: the gradient of 'float64/Compression.1.bias' is torch.float64",
     ("float64", doors.OWN): "TypeError: the gradient of 'float64/DistributedOptimizer.1.bias' is torch.float64",
-    ("unnamed", doors.COMPRESSION): "ValueError: a gradient belongs to none of the named_parameters of Compression",
+    ("unnamed", doors.COMPRESSION): "ValueError: a gradient belongs to no known parameter: its shape is (",
     ("unnamed", doors.OWN): "ValueError: named_parameters was specified, but one or more model parameters were not named",
-    ("thawed", doors.COMPRESSION): "ValueError: a gradient belongs to none of the named_parameters of Compression",
+    ("thawed", doors.COMPRESSION): "ValueError: a gradient belongs to no known parameter: its shape is (",
     ("two of one name", doors.COMPRESSION): "ValueError: named_parameters has two parameters called 'same'",
     ("two of one name", doors.OWN): "ValueError: named_parameters has two parameters called 'same'",
     (
         "momentum twice",
         doors.COMPRESSION,
-    ): "ValueError: momentum=0.9 in the spec and the optimizer's own momentum would act twice",
-    ("momentum twice", doors.OWN): "ValueError: momentum=0.9 in the spec and the optimizer's own momentum would act twice",
+    ): "ValueError: the momentum 0.9 of topk:ratio=0.1,momentum=0.9 and the optimizer's own would act twice",
+    (
+        "momentum twice",
+        doors.OWN,
+    ): "ValueError: the momentum 0.9 of topk:ratio=0.1,momentum=0.9 and the optimizer's own would act twice",
     (
         "momentum unseen",
         doors.COMPRESSION,
-    ): "UserWarning: momentum=0.9 in the spec acts before compression: the optimizer's own",
+    ): "UserWarning: the momentum 0.9 of topk:ratio=0.1,momentum=0.9 acts before compression: the optimizer's own",
 }
 
 

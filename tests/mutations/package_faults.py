@@ -80,8 +80,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a layer without a gradient keeps its bucket from starting",
         "gradcomp/engine",
-        "            if bucket.steps is None:\n                self._start(bucket)",
-        "            if bucket.steps is None and bucket.grads:\n                self._start(bucket)",
+        "            if bucket.running is None:\n                self._start(bucket)",
+        "            if bucket.running is None and bucket.grads:\n                self._start(bucket)",
         ("test_simulate.py",),
     ),
     Fault(

@@ -135,11 +135,11 @@ def simulate(spec: str, shapes: Mapping[str, Sequence[int]], ranks: int) -> list
             reducer.mark_ready(name, grad)
     first, *others = reducers
     while first.advance():
-        done = {bucket.index for bucket in first.buckets if bucket.steps is None}
+        done = {bucket.index for bucket in first.buckets if bucket.running is None}
         for reducer in others:
             for bucket in reducer.buckets:
                 if bucket.index in done:
-                    bucket.steps = bucket.answer = None
+                    bucket.running = bucket.answer = None
             reducer.advance()
     return counting
 
