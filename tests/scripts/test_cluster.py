@@ -45,7 +45,7 @@ def lines(done: subprocess.CompletedProcess[str], count: int) -> dict[int, list[
     return said
 
 
-def until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
