@@ -28,11 +28,11 @@ specs = pytest.mark.parametrize("spec", ALL)
 
 def in_turn(name: str, values: list[float]) -> pytest.MarkDecorator:
     """Run every spec at every place, with one of the values in turn: each value meets every spec, device and world."""
-    cases = [
-        pytest.param(spec, device, world, values[(i + j) % len(values)], marks=[pytest.mark.slow] if device == "simt" else [])
-        for i, spec in enumerate(ALL)
-        for j, (device, world) in enumerate(PLACES)
-    ]
+    cases = []
+    for i, spec in enumerate(ALL):
+        for j, (device, world) in enumerate(PLACES):
+            slow = [pytest.mark.slow] if device == "simt" or world > 3 else []
+            cases.append(pytest.param(spec, device, world, values[(i + j) % len(values)], marks=slow))
     return pytest.mark.parametrize(f"spec,device,world,{name}", cases, indirect=["device"])
 
 
