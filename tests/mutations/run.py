@@ -2,7 +2,8 @@
 
     scripts/check --mutations [--only TEXT] [--jobs N] [--out FILE]
 
-A copy is the last commit; it lies in build/mutations. Every job has a copy of its own.
+A copy is the last commit; it lies in build/mutations. Every job has a copy of its own. With --only, the record keeps its other
+faults.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import platform
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,7 +77,11 @@ def first_failure(copy: Path, tests: list[str]) -> str | None:
     if done.returncode == 0:
         return None
     named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return named.group(1) if named else f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
+    if named is None and done.returncode < 0:
+        return f"the tests' process, which {signal.Signals(-done.returncode).name} ended"
+    if named is None:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    return named.group(1)
 
 
 def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
@@ -85,16 +92,20 @@ def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
     path.write_text(right.replace(fault.right, fault.wrong))
     try:
         build(copy)
-        return first_failure(copy, ["tests", *(f"--ignore={each}" for each in own)] if others else own)
+        found_by = first_failure(copy, ["tests", *(f"--ignore={each}" for each in own)] if others else own)
     finally:
         path.write_text(right)
+    if found_by is not None and "::" in found_by:
+        build(copy)
+        if first_failure(copy, [found_by]) is not None:
+            raise RuntimeError(f"{found_by} fails without the fault {fault.name!r}, too")
+    return found_by
 
 
 def record_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Describe a run: its command, commit, machine and date, and every fault with the test that found it."""
+    """Describe a run: its command, machine and date; and of every fault its commit and the test that found it."""
     return {
-        "command": " ".join(["scripts/check --mutations", *sys.argv[1:]]),
-        "commit": commit_of(COPIES / "0"),
+        "command": "scripts/check --mutations",
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
         "faults": len(results),
@@ -113,25 +124,31 @@ def main() -> None:
     copies: queue.Queue[Path] = queue.Queue()
     for number in range(options.jobs):
         copies.put(make_copy(number))
-    results: dict[str, dict[str, Any]] = {}
+    commit, results = commit_of(COPIES / "0"), {}
+    if options.only and options.out.exists():
+        results = {each["fault"]: each for each in json.loads(options.out.read_text())["results"]}
+    tried, lock = 0, threading.Lock()
 
     def attempt(fault: Fault, others: bool) -> None:
+        nonlocal tried
         copy, began = copies.get(), time.monotonic()
         try:
             found_by = try_out(fault, copy, others)
         finally:
             copies.put(copy)
-        seconds = round(time.monotonic() - began, 1)
-        results[fault.name] = {"fault": fault.name, "found_by": found_by, "by_others": others, "seconds": seconds}
-        print(f"{len(results)} tried, {seconds:6.1f} s  {fault.name}: {found_by or 'not found'}", flush=True)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record_of(dict(results)), indent=1) + "\n")
+        with lock:
+            tried += 1
+            results[fault.name] = {"fault": fault.name, "commit": commit, "found_by": found_by, "by_others": others}
+            print(f"{tried} tried, {time.monotonic() - began:6.1f} s  {fault.name}: {found_by or 'not found'}", flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(record_of(results), indent=1) + "\n")
 
+    chosen = [fault for fault in FAULTS if options.only in fault.name]
     for others in (False, True):
-        chosen = [each for each in FAULTS if options.only in each.name and not results.get(each.name, {}).get("found_by")]
         with ThreadPoolExecutor(options.jobs) as pool:
             for attempted in [pool.submit(attempt, fault, others) for fault in chosen]:
                 attempted.result()
+        chosen = [fault for fault in chosen if results[fault.name]["found_by"] is None]
     lost = [name for name, each in results.items() if each["found_by"] is None]
     print(f"{len(results) - len(lost)} of {len(results)} faults were found" + "".join(f"\nNOT FOUND: {name}" for name in lost))
     sys.exit(bool(lost))
