@@ -194,10 +194,10 @@ KERNEL_FAULTS = (
         ("test_feedback.py",),
     ),
     Fault(
-        "Nesterov's form reads the old velocity",
+        "momentum adds the old velocity on a GPU",
         "csrc/cuda",
-        "const float sum = run.",
-        "if (kWithVelocity && to.ahead_gradient != 0) v = velocity.x[i];\n    const float sum = run.",
+        "to.ahead_gradient * g + to.ahead_velocity * v : g",
+        "to.ahead_gradient * g + to.ahead_velocity * velocity.x[i] : g",
         ("test_feedback.py",),
     ),
     Fault(
