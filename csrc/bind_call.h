@@ -2,8 +2,10 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -19,12 +21,30 @@ namespace gradcomp {
 // One argument of a call, which holds on to the arrays that it borrows. get() is the kernel's argument.
 template <class T>
 struct Slot {
-  Slot(py::handle object, const Where&) : value(object.cast<T>()) {}
+  Slot(py::handle object, const Where& where) {
+    try {
+      value = object.cast<T>();
+    } catch (const py::cast_error&) {
+      fail(where, "=", std::string(py::repr(object)), " must be ", expected());
+    }
+  }
+  static const char* expected() {
+    return std::is_same_v<T, bool> ? "true or false" : std::is_integral_v<T> ? "a whole number below 2^63" : "a number";
+  }
   T get() const { return value; }
   template <class Visit>
   void visit(Visit) const {}
-  T value;
+  T value{};
 };
+
+// The items of a list or tuple, each held until its array has been read.
+inline std::vector<py::object> items_of(py::handle object, const Where& where) {
+  EXPECTS(py::isinstance<py::list>(object) || py::isinstance<py::tuple>(object), where, " must be a list of arrays, not ",
+          std::string(py::str(py::type::of(object))));
+  std::vector<py::object> items;
+  for (py::handle item : object) items.push_back(py::reinterpret_borrow<py::object>(item));
+  return items;
+}
 
 template <class T>
 struct Slot<Span<T>> {
@@ -43,7 +63,7 @@ struct Slot<OptionalSpan<T>> {
   Slot(py::handle object, const Where& where) {
     if (!object.is_none()) slot.emplace(object, where);
   }
-  OptionalSpan<T> get() const { return slot ? OptionalSpan<T>{slot->get()} : OptionalSpan<T>{}; }
+  OptionalSpan<T> get() const { return slot ? OptionalSpan<T>{slot->get(), true} : OptionalSpan<T>{}; }
   template <class Visit>
   void visit(Visit seen) const {
     if (slot) slot->visit(seen);
@@ -54,7 +74,7 @@ struct Slot<OptionalSpan<T>> {
 template <>
 struct Slot<const Pieces&> {
   Slot(py::handle object, const Where& where) {
-    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) {
+    for (const py::object& item : items_of(object, where)) {
       EXPECTS(pieces.count < Pieces::kMost, where, " must be at most ", Pieces::kMost, " arrays");
       const Array& array = arrays.emplace_back(item, Where{where.kernel, where.argument, pieces.count});
       pieces.dtype[pieces.count] = array.gradient_type();
@@ -75,7 +95,7 @@ struct Slot<const Pieces&> {
 template <class T>
 struct Slot<const Spans<T>&> {
   Slot(py::handle object, const Where& where) {
-    for (py::handle item : py::reinterpret_borrow<py::sequence>(object)) {
+    for (const py::object& item : items_of(object, where)) {
       EXPECTS(spans.count < Spans<T>::kMost, where, " must be at most ", Spans<T>::kMost, " arrays");
       const Array& array = arrays.emplace_back(item, Where{where.kernel, where.argument, spans.count});
       if (spans.count == 0) spans.size = array.size();

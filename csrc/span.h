@@ -14,9 +14,13 @@ struct Span {
   bool given() const { return data != nullptr || size > 0; }
 };
 
-// An array that a caller may leave out; None in Python.
+// An array that a caller may leave out; None in Python. An array without entries is given all the same.
 template <class T>
-struct OptionalSpan : Span<T> {};
+struct OptionalSpan : Span<T> {
+  bool is_given = false;
+
+  bool given() const { return is_given; }
+};
 
 // Arrays of one size, one from each rank. Three of them fit into the arguments of a launch.
 template <class T>

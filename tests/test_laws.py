@@ -22,17 +22,24 @@ FEW = [1, 3]
 PLACES = [(device, world) for device in DEVICES for world in (FEW if device == "simt" else WORLDS)]
 
 worlds = pytest.mark.parametrize("world", WORLDS)
-few_worlds = pytest.mark.parametrize("world", FEW)
+few_worlds = pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=[] if world in FEW else [pytest.mark.long]) for world in WORLDS]
+)
 specs = pytest.mark.parametrize("spec", ALL)
 
 
 def in_turn(name: str, values: list[float]) -> pytest.MarkDecorator:
-    """Run every spec at every place, with one of the values in turn: each value meets every spec, device and world."""
+    """Run every spec at every place with one of the values in turn: each value meets every spec, device and world.
+
+    The other values, all triples, are long tests.
+    """
     cases = []
     for i, spec in enumerate(ALL):
         for j, (device, world) in enumerate(PLACES):
-            slow = [pytest.mark.slow] if device == "simt" or world > 3 else []
-            cases.append(pytest.param(spec, device, world, values[(i + j) % len(values)], marks=slow))
+            for k, value in enumerate(values):
+                marks = [] if k == (i + j) % len(values) else [pytest.mark.long]
+                marks += [pytest.mark.slow] if device == "simt" or world > 3 else []
+                cases.append(pytest.param(spec, device, world, value, marks=marks))
     return pytest.mark.parametrize(f"spec,device,world,{name}", cases, indirect=["device"])
 
 

@@ -6,6 +6,7 @@ Arrays go in as they are: torch tensors, NumPy and CuPy arrays, on CPU or GPU, o
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,6 +70,12 @@ def queue(array: Array) -> dict[str, int]:
     return {"stream": stream(array), "threads": torch.get_num_threads()}
 
 
-def launches(ranks: int) -> list[slice]:
-    """Cut the ranks into slices that fit one launch each."""
-    return [slice(first, first + MOST_RANKS) for first in range(0, ranks, MOST_RANKS)]
+def launches(kernel: str, **arrays: Sequence[Array]) -> list[slice]:
+    """Cut the ranks into slices that fit one launch each. Every argument has an array from each rank."""
+    (last, own), *others = reversed(arrays.items())
+    for name, each in others:
+        if len(each) != len(own):
+            raise ValueError(f"{kernel}: {name} come from {len(each)} ranks, but {last} from {len(own)}")
+    if not own:
+        raise ValueError(f"{kernel}: {last} must be at least one array")
+    return [slice(first, first + MOST_RANKS) for first in range(0, len(own), MOST_RANKS)]

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gradcomp.native import extension, kernels
 
@@ -130,3 +131,44 @@ def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
     sentence = "offer_all: taken is on the CPU, but residual is on cuda:0: move all arrays to one device"
     with pytest.raises(ValueError, match=sentence):
         extension.native.offer_all(residual, None, torch.zeros(4))
+
+
+class Items:
+    """A sequence that makes its items when it is asked for them."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Tensor:
+        if i > 1:
+            raise IndexError
+        return torch.zeros(500)
+
+
+@pytest.mark.parametrize("grads", [Items(), torch.zeros(2, 500), None, 7])
+def test_only_lists_of_arrays_are_lists_of_arrays(grads: object) -> None:
+    with pytest.raises(ValueError, match="flatten: grads must be a list of arrays, not"):
+        extension.native.flatten(grads, torch.zeros(1000), stream=0, threads=1)
+
+
+@pytest.mark.parametrize("k", [None, 1.5, 2**63, [1]])
+def test_a_number_that_is_none_is_named(k: object) -> None:
+    arrays = torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    scratch = torch.zeros(100_000, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"take_topk: k=.* must be a whole number"):
+        extension.native.take_topk(torch.zeros(10), None, None, None, k, *arrays, scratch, stream=0, threads=1)
+
+
+def test_an_empty_velocity_is_one_of_the_wrong_size() -> None:
+    entries = torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="take_topk: velocity has 0 entries"):
+        kernels.take_topk(torch.ones(1000), 3, *entries, velocity=torch.zeros(0))
+
+
+def test_payloads_of_different_numbers_of_ranks_are_refused() -> None:
+    block, entry, header = (torch.zeros(n, dtype=torch.int32) for n in (1, 4, 2))
+    for count in (0, extension.MOST_RANKS):
+        with pytest.raises(ValueError, match=f"add_packed: entries come from 65 ranks, but headers from {count}"):
+            kernels.add_packed(torch.zeros(64), [block] * 65, [entry] * 65, [header] * count)
+    with pytest.raises(ValueError, match="add_packed: headers must be at least one array"):
+        kernels.add_packed(torch.zeros(64), [], [], [])

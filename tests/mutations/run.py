@@ -67,20 +67,20 @@ def build(copy: Path) -> None:
 
 
 def first_failure(copy: Path, tests: list[str]) -> str | None:
-    """Run tests until one fails, and name it. Return None where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    """Run tests until one fails, and name it, or the signal that ended them. Return None where all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         return f"a test that does not end in {PATIENCE} s"
     if done.returncode == 0:
         return None
-    named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if named is None and done.returncode < 0:
+    if done.returncode < 0:
         return f"the tests' process, which {signal.Signals(-done.returncode).name} ended"
-    if named is None:
-        raise RuntimeError(f"pytest ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+    named = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    if done.returncode != 1 or named is None:
+        raise RuntimeError(f"no test failed, but pytest ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
     return named.group(1)
 
 
@@ -95,9 +95,9 @@ def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
         found_by = first_failure(copy, ["tests", *(f"--ignore={each}" for each in own)] if others else own)
     finally:
         path.write_text(right)
-    if found_by is not None and "::" in found_by:
+    if found_by is not None:
         build(copy)
-        if first_failure(copy, [found_by]) is not None:
+        if first_failure(copy, [found_by] if "::" in found_by else own) is not None:
             raise RuntimeError(f"{found_by} fails without the fault {fault.name!r}, too")
     return found_by
 
@@ -121,6 +121,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults tried at a time (default: one a core)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "mutations.json")
     options = parser.parse_args()
+    chosen = [fault for fault in FAULTS if options.only in fault.name]
+    if not chosen or options.jobs < 1:
+        parser.error(
+            f"no fault's name contains {options.only!r}" if not chosen else f"--jobs {options.jobs} must be at least 1"
+        )
     copies: queue.Queue[Path] = queue.Queue()
     for number in range(options.jobs):
         copies.put(make_copy(number))
@@ -143,11 +148,13 @@ def main() -> None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(record_of(results), indent=1) + "\n")
 
-    chosen = [fault for fault in FAULTS if options.only in fault.name]
     for others in (False, True):
-        with ThreadPoolExecutor(options.jobs) as pool:
+        pool = ThreadPoolExecutor(options.jobs)
+        try:
             for attempted in [pool.submit(attempt, fault, others) for fault in chosen]:
                 attempted.result()
+        finally:  # an interrupt, or a fault that cannot be made, ends the run
+            pool.shutdown(cancel_futures=True)
         chosen = [fault for fault in chosen if results[fault.name]["found_by"] is None]
     lost = [name for name, each in results.items() if each["found_by"] is None]
     print(f"{len(results) - len(lost)} of {len(results)} faults were found" + "".join(f"\nNOT FOUND: {name}" for name in lost))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 from mutations.fault import Fault
 from mutations.faults import FAULTS
@@ -10,7 +12,9 @@ from mutations.run import ROOT, place_of
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_fault_can_be_made(fault: Fault) -> None:
-    assert place_of(fault, ROOT).is_file()
+    path = place_of(fault, ROOT)
+    if path.suffix == ".py":
+        ast.parse(path.read_text().replace(fault.right, fault.wrong))
     for name in fault.tests:
         assert list((ROOT / "tests").rglob(name)), f"there is no test file {name}"
 

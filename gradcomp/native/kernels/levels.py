@@ -50,7 +50,7 @@ def add_levels(
     scale: float = 1.0,
 ) -> None:
     """Add scale * the levels that the words name, rank by rank. A flagged header makes target[0] NaN."""
-    for few in launches(len(headers)):
+    for few in launches("add_levels", levels=levels, words=words, headers=headers):
         extension.native.add_levels(target, levels[few], words[few], headers[few], group, count, scale, **queue(target))
 
 

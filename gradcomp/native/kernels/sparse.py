@@ -105,7 +105,7 @@ def add_packed(
     marks: Array | None = None,
 ) -> None:
     """Add packed entries of several ranks to the target, rank by rank, as add_sparse() does."""
-    for few in launches(len(headers)):
+    for few in launches("add_packed", blocks=blocks, entries=entries, headers=headers):
         extension.native.add_packed(target, marks, blocks[few], entries[few], headers[few], scale, **queue(target))
 
 
