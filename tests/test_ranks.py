@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +60,28 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 def test_a_rank_that_reports_nothing_fails_the_test() -> None:
     with pytest.raises(AssertionError, match=r"ranks \[1\] reported nothing"):
         ranks.launch(obey, 2, "end well", "leave")
+
+
+def test_ctrl_c_on_the_test_process_ends_the_ranks() -> None:
+    program = "import ranks, test_ranks; ranks.launch(test_ranks.obey, 2, 'hang', 'hang')"
+    folders = [str(Path(__file__).parent), *filter(None, sys.path)]
+    running = subprocess.Popen(
+        [sys.executable, "-c", f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {program}"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        end = time.monotonic() + 50
+        while len(sleepers()) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        assert len(sleepers()) == 2
+        os.killpg(running.pid, signal.SIGINT)
+        running.wait(timeout=20)
+        assert sleepers() == []
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_a_failure_is_kept_for_all_tests_that_share_a_launch() -> None:

@@ -81,6 +81,8 @@ def leave() -> None:
 
 def serve() -> None:
     """Carry out orders until the test process ends."""
+    # Ctrl-C goes to this process, too. The end of the test process, which it notices as EOF, ends the ranks as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_everything()
     answers = os.fdopen(os.dup(1), "wb")
     orders = os.fdopen(os.dup(0), "rb")
@@ -116,6 +118,7 @@ def fork(order: Order, rank: int) -> int:
     if process == 0:
         code = 1
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.setsid()
             output = os.open(Path(order.environments[rank][FOLDER]) / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
             nothing = os.open(os.devnull, os.O_RDONLY)
