@@ -1,4 +1,4 @@
-"""Types of options: sizes, rates, specs, names. Each refuses a wrong value with a sentence before anything starts."""
+"""Types of options: sizes, rates, specs, names, folders. Each refuses a wrong value with a sentence before anything starts."""
 
 from __future__ import annotations
 
@@ -92,6 +92,16 @@ def name(text: str) -> str:
     if not text or slug(text) != text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a part of a file's name; use small letters, digits and hyphens")
     return text
+
+
+def checkout(text: str) -> Path:
+    """Read the folder of a checkout of gradcomp whose package is built."""
+    package = Path(text) / "gradcomp"
+    if not (package / "__init__.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a checkout of gradcomp: it has no gradcomp/__init__.py")
+    if not any(package.glob("_native*.so")):
+        raise argparse.ArgumentTypeError(f"{text!r} has no built gradcomp/_native*.so; run scripts/setup there")
+    return Path(text)
 
 
 def specs(text: str, built_in: Collection[str] = ()) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from laboratory.commands.paired import bounds
+from laboratory.commands.paired import Worker, bounds
 from laboratory.main import main
+from laboratory.refusal import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +36,20 @@ def test_a_checkout_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert str(ROOT) not in text
 
 
-def test_a_folder_without_a_checkout_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["paired", "--before", str(tmp_path)]) == 2
-    assert f"the worker of {tmp_path.name} ended with status 1; its message is above" in capsys.readouterr().err
+@pytest.mark.parametrize("side", ["--before", "--after"])
+def test_a_folder_without_a_built_checkout_is_refused(side: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "unbuilt" / "gradcomp").mkdir(parents=True)
+    (tmp_path / "unbuilt" / "gradcomp" / "__init__.py").touch()
+    no_checkout = "is not a checkout of gradcomp: it has no gradcomp/__init__.py"
+    unbuilt = "has no built gradcomp/_native*.so; run scripts/setup there"
+    for folder, message in ((tmp_path, no_checkout), (tmp_path / "missing", no_checkout), (tmp_path / "unbuilt", unbuilt)):
+        with pytest.raises(SystemExit) as ended:
+            main(["paired", "--before", str(ROOT), side, str(folder)])
+        assert ended.value.code == 2
+        assert f"argument {side}: {str(folder)!r} {message}" in capsys.readouterr().err
+
+
+def test_a_worker_measures_its_own_checkout_only(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Refused, match=f"the worker of {ROOT.parent.name} ended with status 1; its message is above"):
+        Worker(ROOT.parent, "topk", 1)
+    assert f"instead of the gradcomp in {ROOT.parent}" in capfd.readouterr().err

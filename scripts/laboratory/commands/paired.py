@@ -35,7 +35,8 @@ WORKER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import torch, gradcomp
-assert gradcomp.__file__.startswith(sys.argv[1]), gradcomp.__file__
+if gradcomp.__file__ != sys.argv[1] + "/gradcomp/__init__.py":
+    sys.exit(f"Python imports {gradcomp.__file__} instead of the gradcomp in {sys.argv[1]}")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 shapes = {f"layer{i}.weight": (1024, 1024) for i in range(int(sys.argv[3]))}
@@ -85,8 +86,9 @@ class Worker:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--before", type=Path, required=True, metavar="FOLDER", help="the checkout to compare with")
-    parser.add_argument("--after", type=Path, default=machine.ROOT, metavar="FOLDER", help="the other one (default: this)")
+    parser.add_argument("--before", type=options.checkout, required=True, metavar="FOLDER", help="the checkout to compare with")
+    this = str(machine.ROOT)
+    parser.add_argument("--after", type=options.checkout, default=this, metavar="FOLDER", help="the other one (default: this)")
     parser.add_argument("--specs", type=options.specs, default=SPECS, help=f"(default: {','.join(SPECS)})")
     parser.add_argument("--layers", type=options.positive, default=16, help="layers of 2^20 entries (default: 16)")
     parser.add_argument("--pairs", type=options.positive, default=60, help="pairs of turns (default: 60)")
