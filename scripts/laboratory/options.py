@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -94,6 +95,15 @@ def name(text: str) -> str:
     return text
 
 
+def folder(text: str) -> Path:
+    """Read a folder that exists or can be made."""
+    path = Path(text)
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(nearest)!r} is not a folder; name a folder, which need not exist yet")
+    return path
+
+
 def checkout(text: str) -> Path:
     """Read the folder of a checkout of gradcomp whose package is built."""
     package = Path(text) / "gradcomp"
@@ -135,12 +145,12 @@ def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None
     out = ROOT / "benchmarks" / "results"
     parser.add_argument("--name", type=name, help=f"last part of the result file's name (default: {name_of})")
     parser.add_argument(
-        "--out", type=Path, default=out, metavar="FOLDER", help="folder of the result (default: benchmarks/results)"
+        "--out", type=folder, default=out, metavar="FOLDER", help="folder of the result (default: benchmarks/results)"
     )
     if cache is not None:
         parser.add_argument(
             "--cache",
-            type=Path,
+            type=folder,
             default=cache,
             metavar="FOLDER",
             help=f"folder of finished work (default: {cache.relative_to(ROOT)})",

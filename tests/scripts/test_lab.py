@@ -127,6 +127,22 @@ def test_wrong_options_end_with_a_sentence(given: list[str], message: str, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("below", ["", "/below"])
+@pytest.mark.parametrize("given", ["kernels --out", "predict --out", "study --cache", "compare --cache"])
+def test_a_file_in_place_of_a_folder_is_refused_before_the_work(
+    given: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, option = given.split()
+    command = importlib.import_module(f"laboratory.commands.{name}")
+    monkeypatch.setattr(command, "run", lambda chosen: pytest.fail("the work began"))
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main.main([name, option, f"{tmp_path}/file{below}"])
+    assert ended.value.code == 2
+    sentence = f"argument {option}: '{tmp_path}/file' is not a folder; name a folder, which need not exist yet"
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name="torch")

@@ -1,6 +1,7 @@
-"""Options of scripts/lab: sizes, rates, hosts, specs, names."""
+"""Options of scripts/lab: sizes, rates, hosts, specs, names, folders."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,8 @@ def test_a_name_is_part_of_a_files_name() -> None:
     for text in ("", "../x", "Upper", "a b"):
         with pytest.raises(argparse.ArgumentTypeError, match="part of a file's name"):
             options.name(text)
+
+
+def test_a_folder_need_not_exist(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "new" / "folder", Path("new")):
+        assert options.folder(str(path)) == path

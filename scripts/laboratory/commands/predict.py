@@ -19,7 +19,9 @@ example:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--size", type=options.size, default="64M", help="entries (default: 64M)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks", metavar="FOLDER", help="(default: benchmarks)")
+    parser.add_argument(
+        "--out", type=options.folder, default=ROOT / "benchmarks", metavar="FOLDER", help="(default: benchmarks)"
+    )
 
 
 def run(chosen: argparse.Namespace) -> int:
