@@ -6,9 +6,10 @@ import collections
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,6 +61,7 @@ def run(words: Sequence[str], variables: Mapping[str, str], label: str, log: Pat
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with contextlib.ExitStack() as opened:
         sink = opened.enter_context(log.open("w")) if log else None
+        opened.enter_context(termination_interrupts())
         try:
             process = opened.enter_context(subprocess.Popen(words, env=variables, **pipes))
         except OSError as error:
@@ -76,6 +78,16 @@ def run(words: Sequence[str], variables: Mapping[str, str], label: str, log: Pat
     sys.stderr.writelines(tail)
     where = f"all output is in {log}" if log else "their last lines are above"
     raise RanksFailed(f"the ranks of {label} failed with status {status}; {where}")
+
+
+@contextlib.contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C: by default it would end this process at once and leave the ranks running."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def listen(

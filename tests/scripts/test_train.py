@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +83,48 @@ def test_each_rate_is_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     text = (tmp_path / "train-try.json").read_text()
     assert [run["rate"] for run in json.loads(text)["runs"]] == ["1gbit", "100mbit"]
     assert str(tmp_path) not in text
+
+
+def started_with(variable: bytes) -> dict[str, str]:
+    """List the processes with this variable in their environment: number and command."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if variable in (process / "environ").read_bytes().split(b"\0"):
+                found[process.name] = (process / "cmdline").read_bytes().decode().replace("\0", " ")
+    return found
+
+
+def test_termination_leaves_no_process_behind() -> None:
+    pytest.importorskip("horovod.torch", reason="the end of horovodrun was NOT tested: Horovod is not installed")
+    mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    options = ["--launcher", "horovodrun", "--hosts", "2", "--rounds", "1000000", "--width", "16", "--specs", "none,dense"]
+    running = subprocess.Popen(
+        [sys.executable, ranks.SCRIPTS / "lab", "train", *options],
+        env=os.environ | {name: value},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert running.stderr is not None
+        for line in running.stderr:
+            if "loopback: " in line:  # the ranks' progress
+                break
+        commands = list(started_with(mark.encode()).values())
+        assert sum("-m laboratory.train.job" in command for command in commands) >= 2
+        running.send_signal(signal.SIGTERM)
+        said = running.communicate(timeout=60)[1]
+        assert running.returncode == 130 and "lab train: interrupted" in said
+        end = time.monotonic() + 20
+        while (left := started_with(mark.encode())) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert left == {}
+    finally:
+        for process in started_with(mark.encode()):
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        running.wait()
 
 
 @pytest.mark.slow
