@@ -1,4 +1,4 @@
-"""A change of spec in mid-training carries over what a compressor keeps."""
+"""States: a change of spec carries residuals and velocities over; a state of another format is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from gradcomp.engine import checkpoint
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 
@@ -49,3 +50,13 @@ def test_changing_keeps_the_velocity_where_both_have_one() -> None:
     simulation.change("sdagc:momentum=0.5,small=none")
     after = simulation.state_dict()["ranks"][0]["velocity"]
     assert all(torch.equal(before[name], after[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("saved_as", [None, 1, checkpoint.FORMAT - 1, checkpoint.FORMAT + 1])
+def test_a_state_of_another_format_is_refused(saved_as: int | None) -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.01", SHAPES, 1)
+    state = {**simulation.state_dict(), "format": saved_as}
+    if saved_as is None:
+        del state["format"]
+    with pytest.raises(ValueError, match=f"has format {saved_as or 1}, but this gradcomp reads format {checkpoint.FORMAT}"):
+        simulation.load_state_dict(state)

@@ -75,3 +75,15 @@ def test_a_threshold_warms_up_as_a_density_does() -> None:
 def _emptied(simulation: gradcomp.Simulation) -> dict[str, object]:
     state: dict[str, object] = simulation.state_dict()["ranks"][0]
     return state | {"residual": {"w": torch.zeros(100_000)}}
+
+
+@pytest.mark.parametrize("masking", [True, False])
+def test_masking_clears_the_velocity_of_sent_entries(masking: bool) -> None:
+    """Two steps by hand: the first gradient sends entry 0, whose velocity is then cleared, or goes on."""
+    simulation = gradcomp.Simulation(f"topk:ratio=0.25,momentum=0.5,masking={masking},wire=exact", {"w": (4,)}, 1)
+    first = simulation.step([{"w": torch.tensor([8.0, 1.0, 1.0, 1.0])}])["w"]
+    assert first.tolist() == [8.0, 0.0, 0.0, 0.0]
+    simulation.step([{"w": torch.zeros(4)}])
+    waits = simulation.residual(0)["w"]
+    # Without a new gradient, a velocity u adds u / 2: entry 0 has 8 / 2 = 4 to send at once, or nothing.
+    assert waits.tolist() == ([0.0, 0.0, 1.5, 1.5] if masking else [0.0, 1.5, 1.5, 1.5])

@@ -68,7 +68,7 @@ PACKAGE_FAULTS = (
         "gradcomp/engine",
         "self.scale = scale\n",
         "self.scale = 1.0\n",
-        ("test_parameters.py", "test_sets.py"),
+        ("test_weights.py",),
     ),
     Fault(
         "an update is not given back: the next one begins with the last one's entries",
@@ -103,7 +103,7 @@ PACKAGE_FAULTS = (
         "gradcomp/engine",
         'if state.get("format") != FORMAT:',
         'if state.get("format") is None:',
-        ("test_public.py", "test_every_spec.py"),
+        ("test_checkpoint.py",),
     ),
     Fault(
         "a change of spec loses what waits",
@@ -182,7 +182,7 @@ PACKAGE_FAULTS = (
         "gradcomp/compressors",
         'factor = old / new if revision == "keep" else new / old',
         "factor = new / old",
-        ("test_sdagc.py",),
+        ("test_rate_revision.py",),
     ),
     Fault(
         "SDAGC's ages are off by one",
