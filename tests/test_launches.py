@@ -15,8 +15,9 @@ import gradcomp
 from gradcomp.messages.sparse import Codec
 from gradcomp.native import extension
 
+# Launches in a step of one bucket.
 MOST = 30
-"""In a step of one bucket."""
+# The other compressors do arithmetic of their own in torch between kernels.
 SPECS = [
     "dense",
     "topk",
@@ -27,7 +28,6 @@ SPECS = [
     "qsgd:route=allgather",
     "sign:route=allgather",
 ]
-"""The compressors that are left out do arithmetic of their own in torch between kernels."""
 
 ONLY_LOOK = {"alias", "as_strided", "detach", "expand", "select", "slice", "split", "split_with_sizes", "squeeze", "t"} | {
     "transpose", "unbind", "unsqueeze", "view", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view"

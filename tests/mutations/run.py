@@ -9,10 +9,8 @@ faults.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import queue
 import re
 import shutil
@@ -27,6 +25,9 @@ from typing import Any
 
 from mutations.fault import Fault
 from mutations.faults import FAULTS
+
+from laboratory import machine
+from laboratory.report.results import write
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = ROOT / "build" / "mutations"
@@ -103,11 +104,10 @@ def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
 
 
 def record_of(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Describe a run: its command, machine and date; and of every fault its commit and the test that found it."""
+    """Describe a run as the laboratory's results do; and of every fault its commit and the test that found it."""
     return {
-        "command": "scripts/check --mutations",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "date": datetime.date.today().isoformat(),
+        "what": "mutations",
+        **machine.origin("scripts/check --mutations"),
         "faults": len(results),
         "not_found": sum(each["found_by"] is None for each in results.values()),
         "results": [results[fault.name] for fault in FAULTS if fault.name in results],
@@ -145,8 +145,7 @@ def main() -> None:
             tried += 1
             results[fault.name] = {"fault": fault.name, "commit": commit, "found_by": found_by, "by_others": others}
             print(f"{tried} tried, {time.monotonic() - began:6.1f} s  {fault.name}: {found_by or 'not found'}", flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(record_of(results), indent=1) + "\n")
+            write(options.out, record_of(results))
 
     for others in (False, True):
         pool = ThreadPoolExecutor(options.jobs)
