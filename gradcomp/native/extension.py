@@ -71,11 +71,9 @@ def queue(array: Array) -> dict[str, int]:
 
 
 def launches(kernel: str, **arrays: Sequence[Array]) -> list[slice]:
-    """Cut the ranks into slices that fit one launch each. Every argument has an array from each rank."""
+    """Cut the ranks into slices that fit one launch each; none for no ranks. Every argument has an array from each rank."""
     (last, own), *others = reversed(arrays.items())
     for name, each in others:
         if len(each) != len(own):
             raise ValueError(f"{kernel}: {name} come from {len(each)} ranks, but {last} from {len(own)}")
-    if not own:
-        raise ValueError(f"{kernel}: {last} must be at least one array")
     return [slice(first, first + MOST_RANKS) for first in range(0, len(own), MOST_RANKS)]
