@@ -111,14 +111,17 @@ def test_the_largest_entry_always_passes_where_it_must(device: torch.device) -> 
     assert threshold_of(torch.full((5,), 2.0), 3.3) == 0.0  # no deviation: everything passes
 
 
-def test_pooled_layers_have_one_threshold(device: torch.device) -> None:
-    parts = [torch.randn(n) * (i + 1) + i for i, n in enumerate([500, 0, 3, 70])]
+@pytest.mark.parametrize("layers", [1, 4, 256, 257, 700])
+def test_pooled_layers_have_one_threshold(device: torch.device, layers: int) -> None:
+    """Also where a block of threads has more than one round of layers."""
+    sizes = [500, *((7 * i) % 40 for i in range(1, layers))]
+    parts = [torch.randn(n) * (i % 5 + 1) + i / layers for i, n in enumerate(sizes)]
     moments = torch.tensor([reference.moments(part) for part in parts], dtype=torch.float64)
-    ends = torch.tensor([500, 500, 503, 573], dtype=torch.int32)
-    thresholds = torch.zeros(4)
+    ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    thresholds = torch.zeros(layers)
     kernels.set_thresholds(moments, ends, torch.tensor([2.0]), thresholds, pooled=True)
     whole = torch.cat(parts).double()
-    assert thresholds.tolist() == pytest.approx([2 * whole.std(correction=0).item()] * 4)
+    assert thresholds.tolist() == pytest.approx([2 * whole.std(correction=0).item()] * layers)
 
 
 def test_steering(device: torch.device) -> None:

@@ -70,6 +70,27 @@ KERNEL_FAULTS = (
         ("test_packed.py",),
     ),
     Fault(
+        "barrier removed: pooled moments are merged before all threads have fetched theirs",
+        "csrc/cuda",
+        "fetched[threadIdx.x] = moments_of(layers, layer);\n    __syncthreads();",
+        "fetched[threadIdx.x] = moments_of(layers, layer);",
+        ("test_above.py",),
+    ),
+    Fault(
+        "barrier removed: the next round overwrites pooled moments that are still merged",
+        "csrc/cuda",
+        "all = merge(all, fetched[i]);\n    __syncthreads();",
+        "all = merge(all, fetched[i]);",
+        ("test_above.py",),
+    ),
+    Fault(
+        "barrier removed: a block's largest entry is named before it is cleared",
+        "csrc/cuda",
+        "x = max(x, __shfl_xor_sync(kWholeWarp, x, step));\n  __syncthreads();",
+        "x = max(x, __shfl_xor_sync(kWholeWarp, x, step));",
+        ("test_packed.py",),
+    ),
+    Fault(
         "fence removed: results are published before they are visible",
         "csrc/cuda",
         "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) place",

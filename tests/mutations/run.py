@@ -34,6 +34,8 @@ COPIES = ROOT / "build" / "mutations"
 SOURCES = ("*.py", "*.h", "*.inc", "*.cpp", "*.cu", "*.cuh")
 # Seconds that a set of tests may take. A fault that hangs a test is found, too.
 PATIENCE = 1800
+# The orders that the emulator runs threads in. A missing barrier may show in one only, and the checks run both.
+ORDERS = ("shuffled", "plain")
 
 
 def place_of(fault: Fault, root: Path) -> Path:
@@ -43,11 +45,6 @@ def place_of(fault: Fault, root: Path) -> Path:
     if len(found) != 1 or found[0].read_text().count(fault.right) != 1:
         raise LookupError(f"{fault.name!r}: its passage stands in {len(found)} files of {fault.folder}, or twice in one")
     return found[0]
-
-
-def commit_of(root: Path) -> str:
-    """Return the commit that a checkout is at."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def make_copy(number: int) -> Path:
@@ -67,10 +64,10 @@ def build(copy: Path) -> None:
             raise RuntimeError(f"the copy {copy} could not be built:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def first_failure(copy: Path, tests: list[str]) -> str | None:
+def first_failure(copy: Path, tests: list[str], order: str) -> str | None:
     """Run tests until one fails, and name it, or the signal that ended them. Return None where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "GRADCOMP_SIMT_ORDER": order}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
@@ -90,15 +87,20 @@ def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
     path = place_of(fault, copy)
     right = path.read_text()
     own = [str(each) for name in fault.tests for each in sorted((copy / "tests").rglob(name))]
+    tests = ["tests", *(f"--ignore={each}" for each in own)] if others else own
+    found_by = None
     path.write_text(right.replace(fault.right, fault.wrong))
     try:
         build(copy)
-        found_by = first_failure(copy, ["tests", *(f"--ignore={each}" for each in own)] if others else own)
+        for order in ORDERS if fault.folder == "csrc/cuda" else ORDERS[:1]:
+            found_by = first_failure(copy, tests, order)
+            if found_by is not None:
+                break
     finally:
         path.write_text(right)
     if found_by is not None:
         build(copy)
-        if first_failure(copy, [found_by] if "::" in found_by else own) is not None:
+        if first_failure(copy, [found_by] if "::" in found_by else own, order) is not None:
             raise RuntimeError(f"{found_by} fails without the fault {fault.name!r}, too")
     return found_by
 
@@ -129,7 +131,7 @@ def main() -> None:
     copies: queue.Queue[Path] = queue.Queue()
     for number in range(options.jobs):
         copies.put(make_copy(number))
-    commit, results = commit_of(COPIES / "0"), {}
+    commit, results = str(machine.commit()).removesuffix("-dirty"), {}
     if options.only and options.out.exists():
         results = {each["fault"]: each for each in json.loads(options.out.read_text())["results"]}
     tried, lock = 0, threading.Lock()
