@@ -47,9 +47,9 @@ def lines(done: subprocess.CompletedProcess[str], count: int) -> dict[int, list[
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
+    while not (reached := true()) and time.monotonic() < end:
         time.sleep(0.02)
-    return true()
+    return reached
 
 
 def processes_with(marker: str) -> list[int]:
@@ -180,7 +180,7 @@ def test_a_signal_leaves_nothing(number: signal.Signals, running: Callable[..., 
     before = traces()
     it = running()
     assert it.ready == ["[0] ready\n", "[1] ready\n"]
-    assert until(lambda: len(processes_with(it.marker)) == 6)  # two of the script, two a rank
+    assert len(processes_with(it.marker)) == 6  # two of the script, two a rank
     status, said = it.end(number)
     assert status == 128 + number and f"ended by {number.name}" in said
     assert processes_with(it.marker) == []
