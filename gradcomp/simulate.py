@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine import checkpoint
-from gradcomp.engine.parameters import check_momentum, rates_of
+from gradcomp.engine.optimizers import check_momentum, rates_of
+from gradcomp.engine.parameters import checked
 from gradcomp.engine.reducer import Bucket, Reducer, check_type
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
@@ -50,7 +51,7 @@ class Simulation:
         self.bytes_sent = [0] * world
         self._shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self._optimizer = optimizer
-        self._named = None if named_parameters is None else dict(named_parameters)
+        self._named = None if named_parameters is None else dict(checked(named_parameters))
         if optimizer is not None and (self._named is None or self._named.keys() != self._shapes.keys()):
             raise ValueError("optimizer= needs named_parameters= with the same names as shapes")
         device = torch.device(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,17 +56,23 @@ class Slot:
 
 
 class Parameters:
-    """All parameters that are trained, in the given order. A tied parameter, which has two names, counts once."""
+    """All parameters that are trained, in the given order. A tied parameter, which has two names, counts once.
+
+    frozen: the parameters that need no gradient, with their names.
+    """
 
     def __init__(self, named: NamedParameters):
         seen: set[int] = set()
         names: set[str] = set()
         self.slots: list[Slot] = []
-        for name, parameter in named:
+        self.frozen: list[tuple[str, torch.nn.Parameter]] = []
+        for name, parameter in checked(named):
             if name in names:
                 raise ValueError(f"named_parameters has two parameters called {name!r}; give each its own name")
             names.add(name)
-            if parameter.requires_grad and id(parameter) not in seen:
+            if not parameter.requires_grad:
+                self.frozen.append((name, parameter))
+            elif id(parameter) not in seen:
                 self.slots.append(Slot(name, parameter))
             seen.add(id(parameter))
         self.layers: Mapping[str, Layer] = {slot.name: slot.layer for slot in self.slots}
@@ -106,35 +113,30 @@ def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) ->
     if named is None:
         return unnamed
     ids = {id(parameter) for _, parameter in unnamed}
-    return [(name, parameter) for name, parameter in named if id(parameter) in ids]
+    known = [(name, parameter) for name, parameter in checked(named) if id(parameter) in ids]
+    if not known:
+        raise ValueError("the optimizer has none of named_parameters; pass those of the model that the optimizer trains")
+    return known
 
 
-def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Refuse a momentum that would act twice. Return a warning if the optimizer is not known."""
-    momentum = compressor.traits.momentum
-    if momentum == 0:
-        return None
-    if optimizer is None:
-        return (
-            f"the momentum {momentum} of {compressor} acts before compression: the optimizer's own momentum must be 0. "
-            "Pass optimizer= to have gradcomp check it."
-        )
-    if any(group.get("momentum", 0) > 0 for group in optimizer.param_groups):
+def checked(named: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """List named parameters. Refuse everything else that users pass for them, and say what to pass."""
+    right = "pass model.named_parameters()"
+    if isinstance(named, torch.nn.Module):
+        raise TypeError(f"named_parameters is the model, a {type(named).__name__}; {right}")
+    if isinstance(named, (str, Compressor)):
+        raise TypeError(f"named_parameters is the spec {str(named)!r}; {right}, and the spec by its own name")
+    if not isinstance(named, Iterable):
+        raise TypeError(f"named_parameters is a {type(named).__name__}; {right}")
+    listed = list(named)
+    for each in listed:
+        if isinstance(each, Tensor):
+            raise TypeError(f"named_parameters holds parameters without names; {right} in place of model.parameters()")
+        if not (isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], Tensor)):
+            raise TypeError(f"named_parameters holds a {type(each).__name__}, not pairs of name and parameter; {right}")
+    if not listed:
         raise ValueError(
-            f"the momentum {momentum} of {compressor} and the optimizer's own would act twice; set one of them to 0"
+            "named_parameters is empty; a generator such as model.named_parameters() can be read only once: call it anew for "
+            "each argument"
         )
-    return None
-
-
-def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[str], float]:
-    """Return a function from a parameter's name to its current learning rate."""
-    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    group_of = {name: groups.get(id(parameter)) for name, parameter in named}
-
-    def rate(name: str) -> float:
-        group = group_of[name]
-        if group is None:
-            raise ValueError(f"optimizer= does not have the parameter {name!r}; pass the optimizer of all parameters")
-        return float(group["lr"])
-
-    return rate
+    return listed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from torch import Tensor
 
 from gradcomp import _version
 from gradcomp.engine import agreement, checkpoint
-from gradcomp.engine.parameters import Parameters, Slot, check_momentum, rates_of
+from gradcomp.engine.kept_entries import KeptEntries
+from gradcomp.engine.optimizers import OptimizerWatch, check_momentum, rates_of
+from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
 from gradcomp.messages.payload import wrap
 from gradcomp.networks import Connection
@@ -49,8 +50,14 @@ class Session:
         self._met_in: object = None  # the network's generation in which the ranks met last
         self._step_began = False
         self._held: dict[str, Slot] = {}
+        self._kept_entries = KeptEntries(len(parameters.slots))
+        self._compressor = compressor
+        self._watch = OptimizerWatch(parameters, options.optimizer, lambda found: check_momentum(self._compressor, found))
         self._reducer = self._make_reducer(compressor)
-        self.spec = str(compressor)
+
+    @property
+    def spec(self) -> str:
+        return str(self._compressor)
 
     @property
     def has_met(self) -> bool:
@@ -71,25 +78,33 @@ class Session:
         hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
         """
         self._step_began = True
+        if grad is None:
+            self._kept_entries.keep(slot)
         if hold and not self.has_met:
             self._held[slot.name] = slot
-            return
-        with self._meet_after_failure():
-            self.meet()
-            self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
+        else:
+            self._hand_over(slot, grad)
 
     def finish_step(self, scale: float = 1.0) -> None:
         """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
         if not self._step_began:
             return
+        with self._meet_after_failure():
+            self._kept_entries.check()
+            self._watch.check_all_exchanged()
         held, self._held = self._held, {}
         for slot in held.values():
-            self.mark_ready(slot)
+            self._hand_over(slot)
         self._step_began = False
         with self._meet_after_failure():
             self._reducer.finish_step(scale)
         for slot in self.parameters.slots:
             slot.close()
+
+    def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
+        with self._meet_after_failure():
+            self.meet()
+            self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
 
     @property
     def steps_done(self) -> int:
@@ -113,7 +128,7 @@ class Session:
         meet_again, compressor = self.has_met, checkpoint.successor(compressor, self._reducer)
         changed = self._make_reducer(compressor)
         checkpoint.carry(self._reducer, changed)
-        self._reducer, self.spec, self._met_in = changed, str(compressor), None
+        self._reducer, self._compressor, self._met_in = changed, compressor, None
         if meet_again:
             self.meet()
 
@@ -149,11 +164,10 @@ class Session:
         self._met_in = generation
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
-        optimizer = self._options.optimizer
-        if warning := check_momentum(compressor, optimizer):
-            warnings.warn(warning, stacklevel=4)
-        named = [(slot.name, slot.parameter) for slot in self.parameters.slots]
-        rates = None if optimizer is None else rates_of(optimizer, named)
+        rates = None
+        if (optimizer := self._watch.optimizer) is not None:
+            check_momentum(compressor, optimizer)
+            rates = rates_of(optimizer, [(slot.name, slot.parameter) for slot in self.parameters.slots])
         layers, options = self.parameters.layers, self._options
         return Reducer(compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates)
 
@@ -169,4 +183,5 @@ class Session:
             yield
         except BaseException:
             self._met_in = None
+            self._kept_entries.discard()
             raise

@@ -1,11 +1,11 @@
-"""A model's parameters: gradients read and written where they lie, names, learning rates, and the check for two momenta."""
+"""A model's parameters: gradients read and written where they lie, names, and wrong arguments."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from gradcomp.engine.parameters import Parameters, Slot, check_momentum, named_of, rates_of
+from gradcomp.engine.parameters import Parameters, Slot, named_of
 from gradcomp.spec import make
 
 
@@ -64,24 +64,43 @@ def test_names_are_the_optimizers_own_and_in_the_given_order() -> None:
     assert [name for name, _ in named_of(optimizer, None)] == ["allreduce.noname.0.0", "allreduce.noname.1.0"]
 
 
-def test_momentum_twice_is_refused_and_momentum_unseen_is_warned_of() -> None:
-    p = parameter(1)
-    compressor = make("topk:momentum=0.9")
-    with pytest.raises(ValueError, match="would act twice"):
-        check_momentum(compressor, torch.optim.SGD([p], lr=1, momentum=0.9))
-    assert check_momentum(compressor, torch.optim.SGD([p], lr=1)) is None
-    assert "must be 0" in (check_momentum(compressor, None) or "")
-    assert check_momentum(make("topk"), None) is None
+MODEL = torch.nn.Linear(2, 2)
+WRONG = {
+    "the model": (MODEL, "named_parameters is the model, a Linear; pass model.named_parameters()"),
+    "no names": (
+        list(MODEL.parameters()),
+        "holds parameters without names; pass model.named_parameters() in place of model.par",
+    ),
+    "a spec": (
+        "topk:ratio=0.01",
+        "named_parameters is the spec 'topk:ratio=0.01'; pass model.named_parameters(), and the spec by",
+    ),
+    "a compressor": (make("topk"), "named_parameters is the spec 'topk'; pass model.named_parameters()"),
+    "a dict": (
+        dict(MODEL.named_parameters()),
+        "named_parameters holds a str, not pairs of name and parameter; pass model.named",
+    ),
+    "a number": (3, "named_parameters is a int; pass model.named_parameters()"),
+    "triples": ([("a", 1, 2)], "named_parameters holds a tuple, not pairs"),
+}
 
 
-def test_rates_are_those_of_the_moment() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    rate = rates_of(optimizer, model.named_parameters())
-    assert rate("0.weight") == 0.5 and rate("1.bias") == 0.1
-    optimizer.param_groups[0]["lr"] = 0.25
-    assert rate("0.weight") == 0.25
-    few = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"does not have the parameter '1\.weight'"):
-        rates_of(few, model.named_parameters())("1.weight")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_anything_else_for_named_parameters_gets_a_sentence(wrong: str) -> None:
+    given, sentence = WRONG[wrong]
+    for use in (Parameters, lambda named: named_of(torch.optim.SGD(MODEL.parameters(), lr=1), named)):
+        with pytest.raises(TypeError) as refused:
+            use(given)
+        assert sentence in str(refused.value)
+
+
+def test_a_generator_that_has_been_read_is_found() -> None:
+    named = MODEL.named_parameters()
+    Parameters(named)
+    with pytest.raises(ValueError, match=r"named_parameters is empty; a generator such as .* can be read only once"):
+        Parameters(named)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="the optimizer has none of named_parameters"):
+        named_of(torch.optim.SGD([parameter(1)], lr=1), MODEL.named_parameters())

@@ -49,7 +49,7 @@ CASES = {
     (
         "momentum unseen",
         doors.COMPRESSION,
-    ): "UserWarning: the momentum 0.9 of topk:ratio=0.1,momentum=0.9 acts before compression: the optimizer's own",
+    ): "ValueError: the momentum 0.9 of topk:ratio=0.1,momentum=0.9 and the optimizer's own would act twice",
 }
 
 
@@ -109,8 +109,11 @@ def momentum(door: str, prefix: str) -> None:
 
 
 def unseen_momentum(door: str, prefix: str) -> None:
-    """Without optimizer= it can only be warned of."""
-    gradcomp.horovod.Compression(MOMENTUM, doors.named(linear(prefix), prefix))
+    """Without optimizer= it is found at the first step."""
+    model = linear(prefix)
+    compression = gradcomp.horovod.Compression(MOMENTUM, doors.named(model, prefix))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step(model, hvd.DistributedOptimizer(optimizer, doors.named(model, prefix), compression=compression))
 
 
 ACTIONS = {

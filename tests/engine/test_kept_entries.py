@@ -1,0 +1,98 @@
+"""Kept entries: every layer has its turn, equal gradients pass whatever they hold, and a GPU's answer comes a step later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import HAS_GPU
+
+from gradcomp.engine.kept_entries import GRADIENTS, KeptEntries
+from gradcomp.engine.parameters import Slot
+
+
+def slots(count: int, device: str = "cpu") -> list[Slot]:
+    made = []
+    for i in range(count):
+        parameter = torch.nn.Parameter(torch.zeros(3, 50, device=device))
+        parameter.grad = torch.randn(3, 50, device=device)
+        made.append(Slot(f"layer{i}", parameter))
+    return made
+
+
+def step(kept: KeptEntries, layers: list[Slot], changed: int | None = None) -> None:
+    for slot in layers:
+        kept.keep(slot)
+    if changed is not None:
+        grad = layers[changed].parameter.grad
+        assert grad is not None
+        grad.mul_(0.5)
+    kept.check()
+
+
+@pytest.mark.parametrize("count", [1, 3, 10, 11])
+def test_every_layer_has_its_turn(count: int) -> None:
+    for changed in range(count):
+        kept, layers = KeptEntries(count), slots(count)
+        with pytest.raises(RuntimeError, match=f"the gradient of 'layer{changed}' was changed between backward"):
+            for _ in range(-(-count // GRADIENTS)):
+                step(kept, layers, changed)
+
+
+def test_a_change_of_all_gradients_is_found_in_its_own_step() -> None:
+    kept, layers = KeptEntries(100), slots(100)
+    for _ in range(5):
+        step(kept, layers)
+    for slot in layers:
+        kept.keep(slot)
+    for slot in layers:
+        slot.parameter.grad *= 0.999  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="was changed"):
+        kept.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["random", "not finite", "expanded", "transposed", "scalar", "empty"])
+def test_gradients_that_stay_are_never_complained_of(kind: str, dtype: torch.dtype) -> None:
+    grads = {
+        "random": torch.randn(7, 11, dtype=dtype),
+        "not finite": torch.full((7, 11), float("nan"), dtype=dtype),
+        "expanded": torch.ones((), dtype=dtype).expand(7, 11),
+        "transposed": torch.randn(11, 7, dtype=dtype).t(),
+        "scalar": torch.randn((), dtype=dtype),
+        "empty": torch.randn(0, 3, dtype=dtype),
+    }
+    parameter = torch.nn.Parameter(torch.zeros_like(grads[kind]))
+    parameter.grad = grads[kind]
+    kept = KeptEntries(1)
+    for _ in range(3):
+        step(kept, [Slot("w", parameter)])
+
+
+def test_a_gradient_that_was_replaced_or_removed_is_found() -> None:
+    for new in (torch.zeros(3, 50), None):
+        kept, layers = KeptEntries(1), slots(1)
+        kept.keep(layers[0])
+        layers[0].parameter.grad = new
+        with pytest.raises(RuntimeError, match="was changed"):
+            kept.check()
+
+
+def test_a_failed_step_leaves_nothing() -> None:
+    kept, layers = KeptEntries(1), slots(1)
+    kept.keep(layers[0])
+    layers[0].parameter.grad *= 2  # type: ignore[operator]
+    kept.discard()
+    step(kept, layers)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="there is no GPU: kept entries on one are NOT checked")
+def test_on_a_gpu_a_change_is_found_a_step_later_and_nobody_waits() -> None:
+    kept, layers = KeptEntries(2), slots(2, "cuda")
+    step(kept, layers)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(kept, layers, changed=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(RuntimeError, match="the gradient of 'layer0' was changed"):
+        step(kept, layers)
