@@ -17,6 +17,8 @@ from typing import Any
 METADATA_KEY = "knob"
 # The types that a knob accepts, by the type of its default.
 TYPES: dict[type, Any] = {bool: bool, int: numbers.Integral, float: numbers.Real, str: str}
+# The same for messages.
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +123,7 @@ def check(instance: Any, name: str) -> None:
             object.__setattr__(instance, field.name, value)
         subject = f"{name}: {field.name}={as_text(value) if fits else repr(value)}"
         if not fits:
-            raise TypeError(f"{subject} must be of type {kind.__name__}")
+            raise TypeError(f"{subject} must be {TYPE_NAMES[kind]}")
         if not declared.allows(value):
             finite = " and finite" if declared.range and value == math.inf else ""
             raise ValueError(f"{subject} must be {declared.range or 'finite'}{finite}{suggestion(value, declared.choices)}")
@@ -135,7 +137,7 @@ def parse(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        raise ValueError(f"{spec!r}: {field.name}={text} must be of type {kind.__name__}") from None
+        raise ValueError(f"{spec!r}: {field.name}={text} must be {TYPE_NAMES[kind]}") from None
 
 
 def as_text(value: Any) -> str:
@@ -153,8 +155,13 @@ def changed(instance: Any) -> list[str]:
 
 def suggestion(word: Any, known: Iterable[Any]) -> str:
     """Suggest the known word closest to a misspelt one, as the end of a message. Empty where none is close."""
-    near = difflib.get_close_matches(str(word).lower(), list(map(str, known)), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest(str(word), map(str, known))
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word closest to a misspelt one, or an empty text."""
+    return next(iter(difflib.get_close_matches(word.lower(), list(known), n=1)), "")
 
 
 def rows(kind: Any) -> list[tuple[str, str, str, str]]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ def _names() -> tuple[str, ...]:
 def kind_of(name: str) -> type[Compressor]:
     """Find the compressor class of a name, the only one that its file defines."""
     if name not in names():
-        raise ValueError(f"there is no compressor {name!r}{knobs.suggestion(name, names())}; known: {', '.join(names())}")
+        raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join(names())}")
     module = importlib.import_module(f"{compressors.__name__}.{name}")
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     (found,) = [kind for kind in classes if issubclass(kind, Compressor)]
@@ -62,11 +63,12 @@ def make(spec: str | Compressor) -> Compressor:
     if isinstance(spec, Compressor):
         return _wrap(spec, {})
     if not isinstance(spec, str):
-        raise TypeError(f'the spec is a {type(spec).__name__}; pass a spec such as "topk:ratio=0.01", or a compressor')
+        what = f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+        raise TypeError(f'the spec is {what}; pass a spec such as "topk:ratio=0.01", or a compressor object')
     first, *rules = spec.split(";")
     if not rules:
         return _parse(first)
-    return _by_layer([_parse_rule(spec, rule) for rule in rules if rule.strip()], first)
+    return _by_layer([_parse_rule(spec, first, rule) for rule in rules if rule.strip()], first)
 
 
 def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -> Compressor:
@@ -100,11 +102,22 @@ def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Comp
     return ByLayer(made, make(default)) if made else make(default)
 
 
-def _parse_rule(spec: str, rule: str) -> tuple[str, str]:
-    pattern, equals, of_layer = rule.partition("=")
-    if not equals or not pattern.strip() or not of_layer.strip():
+def _suggestion(name: str) -> str:
+    """Suggest a spec for a misspelt name, which may hold knobs behind a wrong separator: "topk ratio=0.01"."""
+    word, *pairs = [part for part in re.split(r"[\s,:()'\"]+", name) if part] or [""]
+    near = knobs.nearest(word, names())
+    return f" (did you mean {':'.join([near, ','.join(pairs)] if pairs else [near])!r}?)" if near else ""
+
+
+def _parse_rule(spec: str, first: str, rule: str) -> tuple[str, str]:
+    pattern, equals, of_layer = (part.strip() for part in rule.partition("="))
+    name = first.partition(":")[0].strip()
+    if name in names() and pattern in (*knobs.knobs_of(kind_of(name)), *COMMON) and of_layer.partition(":")[0] not in names():
+        comma = f"{first.strip()}{',' if ':' in first else ':'}{rule.strip()}"
+        raise ValueError(f"{spec!r}: ';' begins a rule for layers, but {pattern} is a knob (did you mean {comma!r}?)")
+    if not equals or not pattern or not of_layer:
         raise ValueError(f"{spec!r}: {rule.strip()!r} is not of the form pattern=spec")
-    return pattern.strip(), of_layer
+    return pattern, of_layer
 
 
 def _parse(spec: str) -> Compressor:
@@ -113,7 +126,8 @@ def _parse(spec: str) -> Compressor:
     fields = knobs.knobs_of(kind)
     settings: dict[str, Any] = {}
     wrapper_settings: dict[str, Any] = {}
-    for knob_, text in _split(spec, tail):
+    known = [*fields, *COMMON]
+    for knob_, text in _split(spec, tail, known):
         if knob_ in settings or knob_ in wrapper_settings:
             raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice; keep one")
         if knob_ in fields:
@@ -121,7 +135,6 @@ def _parse(spec: str) -> Compressor:
         elif knob_ in COMMON:
             wrapper_settings[knob_] = knobs.parse(spec, COMMON[knob_], text)
         else:
-            known = [*fields, *COMMON]
             raise ValueError(
                 f"{spec!r}: {name.strip()} has no knob {knob_!r}{knobs.suggestion(knob_, known)}; known: {', '.join(known)}"
             )
@@ -138,11 +151,11 @@ def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
     return made
 
 
-def _split(spec: str, tail: str) -> list[tuple[str, str]]:
+def _split(spec: str, tail: str, known: Sequence[str]) -> list[tuple[str, str]]:
     pairs = []
     for item in filter(None, (part.strip() for part in tail.split(","))):
         knob_, equals, text = item.partition("=")
         if not equals or not knob_.strip() or not text.strip():
-            raise ValueError(f"{spec!r}: {item!r} is not of the form knob=value")
+            raise ValueError(f"{spec!r}: {item!r} is not of the form knob=value; known knobs: {', '.join(known)}")
         pairs.append((knob_.strip(), text.strip()))
     return pairs

@@ -30,8 +30,23 @@ def test_specs_mean_what_they_say() -> None:
         ("dense:ratio=1", "dense has no knob 'ratio'; known: feedback, momentum"),
         ("topk:ratio", "'ratio' is not of the form knob=value"),
         ("topk:ratio=", "'ratio=' is not of the form knob=value"),
-        ("topk:ratio=a", "'topk:ratio=a': ratio=a must be of type float"),
-        ("topk:nesterov=maybe", "'topk:nesterov=maybe': nesterov=maybe must be of type bool"),
+        ("topk:ratio=a", "'topk:ratio=a': ratio=a must be a number"),
+        ("topk:nesterov=maybe", "'topk:nesterov=maybe': nesterov=maybe must be true or false"),
+        ("qsgd:levels=5.5", "'qsgd:levels=5.5': levels=5.5 must be a whole number"),
+        ("topk:0.01", "'0.01' is not of the form knob=value; known knobs: ratio, route, wire, feedback"),
+        ("TopK", "there is no compressor 'TopK' (did you mean 'topk'?)"),
+        ("gs-sgd", "there is no compressor 'gs-sgd' (did you mean 'gs_sgd'?)"),
+        ("topk ratio=0.01", "there is no compressor 'topk ratio=0.01' (did you mean 'topk:ratio=0.01'?)"),
+        ("TopK(ratio=0.01, momentum=0.9)", "(did you mean 'topk:ratio=0.01,momentum=0.9'?)"),
+        ("topk,ratio=0.01", "(did you mean 'topk:ratio=0.01'?)"),
+        ("topk ratio=0.01:momentum=0.9", "(did you mean 'topk:ratio=0.01'?)"),
+        (
+            "topk:ratio=0.01;momentum=0.9",
+            "';' begins a rule for layers, but momentum is a knob (did you mean 'topk:ratio=0.01,momentum=0.9'?)",
+        ),
+        ("topk; ratio=0.01", "but ratio is a knob (did you mean 'topk:ratio=0.01'?)"),
+        ("topk;momentum", "but momentum is a knob (did you mean 'topk:momentum'?)"),
+        ("topk; *.bias", "'*.bias' is not of the form pattern=spec"),
         ("topk:ratio=1,ratio=1", "the knob 'ratio' is given twice"),
         ("topk:momentum=1", "topk: momentum=1 must be in [0, 1)"),
         ("topk:nesterov=true", "nesterov=true needs a momentum above 0"),
@@ -40,6 +55,15 @@ def test_specs_mean_what_they_say() -> None:
 def test_wrong_specs_get_a_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         gradcomp.make(spec)
+
+
+def test_a_layer_may_have_the_name_of_a_knob() -> None:
+    assert str(gradcomp.make("topk; ratio=dense; momentum=topk:ratio=0.1")) == "topk; ratio=dense; momentum=topk:ratio=0.1"
+
+
+def test_a_class_in_place_of_an_object_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"the spec is the class TopK; pass a spec such as .*, or a compressor object"):
+        gradcomp.make(TopK)  # type: ignore[arg-type]
 
 
 def test_a_wrong_spec_is_refused() -> None:
