@@ -44,6 +44,8 @@ def attach(
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.
     """
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        raise TypeError("attach() got a model that torch.compile() has wrapped; call attach() before torch.compile()")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"attach() got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
     ignored = model.parameters_to_ignore
@@ -51,7 +53,15 @@ def attach(
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
     session = Session(make(spec), Parameters(named), network, Options(optimizer, bucket_mb, seed), _UNKNOWN)
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
-    model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)
+    try:
+        model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)
+    except RuntimeError as error:
+        if "once" not in str(error):
+            raise
+        raise RuntimeError(
+            "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
+            "wrap the model in DistributedDataParallel again"
+        ) from error
     return Handle(session)
 
 

@@ -38,6 +38,9 @@ _UNKNOWN = (
 )
 
 
+_CLASS = "compression= is the class Compression; pass an object: compression=Compression(spec, model.named_parameters())"
+
+
 class Compression(Handle):
     """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own object.
 
@@ -60,16 +63,20 @@ class Compression(Handle):
         bucket_mb: float = 25,
         seed: int = 0,
     ):
+        if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, bucket_mb, seed)
         super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN))
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Slot]:
+    def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
 
         The ranks meet in the hook of the first gradient. Two optimizers in one backward pass must get their first gradients in
         the same order on all ranks.
         """
+        if tensor is None:  # Horovod has the class, and `self` is the gradient
+            raise TypeError(_CLASS)
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
             raise ValueError(self._why_unknown(tensor))

@@ -62,8 +62,9 @@ def make(spec: str | Compressor) -> Compressor:
     """
     if isinstance(spec, Compressor):
         return _wrap(spec, {})
-    if not isinstance(spec, str):
-        what = f"the class {spec.__name__}" if isinstance(spec, type) else f"a {type(spec).__name__}"
+    given: Any = spec
+    if not isinstance(given, str):
+        what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
         raise TypeError(f'the spec is {what}; pass a spec such as "topk:ratio=0.01", or a compressor object')
     first, *rules = spec.split(";")
     if not rules:

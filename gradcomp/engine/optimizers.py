@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,43 +10,59 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradcomp.engine.parameters import NamedParameters, Parameters
+from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 from gradcomp.protocol import Compressor
+
+# All watches that live. torch calls _show before every step of any optimizer, once there has been a watch.
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 
 
 class OptimizerWatch:
     """Knows the optimizer that trains a session's parameters, or waits until one steps.
 
-    given: the optimizer, or None. found: called with an optimizer that was not given, before its first step changes weights.
+    given: the optimizer, or None. check: called with an optimizer that was not given, before its first step changes weights.
+    An optimizer that steps with the same parameters replaces the given one: hvd.DistributedOptimizer makes another object.
+    expects_step: gradients were exchanged since the last step. Steps of a model whose session was replaced are left alone.
     """
 
     def __init__(
-        self, parameters: Parameters, given: torch.optim.Optimizer | None, found: Callable[[torch.optim.Optimizer], None]
+        self, parameters: Parameters, given: torch.optim.Optimizer | None, check: Callable[[torch.optim.Optimizer], None]
     ):
         self.optimizer: torch.optim.Optimizer | None = None
-        self._parameters, self._found = parameters, found
-        self._exchanged_or_foreign: set[int] = set()
+        self.expects_step = False
+        self._parameters, self._check = parameters, check
+        self._trained: set[int] = set()
         self._not_exchanged: list[torch.nn.Parameter] = []
         self._count = 0
-        if given is None:
-            _before_every_step(self)
-        elif self._is_trained_by(given):
+        if given is not None:
+            check_optimizer(given)
+            if not self._trained_by(given):
+                raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
             self._keep(given)
-        else:
-            raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
+        _register_once()
+        _watches.add(self)
 
     def see(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at an optimizer that is about to step."""
-        if self.optimizer is None and self._is_trained_by(optimizer):
-            self._found(optimizer)
-            self._keep(optimizer)
-
-    def check_all_exchanged(self) -> None:
-        """Refuse a gradient of a parameter that was unfrozen or added too late: nobody exchanges it."""
-        if self.optimizer is None:
+        if not self.expects_step:
             return
-        if self._count != sum(len(group["params"]) for group in self.optimizer.param_groups):
-            every = _parameters_of(self.optimizer)
+        if optimizer is not self.optimizer:
+            trained = self._trained_by(optimizer)
+            if not trained or not trained >= self._trained:
+                return
+            self._check(optimizer)
+            self._keep(optimizer)
+        self._check_all_exchanged(optimizer)
+        self.expects_step = False
+
+    def rate(self, name: str) -> float:
+        """Return the current learning rate of a parameter. The optimizer must be known."""
+        return self._rate(name)
+
+    def _check_all_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a gradient of a parameter that was unfrozen or added too late: nobody exchanges it."""
+        if self._count != sum(len(group["params"]) for group in optimizer.param_groups):
+            every = _parameters_of(optimizer)
             self._count = len(every)
             self._not_exchanged = [each for each in every if id(each) not in self._exchanged_or_foreign]
         for parameter in self._not_exchanged:
@@ -57,13 +74,16 @@ class OptimizerWatch:
                     "DistributedDataParallel model, and gradcomp's part of it, again after such a change"
                 )
 
-    def _is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(self._parameters.slot(parameter) is not None for parameter in _parameters_of(optimizer))
+    def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ids of the session's parameters that an optimizer has."""
+        return {id(each) for each in _parameters_of(optimizer) if self._parameters.slot(each) is not None}
 
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
-        frozen = {id(parameter) for _, parameter in self._parameters.frozen}
-        self.optimizer = optimizer
-        self._exchanged_or_foreign = {id(parameter) for parameter in _parameters_of(optimizer)} - frozen
+        if self.optimizer is None:
+            frozen = {id(parameter) for _, parameter in self._parameters.frozen}
+            self._exchanged_or_foreign = {id(parameter) for parameter in _parameters_of(optimizer)} - frozen
+        self.optimizer, self._trained = optimizer, self._trained_by(optimizer)
+        self._rate = rates_of(optimizer, [(slot.name, slot.parameter) for slot in self._parameters.slots])
 
 
 def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> None:
@@ -94,13 +114,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _before_every_step(watch: OptimizerWatch) -> None:
-    """Show the watch every optimizer that is about to step, as long as the watch lives."""
-    watching = weakref.ref(watch)
+@functools.cache
+def _register_once() -> None:
+    """Register the hook for good: removing one fails while torch goes through all of them, and watches end at any time."""
+    register_optimizer_step_pre_hook(_show)
 
-    def show(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-        if (alive := watching()) is not None:
-            alive.see(optimizer)
 
-    handle = register_optimizer_step_pre_hook(show)
-    weakref.finalize(watch, handle.remove)
+def _show(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    for watch in list(_watches):
+        watch.see(optimizer)

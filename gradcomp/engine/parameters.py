@@ -108,6 +108,7 @@ class Parameters:
 
 def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the optimizer's parameters with their names, by default Horovod's. Drop named parameters of others."""
+    check_optimizer(optimizer)
     groups = enumerate(optimizer.param_groups)
     unnamed = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
     if named is None:
@@ -117,6 +118,14 @@ def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) ->
     if not known:
         raise ValueError("the optimizer has none of named_parameters; pass those of the model that the optimizer trains")
     return known
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse anything but an optimizer."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"the optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, such as torch.optim.SGD(...)"
+        )
 
 
 def checked(named: Any) -> list[tuple[str, torch.nn.Parameter]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +25,9 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
     bucket_mb: the largest size of a bucket, in 10^6 bytes of float32. A bucket may be larger if it holds one layer, or if its
     compressor needs the whole model. Empty layers are left out.
     """
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be above 0")
+    given: Any = bucket_mb
+    if not isinstance(given, numbers.Real) or not float(given) > 0:
+        raise ValueError(f"bucket_mb={given!r} must be a number above 0")
     buckets: list[tuple[Compressor, list[str]]] = []
     last_of: dict[tuple[Compressor, torch.device], int] = {}
     sizes: dict[int, float] = {}

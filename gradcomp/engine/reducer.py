@@ -7,6 +7,7 @@ start their buckets in different orders and would then block each other.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from gradcomp.requests import Gather, Reduce, Reply, Request, Send
 
 # The types of gradients that kernels read.
 GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Seeds stay below this, so that kernels can add a bucket's number to one.
+LARGEST_SEED = 2**62
 
 
 @dataclass
@@ -66,6 +69,9 @@ class Reducer:
         deliver: Callable[[Bucket, Update], None] | None = None,
         memory: Memory | None = None,
     ):
+        given: Any = seed
+        if not isinstance(given, numbers.Integral) or not abs(int(given)) < LARGEST_SEED:
+            raise ValueError(f"seed={given!r} must be a whole number between -2**62 and 2**62")
         need = compressor.traits.rates
         if need == "needed" and rates is None:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
@@ -73,7 +79,7 @@ class Reducer:
         self.rates = None if need == "unused" else rates
         self.memory = Memory() if memory is None else memory
         self.buckets = [
-            Bucket(i, layout, collector, collector.init(layout, seed + i))
+            Bucket(i, layout, collector, collector.init(layout, int(seed) + i))
             for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
         self._deliver = deliver or self._write

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradcomp import _version
 from gradcomp.engine import agreement, checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
-from gradcomp.engine.optimizers import OptimizerWatch, check_momentum, rates_of
+from gradcomp.engine.optimizers import OptimizerWatch, check_momentum
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
 from gradcomp.messages.payload import wrap
@@ -77,7 +77,7 @@ class Session:
         grad: the gradient in the order of the parameter's memory; parameter.grad by default.
         hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
         """
-        self._step_began = True
+        self._step_began = self._watch.expects_step = True
         if grad is None:
             self._kept_entries.keep(slot)
         if hold and not self.has_met:
@@ -91,7 +91,6 @@ class Session:
             return
         with self._meet_after_failure():
             self._kept_entries.check()
-            self._watch.check_all_exchanged()
         held, self._held = self._held, {}
         for slot in held.values():
             self._hand_over(slot)
@@ -167,7 +166,7 @@ class Session:
         rates = None
         if (optimizer := self._watch.optimizer) is not None:
             check_momentum(compressor, optimizer)
-            rates = rates_of(optimizer, [(slot.name, slot.parameter) for slot in self.parameters.slots])
+            rates = self._watch.rate
         layers, options = self.parameters.layers, self._options
         return Reducer(compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates)
 

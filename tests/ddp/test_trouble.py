@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -80,6 +81,29 @@ def twice() -> str:
     return small_net.refused(lambda: gradcomp.ddp.attach(run.whole, SPARSE))
 
 
+def compiled() -> str:
+    run = DdpRun(ALONE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on importing its compiler
+        whole: Any = torch.compile(run.whole)
+    return small_net.refused(lambda: gradcomp.ddp.attach(whole, SPARSE))
+
+
+def another_optimizer() -> str:
+    run = DdpRun(ALONE)
+    other = torch.optim.SGD(small_net.net().parameters(), 0.1)
+    return small_net.refused(lambda: gradcomp.ddp.attach(run.whole, SPARSE, optimizer=other))
+
+
+def unfrozen_later() -> str:
+    layers = small_net.net()
+    layers.first.weight.requires_grad_(False)
+    run = DdpRun(SPARSE, layers)
+    run.train(2)
+    layers.first.weight.requires_grad_(True)
+    return small_net.refused(lambda: run.train(1))
+
+
 def unknown_momentum() -> str:
     """Without the optimizer, two momenta are found at the first step; with it, at once."""
     refused = []
@@ -97,11 +121,24 @@ def unknown_momentum() -> str:
     return " ".join(refused)
 
 
+CASES = (
+    unused_everywhere,
+    disagreement,
+    embedded,
+    without_ddp,
+    twice,
+    compiled,
+    another_optimizer,
+    unfrozen_later,
+    unknown_momentum,
+)
+
+
 def program() -> dict[Any, Any]:
     """Try one case after the other."""
     ranks.join()
     found: dict[Any, Any] = {("overflow", str(value)): overflow(value) for value in (float("inf"), float("nan"))}
-    for case in (unused_everywhere, disagreement, embedded, without_ddp, twice, unknown_momentum):
+    for case in CASES:
         found[case.__name__] = case()
     return found
 
@@ -139,5 +176,8 @@ def test_impossible_requests_are_refused_by_name() -> None:
     for own in found(2):
         assert own["without_ddp"].startswith("TypeError: attach() got a Net; wrap the model in DistributedDataParallel")
         assert own["embedded"].startswith("ValueError: sparse gradients")
-        assert "can only be called once" in own["twice"]
+        assert own["twice"].startswith("RuntimeError: the model has a communication hook already; keep the handle of the first")
+        assert own["compiled"].endswith("torch.compile() has wrapped; call attach() before torch.compile()")
+        assert own["another_optimizer"].startswith("ValueError: optimizer= has none of the model's parameters; pass the")
+        assert own["unfrozen_later"].startswith("RuntimeError: 'first.weight' of shape (70, 20) was unfrozen or added after")
         assert own["unknown_momentum"].count("would act twice") == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from gradcomp.engine.optimizers import OptimizerWatch, check_momentum, rates_of
 from gradcomp.engine.parameters import Parameters
@@ -27,7 +27,14 @@ def give_gradients(model: torch.nn.Module) -> None:
 
 def watched(model: torch.nn.Module, given: torch.optim.Optimizer | None = None) -> tuple[OptimizerWatch, list[Any]]:
     found: list[Any] = []
-    return OptimizerWatch(Parameters(model.named_parameters()), given, found.append), found
+    watch = OptimizerWatch(Parameters(model.named_parameters()), given, found.append)
+    watch.expects_step = True
+    return watch, found
+
+
+def exchange_and_step(watch: OptimizerWatch, optimizer: torch.optim.Optimizer) -> None:
+    watch.expects_step = True
+    optimizer.step()
 
 
 def test_a_momentum_that_would_act_twice_is_refused() -> None:
@@ -43,9 +50,9 @@ def test_the_optimizer_is_found_at_its_first_step() -> None:
     watch, found = watched(model)
     SGD(other.parameters(), lr=1).step()
     assert watch.optimizer is None and not found
-    own, later = SGD(model.parameters(), lr=1), SGD(model.parameters(), lr=1)
+    own = SGD(model.parameters(), lr=1)
     own.step()
-    later.step()
+    own.step()
     assert watch.optimizer is own and found == [own]
 
 
@@ -58,6 +65,7 @@ def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_we
         raise ValueError("refused")
 
     watch = OptimizerWatch(Parameters(model.named_parameters()), None, refuse)
+    watch.expects_step = True
     optimizer = SGD(model.parameters(), lr=1)
     for _ in range(2):
         with pytest.raises(ValueError, match="refused"):
@@ -65,14 +73,31 @@ def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_we
     assert torch.equal(model[0].weight, before) and watch.optimizer is None
 
 
-def test_no_hook_outlives_its_watch() -> None:
+def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much() -> None:
+    """hvd.DistributedOptimizer makes another object, with the same groups until a state is loaded."""
+    model = network()
+    given, part, whole = (SGD(each.parameters(), lr=rate) for each, rate in ((model, 1.0), (model[0], 2.0), (model, 3.0)))
+    watch, found = watched(model, given)
+    part.step()
+    assert watch.optimizer is given and watch.rate("0.weight") == 1.0
+    exchange_and_step(watch, whole)
+    assert watch.optimizer is whole and found == [whole] and watch.rate("0.weight") == 3.0
+
+
+def test_watches_come_and_go_while_optimizers_step() -> None:
+    """A hook that were removed while torch goes through its hooks would break the step."""
+
+    ended: list[Any] = [watched(network())[0] for _ in range(3)]
+    handle = register_optimizer_step_pre_hook(lambda *_: ended.clear())
+    hooks = len(_global_optimizer_pre_hooks)
+    model = network()
+    watch, found = watched(model)
+    optimizer = SGD(model.parameters(), lr=1)
+    optimizer.step()
+    handle.remove()
     gc.collect()
-    before = len(_global_optimizer_pre_hooks)
-    watch, _ = watched(network())
-    assert len(_global_optimizer_pre_hooks) == before + 1
-    del watch
-    gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    assert watch.optimizer is optimizer and found == [optimizer]
+    assert len(_global_optimizer_pre_hooks) == hooks - 1
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -87,13 +112,14 @@ def test_a_parameter_unfrozen_later_is_found_once_it_has_a_gradient(given: bool)
     optimizer = SGD(model.parameters(), lr=1)
     watch, _ = watched(model, optimizer if given else None)
     give_gradients(model)
-    optimizer.step()
-    watch.check_all_exchanged()
+    exchange_and_step(watch, optimizer)
     model[0].weight.requires_grad_(True)
-    watch.check_all_exchanged()
+    exchange_and_step(watch, optimizer)
     give_gradients(model)
+    before = model[1].weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"^'0.weight' of shape \(2, 2\) was unfrozen or added .* the replicas drift apart"):
-        watch.check_all_exchanged()
+        exchange_and_step(watch, optimizer)
+    assert torch.equal(model[1].weight, before) and watch.optimizer is optimizer
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -102,12 +128,28 @@ def test_a_parameter_added_later_is_found_once_it_has_a_gradient(given: bool) ->
     optimizer = SGD(model.parameters(), lr=1)
     watch, _ = watched(model, optimizer if given else None)
     give_gradients(model)
-    optimizer.step()
+    exchange_and_step(watch, optimizer)
     optimizer.add_param_group({"params": added.parameters()})
-    watch.check_all_exchanged()
+    exchange_and_step(watch, optimizer)
     give_gradients(added)
     with pytest.raises(RuntimeError, match=r"^a parameter of shape \(1, 3\) was unfrozen or added"):
-        watch.check_all_exchanged()
+        exchange_and_step(watch, optimizer)
+    assert watch.optimizer is optimizer
+
+
+def test_a_session_that_was_replaced_leaves_the_steps_of_the_next_one_alone() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    first = SGD(model.parameters(), lr=1)
+    old, _ = watched(model, first)
+    give_gradients(model)
+    exchange_and_step(old, first)
+    model[0].weight.requires_grad_(True)
+    second = SGD(model.parameters(), lr=1)
+    new, _ = watched(model, second)
+    give_gradients(model)
+    exchange_and_step(new, second)
+    assert old.optimizer is first and new.optimizer is second
 
 
 def test_another_models_parameters_in_the_same_optimizer_are_none_of_its_business() -> None:
@@ -116,7 +158,8 @@ def test_another_models_parameters_in_the_same_optimizer_are_none_of_its_busines
     watch, _ = watched(model, optimizer)
     give_gradients(model)
     give_gradients(other)
-    watch.check_all_exchanged()
+    exchange_and_step(watch, optimizer)
+    assert watch.optimizer is optimizer
 
 
 def test_rates_are_those_of_the_moment() -> None:

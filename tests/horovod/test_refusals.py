@@ -50,6 +50,40 @@ CASES = {
         "momentum unseen",
         doors.COMPRESSION,
     ): "ValueError: the momentum 0.9 of topk:ratio=0.1,momentum=0.9 and the optimizer's own would act twice",
+    (
+        "the class",
+        doors.COMPRESSION,
+    ): "TypeError: compression= is the class Compression; pass an object: compression=Compression(",
+    (
+        "another optimizer",
+        doors.COMPRESSION,
+    ): "ValueError: optimizer= has none of the model's parameters; pass the optimizer that",
+    (
+        "another optimizer",
+        doors.OWN,
+    ): "ValueError: the optimizer has none of named_parameters; pass those of the model that the",
+    ("no optimizer", doors.COMPRESSION): "TypeError: the optimizer is a StepLR; pass a torch.optim.Optimizer",
+    ("no optimizer", doors.OWN): "TypeError: the optimizer is a StepLR; pass a torch.optim.Optimizer",
+    (
+        "names forgotten",
+        doors.COMPRESSION,
+    ): "TypeError: named_parameters is the spec 'topk:ratio=0.1'; pass model.named_parameters()",
+    ("names forgotten", doors.OWN): "TypeError: named_parameters is the spec 'topk:ratio=0.1'; pass model.named_parameters()",
+    ("no process set", doors.COMPRESSION): "TypeError: process_set is a list; pass the result of hvd.add_process_set(...)",
+    ("no process set", doors.OWN): "TypeError: process_set is a list; pass the result of hvd.add_process_set(...)",
+    (
+        "unfrozen later",
+        doors.COMPRESSION,
+    ): "RuntimeError: 'unfrozen later/Compression.0.weight' of shape (3, 4) was unfrozen or",
+    (
+        "unfrozen later",
+        doors.OWN,
+    ): "RuntimeError: 'unfrozen later/DistributedOptimizer.0.weight' of shape (3, 4) was unfrozen or",
+    (
+        "added later",
+        doors.COMPRESSION,
+    ): "RuntimeError: a parameter of shape (3, 2) was unfrozen or added after the ranks' exchange",
+    ("added later", doors.OWN): "RuntimeError: a parameter of shape (3, 2) was unfrozen or added after the ranks' exchange",
 }
 
 
@@ -116,7 +150,59 @@ def unseen_momentum(door: str, prefix: str) -> None:
     step(model, hvd.DistributedOptimizer(optimizer, doors.named(model, prefix), compression=compression))
 
 
+def the_class(door: str, prefix: str) -> None:
+    model = linear(prefix)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step(model, hvd.DistributedOptimizer(optimizer, doors.named(model, prefix), compression=gradcomp.horovod.Compression))
+
+
+def another_optimizer(door: str, prefix: str) -> None:
+    model, other = linear(prefix), linear(prefix)
+    doors.wrapped(door, torch.optim.SGD(other.parameters(), 0.1), doors.named(model, prefix), "topk")
+
+
+def no_optimizer(door: str, prefix: str) -> None:
+    model = linear(prefix)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), 0.1), 1)
+    doors.wrapped(door, schedule, doors.named(model, prefix), "topk")
+
+
+def names_forgotten(door: str, prefix: str) -> None:
+    spec: Any = "topk:ratio=0.1"
+    if door == doors.OWN:
+        gradcomp.horovod.DistributedOptimizer(torch.optim.SGD(linear(prefix).parameters(), 0.1), spec)
+    else:
+        gradcomp.horovod.Compression("topk", spec)
+
+
+def unfrozen_later(door: str, prefix: str) -> None:
+    """Without a word, each rank would train the layer by its own gradients alone. Made again, the optimizer works."""
+    model = linear(prefix)
+    model[0].weight.requires_grad_(False)
+    optimizer = doors.sgd(door, model, "topk:ratio=0.1", prefix=prefix)
+    step(model, optimizer)
+    model[0].weight.requires_grad_(True)
+    step(model, doors.sgd(door, model, "topk:ratio=0.1", prefix=f"{prefix}again."))
+    step(model, optimizer)
+
+
+def added_later(door: str, prefix: str) -> None:
+    model = linear(prefix)
+    optimizer = doors.sgd(door, model, "topk:ratio=0.1", prefix=prefix)
+    step(model, optimizer)
+    model.append(nn.Linear(2, 3))
+    optimizer.add_param_group({"params": model[2].parameters()})
+    step(model, optimizer)
+
+
 ACTIONS = {
+    "the class": the_class,
+    "another optimizer": another_optimizer,
+    "no optimizer": no_optimizer,
+    "names forgotten": names_forgotten,
+    "no process set": options(process_set=[0, 1]),
+    "unfrozen later": unfrozen_later,
+    "added later": added_later,
     "adasum": options(op=hvd.Adasum),
     "min": options(op=hvd.Min),
     "max": options(op=hvd.Max),
