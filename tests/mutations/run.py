@@ -82,25 +82,44 @@ def first_failure(copy: Path, tests: list[str], order: str) -> str | None:
     return named.group(1)
 
 
+def files_of(fault: Fault, copy: Path) -> list[str]:
+    """List the test files that are to find a fault."""
+    return [str(each) for name in fault.tests for each in sorted((copy / "tests").rglob(name))]
+
+
+def orders_for(fault: Fault) -> tuple[str, ...]:
+    """Return the orders of threads that may show a fault."""
+    return ORDERS if fault.folder == "csrc/cuda" else ORDERS[:1]
+
+
+def check_right_code(faults: list[Fault], copy: Path) -> None:
+    """Refuse to go on unless the tests that are to find the faults pass without them."""
+    build(copy)
+    for order in sorted({order for fault in faults for order in orders_for(fault)}, reverse=True):
+        files = {file for fault in faults if order in orders_for(fault) for file in files_of(fault, copy)}
+        print(f"{len(files)} test files without a fault, threads in {order} order", flush=True)
+        parallel = ["-n", str(os.cpu_count()), "--dist", "loadfile"]
+        if (failed := first_failure(copy, [*parallel, *sorted(files)], order)) is not None:
+            raise RuntimeError(f"{failed} fails without any fault")
+
+
 def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
     """Make one fault, run the tests that are to find it, or all others, and mend it. Return the test that failed."""
     path = place_of(fault, copy)
     right = path.read_text()
-    own = [str(each) for name in fault.tests for each in sorted((copy / "tests").rglob(name))]
-    tests = ["tests", *(f"--ignore={each}" for each in own)] if others else own
-    found_by = None
+    tests = files_of(fault, copy)
+    if others:
+        tests = ["tests", *(f"--ignore={each}" for each in tests)]
     path.write_text(right.replace(fault.right, fault.wrong))
     try:
         build(copy)
-        for order in ORDERS if fault.folder == "csrc/cuda" else ORDERS[:1]:
-            found_by = first_failure(copy, tests, order)
-            if found_by is not None:
-                break
+        failures = (first_failure(copy, tests, order) for order in orders_for(fault))
+        found_by = next(filter(None, failures), None)
     finally:
         path.write_text(right)
-    if found_by is not None:
+    if others and found_by is not None and "::" in found_by:
         build(copy)
-        if first_failure(copy, [found_by] if "::" in found_by else own, order) is not None:
+        if any(first_failure(copy, [found_by], order) for order in orders_for(fault)):
             raise RuntimeError(f"{found_by} fails without the fault {fault.name!r}, too")
     return found_by
 
@@ -134,6 +153,7 @@ def main() -> None:
     commit, results = str(machine.commit()).removesuffix("-dirty"), {}
     if options.only and options.out.exists():
         results = {each["fault"]: each for each in json.loads(options.out.read_text())["results"]}
+    check_right_code(chosen, COPIES / "0")
     tried, lock = 0, threading.Lock()
 
     def attempt(fault: Fault, others: bool) -> None:
