@@ -1,7 +1,12 @@
-"""Gradient compression for distributed training, with unmodified Horovod, with DDP, or simulated in one process.
+"""Compress the gradients of distributed training. Horovod and torch stay as they are.
 
-The doors are gradcomp.horovod.Compression, gradcomp.horovod.DistributedOptimizer, gradcomp.ddp.attach and gradcomp.Simulation.
-Each takes a spec, for example "topk:ratio=0.01,momentum=0.9". names() lists the compressors, describe("topk") explains one.
+Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named_parameters()) in hvd.DistributedOptimizer(...)
+or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
+DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
+trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
+look:    .stats(), .residual(); change(spec) continues with another spec; state_dict() and load_state_dict() for checkpoints
+specs:   "name:knob=value,knob=value"; gradcomp.names() lists the names, gradcomp.describe("topk") explains one
+trouble: python -m gradcomp doctor shows what is installed here, and what will bite
 """
 
 from __future__ import annotations

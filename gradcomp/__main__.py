@@ -1,9 +1,10 @@
-"""The command line, python -m gradcomp: list the compressors, or describe one."""
+"""The command line, python -m gradcomp: list the compressors, describe one, or look for what will bite on this machine."""
 
 from __future__ import annotations
 
 import argparse
 
+from gradcomp.doctor import report
 from gradcomp.spec import describe, names, summary
 
 
@@ -12,18 +13,22 @@ def main(arguments: list[str] | None = None) -> None:
 
     arguments: the words after `python -m gradcomp`; those of this process by default.
     """
-    parser = argparse.ArgumentParser(prog="python -m gradcomp", description="Lists the compressors, or describes one.")
+    parser = argparse.ArgumentParser(prog="python -m gradcomp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list all compressors, with a line about each")
-    one = commands.add_parser("describe", help="describe a compressor and its knobs")
-    one.add_argument("name", help="a compressor's name, as shown by list")
+    one = commands.add_parser("describe", help="describe a compressor and its knobs, or a whole spec")
+    one.add_argument("spec", help='a compressor\'s name, as shown by list, or a spec: "topk:ratio=0.01"')
+    commands.add_parser("doctor", help="show versions, build, GPU, Horovod and host name, and what will bite here")
     options = parser.parse_args(arguments)
     if options.command == "list":
         for name in names():
             print(f"{name:14}{summary(name)}")
         return
+    if options.command == "doctor":
+        print(report())
+        return
     try:
-        print(describe(options.name))
+        print(describe(options.spec))
     except ValueError as error:
         parser.error(str(error))
 

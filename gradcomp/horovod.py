@@ -7,12 +7,10 @@ itself, so that no carriers travel.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-import horovod
 import horovod.torch as hvd
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from gradcomp.engine.parameters import Parameters, Slot, named_of
 from gradcomp.engine.session import Options, Session
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
-from gradcomp.networks.horovod import HorovodNetwork, exchange_failure
+from gradcomp.networks.horovod import HorovodNetwork, carrier_free, exchange_failure, version
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 
@@ -151,11 +149,11 @@ def DistributedOptimizer(
     process_set = stock_options.get("process_set", hvd.global_process_set)
     door = Compression(compression, named, process_set=process_set, optimizer=optimizer, bucket_mb=bucket_mb, seed=seed)
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
-    if list(inspect.signature(stock._allreduce_grad_async).parameters) == ["p"]:
+    if carrier_free():
         stock._allreduce_grad_async = _carrier_free_reduction(door._session, process_set, op)
     else:
         warnings.warn(
-            f"Horovod {horovod.__version__} is untested (supported: 0.22 to 0.28); falling back to the slower carrier route",
+            f"Horovod {version()} is untested (supported: 0.22 to 0.28); falling back to the slower carrier route",
             stacklevel=2,
         )
     stock.compression = door

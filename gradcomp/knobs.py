@@ -165,14 +165,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def rows(kind: Any) -> list[tuple[str, str, str, str]]:
-    """Return the name, default, range and help of every knob. The help of a knob for ablation says so."""
+    """Return the name, value, range and help of every knob: the defaults of a class, the values of an instance.
+
+    The help of a knob for ablation says so.
+    """
     table = []
     for name, field in knobs_of(kind).items():
         declared = declaration(field)
         text = declared.help + (" (for ablation)" if declared.ablation else "")
         anything = "true, false" if isinstance(field.default, bool) else "any"
         range_ = ", ".join(map(as_text, declared.choices)) or declared.range or anything
-        table.append((name, as_text(field.default), range_, text))
+        value = getattr(kind, name)
+        if value != field.default:
+            text += f" (default {as_text(field.default)})"
+        table.append((name, as_text(value), range_, text))
     return table
 
 

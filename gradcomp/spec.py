@@ -16,6 +16,7 @@ from gradcomp import compressors, knobs
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.by_layer import ByLayer
 from gradcomp.engine.feedback import Feedback, with_feedback
+from gradcomp.engine.wrapper import Wrapper
 from gradcomp.knobs import knob
 from gradcomp.protocol import Compressor
 
@@ -82,13 +83,21 @@ def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -
 
 
 def describe(name: str) -> str:
-    """Describe a compressor: its method, and its knobs with their defaults and ranges."""
-    kind = kind_of(name)
+    """Describe a compressor: its method, and its knobs with their defaults and ranges.
+
+    name: a compressor's name, or a spec. A spec's own values stand in place of the defaults.
+    """
+    kind = kind_of(name.partition(":")[0].strip())
+    made: Compressor | None = make(name) if ":" in name else None
+    shown: dict[type, Any] = {each: each for each in (kind, *KNOB_CLASSES)}
+    while made is not None:
+        shown |= {HostKnobs: HostKnobs(by_host=True)} if isinstance(made, ByHost) else {type(made): made}
+        made = made.inner if isinstance(made, Wrapper) else None
     method = textwrap.dedent(sys.modules[kind.__module__].__doc__ or "").strip()
-    parts = [f"{name}\n\n{method}"]
-    if table := knobs.table_of(kind):
+    parts = [f"{name.strip()}\n\n{method}"]
+    if table := knobs.table_of(shown[kind]):
         parts.append(f"Knobs:\n{table}")
-    parts.append("Knobs of every compressor:\n" + "\n".join(map(knobs.table_of, KNOB_CLASSES)))
+    parts.append("Knobs of every compressor:\n" + "\n".join(knobs.table_of(shown[each]) for each in KNOB_CLASSES))
     return "\n\n".join(parts)
 
 

@@ -248,6 +248,11 @@ def test_the_command_lists_and_describes() -> None:
 
     assert [line.split()[0] for line in said("list").splitlines()] == gradcomp.names()
     assert said("describe", "topk") == gradcomp.describe("topk") + "\n"
+    own = said("describe", "topk:ratio=0.25,momentum=0.5,by_host=true")
+    assert own == gradcomp.describe("topk:ratio=0.25,momentum=0.5,by_host=true") + "\n"
+    for part in ("  ratio=0.25  ", "(default 0.001)", "  momentum=0.5  ", "  by_host=true  ", "  masking=true  "):
+        assert part in own
+    assert own.count("(default ") == 3
     wrong = subprocess.run([sys.executable, "-m", "gradcomp", "describe", "topkk"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "did you mean 'topk'?" in wrong.stderr
 

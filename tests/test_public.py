@@ -34,7 +34,7 @@ gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
 gradcomp.handle.Handle.state_dict() -> 'dict[str, Any]'
 gradcomp.handle.Handle.stats() -> 'dict[str, Any]'
 gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
-gradcomp.horovod.Compression.compress(tensor: 'Tensor') -> 'tuple[Tensor, Slot]'
+gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'

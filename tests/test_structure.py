@@ -36,6 +36,7 @@ ROOMS = [
     "simulate",
     "ddp",
     "horovod",
+    "doctor",
     "__init__",
     "__main__",
 ]

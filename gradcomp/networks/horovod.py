@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+import horovod
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import mpi_ops
+from horovod.torch import mpi_ops, optimizer
 
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
+from gradcomp.networks.launcher import LauncherNotes
 from gradcomp.networks.mail import check_senders, pack, unpack
+from gradcomp.networks.waits import Wait
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # Seconds between two looks at an operation under way.
@@ -53,6 +57,7 @@ class HorovodNetwork:
         if self.generation is not self._prepared_for:
             self._prepared_for = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
+            self._notes = LauncherNotes(f"gradcomp.{self.process_set.process_set_id}", *self.world[:2])
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
@@ -60,10 +65,10 @@ class HorovodNetwork:
         match request:
             case Gather(sent):
                 handle = _try(hvd.allgather_async, sent.bytes, **options)
-                return lambda: [payload.read(sent.form, part) for part in _result(handle).chunk(self.world.size)]
+                return lambda: [payload.read(sent.form, part) for part in self._result(handle, name).chunk(self.world.size)]
             case Reduce(tensor, scale):
                 handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
-                return lambda: _result(handle)
+                return lambda: self._result(handle, name)
             case Send():
                 return self._send(request, name, options)
 
@@ -72,7 +77,7 @@ class HorovodNetwork:
         handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
 
         def answer() -> Reply:
-            incoming, counts = _result(handle)
+            incoming, counts = self._result(handle, name)
             if counts.tolist() != bytes_in:
                 me = self.world.rank
                 senders = [rank for rank, n in enumerate(counts.tolist()) if n and (rank != me or me in request.payloads)]
@@ -81,18 +86,41 @@ class HorovodNetwork:
 
         return answer
 
+    def _result(self, handle: Any, name: str) -> Any:
+        """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
+        pause = SHORTEST_PAUSE
+        wait = Wait(self._notes, self.world, name)
+        while not _try(hvd.poll, handle):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            wait.look()
+        wait.end()
+        result = _try(hvd.synchronize, handle)
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if tensor.is_cuda:
+                _wait_on_stream(tensor)
+        return result
 
-def _result(handle: Any) -> Any:
-    """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
-    pause = SHORTEST_PAUSE
-    while not _try(hvd.poll, handle):
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    result = _try(hvd.synchronize, handle)
-    for tensor in result if isinstance(result, tuple) else (result,):
-        if tensor.is_cuda:
-            _wait_on_stream(tensor)
-    return result
+
+def version() -> str:
+    """Return Horovod's version."""
+    return str(horovod.__version__)
+
+
+def built_with() -> tuple[list[str], list[str]]:
+    """List the launchers that Horovod was built for, and the libraries that it reduces tensors with."""
+    launchers = {"Gloo": hvd.gloo_built, "MPI": hvd.mpi_built}
+    operations = {"NCCL": hvd.nccl_built, "oneCCL": hvd.ccl_built, "Gloo": hvd.gloo_built, "MPI": hvd.mpi_built}
+    return (
+        [name for name, built in launchers.items() if built()],
+        [name for name, built in operations.items() if built()],
+    )
+
+
+def carrier_free() -> bool:
+    """Say whether this version of Horovod has the method that gradcomp.horovod.DistributedOptimizer replaces."""
+    reduction = getattr(optimizer._DistributedOptimizer, "_allreduce_grad_async", None)
+    return reduction is not None and list(inspect.signature(reduction).parameters) == ["self", "p"]
 
 
 def _wait_on_stream(output: torch.Tensor) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +16,15 @@ import torch.distributed as dist
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import pack, unpack
+from gradcomp.networks.waits import Wait
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# Seconds between two looks at the roll.
+PAUSE = 0.01
 
 
 class TorchNetwork:
@@ -24,7 +33,10 @@ class TorchNetwork:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.hosts: tuple[int, ...] | None = None
-        self.device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device  # NCCL takes only a GPU's tensors
+        self._on_host = dist.get_backend(group) == "gloo"
+        self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
+        self._notes: StoreNotes | None = None
+        self._meetings = 0
 
     @property
     def world(self) -> World:
@@ -40,7 +52,19 @@ class TorchNetwork:
         return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"  # torchrun's number of the host
 
     def prepare(self) -> None:
-        """Do nothing: a process group is ready when it is made."""
+        """Call the roll: wait until all ranks come to this meeting.
+
+        A rank that met another operation than its own would end without a reason. The roll needs no operation.
+        """
+        if self._notes is None:
+            self._notes = StoreNotes(self.group)
+        self._meetings += 1
+        wait = Wait(self._notes, self.world, "meeting")
+        self._notes.answer(self._meetings)
+        while absent := self._notes.absent(self._meetings):
+            time.sleep(PAUSE)
+            wait.look(absent)
+        wait.end()
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
@@ -48,23 +72,84 @@ class TorchNetwork:
             case Gather(sent):
                 received = sent.bytes.new_empty(self.world.size * sent.bytes.numel())
                 work = all_gather(received, sent.bytes, self.group, async_op=True)
-                return _after(work, lambda: [payload.read(sent.form, part) for part in received.chunk(self.world.size)])
+                return self._after(
+                    work, name, lambda: [payload.read(sent.form, part) for part in received.chunk(self.world.size)]
+                )
             case Reduce(tensor, scale):
                 work = dist.all_reduce(tensor, group=self.group, async_op=True)
-                return _after(work, lambda: tensor if scale == 1 else tensor.mul_(scale))
+                return self._after(work, name, lambda: tensor if scale == 1 else tensor.mul_(scale))
             case Send():
                 outgoing, bytes_out, bytes_in = pack(request, self.world)
                 incoming = outgoing.new_empty(sum(bytes_in))
                 work = dist.all_to_all_single(incoming, outgoing, bytes_in, bytes_out, self.group, async_op=True)
-                return _after(work, lambda: unpack(request, incoming, bytes_in))
+                return self._after(work, name, lambda: unpack(request, incoming, bytes_in))
+
+    def _after(self, work: dist.Work | None, name: str, read: Answer) -> Answer:
+        """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""
+        notes = self._notes
+        assert work is not None and notes is not None
+
+        def answer() -> Reply:
+            if self._on_host:
+                wait_aloud(work, Wait(notes, self.world, name))
+            work.wait()
+            return read()
+
+        return answer
 
 
-def _after(work: dist.Work | None, read: Answer) -> Answer:
-    """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""
-    assert work is not None
+def backends() -> list[str]:
+    """List the backends that torch was built with."""
+    built = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return [name for name, available in built.items() if available()]
 
-    def answer() -> Reply:
-        work.wait()
-        return read()
 
-    return answer
+def wait_aloud(work: dist.Work, wait: Wait) -> None:
+    """Wait until an operation has ended or failed."""
+    while not work.is_completed():
+        with suppress(RuntimeError):  # the time is up, or the operation failed
+            work.wait(timedelta(seconds=wait.next_look))
+        wait.look()
+    wait.end()
+
+
+class StoreNotes:
+    """The notes of the ranks of a group, and their roll, through the store that the group was made with."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+        self._store: Any = get_store() if get_store is not None else None
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._scope = f"gradcomp/{group.group_name}/{_next_number(group)}"
+
+    def write(self, text: str) -> None:
+        """Leave this rank's note; an empty one takes it back."""
+        if self._store is not None:
+            self._store.set(f"{self._scope}/note/{self._rank}", text)
+
+    def read(self) -> Mapping[int, str] | None:
+        """Read the notes of all ranks that left one."""
+        if self._store is None:
+            return None
+        keys = {rank: f"{self._scope}/note/{rank}" for rank in range(self._size)}
+        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
+
+    def answer(self, meeting: int) -> None:
+        """Say that this rank has come to a meeting."""
+        if self._store is not None:
+            self._store.set(f"{self._scope}/{meeting}/{self._rank}", "here")
+
+    def absent(self, meeting: int) -> list[int]:
+        """List the ranks that have not come yet. Nobody is, where there is no store."""
+        if self._store is None or self._store.check([f"{self._scope}/{meeting}/{rank}" for rank in range(self._size)]):
+            return []
+        return [rank for rank in range(self._size) if not self._store.check([f"{self._scope}/{meeting}/{rank}"])]
+
+
+# The number of networks made for each group, by name. All ranks make them in the same order.
+_numbers: dict[str, int] = {}
+
+
+def _next_number(group: dist.ProcessGroup) -> int:
+    _numbers[group.group_name] = _numbers.get(group.group_name, 0) + 1
+    return _numbers[group.group_name]

@@ -6,6 +6,7 @@ The two trainings differ in one argument: both use Horovod's own optimizer, and 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import gradcomp.horovod
 from laboratory import ranks
+from laboratory.demo.summary import AVERAGED
 from laboratory.tasks import digits
 
 # Pictures of a rank in a step.
@@ -64,7 +66,8 @@ def train() -> dict[str, Any]:
         losses.append(loss.item())
         if hvd.rank() == 0 and (began - told > PROGRESS_SECONDS or step == options.steps):
             told = began
-            ranks.tell(f"step {step}/{options.steps}  loss {losses[-1]:.4f}", step / options.steps)
+            recent = statistics.mean(losses[-AVERAGED:])
+            ranks.tell(f"step {step}/{options.steps}  training loss of rank 0 {recent:.4f}", step / options.steps)
     return {
         "spec": options.spec,
         "ranks": hvd.size(),

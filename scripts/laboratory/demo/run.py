@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     except RanksFailed as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    print(f"\n{columns(summary.rows(trained))}\n")
+    print(f"\n{columns(summary.rows(trained))}\n\n{summary.EXPLANATION}\n")
     for result in trained:
         if not result["ranks_equal"]:
             print(f"{result['spec']}: the ranks' weights DIFFER after the training")

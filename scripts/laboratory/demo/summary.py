@@ -12,10 +12,15 @@ from laboratory.report.plots import grid, pyplot, save
 from laboratory.stats import smooth
 
 Result = dict[str, Any]
-HEADINGS = ("", "step time (median)", "bytes sent per step", "compression", "test accuracy", "final loss")
+HEADINGS = ("", "step time (median)", "bytes sent per step", "compression", "test accuracy", "training loss")
 
-# Steps that the final loss averages, and steps that one point of a curve averages.
-LAST, SMOOTHED = 10, 5
+# Steps that the loss of the table, of the progress and of a point of the curve averages.
+AVERAGED = 10
+
+EXPLANATION = f"""bytes sent per step: what one rank hands to the network
+test accuracy: on pictures that no rank trained on
+training loss: mean of the last {AVERAGED} steps over both ranks; unsent entries wait for later steps, so a short compressed
+training ends behind a dense one"""
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -28,8 +33,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     for result in results:
         sent = itertools.accumulate([result["bytes_per_step"] / 1e6] * len(result["losses"]))
-        axes.plot(list(sent), smooth(result["losses"], SMOOTHED), label=_title(result))
-    axes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {SMOOTHED} steps)")
+        axes.plot(list(sent), smooth(result["losses"], AVERAGED), label=_title(result))
+    axes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {AVERAGED} steps)")
     axes.set_title(f"Digits, {results[0]['ranks']} ranks, {len(results[0]['losses'])} steps")
     grid(axes)
     axes.legend()
@@ -47,5 +52,5 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result['bytes_per_step']:,}",
         f"{4 * result['parameters'] / result['bytes_per_step']:.0f} x",
         f"{100 * result['accuracy']:.1f} %",
-        f"{statistics.mean(result['losses'][-LAST:]):.4f}",
+        f"{statistics.mean(result['losses'][-AVERAGED:]):.4f}",
     )

@@ -1,0 +1,111 @@
+"""The report of python -m gradcomp doctor: what is installed and built here, and what will bite."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from gradcomp import _version
+from gradcomp.native import extension
+
+
+class Finding(NamedTuple):
+    """One line of the report. advice: what to do about it; empty where all is well."""
+
+    subject: str
+    text: str
+    advice: str = ""
+
+
+def findings() -> list[Finding]:
+    """Look at everything that gradcomp depends on."""
+    looks = (_versions, _extension, _gpus, _horovod, _distributed, _host_name, _threads)
+    return [finding for look in looks for finding in look()]
+
+
+def report() -> str:
+    """Write the findings, and the number of those that will bite."""
+    found = findings()
+    lines = [f"{'!!' if each.advice else 'ok'}  {each.subject:12} {each.text}" for each in found]
+    bites = [each for each in found if each.advice]
+    lines += ["", "Nothing here will bite." if not bites else "What will bite here:"]
+    lines += [f"  {each.subject}: {each.advice}" for each in bites]
+    return "\n".join(lines)
+
+
+def _versions() -> Iterator[Finding]:
+    where = Path(__file__).resolve().parent
+    yield Finding("gradcomp", f"{_version.VERSION}, from {where}")
+    yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
+    built = f"built with CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
+    yield Finding("torch", f"{torch.__version__}, {built}")
+
+
+def _extension() -> Iterator[Finding]:
+    has = "with CUDA kernels" if extension.BUILT_WITH_CUDA else "without CUDA kernels"
+    yield Finding("extension", f"{Path(extension.native.__file__).name}, {has}")
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "none that torch can use: everything runs on the CPU")
+        return
+    advice = ""
+    if not extension.BUILT_WITH_CUDA:
+        advice = "this build has no CUDA kernels, and a CUDA tensor raises an error; install gradcomp with GRADCOMP_CUDA=ON"
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding("GPU", f"{index}: {properties.name}, capability {properties.major}.{properties.minor}", advice)
+
+
+def _horovod() -> Iterator[Finding]:
+    try:
+        from gradcomp.networks import horovod as network
+    except ModuleNotFoundError as error:
+        if error.name != "horovod":
+            raise
+        yield Finding("Horovod", "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not")
+        return
+    except ImportError as error:
+        yield Finding("Horovod", "broken", f"it cannot be imported: {error}; install it again beside this torch")
+        return
+    controllers, operations = network.built_with()
+    text = f"{network.version()}, starts ranks by {' and '.join(controllers) or 'nothing'}, reduces by {', '.join(operations)}"
+    advice = ""
+    if not network.carrier_free():
+        advice = "this version is untested (supported: 0.22 to 0.28); gradients take the slower carrier route"
+    elif torch.cuda.is_available() and "NCCL" not in operations:
+        advice = "it was built without NCCL: CUDA tensors travel through main memory; build it with HOROVOD_GPU_OPERATIONS=NCCL"
+    yield Finding("Horovod", text, advice)
+
+
+def _distributed() -> Iterator[Finding]:
+    if not torch.distributed.is_available():
+        yield Finding("DDP", "torch has no torch.distributed", "gradcomp.ddp cannot be used; install a torch that has it")
+        return
+    from gradcomp.networks.torch import backends
+
+    yield Finding("DDP", f"backends {', '.join(backends()) or 'none'}")
+
+
+def _host_name() -> Iterator[Finding]:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        advice = f"horovodrun crashes without a word where the host name does not resolve; add '127.0.1.1 {name}' to /etc/hosts"
+        yield Finding("host name", f"{name}, which does not resolve", advice)
+    else:
+        yield Finding("host name", name)
+
+
+def _threads() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("threads", f"{torch.get_num_threads()} of torch on {cores} cores (OMP_NUM_THREADS sets them for each rank)")

@@ -1,0 +1,107 @@
+"""python -m gradcomp doctor: what it finds here, and what it says where something is missing or will bite."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from gradcomp import doctor
+from gradcomp.native import extension
+
+
+def finding(subject: str) -> doctor.Finding:
+    (found,) = (each for each in doctor.findings() if each.subject == subject)
+    return found
+
+
+def test_the_report_names_every_part_and_nothing_bites_here() -> None:
+    done = subprocess.run([sys.executable, "-m", "gradcomp", "doctor"], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[1].strip() for line in lines if line.startswith("ok ")] == [
+        "gradcomp",
+        "Python",
+        "torch",
+        "extension",
+        "GPU",
+        "Horovod",
+        "DDP",
+        "host name",
+        "threads",
+    ]
+    assert torch.__version__ in done.stdout and importlib.metadata.version("horovod") in done.stdout
+    assert lines[-1] == "Nothing here will bite."
+
+
+def test_horovods_features_are_those_it_tells_of_itself() -> None:
+    import horovod.torch as hvd
+
+    text = finding("Horovod").text
+    assert ("by Gloo" in text) == hvd.gloo_built() and ("NCCL" in text) == bool(hvd.nccl_built())
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a strange host name was NOT tried: needs root")
+def test_a_host_name_that_does_not_resolve_bites() -> None:
+    command = f"hostname nowhere-{os.getpid()} && exec {sys.executable} -m gradcomp doctor"
+    done = subprocess.run(["unshare", "--uts", "sh", "-c", command], capture_output=True, text=True, check=True)
+    assert f"!!  host name    nowhere-{os.getpid()}, which does not resolve" in done.stdout
+    assert f"horovodrun crashes without a word where the host name does not resolve; add '127.0.1.1 nowhere-{os.getpid()}'" in (
+        done.stdout
+    )
+
+
+def test_without_horovod_the_rest_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "__import__", failing(ModuleNotFoundError("No module named 'horovod'", name="horovod")))
+    assert finding("Horovod") == (
+        "Horovod",
+        "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not",
+        "",
+    )
+
+
+def test_a_horovod_that_cannot_be_imported_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "__import__", failing(ImportError("undefined symbol: _ZN3c10")))
+    assert finding("Horovod").advice == ("it cannot be imported: undefined symbol: _ZN3c10; install it again beside this torch")
+
+
+def failing(error: ImportError) -> Any:
+    """An import that fails for gradcomp's network of Horovod."""
+    real = builtins.__import__
+
+    def load(name: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
+        if name == "gradcomp.networks" and names and "horovod" in names:
+            raise error
+        return real(name, scope, local, names, level)
+
+    return load
+
+
+def test_a_horovod_of_another_shape_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.torch import optimizer
+
+    monkeypatch.setattr(optimizer._DistributedOptimizer, "_allreduce_grad_async", lambda self, p, name: None)
+    assert "gradients take the slower carrier route" in finding("Horovod").advice
+
+
+def test_a_gpu_without_cuda_kernels_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says of a GPU is put in its place: none is needed to see what doctor makes of it."""
+
+    class Properties:
+        name, major, minor = "GPU", 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(extension, "BUILT_WITH_CUDA", False)
+    found = finding("GPU")
+    assert found.text == "0: GPU, capability 9.0" and "a CUDA tensor raises an error" in found.advice
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert "What will bite here:\n  GPU: this build has no CUDA kernels" in doctor.report()
