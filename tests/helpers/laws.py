@@ -45,6 +45,6 @@ def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> N
         wanted = mean(before, name) + mean(grads, name)
         found = mean(after, name) + update[name].double().cpu()
         sizes = [part[name].abs().double().cpu() for part in (*before, *grads, *after, *[update] * world)]
-        room = 2.0**-23 * sum(sizes, torch.zeros(shape)) + 1e-44 * world
-        assert ((wanted - found).abs() <= room).all(), f"{name}: {(wanted - found).abs().max()}"
+        rounding = 2.0**-23 * sum(sizes, torch.zeros(shape)) + 1e-44 * world
+        assert ((wanted - found).abs() <= rounding).all(), f"{name}: {(wanted - found).abs().max()}"
     return update

@@ -15,8 +15,8 @@ COMPRESSORS = Path(__file__).resolve().parents[1] / "compressors"
 PROMISED_BYTES: dict[str, Callable[..., int]] = {}
 
 for name in gradcomp.names():
-    room = f"compressors.{name}" if (COMPRESSORS / name).is_dir() else "compressors"
-    PROMISED_BYTES |= importlib.import_module(f"{room}.test_{name}").PROMISED_BYTES
+    folder = f"compressors.{name}" if (COMPRESSORS / name).is_dir() else "compressors"
+    PROMISED_BYTES |= importlib.import_module(f"{folder}.test_{name}").PROMISED_BYTES
 
 ALL = list(PROMISED_BYTES)
 

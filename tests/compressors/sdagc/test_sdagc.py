@@ -19,13 +19,13 @@ from gradcomp.engine.feedback import Feedback
 SMALL = 248
 
 
-def _room(n: int, lam: float) -> int:
+def _capacity(n: int, lam: float) -> int:
     return math.ceil(1.25 * laplace_density(lam) * n)
 
 
 def _sparse(n: int, lam: float, wire: str) -> int:
-    room = _room(n, lam)
-    return 4 * n if (4 if wire == "compact" else 8) * room >= 4 * n else payload(n, room, wire)
+    capacity = _capacity(n, lam)
+    return 4 * n if (4 if wire == "compact" else 8) * capacity >= 4 * n else payload(n, capacity, wire)
 
 
 def _bytes(lam: float, small: str = "dense", wire: str = "compact") -> Callable[[int], int]:
@@ -49,9 +49,9 @@ PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "sdagc:lam=2.5,small=none,live=false,flush=7": _bytes(2.5, "none"),
     "sdagc:density=0.05,small=none": _density(0.05),
     "sdagc:lam=0": lambda n: 4 * n,
-    "sdagc:lam=2,small=none,route=split": lambda n, rank, world: split_bytes(n, _room(n, 2.0), world),
-    "sdagc:lam=2.5,small=none,route=tree": lambda n, rank, world: tree_bytes(n, _room(n, 2.5), rank, world),
-    "sdagc:lam=2,small=none,by_host=true": lambda n, rank, world: (world - 1) * payload(n, _room(n, 2.0)),
+    "sdagc:lam=2,small=none,route=split": lambda n, rank, world: split_bytes(n, _capacity(n, 2.0), world),
+    "sdagc:lam=2.5,small=none,route=tree": lambda n, rank, world: tree_bytes(n, _capacity(n, 2.5), rank, world),
+    "sdagc:lam=2,small=none,by_host=true": lambda n, rank, world: (world - 1) * payload(n, _capacity(n, 2.0)),
 }
 
 TABLE = {"normal": {100: 2.576, 433: 3.047, 600: 3.144, 1000: 3.291, 2021: 3.484}}
@@ -161,11 +161,11 @@ def test_a_burst_is_cut_to_its_largest_wherever_they_stand() -> None:
     spikes = torch.randperm(value.numel())[:3000]
     value.view(-1)[spikes] = 1 + torch.rand(3000)
     simulation, update = one("sdagc:lam=3.3,cap=0.001", value)
-    room = math.ceil(1.25 * laplace_density(3.3) * value.numel())
+    capacity = math.ceil(1.25 * laplace_density(3.3) * value.numel())
     sent = update.view(-1).nonzero().view(-1)
-    assert sent.numel() == room
-    assert torch.equal(sent, value.view(-1).abs().topk(room).indices.sort().values)
-    assert simulation.residual(0)["w"].count_nonzero() >= value.numel() - room
+    assert sent.numel() == capacity
+    assert torch.equal(sent, value.view(-1).abs().topk(capacity).indices.sort().values)
+    assert simulation.residual(0)["w"].count_nonzero() >= value.numel() - capacity
 
 
 def test_the_capacity_follows_the_entries_that_pass() -> None:
