@@ -89,12 +89,11 @@ class HorovodNetwork:
     def _result(self, handle: Any, name: str) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause = SHORTEST_PAUSE
-        wait = Wait(self._notes, self.world, name)
-        while not _try(hvd.poll, handle):
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            wait.look()
-        wait.end()
+        with Wait(self._notes, self.world, name) as wait:
+            while not _try(hvd.poll, handle):
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                wait.look()
         result = _try(hvd.synchronize, handle)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor.is_cuda:

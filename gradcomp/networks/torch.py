@@ -59,12 +59,11 @@ class TorchNetwork:
         if self._notes is None:
             self._notes = StoreNotes(self.group)
         self._meetings += 1
-        wait = Wait(self._notes, self.world, "meeting")
         self._notes.answer(self._meetings)
-        while absent := self._notes.absent(self._meetings):
-            time.sleep(PAUSE)
-            wait.look(absent)
-        wait.end()
+        with Wait(self._notes, self.world, "meeting") as wait:
+            while absent := self._notes.absent(self._meetings):
+                time.sleep(PAUSE)
+                wait.look(absent)
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
@@ -91,7 +90,8 @@ class TorchNetwork:
 
         def answer() -> Reply:
             if self._on_host:
-                wait_aloud(work, Wait(notes, self.world, name))
+                with Wait(notes, self.world, name) as wait:
+                    wait_aloud(work, wait)
             work.wait()
             return read()
 
@@ -110,7 +110,6 @@ def wait_aloud(work: dist.Work, wait: Wait) -> None:
         with suppress(RuntimeError):  # the time is up, or the operation failed
             work.wait(timedelta(seconds=wait.next_look))
         wait.look()
-    wait.end()
 
 
 class StoreNotes:

@@ -27,7 +27,7 @@ class Notes(Protocol):
 
 
 class Wait:
-    """One wait of this rank for the others, in the exchange of a request.
+    """One wait of this rank for the others, in the exchange of a request: a context, in which look() is called.
 
     name: the name of the request, the same on all ranks.
     """
@@ -58,8 +58,11 @@ class Wait:
             self._speak_after = waited * FACTOR
             log.warning("%s", self._report(waited, absent))
 
-    def end(self) -> None:
-        """Take the note back."""
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """Take the note back, also where the wait fails."""
         if self._note_left:
             self._notes.write("")
 

@@ -249,3 +249,14 @@ def test_after_refusals_another_optimizer_trains() -> None:
     first, second = (rank["weights"] for rank in said())
     assert first.isfinite().all()
     assert torch.equal(first, second)
+
+
+def not_initialised() -> list[str]:
+    """Forget hvd.init()."""
+    model = linear("")
+    return [small_net.refused(lambda d=door: doors.sgd(d, model, "topk")) for door in doors.DOORS]  # type: ignore[misc]
+
+
+def test_a_forgotten_hvd_init_is_named() -> None:
+    (both,) = ranks.launch(not_initialised, 1)
+    assert both == ["ValueError: Horovod has not been initialized; use hvd.init()."] * 2
