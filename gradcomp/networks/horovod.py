@@ -57,7 +57,6 @@ class HorovodNetwork:
         if self.generation is not self._prepared_for:
             self._prepared_for = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
-            self._notes = LauncherNotes(f"gradcomp.{self.process_set.process_set_id}", *self.world[:2])
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
@@ -89,7 +88,9 @@ class HorovodNetwork:
     def _result(self, handle: Any, name: str) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause = SHORTEST_PAUSE
-        with Wait(self._notes, self.world, name) as wait:
+        world = self.world
+        notes = LauncherNotes(f"gradcomp.{self.process_set.process_set_id}", world.rank, world.size)
+        with Wait(notes, world, name) as wait:
             while not _try(hvd.poll, handle):
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

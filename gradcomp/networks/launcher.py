@@ -18,7 +18,6 @@ class LauncherNotes:
 
     def __init__(self, scope: str, rank: int, size: int):
         self._scope, self._rank, self._size = scope, rank, size
-        self._address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
 
     def write(self, text: str) -> None:
         """Leave this rank's note; an empty one takes it back."""
@@ -37,7 +36,7 @@ class LauncherNotes:
 
     def _ask(self, method: str, rank: int, body: bytes | None = None) -> bytes | None:
         """Ask the launcher. Return None where it does not answer, and nothing where there is no note."""
-        host, port = self._address
+        host, port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
         if not host or not port:
             return None
         connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE)

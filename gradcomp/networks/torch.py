@@ -85,12 +85,11 @@ class TorchNetwork:
 
     def _after(self, work: dist.Work | None, name: str, read: Answer) -> Answer:
         """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""
-        notes = self._notes
-        assert work is not None and notes is not None
+        assert work is not None
 
         def answer() -> Reply:
-            if self._on_host:
-                with Wait(notes, self.world, name) as wait:
+            if self._on_host and self._notes is not None:
+                with Wait(self._notes, self.world, name) as wait:
                     wait_aloud(work, wait)
             work.wait()
             return read()

@@ -34,7 +34,18 @@ BACK = [
     "compressors/topk.py",
     "exchanges/routes.py",
 ]
-COMPUTES_AND_RETURNS = ("native/", "messages/", "requests.py", "protocol.py", "engine/parameters.py", "networks/carrier.py")
+COMPUTES_AND_RETURNS = (
+    "native/",
+    "messages/",
+    "requests.py",
+    "protocol.py",
+    "engine/parameters.py",
+    "engine/kept_entries.py",
+    "engine/optimizers.py",
+    "networks/carrier.py",
+    "networks/launcher.py",
+    "networks/waits.py",
+)
 
 
 def file_of(frame: FrameType | None) -> str | None:
