@@ -52,8 +52,13 @@ def test_wrong_input_gets_a_sentence() -> None:
         simulation().step([{"w": torch.zeros(3, 2)}, {}])
     with pytest.raises(TypeError, match=r"the gradient of 'b' is torch\.int64; gradcomp takes float32"):
         simulation(1).step([{"b": torch.ones(4, dtype=torch.int64)}])
-    with pytest.raises(ValueError, match="bucket_mb=0 must be above 0"):
+    with pytest.raises(ValueError, match="bucket_mb=0 must be a number above 0"):
         gradcomp.Simulation("dense", {"w": (1,)}, 1, bucket_mb=0)
+    with pytest.raises(ValueError, match="bucket_mb='25' must be a number above 0"):
+        gradcomp.Simulation("dense", {"w": (1,)}, 1, bucket_mb="25")  # type: ignore[arg-type]
+    for seed in (2**62, "1", 0.5):
+        with pytest.raises(ValueError, match=rf"seed={seed!r} must be a whole number between"):
+            gradcomp.Simulation("dense", {"w": (1,)}, 1, seed=seed)  # type: ignore[arg-type]
 
 
 def test_a_state_of_something_else_is_refused() -> None:
