@@ -1,4 +1,4 @@
-"""Chooses the torch of a machine without a GPU: a CPU build from PyTorch's index if that answers, else pip's own, with its size.
+"""Chooses torch for a machine without a GPU: a CPU build from PyTorch's index if that answers, else pip's own, with its size.
 
     python choose_torch.py VERSION INDEX
 

@@ -1,6 +1,6 @@
-"""Patches Horovod's sources before they are built, each for one fault. A passage that is not there is an error: nothing is written.
+"""Patches Horovod's sources before they are built, each for one fault. A missing passage is an error: nothing is written.
 
-    python horovod_patches.py FOLDER     the unpacked sources; plain Python, without any package
+python horovod_patches.py FOLDER     the unpacked sources; plain Python, without any package
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main(arguments: list[str]) -> int:
         apply(Path(folder))
     except PassageMissing as fault:
         print(
-            f"error: the patches do not fit the Horovod sources in {folder}: {fault}. Change scripts/setting_up/horovod_patches.py",
+            f"error: the patches do not fit the Horovod sources in {folder}: {fault}."
+            " Change scripts/setting_up/horovod_patches.py",
             file=sys.stderr,
         )
         return 1
