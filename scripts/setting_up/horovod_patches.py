@@ -54,6 +54,12 @@ PATCHES = (
     ),
     Patch(
         FLATBUFFERS_SPAN,
+        "  pointer const data_;\n",
+        "  pointer data_;\n",
+        "operator= assigns this member, which no compiler takes once it is called",
+    ),
+    Patch(
+        FLATBUFFERS_SPAN,
         "  const size_type count_;\n",
         "  size_type count_;\n",
         "operator= assigns this member, and GCC 14 refuses that of a const one even where nobody calls it",

@@ -1,4 +1,4 @@
-"""scripts/setup, the real one, in a checkout of its own: refusals before any download, the choice of torch, and Horovod's patches."""
+"""scripts/setup, the real one, in a checkout of its own: refusals before any download, what it says first, the choice of torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import http.server
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from setting_up import choose_torch, horovod_patches
+
+from setting_up import choose_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL_PYTHON = os.path.realpath(sys.executable)
@@ -65,7 +67,11 @@ class Checkout:
     def setup(self, *arguments: str) -> tuple[int, str]:
         variables = {"PATH": str(self.bin), "HOME": str(self.root), **self.variables}
         done = subprocess.run(
-            ["bash", str(self.root / "scripts" / "setup"), *arguments], env=variables, capture_output=True, text=True, timeout=120
+            ["bash", str(self.root / "scripts" / "setup"), *arguments],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.stdout == ""
         return done.returncode, done.stderr
@@ -133,7 +139,9 @@ def test_an_nvcc_that_refuses_the_compiler_is_found_unless_it_is_not_wanted(chec
     checkout.has("nvcc", 'echo "error: #error -- unsupported GNU version!" >&2; exit 1')
     checkout.has("df", f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'")
     status, said = checkout.setup()
-    assert status == 1 and "nvcc fails with CXX=c++ (error: #error -- unsupported GNU version!)" in said and "CUDAHOSTCXX" in said
+    assert (
+        status == 1 and "nvcc fails with CXX=c++ (error: #error -- unsupported GNU version!)" in said and "CUDAHOSTCXX" in said
+    )
     checkout.variables["GRADCOMP_CUDA"] = "OFF"
     assert "too little disk" in checkout.setup()[1]
     assert checkout.untouched()
@@ -206,7 +214,18 @@ def test_an_index_of_cpu_builds_that_answers_is_taken(index: Index, tmp_path: Pa
     # pip, given this line, installs that wheel: numpy is not on this index, and the test leaves it out.
     arguments = [word for word in line.split()[1:] if word != "numpy"]
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "here"), "--index-url", index.url, *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            str(tmp_path / "here"),
+            "--index-url",
+            index.url,
+            *arguments,
+        ],
         check=True,
         env={**os.environ, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
     )
@@ -228,11 +247,12 @@ def test_without_a_cpu_build_pips_own_torch_is_taken_and_its_whole_size_said(ind
 
 
 def test_an_index_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
     monkeypatch.setattr(choose_torch, "PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert choose_torch.on_index("99.0", f"http://127.0.0.1:{server.getsockname()[1]}") == (None, "it does not answer: timed out")
+        assert choose_torch.on_index("99.0", f"http://127.0.0.1:{server.getsockname()[1]}") == (
+            None,
+            "it does not answer: timed out",
+        )
 
 
 def test_setup_says_what_it_will_take_and_gives_pip_the_chosen_torch(checkout: Checkout, index: Index) -> None:

@@ -22,7 +22,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 UID = 1000
 
 # This machine's settings of proxies, certificates and package indexes, and what a user tells scripts/setup about torch.
-SETTINGS = re.compile(r"(?i)(https?|ftp|all|no)_proxy|PIP_\w+|SSL_CERT_FILE|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|GRADCOMP_TORCH\w*")
+SETTINGS = re.compile(r"(?i)(https?|ftp|all|no)_proxy|PIP_\w+|SSL_CERT_FILE|(REQUESTS|CURL)_CA_BUNDLE|GRADCOMP_TORCH\w*")
 
 # $1 is the root, then come pairs of folders to bind read-only (or, after "rw", to be written), then "--" and the command.
 ENTER = f"""set -e
