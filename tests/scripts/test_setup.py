@@ -1,4 +1,4 @@
-"""scripts/setup, the real one, in a checkout of its own: refusals before any download, what it says first, the choice of torch."""
+"""scripts/setup, the real one, in a checkout of its own: refusals before any download, the first words, the choice of torch."""
 
 from __future__ import annotations
 
