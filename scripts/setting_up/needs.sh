@@ -38,7 +38,7 @@ __global__ void nothing() {}' >"$1/probe.cu"
 
 # Find everything that is missing; end with one sentence, and one line for apt-get, if anything is.
 check_machine() { # the Python that runs the build; whether it must make an environment (yes|no)
-  local base=$1 environment=$2 lacks=() packages=() headers version="" scratch sentence
+  local base=$1 environment=$2 lacks=() packages=() headers version="" scratch sentence why
   scratch=$(mktemp -d "${TMPDIR:-/tmp}/gradcomp-setup.XXXXXX")
   # shellcheck disable=SC2064
   trap "rm -rf '$scratch'" EXIT
@@ -64,7 +64,8 @@ check_machine() { # the Python that runs the build; whether it must make an envi
     lacks+=("a C++20 compiler ($CXX is not a program; CXX names another)")
     packages+=(g++)
   elif ! compiler_works "$scratch"; then
-    lacks+=("a C++20 compiler (CXX=$CXX fails: $(grep -m 1 -iE 'error|not found|cannot' "$scratch/probe.log" || echo "it says nothing"); GCC 11 does)")
+    why=$(grep -m 1 -iE 'error|not found|cannot' "$scratch/probe.log" || echo "it says nothing")
+    lacks+=("a C++20 compiler (CXX=$CXX fails: $why; GCC 11 works)")
     packages+=(g++)
   fi
   if ! command -v cmake >/dev/null; then
