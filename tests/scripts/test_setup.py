@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,11 +250,11 @@ def test_without_a_cpu_build_pips_own_torch_is_taken_and_its_whole_size_said(ind
 
 def test_an_index_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose_torch, "PATIENCE", 0.2)
+    began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert choose_torch.on_index("99.0", f"http://127.0.0.1:{server.getsockname()[1]}") == (
-            None,
-            "it does not answer: timed out",
-        )
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert choose_torch.on_index("99.0", url) == (None, "it does not answer: timed out")
+    assert time.monotonic() - began < 5  # far more than the patience, far less than what urllib or pip would wait
 
 
 def test_setup_says_what_it_will_take_and_gives_pip_the_chosen_torch(checkout: Checkout, index: Index) -> None:
