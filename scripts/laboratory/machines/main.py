@@ -48,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGHUP, _interrupt)
-    command = shlex.join(["scripts/check_machines", *(word for word in arguments)])
+    # Results name no path.
+    cells = [word for name in chosen.cell or () for word in ("--cell", name)]
+    command = shlex.join(["scripts/check_machines", *cells, *["--check"] * chosen.check])
     try:
         return run(select(chosen.cell), chosen, command)
     except Refused as refusal:
@@ -118,6 +120,7 @@ def run_cell(cell: Cell, folder: Path, nvcc: Path | None, chosen: argparse.Names
         "distribution": cell.distribution,
         "user": "root" if cell.user == "root" else "user",
         "nvcc": cell.nvcc,
+        "date": machine.origin("")["date"],
         "commit": machine.commit(),
     }
     try:
