@@ -27,6 +27,25 @@ def find_ninja() -> str:
     return found
 
 
+def compiler() -> str:
+    """Name the compiler by what CXX names, where that leads to, and its version."""
+    found = shutil.which(os.environ.get("CXX") or "c++")
+    if found is None:
+        return ""
+    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    return f"{found} {os.path.realpath(found)} {version} {os.environ.get('CUDAHOSTCXX')} {os.environ.get('CUDACXX')}"
+
+
+def forget_other_compiler(tree: Path) -> None:
+    """Make CMake configure anew if the compiler is another than the last time: its cache would keep the old one."""
+    note, now = tree / "compiler.txt", compiler()
+    if not note.is_file() or note.read_text() != now:
+        (tree / "CMakeCache.txt").unlink(missing_ok=True)
+        shutil.rmtree(tree / "CMakeFiles", ignore_errors=True)
+        tree.mkdir(parents=True, exist_ok=True)
+        note.write_text(now)
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         # A directory of its own for each Python, kept between builds: only what changed is compiled again.
@@ -40,6 +59,7 @@ class CMakeBuild(build_ext):
         ]
         if shutil.which("cmake") is None:
             raise SystemExit("gradcomp is built with CMake: apt-get install cmake, or pip install cmake")
+        forget_other_compiler(tree)
         subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", tree, *configure], check=True)
         subprocess.run(["cmake", "--build", tree], check=True)
         target = Path(self.get_ext_fullpath(ext.name))

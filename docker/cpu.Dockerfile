@@ -27,6 +27,7 @@ ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
+COPY scripts/setting_up scripts/setting_up
 RUN scripts/setup --horovod && rm -rf build
 COPY . .
 RUN GRADCOMP_CUDA=OFF scripts/setup --install && rm -rf build ./*.egg-info ~/.cache

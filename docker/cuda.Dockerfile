@@ -25,6 +25,7 @@ ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:/usr/local/cuda/bin:$PATH
 RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
+COPY scripts/setting_up scripts/setting_up
 RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda scripts/setup --horovod && rm -rf build
 COPY . .
 RUN HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_CUDA_HOME=/usr/local/cuda GRADCOMP_CUDA=ON GRADCOMP_CUDA_ARCHS="${GRADCOMP_CUDA_ARCHS}" \

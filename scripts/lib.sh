@@ -36,7 +36,9 @@ ensure_setup() {
 
 # Print the last line of a log that shows progress, cut to the given width.
 last_step() {
-  tail -c 20000 "$1" | tr '\r' '\n' | grep -E '^ *(\[ *[0-9]+[/%]|-- |Collecting|Downloading|Installing|Building|Created|Preparing)' |
+  tail -c 20000 "$1" | tr '\r' '\n' |
+    awk '/^Progress [0-9]+ of [0-9]+/ { printf "Downloading %d of %d MB\n", $2 / 1e6, $4 / 1e6; next } { print }' |
+    grep -E '^ *(\[ *[0-9]+[/%]|-- |Collecting|Downloading|Installing|Building|Created|Preparing)' |
     tail -n 1 | sed -E 's/^ +//; s/ \([^()]*\)$//; s/(\[[^]]*\]) .*\/([^/]+)$/\1 \2/' | cut -c "1-$2" || true
 }
 

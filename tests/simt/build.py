@@ -1,6 +1,8 @@
 """Builds the emulator's Python modules, gradcomp_simt and simt_selftest, when something they are made of has changed."""
 
 import fcntl
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,17 +10,36 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def compiler(sanitize: bool) -> str:
+    """Return the compiler: CXX. Under AddressSanitizer it is g++ where CXX is Clang, which guards no section of variables."""
+    named = os.environ.get("CXX") or "c++"
+    if sanitize and "clang" in subprocess.run([named, "--version"], capture_output=True, text=True).stdout:
+        named = "g++"
+    found = shutil.which(named)
+    if found is None:
+        raise RuntimeError(f"the emulator is built with {named}, which is not a program here: apt-get install g++")
+    return found
+
+
 def build(sanitize: bool = False) -> Path:
     """Build the modules and return their folder. Do nothing where they are up to date. One process builds, others wait."""
     import pybind11
 
+    chosen = compiler(sanitize)
     folder = ROOT / "build" / ("simt-asan" if sanitize else "simt")
     folder.mkdir(parents=True, exist_ok=True)
     configure = ["cmake", "-S", str(ROOT / "tests" / "simt"), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
     configure += ["-DPYBIND11_FINDPYTHON=ON", f"-DGRADCOMP_SANITIZE={'ON' if sanitize else 'OFF'}"]
+    configure += [f"-DCMAKE_CXX_COMPILER={chosen}"]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        note = folder / "compiler.txt"
+        if not note.is_file() or note.read_text() != chosen:
+            # CMake's cache would keep the compiler of the last time.
+            (folder / "CMakeCache.txt").unlink(missing_ok=True)
+            shutil.rmtree(folder / "CMakeFiles", ignore_errors=True)
+            note.write_text(chosen)
         for command in (configure, ["cmake", "--build", str(folder)]):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:

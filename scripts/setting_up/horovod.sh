@@ -1,0 +1,66 @@
+# shellcheck shell=bash disable=SC2154
+# Horovod's step of scripts/setup, in its variables: a wheel built once for each torch, Python and compiler, kept in $CACHE.
+
+horovod_options() { env | grep -E '^HOROVOD_(WITH|GPU|CPU|CUDA|NCCL|BUILD)' | sort || true; }
+
+# All that a Horovod wheel depends on: its name in the cache.
+horovod_key() {
+  "$python" - "$torch" "$("$CXX" -dumpfullversion -dumpversion)" "$(basename "$(readlink -f "$(command -v "$CXX")")")" "$options" <<'PY'
+import hashlib, platform, sys, sysconfig
+
+torch, version, compiler, options = sys.argv[1:]
+python, machine, libc = sysconfig.get_config_var("SOABI"), sysconfig.get_platform(), "-".join(platform.libc_ver())
+print(f"torch-{torch}_{python}_{machine}_{libc}_{compiler}-{version}", end="")
+print("_" + hashlib.sha256(options.encode()).hexdigest()[:8] if options else "")
+PY
+}
+
+build_horovod() { # into the given new directory; runs under `progress`
+  local work=$1
+  cd "$work" || return
+  pip download --no-deps --no-build-isolation --no-binary horovod -d . "horovod==$HOROVOD"
+  tar xzf "horovod-$HOROVOD.tar.gz"
+  cd "horovod-$HOROVOD" || return
+  "$python" "$ROOT/scripts/setting_up/horovod_patches.py" .
+  export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
+  [ -n "${HOROVOD_WITH_MPI:-}" ] || export HOROVOD_WITHOUT_MPI=1
+  PATH="$prefix/bin:$PATH" CMAKE_GENERATOR=Ninja CMAKE_POLICY_VERSION_MINIMUM=3.5 \
+    MAKEFLAGS="-j$(nproc)" CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) \
+    pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work" .
+}
+
+horovod_done() {
+  done_for horovod "$HOROVOD torch-$torch $(horovod_options)" && version_of horovod >/dev/null && return
+  # An environment that brought a working Horovod keeps it.
+  [ ! -e "$notes/horovod" ] && "$python" -c 'import horovod.torch' 2>/dev/null
+}
+
+install_horovod() {
+  local options key home work
+  options=$(horovod_options)
+  key=$(horovod_key)
+  home=$CACHE/horovod-$HOROVOD/$key
+  if ! compgen -G "$home/*.whl" >/dev/null; then
+    mkdir -p "$home"
+    # Two set-ups at once: one builds, the other waits and finds the wheel.
+    exec 8>"$home/lock"
+    flock -n 8 || progress "waiting for another set-up that builds Horovod" "$logs/horovod-wait.log" flock 8
+    if ! compgen -G "$home/*.whl" >/dev/null; then
+      # Not in the cache: gloo's CMake takes its own path for a regular expression, and "g++" is not a good one.
+      work=$(mktemp -d "${TMPDIR:-/tmp}/gradcomp-horovod.XXXXXX")
+      # shellcheck disable=SC2064
+      trap "rm -rf '$work'" EXIT
+      progress "building Horovod $HOROVOD (some minutes, once for this torch)" "$home/build.log" build_horovod "$work"
+      # Copied beside its place, then renamed: the wheel appears whole or not at all.
+      cp "$work"/horovod-*.whl "$home/wheel.part"
+      mv "$home/wheel.part" "$home/$(basename "$work"/horovod-*.whl)"
+      rm -rf "$work"
+      trap - EXIT
+    fi
+    exec 8>&-
+  fi
+  progress "installing Horovod $HOROVOD" "$logs/horovod.log" pip install "$home"/horovod-*.whl
+  "$python" -c 'import horovod.torch' ||
+    progress "installing Horovod $HOROVOD again" "$logs/horovod.log" pip install --force-reinstall --no-deps "$home"/horovod-*.whl
+  note horovod "$HOROVOD torch-$torch $options"
+}

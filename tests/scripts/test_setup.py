@@ -1,0 +1,292 @@
+"""scripts/setup, the real one, in a checkout of its own: refusals before any download, the first words, the choice of torch."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from setting_up import choose_torch
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL_PYTHON = os.path.realpath(sys.executable)
+TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
+PLENTY, LITTLE = 900_000, 100
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+class Checkout:
+    """A checkout with the scripts only, and a PATH of stand-ins for what set-up looks for, in front of the system's tools."""
+
+    def __init__(self, folder: Path):
+        self.root, self.bin = folder / "checkout", folder / "bin"
+        shutil.copytree(ROOT / "scripts" / "setting_up", self.root / "scripts" / "setting_up")
+        for name in ("setup", "lib.sh"):
+            shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
+        self.bin.mkdir()
+        wanted = ("python3", "c++", "g++", "cmake", "nvcc", "nvidia-smi", "df", "ccache")
+        for place in ("/usr/bin", "/bin"):
+            for tool in Path(place).iterdir():
+                if tool.name not in wanted and not (self.bin / tool.name).exists():
+                    (self.bin / tool.name).symlink_to(tool)
+        self.has("df", f"printf 'header\\n/dev/x 1 1 {PLENTY} 1%% /\\n'")
+        # Set-up must not get as far as a download. If it does, it finds nobody to download from.
+        self.variables = {"PIP_INDEX_URL": "http://127.0.0.1:9", "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+
+    def has(self, name: str, text: str) -> None:
+        program(self.bin / name, text)
+
+    def has_all(self) -> None:
+        """Have what a machine needs."""
+        self.has("python3", f'exec {REAL_PYTHON} "$@"')
+        for name in ("c++", "cmake"):
+            found = shutil.which(name)
+            assert found is not None
+            self.has(name, f'exec {found} "$@"')
+
+    def has_environment(self) -> None:
+        """Have a .venv with a pip that writes down what it is to install, and then fails."""
+        pip = f'case "$*" in *"pip --disable-pip-version-check install"*) echo "$*" >>{self.root}/asked; exit 7 ;; esac'
+        program(self.root / ".venv" / "bin" / "python", f'{pip}\nexec {sys.executable} "$@"')
+
+    def setup(self, *arguments: str) -> tuple[int, str]:
+        variables = {"PATH": str(self.bin), "HOME": str(self.root), **self.variables}
+        done = subprocess.run(
+            ["bash", str(self.root / "scripts" / "setup"), *arguments],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.stdout == ""
+        return done.returncode, done.stderr
+
+    def untouched(self) -> bool:
+        """Whether neither an environment was made nor anything installed."""
+        return not (self.root / ".venv" / "pyvenv.cfg").exists() and not list((self.root / "build" / "logs").glob("*.log"))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_all_that_is_missing_is_said_at_once(checkout: Checkout) -> None:
+    status, said = checkout.setup()
+    sentence, line = said.splitlines()
+    assert status == 1 and checkout.untouched()
+    assert sentence.startswith("setup: missing on this machine: Python 3.10 or newer")
+    assert "a C++20 compiler (c++ is not a program" in sentence and sentence.endswith("CMake")
+    assert line == "setup: as root, run: apt-get install python3 python3-venv python3-dev g++ cmake"
+
+
+def test_missing_parts_of_python_have_debians_names(checkout: Checkout) -> None:
+    checkout.has_all()
+    parts = f'case "$*" in *ensurepip*) exit 1 ;; *get_path*) echo /nowhere; exit ;; esac\nexec {REAL_PYTHON} "$@"'
+    checkout.has("python3", parts)
+    assert checkout.setup()[1].endswith("apt-get install python3-venv python3-dev\n")
+    version = f"python3.{sys.version_info[1]}"
+    checkout.has(version, parts)
+    checkout.variables["PYTHON"] = version
+    assert checkout.setup()[1].endswith(f"apt-get install {version}-venv {version}-dev\n")
+    assert checkout.untouched()
+
+
+def test_an_old_python_and_an_old_cmake_are_named(checkout: Checkout) -> None:
+    checkout.has_all()
+    checkout.has("python3", 'case "$1" in -V) echo Python 3.9.2 ;; *) exit 1 ;; esac')
+    checkout.has("cmake", "echo cmake version 3.18.4")
+    status, said = checkout.setup()
+    assert status == 1 and checkout.untouched() and said.count("\n") == 1
+    assert "Python 3.10 or newer (python3 is Python 3.9.2; PYTHON names another)" in said
+    assert "CMake 3.22 or newer (cmake version 3.18.4;" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("echo \"error: unrecognized command-line option '-std=c++20'\" >&2; exit 1", "unrecognized command-line option"),
+        ('case "$*" in *probe.so*) echo "cannot find -lstdc++" >&2; exit 1 ;; esac', "cannot find -lstdc++"),
+        ("exit 1", "it says nothing"),
+    ],
+)
+def test_a_compiler_that_cannot_work_is_refused(checkout: Checkout, text: str, reason: str) -> None:
+    checkout.has_all()
+    checkout.has("old-g++", text)
+    checkout.variables["CXX"] = "old-g++"
+    status, said = checkout.setup()
+    assert status == 1 and checkout.untouched()
+    assert "CXX=old-g++ fails" in said and reason in said and said.endswith("apt-get install g++\n")
+
+
+def test_an_nvcc_that_refuses_the_compiler_is_found_unless_it_is_not_wanted(checkout: Checkout) -> None:
+    checkout.has_all()
+    checkout.has("nvcc", 'echo "error: #error -- unsupported GNU version!" >&2; exit 1')
+    checkout.has("df", f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'")
+    status, said = checkout.setup()
+    assert (
+        status == 1 and "nvcc fails with CXX=c++ (error: #error -- unsupported GNU version!)" in said and "CUDAHOSTCXX" in said
+    )
+    checkout.variables["GRADCOMP_CUDA"] = "OFF"
+    assert "too little disk" in checkout.setup()[1]
+    assert checkout.untouched()
+
+
+def test_too_little_disk_is_said_before_anything_is_made(checkout: Checkout) -> None:
+    checkout.has_all()
+    checkout.has("df", f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'")
+    status, said = checkout.setup()
+    assert status == 1 and checkout.untouched()
+    assert f"too little disk: / has {LITTLE} MB free, and 2300 MB are needed" in said
+
+
+class Index:
+    """A package index on loopback: simple pages over a folder of wheels."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        handler = functools.partial(QuietHandler, directory=str(folder))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def wheel(self, name: str, version: str, tag: str, megabytes: int, needs: str = "") -> None:
+        file = f"{name}-{version}-{tag}.whl"
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        info = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(folder / file, "w") as archive:
+            archive.writestr(f"{name}/ballast", bytes(megabytes * 1_000_000))
+            requirement = f"Requires-Dist: {needs}\n" if needs else ""
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirement}")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+        links = "".join(f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>\n' for path in folder.glob("*.whl"))
+        (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    made = Index(tmp_path / "index")
+    yield made
+    made.close()
+
+
+def chosen(index_url: str, pip_index: str) -> tuple[str, str]:
+    """The choice between an index of CPU builds and pip's own index, for torch 99.0: its line, and what is said."""
+    variables = {**os.environ, "PIP_INDEX_URL": pip_index, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
+    words = [sys.executable, str(ROOT / "scripts" / "setting_up" / "choose_torch.py"), "99.0", index_url]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip(), done.stderr
+
+
+def test_an_index_of_cpu_builds_that_answers_is_taken(index: Index, tmp_path: Path) -> None:
+    index.wheel("torch", "98.0+cpu", "py3-none-any", 1)
+    index.wheel("torch", "99.0+cpu", "cp27-cp27m-manylinux1_x86_64", 1)
+    index.wheel("torch", "99.0+cpu", f"{TAG}-none-any", 3)
+    line, said = chosen(index.url, index.url)
+    assert line == f"3 torch==99.0+cpu numpy --extra-index-url {index.url}"
+    assert said == f"setup: this machine has no GPU, so that torch is the CPU build of {index.url}\n"
+    # pip, given this line, installs that wheel: numpy is not on this index, and the test leaves it out.
+    arguments = [word for word in line.split()[1:] if word != "numpy"]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            str(tmp_path / "here"),
+            "--index-url",
+            index.url,
+            *arguments,
+        ],
+        check=True,
+        env={**os.environ, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
+    )
+    assert (tmp_path / "here" / "torch-99.0+cpu.dist-info").is_dir()
+
+
+def test_without_a_cpu_build_pips_own_torch_is_taken_and_its_whole_size_said(index: Index) -> None:
+    """Whether the index has nothing for this Python, or does not answer."""
+    index.wheel("torch", "99.0+cpu", "cp27-cp27m-manylinux1_x86_64", 1)
+    index.wheel("torch", "99.0", "py3-none-any", 3, needs="cudastuff==1")
+    index.wheel("cudastuff", "1", "py3-none-any", 4)
+    other = Index(index.folder.with_name("other"))
+    other.wheel("torch", "99.0+cpu", "cp27-cp27m-manylinux1_x86_64", 1)
+    line, said = chosen(other.url, index.url)
+    assert line == "7 torch==99.0 numpy" and "has no torch 99.0 for Python" in said and "is 7 MB with all it needs" in said
+    other.close()
+    line, said = chosen(other.url, index.url)
+    assert line == "7 torch==99.0 numpy" and f"no CPU build of torch from {other.url}: it does not answer" in said
+
+
+def test_an_index_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_torch, "PATIENCE", 0.2)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert choose_torch.on_index("99.0", url) == (None, "it does not answer: timed out")
+    assert time.monotonic() - began < 5  # far more than the patience, far less than what urllib or pip would wait
+
+
+def test_setup_says_what_it_will_take_and_gives_pip_the_chosen_torch(checkout: Checkout, index: Index) -> None:
+    index.wheel("torch", "2.13.0+cpu", f"{TAG}-none-any", 2)
+    checkout.has_all()
+    checkout.has_environment()
+    checkout.variables |= {"GRADCOMP_TORCH_INDEX": index.url, "PIP_INDEX_URL": index.url}
+    status, said = checkout.setup()
+    assert status == 1
+    assert "minutes of compiling on" in said and "MB to fetch" in said and "MB of disk" in said
+    asked = (checkout.root / "asked").read_text()
+    assert asked.endswith(f" torch==2.13.0+cpu numpy --extra-index-url {index.url}\n")
+
+
+def test_a_torch_that_was_named_and_a_gpu_leave_the_index_alone(checkout: Checkout, index: Index) -> None:
+    checkout.has_all()
+    checkout.has_environment()
+    index.wheel("torch", "2.13.0+cpu", f"{TAG}-none-any", 2)
+    checkout.variables |= {"GRADCOMP_TORCH_INDEX": index.url, "GRADCOMP_TORCH": "torch==2.12 --index-url https://example.org"}
+    assert "CPU build" not in checkout.setup()[1]
+    assert (checkout.root / "asked").read_text().endswith(" torch==2.12 --index-url https://example.org numpy\n")
+    del checkout.variables["GRADCOMP_TORCH"]
+    checkout.has("nvidia-smi", "exit 0")
+    assert "CPU build" not in checkout.setup()[1]
+    assert (checkout.root / "asked").read_text().endswith(" torch==2.13.0 numpy\n")
+
+
+def test_a_torch_that_does_not_fit_on_the_disk_is_not_fetched(checkout: Checkout, index: Index) -> None:
+    index.wheel("torch", "2.13.0+cpu", f"{TAG}-none-any", 500)
+    checkout.has_all()
+    checkout.has_environment()
+    checkout.has("df", "printf 'header\\n/dev/x 1 1 3000 1%% /\\n'")
+    checkout.variables |= {"GRADCOMP_TORCH_INDEX": index.url, "PIP_INDEX_URL": index.url}
+    assert "too little disk: / has 3000 MB free" in checkout.setup()[1]
+    assert not (checkout.root / "asked").exists()
