@@ -105,7 +105,7 @@ class CMakeBuild(build_ext):
         cores = len(os.sched_getaffinity(0))
         seconds = (cpu * SECONDS_OF_CXX + cuda * images * SECONDS_OF_CUDA) / cores
         time_said = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{max(round(seconds, -1), 10):.0f} seconds"
-        files = f"{cpu} C++ files" + (f" and {cuda} CUDA files for {images} architectures" if images else "")
+        files = f"{cpu} C++ files" + (f", and {cuda} CUDA files for {images} GPU architecture(s)" if images else "")
         again = (tree / ".ninja_log").exists()
         self.say(f"compiling {files} on {cores} cores, " + ("only where changed" if again else f"about {time_said}"))
         began = said = time.monotonic()
