@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 # Seconds of one core for a C++ file, and for a CUDA file for one architecture (AMD EPYC, GCC 12, nvcc 13).
-SECONDS_OF_CXX, SECONDS_OF_CUDA = 3.5, 10
+SECONDS_OF_CXX, SECONDS_OF_CUDA = 3.5, 5.5
 
 # Seconds between two lines about the progress.
 PATIENCE = 10

@@ -1,4 +1,4 @@
-"""Trains a model on ranks of torchrun, as the README shows it, and holds that the loss falls, ranks agree and little is sent."""
+"""Trains on ranks of torchrun, as the README shows it, and holds that the loss falls, ranks agree and little is sent."""
 
 import sys
 
@@ -37,5 +37,5 @@ compression = handle.stats()["compression"]
 assert compression > 50, compression
 assert gradcomp.__file__.startswith(sys.prefix), f"{gradcomp.__file__} is not the installed one"
 if dist.get_rank() == 0:
-    print(f"two ranks trained for {len(losses)} steps: loss {first:.2f} to {last:.2f}, {compression:.0f} times fewer bytes than dense")
+    print(f"{len(losses)} steps of two ranks: loss {first:.2f} to {last:.2f}, {compression:.0f} times fewer bytes than dense")
 dist.destroy_process_group()
