@@ -8,7 +8,7 @@
 #include "math_sketch.h"
 #include "ops.h"
 
-// The twins that are linked in: the emulator's module has no CPU twins, a build without nvcc no CUDA twins.
+// The twins that are linked in: the emulator's module has no CPU twins, a build for CPUs no CUDA twins.
 #if defined(GRADCOMP_SIMT)
 #define WITH_CPU false
 #define WITH_CUDA false

@@ -183,7 +183,7 @@ class Kernel {
     if (current != device->id) CUDA_TRY(cudaSetDevice(device->id));
     return cuda_;
 #else
-    EXPECTS(on_cpu, name_, ": this gradcomp was built without CUDA: rebuild it where nvcc is found");
+    EXPECTS(on_cpu, name_, ": this gradcomp was built without CUDA: rebuild it with GRADCOMP_CUDA=ON, which needs nvcc");
     return cpu_;
 #endif
   }

@@ -11,7 +11,15 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-import horovod.torch as hvd
+try:
+    import horovod.torch as hvd
+except ImportError as error:
+    raise ImportError(
+        f"gradcomp.horovod needs Horovod 0.28.1 built for PyTorch, and this Python has none that loads ({error}): activate the "
+        "environment that has torch and run scripts/setup --horovod of gradcomp's sources, which builds Horovod for that torch "
+        "(a plain pip install horovod does not compile with it)",
+        name=error.name,
+    ) from error
 import torch
 from torch import Tensor
 

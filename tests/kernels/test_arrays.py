@@ -124,7 +124,7 @@ def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
     sentence = (
         "CUDA: "
         if extension.BUILT_WITH_CUDA
-        else "offer_all: this gradcomp was built without CUDA: rebuild it where nvcc is found"
+        else "offer_all: this gradcomp was built without CUDA: rebuild it with GRADCOMP_CUDA=ON, which needs nvcc"
     )
     with pytest.raises((ValueError, RuntimeError), match=sentence):
         extension.native.offer_all(residual, None, taken)

@@ -93,6 +93,7 @@ def test_the_patches_fit_the_real_sources_and_mend_them(horovod_sources: Path) -
 # A package that is built with gradcomp's own setup.py, and whose module takes a moment to compile.
 TINY = """cmake_minimum_required(VERSION 3.22)
 project(gradcomp LANGUAGES CXX)
+set(GRADCOMP_CUDA_IMAGES 0 CACHE INTERNAL "")
 add_library(_native MODULE native.cpp)
 set_target_properties(_native PROPERTIES PREFIX "" OUTPUT_NAME "_native" SUFFIX ".${SUFFIX}")
 """
