@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,6 @@ set_target_properties(_native PROPERTIES PREFIX "" OUTPUT_NAME "_native" SUFFIX 
 
 @pytest.mark.slow
 def test_another_compiler_is_not_ignored_by_an_earlier_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sysconfig
-
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX")).lstrip(".")
     shutil.copy(ROOT / "setup.py", tmp_path)
     (tmp_path / "gradcomp").mkdir()
