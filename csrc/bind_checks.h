@@ -31,6 +31,7 @@
   (INDEXABLE(flat) && HOLDS(flat, 1) && ::gradcomp::one_for_each(NAMED(blocks), NAMED(flat), kBlockEntries))
 #define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
 #define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
+#define IS_STEP(step) EXPECT(step >= 1 && step < kMostEntries / 2, #step "=", step, " must be in [1, 2^30)")
 #define CPU_ONLY(array) EXPECT(kOnCpu || !array.given(), #array " is for CPUs only: pass None")
 
 namespace gradcomp {

@@ -118,6 +118,16 @@ SHARED_MATH float entry_value(uint32_t entry, int exponent) {
 // Count the entries of a payload: the header's count, at most its capacity. The count must not be negative.
 SHARED_MATH int64_t entries_there(int32_t count, int64_t capacity) { return count < capacity ? count : capacity; }
 
+// The verdict on a bucket in whose update, as it was delivered, an entry is not finite (ops.inc).
+SHARED_MATH int32_t verdict_of(int64_t step, bool failed) { return static_cast<int32_t>(2 * step + (failed ? 1 : 0)); }
+SHARED_MATH bool is_of_step(int32_t verdict, int64_t step) { return verdict >> 1 == step; }
+
+// What a cast left out of an entry x of an update. delivered: the entry as it stands in the gradient. back: turns it back.
+SHARED_MATH float left_out(float x, float delivered, float back) { return is_finite(delivered) ? x - delivered * back : x; }
+
+// Add to an entry, if the sum is finite.
+SHARED_MATH float add_if_finite(float to, float x) { return is_finite(to + x) ? to + x : to; }
+
 // The share of a payload's entries that goes back once the update is known: all of them if it is not finite.
 SHARED_MATH float share_to_keep(const float* update, float keep) { return is_finite(update[0]) ? keep : 1.0f; }
 

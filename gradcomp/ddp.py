@@ -34,6 +34,7 @@ def attach(
     spec: str | Compressor = "topk",
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    scaler: "torch.amp.GradScaler | None" = None,
     bucket_mb: float = 25,
     seed: int = 0,
 ) -> Handle:
@@ -41,6 +42,7 @@ def attach(
 
     model: the result of DistributedDataParallel(...). spec: "name:knob=value", or a compressor; "topk" by default.
     optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.
     """
@@ -51,7 +53,7 @@ def attach(
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
-    session = Session(make(spec), Parameters(named), network, Options(optimizer, bucket_mb, seed), _UNKNOWN)
+    session = Session(make(spec), Parameters(named), network, Options(optimizer, scaler, bucket_mb, seed), _UNKNOWN)
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
         model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)

@@ -53,6 +53,7 @@ class Compression(Handle):
     spec: "name:knob=value", or a compressor. named_parameters: those of the optimizer, usually model.named_parameters().
     process_set: the optimizer's process set; all ranks by default.
     optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.
 
@@ -66,13 +67,14 @@ class Compression(Handle):
         *,
         process_set: hvd.ProcessSet | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         bucket_mb: float = 25,
         seed: int = 0,
     ):
         if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
             raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
-        options = Options(optimizer, bucket_mb, seed)
+        options = Options(optimizer, scaler, bucket_mb, seed)
         super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN))
 
     def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot]:
@@ -127,6 +129,7 @@ def DistributedOptimizer(
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: str | Compressor = "topk",
     *,
+    scaler: torch.amp.GradScaler | None = None,
     bucket_mb: float = 25,
     seed: int = 0,
     **stock_options: Any,
@@ -138,6 +141,7 @@ def DistributedOptimizer(
     optimizer: the one to wrap; its learning rates are used, and its momentum is checked against the spec's.
     named_parameters: usually model.named_parameters(); Horovod's names by default.
     compression: "name:knob=value", or a compressor; "topk" by default.
+    scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.
     stock_options: any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes its
@@ -155,7 +159,8 @@ def DistributedOptimizer(
     stock_options.pop("num_groups", None)
     named = named_of(optimizer, named_parameters)
     process_set = stock_options.get("process_set", hvd.global_process_set)
-    door = Compression(compression, named, process_set=process_set, optimizer=optimizer, bucket_mb=bucket_mb, seed=seed)
+    options = {"process_set": process_set, "optimizer": optimizer, "scaler": scaler, "bucket_mb": bucket_mb, "seed": seed}
+    door = Compression(compression, named, **options)
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
     if carrier_free():
         stock._allreduce_grad_async = _carrier_free_reduction(door._session, process_set, op)

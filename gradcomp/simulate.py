@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine import checkpoint
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.optimizers import check_momentum, rates_of
 from gradcomp.engine.parameters import checked
-from gradcomp.engine.reducer import Bucket, Reducer, check_type
-from gradcomp.native import kernels
+from gradcomp.engine.reducer import Reducer, check_type
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Compressor, Layer, Layout
@@ -70,18 +70,13 @@ class Simulation:
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)
-        return [
-            Reducer(
-                compressor,
-                self._layers,
-                network,
-                *self._options,
-                rates=rates,
-                deliver=partial(self._deliver, rank),
-                memory=self._memory,
-            )
-            for rank, network in enumerate(self._networks)
-        ]
+        reducers: list[Reducer] = []
+        for rank, network in enumerate(self._networks):
+            options: dict[str, Any] = {"rates": rates, "memory": self._memory}
+            if reducers:  # the update of rank 0 is returned, and the others' are compared with it
+                options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
+            reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))
+        return reducers
 
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. Residuals are carried over.
@@ -171,10 +166,10 @@ class Simulation:
                 )
             check_type(grad, f"rank {rank}: the gradient of {name!r}")
 
-    def _deliver(self, rank: int, bucket: Bucket, update: Update) -> None:
-        if rank == 0:
-            kernels.spread(update.flat, [self._update[name] for name in bucket.layout.names], marks=update.marks)
-            return
+    def _targets(self, bucket: Bucket) -> list[Tensor]:
+        return [self._update[name] for name in bucket.layout.names]
+
+    def _compare(self, rank: int, bucket: Bucket, update: Update) -> None:
         for name, of_layer in bucket.layout.views(update.flat).items():
             if not torch.equal(self._update[name].view(torch.int32), of_layer.view(torch.int32)):
                 raise RuntimeError(

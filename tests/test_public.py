@@ -26,17 +26,17 @@ gradcomp.Simulation.state_dict() -> 'dict[str, Any]'
 gradcomp.Simulation.stats() -> 'dict[str, Any]'
 gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dict[str, Tensor]'
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
-gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
+gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
 gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
 gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
 gradcomp.handle.Handle.state_dict() -> 'dict[str, Any]'
 gradcomp.handle.Handle.stats() -> 'dict[str, Any]'
-gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
+gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
 gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
-gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
+gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
 """  # noqa: E501

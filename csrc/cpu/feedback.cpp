@@ -31,14 +31,23 @@ HOT void copy(const float* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// Write past the cache, so that no line is fetched before it is written. Arrays beyond the cache take 0.75 of the time.
-void scale_past_cache(const float* from, float* to, int64_t n, float scale) {
+// Write past the cache, so that no line is fetched before it is written. Arrays beyond the cache take 0.75 of the time. Returns
+// whether all that was written is finite, as the loops below do.
+bool scale_past_cache(const float* from, float* to, int64_t n, float scale) {
   int64_t i = 0;
+  bool finite = true;
 #ifdef __SSE__
-  for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; ++i) to[i] = scale * from[i];
-  for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_mul_ps(_mm_set1_ps(scale), _mm_loadu_ps(from + i)));
+  for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; ++i) finite &= is_finite(to[i] = scale * from[i]);
+  __m128 differences = _mm_setzero_ps();  // x - x is 0, or not a number
+  for (; i + 4 <= n; i += 4) {
+    const __m128 four = _mm_mul_ps(_mm_set1_ps(scale), _mm_loadu_ps(from + i));
+    differences = _mm_or_ps(differences, _mm_sub_ps(four, four));
+    _mm_stream_ps(to + i, four);
+  }
+  finite &= _mm_movemask_ps(_mm_cmpunord_ps(differences, differences)) == 0;
 #endif
-  for (; i < n; ++i) to[i] = scale * from[i];
+  for (; i < n; ++i) finite &= is_finite(to[i] = scale * from[i]);
+  return finite;
 }
 
 void clear_past_cache(float* to, int64_t n) {
@@ -56,16 +65,41 @@ void end_past_cache() {
 #endif
 }
 
-HOT void scale_f32(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) to[i] = scale * from[i];
+HOT bool scale_f32(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = scale * from[i];
+    bad |= is_finite(to[i]) ? 0u : 1u;
+  }
+  return bad == 0;
 }
 
-HOT void scale_bf16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) to[i] = float_to_bf16(scale * from[i]);
+HOT bool scale_bf16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = float_to_bf16(scale * from[i]);
+    bad |= is_finite(bf16_to_float(to[i])) ? 0u : 1u;
+  }
+  return bad == 0;
 }
 
-HOT void scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
-  for (int64_t i = 0; i < n; ++i) to[i] = float_to_f16(scale * from[i]);
+HOT bool scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] = float_to_f16(scale * from[i]);
+    bad |= is_finite(f16_to_float(to[i])) ? 0u : 1u;
+  }
+  return bad == 0;
+}
+
+// Add to the residual what a cast of x left out.
+HOT void keep_left_out(const float* __restrict x, const float* __restrict delivered, float* __restrict residual, int64_t n,
+                       float back) {
+  for (int64_t i = 0; i < n; ++i) residual[i] = add_if_finite(residual[i], left_out(x[i], delivered[i], back));
+}
+
+HOT void add_delivered(const float* __restrict delivered, float* __restrict residual, int64_t n, float back) {
+  for (int64_t i = 0; i < n; ++i) residual[i] = add_if_finite(residual[i], delivered[i] * back);
 }
 
 // Add g to the residual. Returns whether an entry was refused because its sum would not be finite.
@@ -124,6 +158,21 @@ const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count,
   return buffer;
 }
 
+// Write a run, cast to its piece's type. Returns whether all that was written is finite.
+bool cast(const float* from, const Pieces& grads, int piece, int64_t offset, int64_t count, float factor, bool past_cache) {
+  auto* const floats = static_cast<float*>(grads.data[piece]) + offset;
+  auto* const halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
+  switch (grads.dtype[piece]) {
+    case Dtype::f32:
+      return (past_cache ? scale_past_cache : scale_f32)(from, floats, count, factor);
+    case Dtype::f16:
+      return scale_f16(from, halves, count, factor);
+    case Dtype::bf16:
+      return scale_bf16(from, halves, count, factor);
+  }
+  return true;
+}
+
 template <class Work>
 void parallel_over(const Pieces& grads, Queue queue, Work work) {
   const int64_t n = grads.size();
@@ -142,18 +191,20 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
   });
 }
 
-void accumulate(const Pieces& grads, OptionalSpan<const float> scales, Span<float> residual, OptionalSpan<float> velocity,
-                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch,
-                float momentum, bool nesterov, bool raw, Queue queue) {
+void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
+                Span<float> residual, OptionalSpan<float> velocity, Span<int32_t> flag, OptionalSpan<double> moments,
+                OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float momentum, bool nesterov, bool raw,
+                Queue queue) {
   const Runs runs(grads, scratch);
+  const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;
   std::atomic<bool> refused = false;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     float buffer[kBlock];
     bool mine = false;
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       const float* g = read(grads, piece, offset, count, buffer);
-      if (scales.given()) {
-        scale_f32(g, buffer, count, scales.data[piece]);
+      if (scales.given() || loss_scale.given()) {
+        scale_f32(g, buffer, count, (scales.given() ? scales.data[piece] : 1.0f) * unscale);
         g = buffer;
       }
       float* sums = residual.data + at;
@@ -192,19 +243,19 @@ void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scrat
   runs.sum_into(squares.data);
 }
 
-void spread(Span<const float> flat, OptionalSpan<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
-  const bool past_cache = flat.size >= kPastCache;
+void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
+            OptionalSpan<const float> loss_scale, OptionalSpan<float> residual, OptionalSpan<int32_t> verdict, float scale,
+            int64_t step, Queue queue) {
+  const bool past_cache = flat.size >= kPastCache, failed = !is_finite(first.data[0]);
+  const float factor = loss_scale.given() ? scale * loss_scale.data[0] : scale;
+  std::atomic<bool> all_finite = true;
   const auto write = [&](int piece, int64_t offset, int64_t at, int64_t count) {
     const float* from = flat.data + at;
-    auto* halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
-    switch (grads.dtype[piece]) {
-      case Dtype::f32:
-        return (past_cache ? scale_past_cache : scale_f32)(from, static_cast<float*>(grads.data[piece]) + offset, count, scale);
-      case Dtype::f16:
-        return scale_f16(from, halves, count, scale);
-      case Dtype::bf16:
-        return scale_bf16(from, halves, count, scale);
-    }
+    const bool finite = cast(from, grads, piece, offset, count, factor, past_cache);
+    if (!finite) all_finite = false;
+    if (!residual.given() || failed || (finite && grads.dtype[piece] == Dtype::f32)) return;
+    float buffer[kBlock];
+    keep_left_out(from, read(grads, piece, offset, count, buffer), residual.data + at, count, 1.0f / factor);
   };
   const auto clear = [&](int piece, int64_t offset, int64_t count) {
     if (grads.dtype[piece] != Dtype::f32) {
@@ -234,6 +285,21 @@ void spread(Span<const float> flat, OptionalSpan<const uint8_t> marks, const Pie
       }
     });
     end_past_cache();
+  });
+  if (verdict.given() && (failed || !all_finite)) verdict.data[0] = std::max(verdict.data[0], verdict_of(step, failed));
+}
+
+void add_back(const Pieces& grads, Span<float> residual, OptionalSpan<const float> loss_scale, Span<const int32_t> verdicts,
+              int64_t bucket, float scale, int64_t step, Queue queue) {
+  const auto of_step = [&](int32_t verdict) { return is_of_step(verdict, step); };
+  if (std::none_of(verdicts.data, verdicts.data + verdicts.size, of_step)) return;
+  if (verdicts.data[bucket] == verdict_of(step, true)) return;
+  const float back = 1.0f / (loss_scale.given() ? scale * loss_scale.data[0] : scale);
+  parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
+    float buffer[kBlock];
+    blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
+      add_delivered(read(grads, piece, offset, count, buffer), residual.data + at, count, back);
+    });
   });
 }
 

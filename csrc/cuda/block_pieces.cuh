@@ -42,12 +42,21 @@ static __device__ __forceinline__ Four read_piece(const Pieces& grads, int piece
   return four;
 }
 
-static __device__ __forceinline__ void write_piece(const Pieces& grads, int piece, int64_t entry, int count, const Four& four) {
+// Write `count` entries into their piece, and return them as they then stand there.
+static __device__ __forceinline__ Four write_piece(const Pieces& grads, int piece, int64_t entry, int count, const Four& four) {
   const Dtype dtype = grads.dtype[piece];
-  if (dtype == Dtype::f32) return store_four(place<float>(grads, piece, entry), count, four);
+  if (dtype == Dtype::f32) {
+    store_four(place<float>(grads, piece, entry), count, four);
+    return four;
+  }
   FourHalves halves;
-  for (int i = 0; i < 4; ++i) halves.x[i] = dtype == Dtype::f16 ? float_to_f16(four.x[i]) : float_to_bf16(four.x[i]);
+  Four written;
+  for (int i = 0; i < 4; ++i) {
+    halves.x[i] = dtype == Dtype::f16 ? float_to_f16(four.x[i]) : float_to_bf16(four.x[i]);
+    written.x[i] = dtype == Dtype::f16 ? f16_to_float(halves.x[i]) : bf16_to_float(halves.x[i]);
+  }
   store_four(place<uint16_t>(grads, piece, entry), count, halves);
+  return written;
 }
 
 // Call work(piece, entry, count) for this thread's runs of the block's tile. A run is one to four entries of one piece. It

@@ -1,10 +1,10 @@
 // Gradients in and updates out, on a GPU. A bucket's scattered pieces are read or written where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8, sum_squares 4. One launch each, for
-// the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for
-// each part, which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a
-// run). Its record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two
-// rises from part to part.
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8, sum_squares 4, add_back 0, or 12 after
+// a step that failed. One launch each, for the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a
+// record of 24 or 8 bytes in scratch for each part, which one more launch joins. A part is a piece's share of a tile (the CPU
+// twins call a piece's share of a block a run). Its record's number is its tile's plus its piece's. No two parts have the same
+// number, since at least one of the two rises from part to part.
 
 #include "../math.h"
 #include "../ops.h"
@@ -23,24 +23,65 @@ __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant_
   });
 }
 
+struct Delivery {
+  const float* first;
+  const float* loss_scale;
+  float* residual;
+  int32_t* verdict;
+  float scale;
+  int64_t step;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    spread_tiles(const float* flat, const uint8_t* marks, const __grid_constant__ Pieces grads, float scale) {
+    spread_tiles(const float* flat, const uint8_t* marks, const __grid_constant__ Pieces grads, Delivery how) {
+  const float factor = how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale;
+  const float back = 1.0f / factor;
+  const bool failed = !is_finite(how.first[0]);
+  bool all_finite = true;
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
     // A run lies in one line, since both begin at multiples of four.
     const bool zeros = marks != nullptr && marks[entry / kLine] == 0;
-    Four four = zeros ? Four{} : load_four(flat + entry, count);
-    for (float& x : four.x) x = scale * x;
-    write_piece(grads, piece, entry, count, four);
+    const Four from = zeros ? Four{} : load_four(flat + entry, count);
+    Four to;
+    for (int i = 0; i < 4; ++i) to.x[i] = factor * from.x[i];
+    const Four delivered = write_piece(grads, piece, entry, count, to);
+    bool finite = true;
+    for (const float x : delivered.x) finite &= is_finite(x);
+    all_finite &= finite;
+    if (how.residual == nullptr || failed || zeros || (finite && grads.dtype[piece] == Dtype::f32)) return;
+    Four residual = load_four(how.residual + entry, count);
+    for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], left_out(from.x[i], delivered.x[i], back));
+    store_four(how.residual + entry, count, residual);
+  });
+  if (how.verdict != nullptr && (failed || !all_finite)) atomicMax(how.verdict, verdict_of(how.step, failed));
+}
+
+__global__ void __launch_bounds__(kThreads) add_back_tiles(const __grid_constant__ Pieces grads, const int32_t* verdicts,
+                                                           int64_t buckets, int64_t bucket, Delivery how) {
+  bool of_step = false;
+  for (int64_t i = threadIdx.x; i < buckets; i += kThreads) of_step |= is_of_step(verdicts[i], how.step);
+  if (!__syncthreads_or(of_step) || verdicts[bucket] == verdict_of(how.step, true)) return;
+  const float back = 1.0f / (how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale);
+  for_each_run(grads, [&](int piece, int64_t entry, int count) {
+    const Four delivered = read_piece(grads, piece, entry, count);
+    Four residual = load_four(how.residual + entry, count);
+    for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], delivered.x[i] * back);
+    store_four(how.residual + entry, count, residual);
   });
 }
 
 // residual += ahead_gradient * g + ahead_velocity * velocity. The two factors are 0 and 1, or 1 and m for Nesterov's momentum.
 struct Feedback {
   const float* scales;
+  const float* loss_scale;
   float* residual;
   float* velocity;
   float momentum, ahead_gradient, ahead_velocity;
 };
+
+__device__ __forceinline__ float unscale_of(const Feedback& to) {
+  return to.loss_scale != nullptr ? 1.0f / to.loss_scale[0] : 1.0f;
+}
 
 struct Added {
   Four gradient;  // 0 for a refused entry
@@ -49,8 +90,9 @@ struct Added {
 };
 
 template <bool kWithVelocity>
-__device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to, int piece, int64_t entry, int count) {
-  const float scale = to.scales != nullptr ? to.scales[piece] : 1.0f;
+__device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to, float unscale, int piece, int64_t entry,
+                                         int count) {
+  const float scale = (to.scales != nullptr ? to.scales[piece] : 1.0f) * unscale;
   Added run = {read_piece(grads, piece, entry, count), load_four(to.residual + entry, count), false};
   Four velocity = {};
   if (kWithVelocity) velocity = load_four(to.velocity + entry, count);
@@ -72,9 +114,10 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
 
 template <bool kWithVelocity>
 __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, Feedback to, int32_t* flag) {
+  const float unscale = unscale_of(to);
   bool refused = false;
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    refused |= add_run<kWithVelocity>(grads, to, piece, entry, count).refused;
+    refused |= add_run<kWithVelocity>(grads, to, unscale, piece, entry, count).refused;
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
 }
@@ -82,11 +125,12 @@ __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pi
 template <bool kWithVelocity>
 __global__ void __launch_bounds__(kThreads)
     add_and_measure_tiles(const __grid_constant__ Pieces grads, Feedback to, bool raw, int32_t* flag, MomentsRecord* records) {
+  const float unscale = unscale_of(to);
   bool refused = false;
   for_each_part(grads, [&](int piece, int64_t begin, int64_t end) {
     Shifted<float> mine = {};
     for_each_run_of(begin, end, [&](int64_t entry, int count) {
-      const Added run = add_run<kWithVelocity>(grads, to, piece, entry, count);
+      const Added run = add_run<kWithVelocity>(grads, to, unscale, piece, entry, count);
       refused |= run.refused;
       Four of = run.residual;
       for (int i = 0; i < 4; ++i) of.x[i] = raw ? run.gradient.x[i] : of.x[i];
@@ -171,24 +215,41 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
   return (blocks_for(n, kTile) + pieces) * int64_t{sizeof(MomentsRecord) / sizeof(uint32_t)};
 }
 
-void accumulate(const Pieces& grads, OptionalSpan<const float> scales, Span<float> residual, OptionalSpan<float> velocity,
-                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> /* peaks */,
-                OptionalSpan<uint32_t> scratch, float momentum, bool nesterov, bool raw, Queue queue) {
+void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
+                Span<float> residual, OptionalSpan<float> velocity, Span<int32_t> flag, OptionalSpan<double> moments,
+                OptionalSpan<uint32_t> /* peaks */, OptionalSpan<uint32_t> scratch, float momentum, bool nesterov, bool raw,
+                Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
   if (residual.size > 0) {
     const unsigned blocks = blocks_for(residual.size, kTile);
-    const Feedback to = {scales.data, residual.data,          velocity.data,
-                         momentum,    nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f};
+    const Feedback to = {scales.data,
+                         loss_scale.data,
+                         residual.data,
+                         velocity.data,
+                         momentum,
+                         nesterov ? 1.0f : 0.0f,
+                         nesterov ? momentum : 1.0f};
     (velocity.given() ? launch_add<true> : launch_add<false>)(blocks, grads, to, raw, flag.data, records, queue);
   }
   if (measured) LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
 }
 
-void spread(Span<const float> flat, OptionalSpan<const uint8_t> marks, const Pieces& grads, float scale, Queue queue) {
+void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
+            OptionalSpan<const float> loss_scale, OptionalSpan<float> residual, OptionalSpan<int32_t> verdict, float scale,
+            int64_t step, Queue queue) {
   if (flat.size == 0) return;
-  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, marks.data, grads, scale);
+  const Delivery how = {first.data, loss_scale.data, residual.data, verdict.data, scale, step};
+  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, marks.data, grads, how);
+}
+
+void add_back(const Pieces& grads, Span<float> residual, OptionalSpan<const float> loss_scale, Span<const int32_t> verdicts,
+              int64_t bucket, float scale, int64_t step, Queue queue) {
+  if (residual.size == 0) return;
+  const Delivery how = {nullptr, loss_scale.data, residual.data, nullptr, scale, step};
+  LAUNCH(add_back_tiles, blocks_for(residual.size, kTile), kThreads, 0, queue, grads, verdicts.data, verdicts.size, bucket,
+         how);
 }
 
 void wipe(Span<float> flat, Span<uint8_t> marks, Queue queue) {

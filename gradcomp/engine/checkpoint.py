@@ -52,7 +52,7 @@ def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
 
 def successor(compressor: Compressor, old: Reducer) -> Compressor:
     """Prepare a compressor to follow an old reducer: add error feedback if the old one has residuals to carry over."""
-    if not any(bucket.collector.keeps_residual for bucket in old.buckets):
+    if not old.keeps_residual:
         return compressor
     if isinstance(compressor, Collector):
         if not compressor.keeps_residual:

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,19 @@ class BucketState:
     steps: int = 0
 
 
+class StepFacts(NamedTuple):
+    """What a bucket's step depends on, beside its gradients and its state.
+
+    memory: the lender of scratch. ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
+    loss_scale: what the loss was multiplied by, as one float on the bucket's device.
+    """
+
+    memory: Memory
+    ranks: int
+    rates: Rates = None
+    loss_scale: Tensor | None = None
+
+
 class Collector(Wrapper):
     """The outermost compressor of a bucket. It also collects the bucket's gradients, and reads each in place."""
 
@@ -65,11 +78,8 @@ class Collector(Wrapper):
         """True if entries that a step does not send wait for the next step."""
 
     @abstractmethod
-    def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
-        """Make the acc of a step from a bucket's gradients and its residual.
-
-        ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
-        """
+    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+        """Make the acc of a step from a bucket's gradients and its residual."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +95,9 @@ class NoFeedback(Collector):
     def keeps_residual(self) -> bool:
         return False
 
-    def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
+    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
         kernels.flatten(grads, state.residual)
-        return Acc(state.residual, memory, rates=rates)
+        return Acc(state.residual, step.memory, rates=step.rates)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         return self.inner.exchange(acc, state.inner, world)
@@ -172,11 +182,11 @@ class Feedback(Collector):
         state.steps = saved["steps"]
         super().load(state, saved["inner"])
 
-    def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
+    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
         if not self.feedback:
             state.residual.zero_()
-        if rates is not None:
-            self.revise(state.residual, state.velocity, state, rates)
+        if step.rates is not None:
+            self.revise(state.residual, state.velocity, state, step.rates)
         kernels.accumulate(
             grads,
             state.residual,
@@ -184,14 +194,15 @@ class Feedback(Collector):
             state.flag,
             self.momentum,
             self.nesterov,
-            scales=self._scales(grads, state, memory, ranks),
+            scales=self._scales(grads, state, step),
+            loss_scale=step.loss_scale,
             moments=state.moments,
             raw=self.inner.traits.moments == "raw",
             peaks=state.peaks,
-            memory=memory,
+            memory=step.memory,
         )
         masked = state.velocity if self.masking else None
-        return Acc(state.residual, memory, masked, state.flag, state.moments, rates, state.peaks)
+        return Acc(state.residual, step.memory, masked, state.flag, state.moments, step.rates, state.peaks)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)
@@ -206,14 +217,16 @@ class Feedback(Collector):
         assert gentler is not None
         return gentler
 
-    def _scales(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int) -> Tensor | None:
+    def _scales(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Tensor | None:
         """Compute the factor of each layer's gradient that clips its norm; None where nothing is clipped."""
         if state.squares is None:
             return None
-        kernels.sum_squares(grads, state.squares, memory)
+        kernels.sum_squares(grads, state.squares, step.memory)
         of_model = self.clip_by == "model"
         norms = state.squares.sum().sqrt().expand_as(state.squares) if of_model else state.squares.sqrt()
-        return (self.clip / math.sqrt(ranks) / (norms + 1e-6)).clamp(max=1).float()
+        if step.loss_scale is not None:
+            norms = norms / step.loss_scale
+        return (self.clip / math.sqrt(step.ranks) / (norms + 1e-6)).clamp(max=1).float()
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:

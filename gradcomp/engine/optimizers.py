@@ -21,16 +21,21 @@ class OptimizerWatch:
     """Knows the optimizer that trains a session's parameters, or waits until one steps.
 
     given: the optimizer, or None. check: called with an optimizer that was not given, before its first step changes weights.
+    look: called before every step of the optimizer.
     An optimizer that steps with the same parameters replaces the given one: hvd.DistributedOptimizer makes another object.
     expects_step: gradients were exchanged since the last step. Steps of a model whose session was replaced are left alone.
     """
 
     def __init__(
-        self, parameters: Parameters, given: torch.optim.Optimizer | None, check: Callable[[torch.optim.Optimizer], None]
+        self,
+        parameters: Parameters,
+        given: torch.optim.Optimizer | None,
+        check: Callable[[torch.optim.Optimizer], None],
+        look: Callable[[], None] = lambda: None,
     ):
         self.optimizer: torch.optim.Optimizer | None = None
         self.expects_step = False
-        self._parameters, self._check = parameters, check
+        self._parameters, self._check, self._look = parameters, check, look
         self._trained: set[int] = set()
         self._not_exchanged: list[torch.nn.Parameter] = []
         self._count = 0
@@ -53,6 +58,7 @@ class OptimizerWatch:
             self._check(optimizer)
             self._keep(optimizer)
         self._check_all_exchanged(optimizer)
+        self._look()
         self.expects_step = False
 
     def rate(self, name: str) -> float:

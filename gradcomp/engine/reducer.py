@@ -8,19 +8,20 @@ start their buckets in different orders and would then block each other.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.engine.feedback import BucketState, Collector
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.feedback import StepFacts
+from gradcomp.engine.loss_scale import LossScale
 from gradcomp.engine.plan import plan
-from gradcomp.native import kernels
 from gradcomp.native.memory import Memory, Update
-from gradcomp.networks import Answer, Network
-from gradcomp.protocol import Compressor, Layer, Layout, Steps
+from gradcomp.networks import Network
+from gradcomp.protocol import Compressor, Layer
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send
 
 # The types of gradients that kernels read.
@@ -29,32 +30,16 @@ GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_SEED = 2**62
 
 
-@dataclass
-class Bucket:
-    """Layers that are exchanged together.
-
-    grads: the gradients that are ready. running: the exchange in progress. answer: waits for the reply to the latest request.
-    round: requests made so far.
-    """
-
-    index: int
-    layout: Layout
-    collector: Collector
-    state: BucketState
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    running: Steps | None = None
-    answer: Answer | None = None
-    round: int = 0
-
-
 class Reducer:
     """All buckets of one model on one rank.
 
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
     rates: a function from a layer's name to its learning rate. memory: the owner of scratch and updates, a new one by default.
-    deliver: called with each finished bucket and its mean update, which is valid during the call. By default the update is
-    written into the gradients.
+    loss_scale: that of the gradients, if they are scaled.
+    targets: finds the arrays that a bucket's update is written into; by default its gradients.
+    delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
+    the call; by default the delivery writes it.
     """
 
     def __init__(
@@ -66,6 +51,9 @@ class Reducer:
         seed: int,
         *,
         rates: Callable[[str], float] | None = None,
+        loss_scale: LossScale | None = None,
+        targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
+        delivery: Delivery | None = None,
         deliver: Callable[[Bucket, Update], None] | None = None,
         memory: Memory | None = None,
     ):
@@ -82,13 +70,21 @@ class Reducer:
             Bucket(i, layout, collector, collector.init(layout, int(seed) + i))
             for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
+        self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
         self._deliver = deliver or self._write
+        self._takes_back = delivery is not None or deliver is None
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale = 1.0
         self.steps_done = 0
+        self._step = 1  # counts on also where a state is loaded
         self.bytes_sent = 0
         self.bytes_between_hosts = 0
         self._sent = self._sent_between_hosts = 0
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True if entries of any bucket wait from step to step."""
+        return any(bucket.collector.keeps_residual for bucket in self.buckets)
 
     def mark_ready(self, name: str, grad: Tensor) -> None:
         """Note a layer's gradient, and start its bucket if it is the last one.
@@ -133,7 +129,12 @@ class Reducer:
         self.end_step()
 
     def end_step(self) -> None:
-        """Count the step and its bytes, after all its updates are delivered."""
+        """End the step after all its updates are delivered: take them back if it failed, and count it."""
+        if self._takes_back:
+            self.delivery.add_back(self.buckets, self.scale, self._step)
+        for bucket in self.buckets:
+            bucket.grads.clear()
+        self._step += 1
         self.steps_done += 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
@@ -153,8 +154,8 @@ class Reducer:
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
         rates = None if self.rates is None else tuple(map(self.rates, layout.names))
-        grads = [bucket.grads[name] for name in layout.names]
-        acc = collector.collect(grads, bucket.state, self.memory, world.size, rates)
+        facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket))
+        acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
         bucket.round = 0
         bucket.running = collector.exchange(acc, bucket.state, world)
         self._resume(bucket, None)
@@ -171,7 +172,6 @@ class Reducer:
                 ) from None
             self._deliver(bucket, end.value)
             self.memory.give_back(end.value)
-            bucket.grads.clear()
         else:
             self._sent += bytes_of(request)
             self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
@@ -180,7 +180,7 @@ class Reducer:
 
     def _write(self, bucket: Bucket, update: Update) -> None:
         """Write an update into the gradients."""
-        kernels.spread(update.flat, [bucket.grads[name] for name in bucket.layout.names], self.scale, update.marks)
+        self.delivery.write(bucket, update, self.scale, self._step)
 
     def common_state(self) -> str:
         """Describe the parts of the compressors' states that all ranks must share."""

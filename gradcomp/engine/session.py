@@ -14,6 +14,7 @@ from torch import Tensor
 from gradcomp import _version
 from gradcomp.engine import agreement, checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
+from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import OptimizerWatch, check_momentum
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
@@ -27,11 +28,12 @@ from gradcomp.requests import Gather
 class Options:
     """The options that a door passes on from its user.
 
-    optimizer: the source of learning rates; its momentum is checked against the spec's. bucket_mb: the largest size of a bucket
-    of several layers, in 10^6 bytes. seed: the seed of random draws.
+    optimizer: the source of learning rates; its momentum is checked against the spec's. scaler: the GradScaler of the loss.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws.
     """
 
     optimizer: torch.optim.Optimizer | None
+    scaler: Any
     bucket_mb: float
     seed: int
 
@@ -52,7 +54,9 @@ class Session:
         self._held: dict[str, Slot] = {}
         self._kept_entries = KeptEntries(len(parameters.slots))
         self._compressor = compressor
-        self._watch = OptimizerWatch(parameters, options.optimizer, lambda found: check_momentum(self._compressor, found))
+        self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
+        self._unknown_scaler = UnknownScaler(options.scaler)
+        self._watch = OptimizerWatch(parameters, options.optimizer, self._check_optimizer, self._look_for_scaler)
         self._reducer = self._make_reducer(compressor)
 
     @property
@@ -162,13 +166,22 @@ class Session:
         self.network.hosts = tuple(map(int, hosts))
         self._met_in = generation
 
+    def _check_optimizer(self, found: torch.optim.Optimizer) -> None:
+        check_momentum(self._compressor, found)
+
+    def _look_for_scaler(self) -> None:
+        if self._reducer.keeps_residual:
+            self._unknown_scaler.look()
+
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         rates = None
         if (optimizer := self._watch.optimizer) is not None:
             check_momentum(compressor, optimizer)
             rates = self._watch.rate
         layers, options = self.parameters.layers, self._options
-        return Reducer(compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates)
+        return Reducer(
+            compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates, loss_scale=self._loss_scale
+        )
 
     def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:
         replies = self.network.start(Gather(wrap(tensor.to(self.network.device))), name)()

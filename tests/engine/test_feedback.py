@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from gradcomp.engine.feedback import Feedback, StepFacts
+from gradcomp.native.memory import Memory
+from gradcomp.protocol import Layout
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 
@@ -87,3 +90,17 @@ def test_masking_clears_the_velocity_of_sent_entries(masking: bool) -> None:
     waits = simulation.residual(0)["w"]
     # Without a new gradient, a velocity u adds u / 2: entry 0 has 8 / 2 = 4 to send at once, or nothing.
     assert waits.tolist() == ([0.0, 0.0, 1.5, 1.5] if masking else [0.0, 1.5, 1.5, 1.5])
+
+
+@pytest.mark.parametrize("by", ["layer", "model"])
+def test_the_clipped_gradient_is_the_unscaled_one(by: str) -> None:
+    """With a loss scale that is a power of two, nothing changes to the last bit."""
+    collector = gradcomp.make(f"topk:clip=0.5,clip_by={by},momentum=0.9")
+    assert isinstance(collector, Feedback)
+    layout = Layout(("a", "b"), (300, 50), torch.device("cpu"))
+    grads, loss_scale = [torch.randn(300), torch.randn(50)], torch.tensor([2.0**12])
+    plain, scaled = collector.init(layout, 0), collector.init(layout, 0)
+    for _ in range(3):
+        collector.collect(grads, plain, StepFacts(Memory(), 4))
+        collector.collect([grad * loss_scale for grad in grads], scaled, StepFacts(Memory(), 4, None, loss_scale))
+        assert torch.equal(plain.residual, scaled.residual)

@@ -24,15 +24,16 @@ def wrapped(
     spec: Any = None,
     *,
     bucket_mb: float = 25,
+    scaler: Any = None,
     **options: Any,
 ) -> Any:
     """Wrap an optimizer for Horovod by one of the doors."""
     if door == ALONE:
         return hvd.DistributedOptimizer(optimizer, named, **options)
     if door == OWN:
-        return gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, bucket_mb=bucket_mb, **options)
+        return gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, bucket_mb=bucket_mb, scaler=scaler, **options)
     checked = {"process_set": options["process_set"]} if "process_set" in options else {}
-    compression = gradcomp.horovod.Compression(spec, named, optimizer=optimizer, bucket_mb=bucket_mb, **checked)
+    compression = gradcomp.horovod.Compression(spec, named, optimizer=optimizer, bucket_mb=bucket_mb, scaler=scaler, **checked)
     made = hvd.DistributedOptimizer(optimizer, named, compression=compression, **options)
     made.compression = compression
     return made

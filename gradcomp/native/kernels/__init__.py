@@ -3,7 +3,17 @@
 memory: the lender of a kernel's scratch; None takes fresh memory in every call.
 """
 
-from gradcomp.native.kernels.gradients import accumulate, flatten, offer_all, peaks, settle_all, spread, sum_squares
+from gradcomp.native.kernels.gradients import (
+    accumulate,
+    add_back,
+    flatten,
+    may_have_failed,
+    offer_all,
+    peaks,
+    settle_all,
+    spread,
+    sum_squares,
+)
 from gradcomp.native.kernels.levels import (
     LEVEL_RULES,
     PER_WORD,
@@ -32,6 +42,7 @@ __all__ = [
     "LEVEL_RULES",
     "PER_WORD",
     "accumulate",
+    "add_back",
     "add_levels",
     "add_packed",
     "add_sparse",
@@ -39,6 +50,7 @@ __all__ = [
     "flatten",
     "groups",
     "heaviest",
+    "may_have_failed",
     "offer_all",
     "pack_sparse",
     "peaks",

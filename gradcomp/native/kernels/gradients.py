@@ -62,6 +62,7 @@ def accumulate(
     nesterov: bool = False,
     *,
     scales: Array | None = None,
+    loss_scale: Array | None = None,
     moments: Array | None = None,
     raw: bool = False,
     peaks: Array | None = None,
@@ -69,7 +70,7 @@ def accumulate(
 ) -> None:
     """Add gradients to a residual: velocity <- momentum * velocity + scales * grads; residual <- residual + velocity.
 
-    flag: becomes 1 if an entry was not finite, otherwise 0.
+    loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
     peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
     """
@@ -83,6 +84,7 @@ def accumulate(
         extension.native.accumulate(
             part,
             None if scales is None else scales[layers],
+            loss_scale,
             residual[place],
             None if velocity is None else velocity[place],
             flags[i : i + 1],
@@ -105,12 +107,50 @@ def peaks(n: int, device: torch.device) -> Tensor | None:
     return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32)
 
 
-def spread(flat: Array, grads: Sequence[Array], scale: float = 1.0, marks: Array | None = None) -> None:
-    """Write scale * flat into the gradients, each in its own memory and type. marks: of an update, to skip its zeros."""
+def spread(
+    flat: Array,
+    grads: Sequence[Array],
+    scale: float = 1.0,
+    marks: Array | None = None,
+    *,
+    loss_scale: Array | None = None,
+    residual: Array | None = None,
+    verdict: Array | None = None,
+    step: int = 1,
+) -> None:
+    """Write scale * loss_scale * flat into the gradients, each in its own memory and type.
+
+    marks: of an update, to skip its zeros. residual: gets what casts leave out.
+    verdict: int32[1]; tells add_back() whether the bucket failed in this step.
+    """
     chunks = _chunks(grads)
     marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
     for part, _, place in chunks:
-        extension.native.spread(flat[place], marks, part, scale, **queue(flat))
+        kept = None if residual is None else residual[place]
+        rest = (marks, part, loss_scale, kept, verdict, scale, step)
+        extension.native.spread(flat[place], flat[:1], *rest, **queue(flat))
+
+
+def may_have_failed(verdicts: Tensor, step: int) -> bool:
+    """Look for verdicts of this step or a later one. On a GPU, which would have to be waited for, the answer is True."""
+    if on_cuda(verdicts) or not extension.native.built_with_cpu:
+        return True
+    return int(verdicts.max()) >= 2 * step
+
+
+def add_back(
+    grads: Sequence[Array],
+    residual: Array,
+    verdicts: Array,
+    bucket: int,
+    scale: float = 1.0,
+    *,
+    loss_scale: Array | None = None,
+    step: int = 1,
+) -> None:
+    """Add what spread() delivered to the residual if a verdict is of this step, unless this bucket itself failed."""
+    for part, _, place in _chunks(grads):
+        extension.native.add_back(part, residual[place], loss_scale, verdicts, bucket, scale, step, **queue(residual))
 
 
 def offer_all(residual: Array, taken: Array, flag: Array | None = None) -> Array:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.feedback import Feedback, StepFacts
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Layout
 
@@ -21,7 +21,7 @@ def revised(spec: str, rates: list[float]) -> list[Tensor]:
     for step, rate in enumerate(rates):
         grad = torch.full((4000,), 1.0 if step == 0 else 0.0)
         grad[0] = 1e-3 * (step + 1)
-        acc = source.collect([grad], state, Memory(), 1, (rate,))
+        acc = source.collect([grad], state, StepFacts(Memory(), 1, (rate,)))
         left.append(acc.residual.clone())
     return left
 

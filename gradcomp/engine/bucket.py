@@ -1,0 +1,34 @@
+"""A bucket: layers that are exchanged together, and the exchange in progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from gradcomp.engine.feedback import BucketState, Collector
+from gradcomp.networks import Answer
+from gradcomp.protocol import Layout, Steps
+
+
+@dataclass
+class Bucket:
+    """Layers that are exchanged together.
+
+    grads: the gradients that are ready. running: the exchange in progress. answer: waits for the reply to the latest request.
+    round: requests made so far.
+    """
+
+    index: int
+    layout: Layout
+    collector: Collector
+    state: BucketState
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    running: Steps | None = None
+    answer: Answer | None = None
+    round: int = 0
+
+    @property
+    def ordered_grads(self) -> list[Tensor]:
+        """The gradients in the order of the layers. All must be there."""
+        return [self.grads[name] for name in self.layout.names]
