@@ -16,8 +16,9 @@ _MESSAGE = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
     "the change. Finish the exchange first:\n"
     "    optimizer.synchronize()\n"
-    "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # or scaler.unscale_(optimizer), or both\n"
-    "    with optimizer.skip_synchronize(): optimizer.step()  # or scaler.step(optimizer)"
+    "    scaler.unscale_(optimizer)  # only with a GradScaler\n"
+    "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # or whatever else changes gradients\n"
+    "    with optimizer.skip_synchronize(): optimizer.step()  # with a GradScaler: scaler.step(optimizer)"
 )
 
 

@@ -33,16 +33,20 @@ class LossScale:
 
 
 class UnknownScaler:
-    """A warning, once, about a GradScaler that steps an optimizer and was not passed as scaler=."""
+    """A warning, once, about a GradScaler that steps an optimizer and was not passed as scaler=.
+
+    matters: entries wait from step to step, so that the scale has to be known.
+    """
 
     def __init__(self, known: Any):
         self._known, self._warned = known, False
+        self.matters = True
 
     def look(self) -> None:
         """Look for a GradScaler among the callers. Call this in an optimizer's step."""
-        if self._warned:
+        if self._warned or not self.matters:
             return
-        scaler = _stepping_scaler()
+        scaler, stacklevel = _stepping_scaler()
         if scaler is None or scaler is self._known or not scaler.is_enabled():
             return
         self._warned = True
@@ -50,20 +54,26 @@ class UnknownScaler:
             "a GradScaler steps the optimizer, but gradcomp does not know its scale: whenever the scale changes, entries that "
             "wait count too much or too little. Pass scaler=scaler to gradcomp.horovod.Compression, "
             "gradcomp.horovod.DistributedOptimizer or gradcomp.ddp.attach",
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
 
 
-def _stepping_scaler() -> Any:
-    """Find the GradScaler whose step() calls an optimizer's, if one does."""
+def _stepping_scaler() -> tuple[Any, int]:
+    """Find the GradScaler whose step() calls an optimizer's, if one does, and the stack level of its caller for warnings."""
     frame: FrameType | None = sys._getframe(1)
+    scaler, level = None, 0
     while frame is not None:
+        level += 1
         if frame.f_code.co_name in ("step", "_maybe_opt_step"):
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, _SCALERS):
-                return caller
+            own = frame.f_locals.get("self")
+            if isinstance(own, _SCALERS):
+                scaler = own
+            elif scaler is not None:
+                break
+        elif scaler is not None:
+            break
         frame = frame.f_back
-    return None
+    return scaler, level
 
 
 # Older versions of torch have only the second.

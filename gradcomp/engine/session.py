@@ -56,7 +56,12 @@ class Session:
         self._compressor = compressor
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
         self._unknown_scaler = UnknownScaler(options.scaler)
-        self._watch = OptimizerWatch(parameters, options.optimizer, self._check_optimizer, self._look_for_scaler)
+        self._watch = OptimizerWatch(
+            parameters,
+            options.optimizer,
+            lambda found: check_momentum(self._compressor, found),
+            self._unknown_scaler.look,
+        )
         self._reducer = self._make_reducer(compressor)
 
     @property
@@ -166,22 +171,17 @@ class Session:
         self.network.hosts = tuple(map(int, hosts))
         self._met_in = generation
 
-    def _check_optimizer(self, found: torch.optim.Optimizer) -> None:
-        check_momentum(self._compressor, found)
-
-    def _look_for_scaler(self) -> None:
-        if self._reducer.keeps_residual:
-            self._unknown_scaler.look()
-
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         rates = None
         if (optimizer := self._watch.optimizer) is not None:
             check_momentum(compressor, optimizer)
             rates = self._watch.rate
         layers, options = self.parameters.layers, self._options
-        return Reducer(
+        reducer = Reducer(
             compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates, loss_scale=self._loss_scale
         )
+        self._unknown_scaler.matters = reducer.keeps_residual
+        return reducer
 
     def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:
         replies = self.network.start(Gather(wrap(tensor.to(self.network.device))), name)()

@@ -114,8 +114,8 @@ def zeroed(door: str, spec: str) -> Tensor:
 def scaled(door: str, spec: str) -> Tensor:
     """Train with a GradScaler, used in the order of Horovod's documentation; no gradient overflows."""
     model, data = small_net.net(), doors.batches()
-    own = optimizer(door, model, spec)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    own = optimizer(door, model, spec, scaler=scaler)
     for _ in range(8):
         own.zero_grad()
         x, y = next(data)

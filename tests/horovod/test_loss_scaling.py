@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import doors
@@ -87,13 +88,14 @@ def unknown(door: str, given: bool) -> list[str]:
             with own.skip_synchronize():
                 scaling.step(own)
             scaling.update()
-    return [str(each.message) for each in said if "GradScaler" in str(each.message)]
+    return [f"{Path(each.filename).name}: {each.message}" for each in said if "GradScaler" in str(each.message)]
 
 
 @both_doors
 def test_a_scaler_that_is_not_known_is_met_once(door: str) -> None:
     for said in ranks.launch(unknown, 2, door, False):
         assert len(said) == 1 and "Pass scaler=scaler to gradcomp.horovod.Compression" in said[0]
+        assert said[0].startswith("test_loss_scaling.py: ")  # the line that calls the scaler's step()
     assert ranks.launch(unknown, 2, door, True) == [[], []]
 
 

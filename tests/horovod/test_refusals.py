@@ -12,7 +12,7 @@ import pytest
 import ranks
 import small_net
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gradcomp
 
@@ -176,13 +176,12 @@ def names_forgotten(door: str, prefix: str) -> None:
 
 
 def unfrozen_later(door: str, prefix: str) -> None:
-    """Without a word, each rank would train the layer by its own gradients alone. Made again, the optimizer works."""
+    """Without a word, each rank would train the layer by its own gradients alone."""
     model = linear(prefix)
     model[0].weight.requires_grad_(False)
     optimizer = doors.sgd(door, model, "topk:ratio=0.1", prefix=prefix)
     step(model, optimizer)
     model[0].weight.requires_grad_(True)
-    step(model, doors.sgd(door, model, "topk:ratio=0.1", prefix=f"{prefix}again."))
     step(model, optimizer)
 
 
@@ -260,3 +259,25 @@ def not_initialised() -> list[str]:
 def test_a_forgotten_hvd_init_is_named() -> None:
     (both,) = ranks.launch(not_initialised, 1)
     assert both == ["ValueError: Horovod has not been initialized; use hvd.init()."] * 2
+
+
+def frozen_afterwards(door: str) -> tuple[bool, Tensor]:
+    """Do as the message about a layer that was unfrozen too late says."""
+    hvd.init()
+    model = linear("")
+    optimizer = doors.sgd(door, model, "topk:ratio=0.5", prefix=f"frozen afterwards/{door}.")
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    for _ in range(3):
+        step(model, optimizer)
+    kept = torch.equal(model[0].weight, before)
+    model[0].weight.requires_grad_(True)
+    for _ in range(4):
+        step(model, optimizer)
+    return kept and not torch.equal(model[0].weight, before), small_net.weights(model)
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_a_layer_that_is_frozen_afterwards_trains_once_it_is_unfrozen(door: str) -> None:
+    (right, weights), (other_right, other_weights) = ranks.launch(frozen_afterwards, 2, door)
+    assert right and other_right and torch.equal(weights, other_weights)
