@@ -44,7 +44,10 @@ _UNKNOWN = (
 )
 
 
-_CLASS = "compression= is the class Compression; pass an object: compression=Compression(spec, model.named_parameters())"
+_CLASS = (
+    "compression= is the class Compression; pass an object: "
+    "compression=Compression('topk:ratio=0.001', model.named_parameters())"
+)
 
 
 class Compression(Handle):

@@ -76,9 +76,9 @@ class OptimizerWatch:
                 name = next((repr(name) for name, frozen in self._parameters.frozen if frozen is parameter), "a parameter")
                 raise RuntimeError(
                     f"{name} of shape {tuple(parameter.shape)} was unfrozen or added after the ranks' exchange was set up: its "
-                    "gradient stays on this rank, and the replicas drift apart. Have it there and unfrozen before the "
-                    "distributed optimizer (Horovod) or the DistributedDataParallel model and attach() are made, and freeze it "
-                    "afterwards, until it is to train: parameter.requires_grad_(False)"
+                    "gradient stays on this rank, and the replicas drift apart. It must be in the model and in the optimizer, "
+                    "and unfrozen, when hvd.DistributedOptimizer, or DistributedDataParallel and attach(), are called. Freeze "
+                    "it right after these calls, by requires_grad_(False), until it is to train"
                 )
 
     def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:

@@ -134,7 +134,7 @@ def checked(named: Any) -> list[tuple[str, torch.nn.Parameter]]:
     if isinstance(named, torch.nn.Module):
         raise TypeError(f"named_parameters is the model, a {type(named).__name__}; {right}")
     if isinstance(named, (str, Compressor)):
-        raise TypeError(f"named_parameters is the spec {str(named)!r}; {right}, and the spec by its own name")
+        raise TypeError(f"named_parameters is the spec {str(named)!r}; {right}, and compression={str(named)!r}")
     if not isinstance(named, Iterable):
         raise TypeError(f"named_parameters is a {type(named).__name__}; {right}")
     listed = list(named)

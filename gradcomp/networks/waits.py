@@ -83,7 +83,7 @@ class Wait:
 def place_of(name: str) -> str:
     """Describe the exchange of a request by the request's name."""
     bucket, dot, number = name.partition(".")
-    return f"bucket {bucket}, request {number}" if dot else "the meeting of all ranks (first step, attach() or change())"
+    return f"bucket {bucket}, request {number}" if dot else "the meeting that all ranks call (first step, attach() or change())"
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -73,7 +73,7 @@ WRONG = {
     ),
     "a spec": (
         "topk:ratio=0.01",
-        "named_parameters is the spec 'topk:ratio=0.01'; pass model.named_parameters(), and the spec by",
+        "named_parameters is the spec 'topk:ratio=0.01'; pass model.named_parameters(), and compression='topk",
     ),
     "a compressor": (make("topk"), "named_parameters is the spec 'topk'; pass model.named_parameters()"),
     "a dict": (
