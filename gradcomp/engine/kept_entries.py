@@ -31,16 +31,25 @@ class KeptEntries:
     def __init__(self, parameters: int):
         self._parameters = parameters
         self._seen = self._steps = 0
-        self._kept: list[tuple[Slot, Tensor, Tensor]] = []
+        self._generation: object = None
+        self._kept: list[tuple[Slot, Tensor, Tensor, Tensor]] = []
         self._late: list[tuple[Slot, Counts]] = []
 
-    def keep(self, slot: Slot) -> None:
-        """Keep entries of a gradient that is complete, if it is its turn."""
+    def keep(self, slot: Slot, generation: object = None) -> None:
+        """Keep entries of a gradient that is complete, if it is its turn.
+
+        generation: the network's. What was kept in an earlier one is of a step that was cut short.
+        """
+        if generation is not self._generation:
+            self.discard()
+            self._generation = generation
         self._seen += 1
         turn = (self._seen - 1 - self._steps) % self._parameters
         grad = slot.parameter.grad
         if turn < GRADIENTS and grad is not None and not grad.is_sparse:
-            self._kept.append((slot, grad, _entries(slot, grad).clone()))
+            entries = _entries(slot, grad, self._steps)
+            if entries is not None:
+                self._kept.append((slot, grad, entries, entries.clone()))
 
     def check(self) -> None:
         """Raise if a kept entry has changed."""
@@ -50,10 +59,10 @@ class KeptEntries:
         for slot, changes in late:
             if changes.largest():
                 raise RuntimeError(_MESSAGE.format(name=slot.name))
-        for slot, grad, before in kept:
+        for slot, grad, entries, before in kept:
             if grad.is_cuda and slot.parameter.grad is grad:
-                self._late.append((slot, Counts((_entries(slot, grad) != before).sum())))
-            elif slot.parameter.grad is not grad or not torch.equal(_entries(slot, grad), before):
+                self._late.append((slot, Counts((entries != before).sum())))
+            elif slot.parameter.grad is not grad or not torch.equal(entries, before):
                 raise RuntimeError(_MESSAGE.format(name=slot.name))
 
     def discard(self) -> None:
@@ -61,8 +70,16 @@ class KeptEntries:
         self._kept, self._late, self._seen = [], [], 0
 
 
-def _entries(slot: Slot, grad: Tensor) -> Tensor:
-    """Return some entries of a gradient, spread over it, as integers: a NaN then equals itself."""
-    flat = grad.permute(slot.order).reshape(-1)
-    some = flat[:: max(1, flat.numel() // ENTRIES)][:ENTRIES]
-    return some.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()])
+def _entries(slot: Slot, grad: Tensor, turn: int) -> Tensor | None:
+    """View some entries of a gradient, spread over it, as integers: a NaN then equals itself. Others come in the next turn.
+
+    None for a type that nobody compresses, and for a memory order that is not the parameter's, in which a view is not flat.
+    """
+    ordered, integers = grad.permute(slot.order), _INTEGERS.get(grad.dtype)
+    if integers is None or not ordered.is_contiguous():
+        return None
+    step = max(1, grad.numel() // ENTRIES)
+    return ordered.view(-1)[turn % step :: step][:ENTRIES].view(integers)
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

@@ -1,10 +1,11 @@
-"""The optimizer behind a session: given by the user, or found at its first step; its checks, and its learning rates."""
+"""The optimizers that train a session's parameters: checks before their steps, and learning rates."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,17 +14,31 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 from gradcomp.protocol import Compressor
 
-# All watches that live. torch calls _show before every step of any optimizer, once there has been a watch.
-_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+# The checks of all sessions that live. torch calls _check_all before every step of any optimizer, once there has been one.
+_checks: weakref.WeakSet[OptimizerCheck] = weakref.WeakSet()
 
 
-class OptimizerWatch:
-    """Knows the optimizer that trains a session's parameters, or waits until one steps.
+@dataclass
+class _Known:
+    """An optimizer's parameters, as far as the session knows them.
 
-    given: the optimizer, or None. check: called with an optimizer that was not given, before its first step changes weights.
-    look: called before every step of the optimizer.
-    An optimizer that steps with the same parameters replaces the given one: hvd.DistributedOptimizer makes another object.
-    expects_step: gradients were exchanged since the last step. Steps of a model whose session was replaced are left alone.
+    foreign: ids of those that the session never had. count: all of them. trains: some are the session's own.
+    not_exchanged: those that came too late.
+    """
+
+    foreign: set[int]
+    count: int = -1
+    trains: bool = False
+    not_exchanged: list[torch.nn.Parameter] = field(default_factory=list)
+
+
+class OptimizerCheck:
+    """Checks the optimizers of a session's parameters, and reads learning rates from the one that the user gave.
+
+    given: the source of learning rates, or None. check: called once with each optimizer, before its first step after an
+    exchange. look: called before every such step.
+    An optimizer that trains as much as the given one replaces it: hvd.DistributedOptimizer makes another object.
+    exchanged: gradients have been exchanged. replaced: a newer session has some of the parameters.
     """
 
     def __init__(
@@ -33,45 +48,73 @@ class OptimizerWatch:
         check: Callable[[torch.optim.Optimizer], None],
         look: Callable[[], None] = lambda: None,
     ):
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.expects_step = False
+        self.optimizer = given
+        self.exchanged = self.replaced = False
         self._parameters, self._check, self._look = parameters, check, look
-        self._trained: set[int] = set()
-        self._not_exchanged: list[torch.nn.Parameter] = []
-        self._count = 0
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         if given is not None:
             check_optimizer(given)
             if not self._trained_by(given):
                 raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
-            self._keep(given)
+            self._read_rates(given)
+        for other in list(_checks):
+            other.replaced |= any(other.owns(slot.parameter) for slot in parameters.slots)
         _register_once()
-        _watches.add(self)
+        _checks.add(self)
 
-    def see(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at an optimizer that is about to step."""
-        if not self.expects_step:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step."""
+        if not self.exchanged or self.replaced:
             return
-        if optimizer is not self.optimizer:
-            trained = self._trained_by(optimizer)
-            if not trained or not trained >= self._trained:
-                return
-            self._check(optimizer)
-            self._keep(optimizer)
-        self._check_all_exchanged(optimizer)
-        self._look()
-        self.expects_step = False
+        if optimizer not in self._known:
+            if trained := self._trained_by(optimizer):
+                self._check(optimizer)
+            if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
+                self._read_rates(optimizer)
+            else:
+                self._known[optimizer] = _Known(self._foreign(optimizer))
+        known = self._known[optimizer]
+        self._update(known, optimizer)
+        if known.trains:
+            self._refuse_unexchanged(known)
+            self._look()
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Decide whether the session exchanges a parameter's gradient."""
+        return self._parameters.slot(parameter) is not None
 
     def rate(self, name: str) -> float:
         """Return the current learning rate of a parameter. The optimizer must be known."""
         return self._rate(name)
 
-    def _check_all_exchanged(self, optimizer: torch.optim.Optimizer) -> None:
+    def _read_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the learning rates from an optimizer. What it has more than the given one was added since."""
+        assert self.optimizer is not None
+        first = self._known.get(self.optimizer)
+        self._known[optimizer] = _Known(self._foreign(optimizer) if first is None else first.foreign)
+        self.optimizer = optimizer
+        self._rate = rates_of(optimizer, [(slot.name, slot.parameter) for slot in self._parameters.slots])
+
+    def _foreign(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        frozen = {id(parameter) for _, parameter in self._parameters.frozen}
+        return {id(each) for each in _parameters_of(optimizer) if not self.owns(each)} - frozen
+
+    def _update(self, known: _Known, optimizer: torch.optim.Optimizer) -> None:
+        """Look through the parameters of an optimizer whose number of them has changed."""
+        if known.count == sum(len(group["params"]) for group in optimizer.param_groups):
+            return
+        every = _parameters_of(optimizer)
+        known.count, known.trains = len(every), any(map(self.owns, every))
+        others = [other for other in list(_checks) if other is not self and not other.replaced]
+        known.not_exchanged = [
+            each
+            for each in every
+            if id(each) not in known.foreign and not self.owns(each) and not any(other.owns(each) for other in others)
+        ]
+
+    def _refuse_unexchanged(self, known: _Known) -> None:
         """Refuse a gradient of a parameter that was unfrozen or added too late: nobody exchanges it."""
-        if self._count != sum(len(group["params"]) for group in optimizer.param_groups):
-            every = _parameters_of(optimizer)
-            self._count = len(every)
-            self._not_exchanged = [each for each in every if id(each) not in self._exchanged_or_foreign]
-        for parameter in self._not_exchanged:
+        for parameter in known.not_exchanged:
             if parameter.requires_grad and parameter.grad is not None:
                 name = next((repr(name) for name, frozen in self._parameters.frozen if frozen is parameter), "a parameter")
                 raise RuntimeError(
@@ -84,13 +127,6 @@ class OptimizerWatch:
     def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the session's parameters that an optimizer has."""
         return {id(each) for each in _parameters_of(optimizer) if self._parameters.slot(each) is not None}
-
-    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.optimizer is None:
-            frozen = {id(parameter) for _, parameter in self._parameters.frozen}
-            self._exchanged_or_foreign = {id(parameter) for parameter in _parameters_of(optimizer)} - frozen
-        self.optimizer, self._trained = optimizer, self._trained_by(optimizer)
-        self._rate = rates_of(optimizer, [(slot.name, slot.parameter) for slot in self._parameters.slots])
 
 
 def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> None:
@@ -123,10 +159,10 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
 
 @functools.cache
 def _register_once() -> None:
-    """Register the hook for good: removing one fails while torch goes through all of them, and watches end at any time."""
-    register_optimizer_step_pre_hook(_show)
+    """Register the hook for good: removing one fails while torch goes through all of them, and sessions end at any time."""
+    register_optimizer_step_pre_hook(_check_all)
 
 
-def _show(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    for watch in list(_watches):
-        watch.see(optimizer)
+def _check_all(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    for each in list(_checks):
+        each.before_step(optimizer)

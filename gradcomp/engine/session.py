@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from gradcomp import _version
 from gradcomp.engine import agreement, checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
-from gradcomp.engine.optimizers import OptimizerWatch, check_momentum
+from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
 from gradcomp.messages.payload import wrap
@@ -56,10 +57,11 @@ class Session:
         self._compressor = compressor
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
         self._unknown_scaler = UnknownScaler(options.scaler)
-        self._watch = OptimizerWatch(
+        own = weakref.proxy(self)  # so that a session ends with its last user
+        self._optimizer_check = OptimizerCheck(
             parameters,
             options.optimizer,
-            lambda found: check_momentum(self._compressor, found),
+            lambda found: check_momentum(own._compressor, found),
             self._unknown_scaler.look,
         )
         self._reducer = self._make_reducer(compressor)
@@ -86,9 +88,9 @@ class Session:
         grad: the gradient in the order of the parameter's memory; parameter.grad by default.
         hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
         """
-        self._step_began = self._watch.expects_step = True
+        self._step_began = self._optimizer_check.exchanged = True
         if grad is None:
-            self._kept_entries.keep(slot)
+            self._kept_entries.keep(slot, self.network.generation)
         if hold and not self.has_met:
             self._held[slot.name] = slot
         else:
@@ -155,6 +157,7 @@ class Session:
         if self.has_met:
             return
         self._reducer.abort()
+        self._held.clear()
         generation = self.network.generation
         self.network.prepare()
         terms = {
@@ -173,9 +176,9 @@ class Session:
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         rates = None
-        if (optimizer := self._watch.optimizer) is not None:
+        if (optimizer := self._optimizer_check.optimizer) is not None:
             check_momentum(compressor, optimizer)
-            rates = self._watch.rate
+            rates = self._optimizer_check.rate
         layers, options = self.parameters.layers, self._options
         reducer = Reducer(
             compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates, loss_scale=self._loss_scale

@@ -68,6 +68,24 @@ def test_gradients_that_stay_are_never_complained_of(kind: str, dtype: torch.dty
         step(kept, [Slot("w", parameter)])
 
 
+def test_other_entries_are_kept_in_the_next_step() -> None:
+    """A change of one row, in every step, is found in the end."""
+    parameter = torch.nn.Parameter(torch.zeros(100, 8))
+    kept, slot = KeptEntries(1), Slot("w", parameter)
+    with pytest.raises(RuntimeError, match="was changed"):
+        for _ in range(100):
+            parameter.grad = torch.randn(100, 8)
+            kept.keep(slot)
+            parameter.grad[41] = 0
+            kept.check()
+
+
+def test_a_type_that_nobody_compresses_is_left_to_the_refusal_that_follows() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex128))
+    parameter.grad = torch.ones(3, dtype=torch.complex128)
+    step(KeptEntries(1), [Slot("w", parameter)])
+
+
 def test_a_gradient_that_was_replaced_or_removed_is_found() -> None:
     for new in (torch.zeros(3, 50), None):
         kept, layers = KeptEntries(1), slots(1)

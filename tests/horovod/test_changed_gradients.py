@@ -111,3 +111,24 @@ def test_the_lines_it_names_train_as_horovod_alone_does(door: str) -> None:
     """Rounding: Horovod's sums of two float32 gradients, and ours, divided and scaled in another order."""
     for own in found():
         torch.testing.assert_close(own["advised", door], own["advised", doors.ALONE], rtol=1e-5, atol=1e-7)
+
+
+def cut_short(door: str) -> list[str]:
+    """Fail outside of gradcomp between backward() and step(), begin anew as Horovod's elastic recovery does, and go on."""
+    hvd.init()
+    model, data = small_net.net(), doors.batches()
+    optimizer = doors.sgd(door, model, "topk:ratio=0.05")
+    small_net.train(model, optimizer, data, 3)
+    state = optimizer.state_dict()
+    optimizer.zero_grad()
+    small_net.backward(model, next(data))
+    hvd.barrier()
+    ranks.start_anew()
+    optimizer.load_state_dict(state)
+    return [small_net.refused(lambda: small_net.train(model, optimizer, data, 1)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_a_step_that_was_cut_short_is_forgotten(door: str) -> None:
+    for said in ranks.launch(cut_short, 2, door, anew=1):
+        assert said == ["nothing was raised"] * 2, said
