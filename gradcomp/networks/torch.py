@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -24,7 +25,7 @@ all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) 
 
 
 # Seconds between two looks at the roll.
-PAUSE = 0.01
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.01, 0.2
 
 
 class TorchNetwork:
@@ -61,8 +62,10 @@ class TorchNetwork:
         self._meetings += 1
         self._notes.answer(self._meetings)
         with Wait(self._notes, self.world, "meeting") as wait:
+            pause = SHORTEST_PAUSE
             while absent := self._notes.absent(self._meetings):
-                time.sleep(PAUSE)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
                 wait.look(absent)
 
     def start(self, request: Request, name: str) -> Answer:
@@ -123,7 +126,8 @@ class StoreNotes:
     def write(self, text: str) -> None:
         """Leave this rank's note; an empty one takes it back."""
         if self._store is not None:
-            self._store.set(f"{self._scope}/note/{self._rank}", text)
+            with suppress(RuntimeError):  # the store may have ended with its rank, and the wait that failed says so better
+                self._store.set(f"{self._scope}/note/{self._rank}", text)
 
     def read(self) -> Mapping[int, str] | None:
         """Read the notes of all ranks that left one."""
@@ -144,10 +148,11 @@ class StoreNotes:
         return [rank for rank in range(self._size) if not self._store.check([f"{self._scope}/{meeting}/{rank}"])]
 
 
-# The number of networks made for each group, by name. All ranks make them in the same order.
-_numbers: dict[str, int] = {}
+# The number of networks made for each group. All ranks make them in the same order. A group that is made anew has the name of
+# the old one, but not its number: another rank's process may be a new one.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def _next_number(group: dist.ProcessGroup) -> int:
-    _numbers[group.group_name] = _numbers.get(group.group_name, 0) + 1
-    return _numbers[group.group_name]
+    _numbers[group] = _numbers.get(group, 0) + 1
+    return _numbers[group]

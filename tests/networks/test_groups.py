@@ -1,0 +1,47 @@
+"""A group of torch.distributed that is made anew, with one process that stayed and one that is new."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import gradcomp
+
+rank, groups = int(sys.argv[1]), sys.argv[2:]
+for group in groups:
+    dist.init_process_group("gloo", init_method=f"file://{group}", rank=rank, world_size=2)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    gradcomp.ddp.attach(model, "dense")
+    model(torch.ones(2, 4)).sum().backward()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_process_that_stayed_meets_a_new_one(tmp_path: Path) -> None:
+    groups = [str(tmp_path / name) for name in ("first", "second")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(rank: int, *of: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), *of], env=environment, stdout=subprocess.DEVNULL)
+
+    with start(0, *groups) as stays:
+        try:
+            for group in groups:
+                with start(1, group) as new:
+                    try:
+                        assert new.wait(120) == 0
+                    finally:
+                        new.kill()
+            assert stays.wait(120) == 0
+        finally:
+            stays.kill()
