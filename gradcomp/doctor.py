@@ -68,13 +68,12 @@ def _gpus() -> Iterator[Finding]:
 def _horovod() -> Iterator[Finding]:
     try:
         from gradcomp.networks import horovod as network
-    except ModuleNotFoundError as error:
-        if error.name != "horovod":
-            raise
-        yield Finding("Horovod", "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not")
-        return
-    except ImportError as error:
-        yield Finding("Horovod", "broken", f"it cannot be imported: {error}; install it again beside this torch")
+    except Exception as error:  # a broken installation raises anything: an OSError of a library, for one
+        if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+            yield Finding("Horovod", "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not")
+        else:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            yield Finding("Horovod", f"broken: {reason}", "it cannot be imported; install it again beside this torch")
         return
     controllers, operations = network.built_with()
     text = f"{network.version()}, starts ranks by {' and '.join(controllers) or 'nothing'}, reduces by {', '.join(operations)}"

@@ -67,12 +67,24 @@ def test_without_horovod_the_rest_still_works(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_a_horovod_that_cannot_be_imported_bites(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtins, "__import__", failing(ImportError("undefined symbol: _ZN3c10")))
-    assert finding("Horovod").advice == ("it cannot be imported: undefined symbol: _ZN3c10; install it again beside this torch")
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("undefined symbol: _ZN3c10"),
+        ModuleNotFoundError("No module named 'cloudpickle'", name="cloudpickle"),
+        ModuleNotFoundError("No module named 'horovod.torch'", name="horovod.torch"),
+        OSError("libmpi.so.40: cannot open shared object file"),
+    ],
+    ids=lambda error: str(error),
+)
+def test_a_horovod_that_cannot_be_imported_bites(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "__import__", failing(error))
+    found = finding("Horovod")
+    assert found.text == f"broken: {error}"
+    assert found.advice == "it cannot be imported; install it again beside this torch"
 
 
-def failing(error: ImportError) -> Any:
+def failing(error: Exception) -> Any:
     """An import that fails for gradcomp's network of Horovod."""
     real = builtins.__import__
 
