@@ -85,7 +85,7 @@ def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much() -
 
 
 def test_watches_come_and_go_while_optimizers_step() -> None:
-    """A hook that were removed while torch goes through its hooks would break the step."""
+    """Removing a hook while torch goes through its hooks would break the step."""
 
     ended: list[Any] = [watched(network())[0] for _ in range(3)]
     handle = register_optimizer_step_pre_hook(lambda *_: ended.clear())
