@@ -157,6 +157,24 @@ def test_too_little_disk_is_said_before_anything_is_made(checkout: Checkout) -> 
     assert f"too little disk: / has {LITTLE} MB free, and 2300 MB are needed" in said
 
 
+def test_a_changed_patch_makes_another_wheel_of_horovod_and_another_note(checkout: Checkout) -> None:
+    script = f"""set -euo pipefail
+        ROOT={checkout.root} HOROVOD=1 torch=2 python={sys.executable} CXX=c++ options=
+        . "$ROOT/scripts/setting_up/horovod.sh"
+        horovod_key
+        horovod_note"""
+
+    def told() -> list[str]:
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    before = told()
+    assert told() == before and len(before) == 2
+    with (checkout.root / "scripts" / "setting_up" / "horovod_patches.py").open("a") as patches:
+        patches.write("# changed\n")
+    assert not set(told()) & set(before)
+
+
 class Index:
     """A package index on loopback: simple pages over a folder of wheels."""
 
