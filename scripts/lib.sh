@@ -8,6 +8,17 @@ die() {
   exit 1
 }
 
+# Make a scratch folder in $scratch. It goes with remove_scratch, or when the script ends.
+make_scratch() { # name
+  scratch=$(mktemp -d "${TMPDIR:-/tmp}/$1.XXXXXX")
+  trap remove_scratch EXIT
+}
+
+remove_scratch() {
+  rm -rf "$scratch"
+  trap - EXIT
+}
+
 # The interpreter to use: the one named by GRADCOMP_PYTHON (its environment is complete and is left as it is: a container's), else
 # that of an activated environment that has torch, else the checkout's own.
 gradcomp_python() {

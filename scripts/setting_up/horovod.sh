@@ -43,7 +43,7 @@ horovod_done() {
 }
 
 install_horovod() {
-  local options key home work
+  local options key home
   options=$(horovod_options)
   key=$(horovod_key)
   home=$CACHE/horovod-$HOROVOD/$key
@@ -54,15 +54,12 @@ install_horovod() {
     flock -n 8 || progress "waiting for another set-up that builds Horovod" "$logs/horovod-wait.log" flock 8
     if ! compgen -G "$home/*.whl" >/dev/null; then
       # Not in the cache: gloo's CMake takes its own path for a regular expression, and "g++" is not a good one.
-      work=$(mktemp -d "${TMPDIR:-/tmp}/gradcomp-horovod.XXXXXX")
-      # shellcheck disable=SC2064
-      trap "rm -rf '$work'" EXIT
-      progress "building Horovod $HOROVOD (some minutes, once for this torch)" "$home/build.log" build_horovod "$work"
+      make_scratch gradcomp-horovod
+      progress "building Horovod $HOROVOD (some minutes, once for this torch)" "$home/build.log" build_horovod "$scratch"
       # Copied beside its place, then renamed: the wheel appears whole or not at all.
-      cp "$work"/horovod-*.whl "$home/wheel.part"
-      mv "$home/wheel.part" "$home/$(basename "$work"/horovod-*.whl)"
-      rm -rf "$work"
-      trap - EXIT
+      cp "$scratch"/horovod-*.whl "$home/wheel.part"
+      mv "$home/wheel.part" "$home/$(basename "$scratch"/horovod-*.whl)"
+      remove_scratch
     fi
     exec 8>&-
   fi

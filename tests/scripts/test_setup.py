@@ -175,6 +175,20 @@ def test_a_changed_patch_makes_another_wheel_of_horovod_and_another_note(checkou
     assert not set(told()) & set(before)
 
 
+def test_a_quote_in_the_name_of_tmpdir_does_no_harm(checkout: Checkout) -> None:
+    folder = checkout.root / "it's scratch"
+    folder.mkdir()
+    checkout.variables["TMPDIR"] = str(folder)
+    status, said = checkout.setup()
+    assert status == 1 and len(said.splitlines()) == 2 and not list(folder.iterdir())
+
+
+def test_quick_wheels_leave_no_record_to_be_asked_for() -> None:
+    done = subprocess.run([ROOT / "scripts" / "wheels", "--quick", "--record"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "wheels: --quick measures nothing that --record could write: leave one of them out\n"
+
+
 class Index:
     """A package index on loopback: simple pages over a folder of wheels."""
 
