@@ -75,6 +75,9 @@ check_machine() { # the Python that runs the build; whether it must make an envi
   if [ ${#lacks[@]} -gt 0 ]; then
     sentence=$(printf '%s, ' "${lacks[@]}")
     sentence="missing on this machine: ${sentence%, }"
+    if [[ $sentence == *"C++20 compiler"* && $CXX != c++ ]]; then
+      sentence+=$'\n'"setup: unset CXX, too, or let it name a compiler that works"
+    fi
     [ ${#packages[@]} -eq 0 ] || sentence+=$'\n'"setup: as root, run: apt-get install ${packages[*]}"
     die "$sentence"
   fi
