@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -62,6 +63,16 @@ def test_a_cell_replaces_its_earlier_run_and_no_other(tmp_path: Path) -> None:
     kept = json.loads(record.read_text())
     assert kept["what"] == "machines" and kept["command"] == "scripts/check_machines"
     assert kept["cells"] == [{"cell": first, "result": "passed"}, {"cell": second, "result": "passed"}]
+
+
+def test_what_lies_in_the_folder_of_roots_already_stays_there(tmp_path: Path) -> None:
+    kept = [tmp_path / name for name in ("base-of-a-user", "pip-cache", CELLS[0].name)]
+    for folder in kept:
+        folder.mkdir()
+    with main.folder_of_roots(argparse.Namespace(roots=str(tmp_path), keep=False)) as own:
+        (own / "base-bookworm").mkdir()
+        (own / "pip-cache").mkdir()
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 @pytest.mark.skipif(not MAY_ENTER, reason="entering a root was NOT tested: this user may make no name spaces")
