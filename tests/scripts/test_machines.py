@@ -48,6 +48,19 @@ def test_settings_are_carried_by_name_and_others_are_not(monkeypatch: pytest.Mon
     assert list(root.named_paths(carried)) == [tmp_path / "wheels"]
 
 
+def test_no_carried_value_stands_on_a_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:token@mirror")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # chown
+    seen: list[tuple[list[str], dict[str, str]]] = []
+    bare = root.Root(tmp_path, "cell", lambda text: None)
+    monkeypatch.setattr(bare, "_run", lambda words, what, variables, fine: seen.append((words, variables)))
+    bare.enter(["true"], "root", "nothing", variables={"CXX": "g++-12"})
+    ((words, variables),) = seen
+    assert not any("token" in word for word in words) and words[-1] == "true"
+    assert variables["PIP_INDEX_URL"] == "https://user:token@mirror" and variables["CXX"] == "g++-12"
+    assert variables["HOME"] == "/root" and "PYTHONPATH" not in variables
+
+
 def test_megabytes_come_from_what_pip_and_apt_say() -> None:
     log = "  Downloading torch-2.whl (526.6 MB)\nProgress 1 of 2\n  Using cached six.whl (500 kB)\nCollecting x (9 MB)\n"
     assert main._megabytes_of_pip(log) == pytest.approx(527.1)
