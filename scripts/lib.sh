@@ -3,6 +3,10 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+# The version of torch that set-up and the trial of a wheel install.
+# shellcheck disable=SC2034
+TORCH_VERSION=2.13.0
+
 die() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2
   exit 1

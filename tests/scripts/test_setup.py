@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -189,6 +190,14 @@ def test_quick_wheels_leave_no_record_to_be_asked_for() -> None:
     done = subprocess.run([ROOT / "scripts" / "wheels", "--quick", "--record"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == "wheels: --quick measures nothing that --record could write: leave one of them out\n"
+
+
+def test_one_version_of_torch_is_named_everywhere() -> None:
+    named = {}
+    for file in [*(path for path in (ROOT / "scripts").iterdir() if path.is_file()), *(ROOT / "docker").glob("*.Dockerfile")]:
+        named |= {file.name: set(re.findall(r"(?:torch==|TORCH_VERSION=)([0-9.]+)", file.read_text()))}
+    found = {name: versions for name, versions in named.items() if versions}
+    assert set(found) == {"lib.sh", "cpu.Dockerfile", "cuda.Dockerfile"} and len(set.union(*found.values())) == 1
 
 
 class Index:
