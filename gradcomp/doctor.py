@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 def findings() -> list[Finding]:
     """Look at everything that gradcomp depends on."""
-    looks = (_versions, _extension, _gpus, _horovod, _distributed, _host_name, _threads)
+    looks = (_versions, _extension, _gpus, _horovod, _distributed, host_name, _threads)
     return [finding for look in looks for finding in look()]
 
 
@@ -94,12 +94,16 @@ def _distributed() -> Iterator[Finding]:
     yield Finding("DDP", f"backends {', '.join(backends()) or 'none'}")
 
 
-def _host_name() -> Iterator[Finding]:
+def host_name() -> Iterator[Finding]:
+    """Look whether the host name resolves. scripts/setup says the same words."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        advice = f"horovodrun crashes without a word where the host name does not resolve; add '127.0.1.1 {name}' to /etc/hosts"
+        advice = (
+            "horovodrun and hvd.init() crash and torchrun waits for a minute or more where it does not resolve; "
+            f"as root, add this line to /etc/hosts: 127.0.1.1 {name}"
+        )
         yield Finding("host name", f"{name}, which does not resolve", advice)
     else:
         yield Finding("host name", name)
