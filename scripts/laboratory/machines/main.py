@@ -36,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="run scripts/check --fast after the demo, too")
     parser.add_argument("--keep", action="store_true", help="keep the roots and the downloads afterwards")
     parser.add_argument(
-        "--roots", metavar="FOLDER", help="make the roots in FOLDER/gradcomp-machines; 12 GB must be free (default: a new folder in TMPDIR)"
+        "--roots",
+        metavar="FOLDER",
+        help="make the roots in FOLDER/gradcomp-machines; 12 GB must be free (default: a new folder in TMPDIR)",
     )
     parser.add_argument(
         "--out", metavar="FOLDER", default=machine.ROOT / "benchmarks" / "results", help="where machines.json goes"
@@ -98,7 +100,7 @@ def run(cells: Sequence[Cell], chosen: argparse.Namespace, command: str) -> int:
 @contextlib.contextmanager
 def folder_of_roots(chosen: argparse.Namespace) -> Iterator[Path]:
     """Make the folder for roots, bases and downloads. Remove what was made at the end, and nothing else in a user's folder."""
-    folder = (Path(chosen.roots) / "gradcomp-machines" if chosen.roots else Path(tempfile.mkdtemp(prefix="gradcomp-machines.")))
+    folder = Path(chosen.roots) / "gradcomp-machines" if chosen.roots else Path(tempfile.mkdtemp(prefix="gradcomp-machines."))
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     try:
