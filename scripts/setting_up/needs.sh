@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # What scripts/setup needs of the machine. All that is missing is found before anything is downloaded, and said at once.
 
 # Print the compiler of C that belongs to the compiler of C++, if there is one: gloo's build asks for both.
