@@ -86,10 +86,10 @@ def failing(error: Exception) -> Any:
     """An import that fails for gradcomp's network of Horovod."""
     real = builtins.__import__
 
-    def load(name: str, scope: Any = None, local: Any = None, names: Any = (), level: int = 0) -> Any:
-        if name == "gradcomp.networks" and names and "horovod" in names:
+    def load(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if name == "gradcomp.networks" and fromlist and "horovod" in fromlist:
             raise error
-        return real(name, scope, local, names, level)
+        return real(name, globals, locals, fromlist, level)
 
     return load
 

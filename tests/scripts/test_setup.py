@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import http.server
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -160,44 +159,12 @@ def test_too_little_disk_is_said_before_anything_is_made(checkout: Checkout) -> 
     assert f"too little disk: / has {LITTLE} MB free, and 2300 MB are needed" in said
 
 
-def test_a_changed_patch_makes_another_wheel_of_horovod_and_another_note(checkout: Checkout) -> None:
-    script = f"""set -euo pipefail
-        ROOT={checkout.root} HOROVOD=1 torch=2 python={sys.executable} CXX=c++ options=
-        . "$ROOT/scripts/setting_up/horovod.sh"
-        horovod_key
-        horovod_note"""
-
-    def told() -> list[str]:
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-        return done.stdout.splitlines()
-
-    before = told()
-    assert told() == before and len(before) == 2
-    with (checkout.root / "scripts" / "setting_up" / "horovod_patches.py").open("a") as patches:
-        patches.write("# changed\n")
-    assert not set(told()) & set(before)
-
-
 def test_a_quote_in_the_name_of_tmpdir_does_no_harm(checkout: Checkout) -> None:
     folder = checkout.root / "it's scratch"
     folder.mkdir()
     checkout.variables["TMPDIR"] = str(folder)
     status, said = checkout.setup()
     assert status == 1 and len(said.splitlines()) == 2 and not list(folder.iterdir())
-
-
-def test_quick_wheels_leave_no_record_to_be_asked_for() -> None:
-    done = subprocess.run([ROOT / "scripts" / "wheels", "--quick", "--record"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "wheels: --quick measures nothing that --record could write: leave one of them out\n"
-
-
-def test_one_version_of_torch_is_named_everywhere() -> None:
-    named = {}
-    for file in [*(path for path in (ROOT / "scripts").iterdir() if path.is_file()), *(ROOT / "docker").glob("*.Dockerfile")]:
-        named |= {file.name: set(re.findall(r"(?:torch==|TORCH_VERSION=)([0-9.]+)", file.read_text()))}
-    found = {name: versions for name, versions in named.items() if versions}
-    assert set(found) == {"lib.sh", "cpu.Dockerfile", "cuda.Dockerfile"} and len(set.union(*found.values())) == 1
 
 
 class Index:
