@@ -233,7 +233,7 @@ def test_an_index_of_cpu_builds_that_answers_is_taken(index: Index, tmp_path: Pa
             "install",
             "--quiet",
             "--target",
-            str(tmp_path / "here"),
+            tmp_path / "here",
             "--index-url",
             index.url,
             *arguments,
