@@ -134,8 +134,7 @@ def test_a_compiler_that_cannot_work_is_refused(checkout: Checkout, text: str, r
     status, said = checkout.setup()
     assert status == 1 and checkout.untouched()
     assert "CXX=old-g++ fails" in said and reason in said
-    unset = "setup: unset CXX, too, or let it name a compiler that works"
-    assert said.endswith(f"\n{unset}\nsetup: as root, run: apt-get install g++\n")
+    assert "\nsetup: unset CXX, too, or let it name a compiler that works\n" in said and said.endswith("install g++\n")
 
 
 def test_an_nvcc_that_refuses_the_compiler_is_found_unless_it_is_not_wanted(checkout: Checkout) -> None:
