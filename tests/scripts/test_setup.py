@@ -224,19 +224,9 @@ def test_an_index_of_cpu_builds_that_answers_is_taken(index: Index, tmp_path: Pa
     assert said == f"setup: this machine has no GPU, so that torch is the CPU build of {index.url}\n"
     # pip, given this line, installs that wheel: numpy is not on this index, and the test leaves it out.
     arguments = [word for word in line.split()[1:] if word != "numpy"]
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--target", tmp_path / "here", "--index-url", index.url]
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--target",
-            tmp_path / "here",
-            "--index-url",
-            index.url,
-            *arguments,
-        ],
+        [*words, *arguments],
         check=True,
         env={**os.environ, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
     )
