@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 def findings() -> list[Finding]:
     """Look at everything that gradcomp depends on."""
-    looks = (_versions, _extension, _gpus, _horovod, _distributed, _host_name, _threads)
+    looks = (_versions, _extension, _gpus, _horovod, _distributed, host_name, _threads)
     return [finding for look in looks for finding in look()]
 
 
@@ -68,19 +68,18 @@ def _gpus() -> Iterator[Finding]:
 def _horovod() -> Iterator[Finding]:
     try:
         from gradcomp.networks import horovod as network
-    except ModuleNotFoundError as error:
-        if error.name != "horovod":
-            raise
-        yield Finding("Horovod", "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not")
-        return
-    except ImportError as error:
-        yield Finding("Horovod", "broken", f"it cannot be imported: {error}; install it again beside this torch")
+    except Exception as error:  # a broken installation raises anything: an OSError of a library, for one
+        if isinstance(error, ModuleNotFoundError) and error.name == "horovod":
+            yield Finding("Horovod", "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not")
+        else:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            yield Finding("Horovod", f"broken: {reason}", "it cannot be imported; install it again beside this torch")
         return
     controllers, operations = network.built_with()
     text = f"{network.version()}, starts ranks by {' and '.join(controllers) or 'nothing'}, reduces by {', '.join(operations)}"
     advice = ""
     if not network.carrier_free():
-        advice = "this version is untested (supported: 0.22 to 0.28); gradients take the slower carrier route"
+        advice = "its optimizer is untested (tested: Horovod 0.28.1); gradients take the slower carrier route"
     elif torch.cuda.is_available() and "NCCL" not in operations:
         advice = "it was built without NCCL: CUDA tensors travel through main memory; build it with HOROVOD_GPU_OPERATIONS=NCCL"
     yield Finding("Horovod", text, advice)
@@ -95,12 +94,16 @@ def _distributed() -> Iterator[Finding]:
     yield Finding("DDP", f"backends {', '.join(backends()) or 'none'}")
 
 
-def _host_name() -> Iterator[Finding]:
+def host_name() -> Iterator[Finding]:
+    """Look whether the host name resolves. scripts/setup says the same words."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        advice = f"horovodrun crashes without a word where the host name does not resolve; add '127.0.1.1 {name}' to /etc/hosts"
+        advice = (
+            "horovodrun and hvd.init() crash and torchrun waits for a minute or more where it does not resolve; "
+            f"as root, add this line to /etc/hosts: 127.0.1.1 {name}"
+        )
         yield Finding("host name", f"{name}, which does not resolve", advice)
     else:
         yield Finding("host name", name)

@@ -85,19 +85,26 @@ def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -
 def describe(name: str) -> str:
     """Describe a compressor: its method, and its knobs with their defaults and ranges.
 
-    name: a compressor's name, or a spec. A spec's own values stand in place of the defaults.
+    name: a compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
     """
-    kind = kind_of(name.partition(":")[0].strip())
-    made: Compressor | None = make(name) if ":" in name else None
+    first, *rest = (part.strip() for part in name.split(";"))
+    rules = [_parse_rule(name, first, rule) for rule in rest if rule]
+    if rules:
+        make(name)  # refuses what make() refuses
+    kind = kind_of(first.partition(":")[0].strip())
+    made: Compressor | None = make(first) if ":" in first else None
     shown: dict[type, Any] = {each: each for each in (kind, *KNOB_CLASSES)}
     while made is not None:
         shown |= {HostKnobs: HostKnobs(by_host=True)} if isinstance(made, ByHost) else {type(made): made}
         made = made.inner if isinstance(made, Wrapper) else None
     method = textwrap.dedent(sys.modules[kind.__module__].__doc__ or "").strip()
-    parts = [f"{name.strip()}\n\n{method}"]
+    parts = [f"{first}\n\n{method}"]
     if table := knobs.table_of(shown[kind]):
         parts.append(f"Knobs:\n{table}")
     parts.append("Knobs of every compressor:\n" + "\n".join(knobs.table_of(shown[each]) for each in KNOB_CLASSES))
+    if rules:
+        lines = [f"  {pattern} = {spec}" for pattern, spec in rules]
+        parts.append("\n".join(["Rules for layers; the first that matches decides:", *lines]))
     return "\n\n".join(parts)
 
 

@@ -3,9 +3,24 @@
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+# The version of torch that set-up and the trial of a wheel install.
+# shellcheck disable=SC2034
+TORCH_VERSION=2.13.0
+
 die() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2
   exit 1
+}
+
+# Make a scratch folder in $scratch. It goes with remove_scratch, or when the script ends.
+make_scratch() { # name
+  scratch=$(mktemp -d "${TMPDIR:-/tmp}/$1.XXXXXX")
+  trap remove_scratch EXIT
+}
+
+remove_scratch() {
+  rm -rf "$scratch"
+  trap - EXIT
 }
 
 # The interpreter to use: the one named by GRADCOMP_PYTHON (its environment is complete and is left as it is: a container's), else

@@ -21,6 +21,27 @@ def test_specs_mean_what_they_say() -> None:
     assert gradcomp.make(TopK(ratio=0.5)) == Feedback(TopK(ratio=0.5))
 
 
+@pytest.mark.parametrize("spec", ["topk:ratio=0.25; *.bias=dense", "topk:ratio=0.25;*.bias=dense; embed*=qsgd:levels=5"])
+def test_rules_for_layers_are_listed_beside_the_defaults_own_values(spec: str) -> None:
+    said = gradcomp.describe(spec)
+    opening = said.partition("\n\n")[0]
+    default, *rules = (part.strip() for part in spec.split(";"))
+    assert opening == default and "\n  ratio=0.25 " in said
+    listed = said.partition("Rules for layers; the first that matches decides:\n")[2].splitlines()
+    assert listed == ["  " + " = ".join(rule.split("=", 1)) for rule in rules]
+
+
+def test_rules_may_follow_a_bare_name_or_an_empty_end() -> None:
+    said = gradcomp.describe("topk; *.bias=dense")
+    assert said.startswith(gradcomp.describe("topk")) and said.endswith("\n  *.bias = dense")
+    assert gradcomp.describe("topk;") == gradcomp.describe("topk")
+
+
+def test_a_rule_that_make_refuses_is_not_described() -> None:
+    with pytest.raises(ValueError, match="did you mean 'topk'"):
+        gradcomp.describe("topk; *.bias=topkk")
+
+
 @pytest.mark.parametrize(
     "spec,sentence",
     [

@@ -136,7 +136,7 @@ def checked(named: Any) -> list[tuple[str, torch.nn.Parameter]]:
     if isinstance(named, (str, Compressor)):
         raise TypeError(f"named_parameters is the spec {str(named)!r}; {right}, and compression={str(named)!r}")
     if not isinstance(named, Iterable):
-        raise TypeError(f"named_parameters is a {type(named).__name__}; {right}")
+        raise TypeError(f"named_parameters is of type {type(named).__name__}; {right}")
     listed = list(named)
     for each in listed:
         if isinstance(each, Tensor):

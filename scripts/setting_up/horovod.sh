@@ -1,16 +1,23 @@
 # shellcheck shell=bash disable=SC2154
-# Horovod's step of scripts/setup, in its variables: a wheel built once for each torch, Python and compiler, kept in $CACHE.
+# Horovod's step of scripts/setup, in its variables: a wheel built once for each torch, Python, compiler and patches, kept in $CACHE.
 
 horovod_options() { env | grep -E '^HOROVOD_(WITH|GPU|CPU|CUDA|NCCL|BUILD)' | sort || true; }
 
+# A fingerprint of the patches: a changed patch is another Horovod.
+horovod_patches() { sha256sum <"$ROOT/scripts/setting_up/horovod_patches.py" | cut -c 1-8; }
+
+# What the environment's Horovod was made of.
+horovod_note() { echo "$HOROVOD torch-$torch patches-$(horovod_patches) $(horovod_options)"; }
+
 # All that a Horovod wheel depends on: its name in the cache.
 horovod_key() {
-  "$python" - "$torch" "$("$CXX" -dumpfullversion -dumpversion)" "$(basename "$(readlink -f "$(command -v "$CXX")")")" "$options" <<'PY'
+  "$python" - "$torch" "$("$CXX" -dumpfullversion -dumpversion)" "$(basename "$(readlink -f "$(command -v "$CXX")")")" \
+    "$(horovod_patches)" "$options" <<'PY'
 import hashlib, platform, sys, sysconfig
 
-torch, version, compiler, options = sys.argv[1:]
+torch, version, compiler, patches, options = sys.argv[1:]
 python, machine, libc = sysconfig.get_config_var("SOABI"), sysconfig.get_platform(), "-".join(platform.libc_ver())
-print(f"torch-{torch}_{python}_{machine}_{libc}_{compiler}-{version}", end="")
+print(f"torch-{torch}_{python}_{machine}_{libc}_{compiler}-{version}_patches-{patches}", end="")
 print("_" + hashlib.sha256(options.encode()).hexdigest()[:8] if options else "")
 PY
 }
@@ -30,13 +37,13 @@ build_horovod() { # into the given new directory; runs under `progress`
 }
 
 horovod_done() {
-  done_for horovod "$HOROVOD torch-$torch $(horovod_options)" && version_of horovod >/dev/null && return
+  done_for horovod "$(horovod_note)" && version_of horovod >/dev/null && return
   # An environment that brought a working Horovod keeps it.
   [ ! -e "$notes/horovod" ] && "$python" -c 'import horovod.torch' 2>/dev/null
 }
 
 install_horovod() {
-  local options key home work
+  local options key home
   options=$(horovod_options)
   key=$(horovod_key)
   home=$CACHE/horovod-$HOROVOD/$key
@@ -47,20 +54,17 @@ install_horovod() {
     flock -n 8 || progress "waiting for another set-up that builds Horovod" "$logs/horovod-wait.log" flock 8
     if ! compgen -G "$home/*.whl" >/dev/null; then
       # Not in the cache: gloo's CMake takes its own path for a regular expression, and "g++" is not a good one.
-      work=$(mktemp -d "${TMPDIR:-/tmp}/gradcomp-horovod.XXXXXX")
-      # shellcheck disable=SC2064
-      trap "rm -rf '$work'" EXIT
-      progress "building Horovod $HOROVOD (some minutes, once for this torch)" "$home/build.log" build_horovod "$work"
+      make_scratch gradcomp-horovod
+      progress "building Horovod $HOROVOD (some minutes, once for this torch)" "$home/build.log" build_horovod "$scratch"
       # Copied beside its place, then renamed: the wheel appears whole or not at all.
-      cp "$work"/horovod-*.whl "$home/wheel.part"
-      mv "$home/wheel.part" "$home/$(basename "$work"/horovod-*.whl)"
-      rm -rf "$work"
-      trap - EXIT
+      cp "$scratch"/horovod-*.whl "$home/wheel.part"
+      mv "$home/wheel.part" "$home/$(basename "$scratch"/horovod-*.whl)"
+      remove_scratch
     fi
     exec 8>&-
   fi
   progress "installing Horovod $HOROVOD" "$logs/horovod.log" pip install "$home"/horovod-*.whl
   "$python" -c 'import horovod.torch' ||
     progress "installing Horovod $HOROVOD again" "$logs/horovod.log" pip install --force-reinstall --no-deps "$home"/horovod-*.whl
-  note horovod "$HOROVOD torch-$torch $options"
+  note horovod "$(horovod_note)"
 }

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # What scripts/setup needs of the machine. All that is missing is found before anything is downloaded, and said at once.
 
 # Print the compiler of C that belongs to the compiler of C++, if there is one: gloo's build asks for both.
@@ -38,10 +38,8 @@ __global__ void nothing() {}' >"$1/probe.cu"
 
 # Find everything that is missing; end with one sentence, and one line for apt-get, if anything is.
 check_machine() { # the Python that runs the build; whether it must make an environment (yes|no)
-  local base=$1 environment=$2 lacks=() packages=() headers version="" scratch sentence why
-  scratch=$(mktemp -d "${TMPDIR:-/tmp}/gradcomp-setup.XXXXXX")
-  # shellcheck disable=SC2064
-  trap "rm -rf '$scratch'" EXIT
+  local base=$1 environment=$2 lacks=() packages=() headers version="" sentence why
+  make_scratch gradcomp-setup
   if ! command -v "$base" >/dev/null; then
     lacks+=("Python 3.10 or newer ($base is not there)")
     packages+=(python3 python3-venv python3-dev)
@@ -77,6 +75,9 @@ check_machine() { # the Python that runs the build; whether it must make an envi
   if [ ${#lacks[@]} -gt 0 ]; then
     sentence=$(printf '%s, ' "${lacks[@]}")
     sentence="missing on this machine: ${sentence%, }"
+    if [[ $sentence == *"C++20 compiler"* && $CXX != c++ ]]; then
+      sentence+=$'\n'"setup: unset CXX, too, or let it name a compiler that works"
+    fi
     [ ${#packages[@]} -eq 0 ] || sentence+=$'\n'"setup: as root, run: apt-get install ${packages[*]}"
     die "$sentence"
   fi
@@ -84,8 +85,7 @@ check_machine() { # the Python that runs the build; whether it must make an envi
     die "nvcc fails with CXX=$CXX ($(grep -m 1 -iE 'error|not found|fatal' "$scratch/nvcc.log")):" \
       "CUDAHOSTCXX names another compiler for it, GRADCOMP_CUDA=OFF leaves the CUDA kernels out"
   fi
-  rm -rf "$scratch"
-  trap - EXIT
+  remove_scratch
 }
 
 # Check that each folder's file system has this much space; folders on one file system are added up.

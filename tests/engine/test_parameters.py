@@ -80,7 +80,7 @@ WRONG = {
         dict(MODEL.named_parameters()),
         "named_parameters holds a str, not pairs of name and parameter; pass model.named",
     ),
-    "a number": (3, "named_parameters is a int; pass model.named_parameters()"),
+    "a number": (3, "named_parameters is of type int; pass model.named_parameters()"),
     "triples": ([("a", 1, 2)], "named_parameters holds a tuple, not pairs"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -104,3 +105,5 @@ def test_the_way_is_written_down() -> None:
     text = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text()
     rows = [line.split("|")[2].strip().strip("`") for line in text.splitlines() if line[:3] in {f"| {i}" for i in range(1, 8)}]
     assert rows == WAY
+    (listed,) = re.findall(r"files that compute and return at once:\s([^.]+)\.", text)
+    assert re.findall(r"`([^`]+)`", listed) == [file.removesuffix(".py") for file in COMPUTES_AND_RETURNS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -138,3 +139,36 @@ def test_a_checkout_named_gradcomp_beside_a_script_does_not_hide_the_package(tmp
     assert done.returncode == 0, done.stderr
     file, names = done.stdout.split()
     assert Path(file).parts[-2:] == ("gradcomp", "__init__.py") and int(names) > 10
+
+
+def test_a_changed_patch_makes_another_wheel_of_horovod_and_another_note(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts" / "setting_up", tmp_path / "scripts" / "setting_up")
+    script = f"""set -euo pipefail
+        ROOT={tmp_path} HOROVOD=1 torch=2 python={sys.executable} CXX=c++ options=
+        . "$ROOT/scripts/setting_up/horovod.sh"
+        horovod_key
+        horovod_note"""
+
+    def told() -> list[str]:
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    before = told()
+    assert told() == before and len(before) == 2
+    with (tmp_path / "scripts" / "setting_up" / "horovod_patches.py").open("a") as patches:
+        patches.write("# changed\n")
+    assert not set(told()) & set(before)
+
+
+def test_quick_wheels_leave_no_record_to_be_asked_for() -> None:
+    done = subprocess.run([ROOT / "scripts" / "wheels", "--quick", "--record"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "wheels: --quick measures nothing that --record could write: leave one of them out\n"
+
+
+def test_one_version_of_torch_is_named_everywhere() -> None:
+    named = {}
+    for file in [*(path for path in (ROOT / "scripts").iterdir() if path.is_file()), *(ROOT / "docker").glob("*.Dockerfile")]:
+        named |= {file.name: set(re.findall(r"(?:torch==|TORCH_VERSION=)([0-9.]+)", file.read_text()))}
+    found = {name: versions for name, versions in named.items() if versions}
+    assert set(found) == {"lib.sh", "cpu.Dockerfile", "cuda.Dockerfile"} and len(set.union(*found.values())) == 1

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,7 @@ import pytest
 
 from laboratory.gpu import gpu, horovod_build, prepare, stages, trace, work
 from laboratory.gpu.stages import Clock, Failed, Impossible, Record, Stage, TimedOut
+from setting_up.horovod_patches import PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -164,25 +166,32 @@ def test_figures_of_the_tests_are_counted(tmp_path: Path) -> None:
     assert work.count(report) == {"tests": 4, "skipped": 1, "failures": ["b", "d"]}
 
 
-def sdist(folder: Path, standard: str) -> None:
-    """Make an sdist with the files of Horovod's that are patched."""
+def sdist(folder: Path, fits: bool) -> None:
+    """Make an sdist with the passages of Horovod's files that are patched, or with none."""
     source = folder / f"horovod-{horovod_build.VERSION}"
-    for name, old, _ in horovod_build.PATCHES:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(f"# begin\n{old if 'STANDARD 14' not in old else f'set(CMAKE_CXX_STANDARD {standard})'}\n")
+    for patch in PATCHES:
+        path = source / patch.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((path.read_text() if path.exists() else "") + f"{patch.passage if fits else ''}\n")
     with tarfile.open(folder / f"{source.name}.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)
+    shutil.rmtree(source)
 
 
-def test_horovod_is_patched_or_refused(tmp_path: Path) -> None:
+def test_horovod_is_patched_as_set_up_does_or_refused(tmp_path: Path) -> None:
     with pytest.raises(Impossible, match="--prepare"):
         horovod_build.unpack(tmp_path, tmp_path / "out")
-    sdist(tmp_path, "14")
+    sdist(tmp_path, fits=True)
     tree = horovod_build.unpack(tmp_path, tmp_path / "out")
-    assert "set(CMAKE_CXX_STANDARD 20)" in (tree / "horovod/torch/CMakeLists.txt").read_text()
-    sdist(tmp_path, "17")
-    with pytest.raises(Impossible, match="another version than"):
+    for patch in PATCHES:
+        assert patch.replacement in (tree / patch.file).read_text()
+    sdist(tmp_path, fits=False)
+    with pytest.raises(Impossible, match=r"the patches do not fit horovod-.*\.tar\.gz: .* 0 times, not once"):
         horovod_build.unpack(tmp_path, tmp_path / "other")
+
+
+def test_horovod_is_the_version_that_set_up_builds() -> None:
+    assert f"\nHOROVOD={horovod_build.VERSION}\n" in (ROOT / "scripts" / "setup").read_text()
 
 
 def test_horovod_is_built_for_that_gpu_alone() -> None:

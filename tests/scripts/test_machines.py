@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -47,6 +48,19 @@ def test_settings_are_carried_by_name_and_others_are_not(monkeypatch: pytest.Mon
     assert list(root.named_paths(carried)) == [tmp_path / "wheels"]
 
 
+def test_no_carried_value_stands_on_a_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:token@mirror")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)  # chown
+    seen: list[tuple[list[str], dict[str, str]]] = []
+    bare = root.Root(tmp_path, "cell", lambda text: None)
+    monkeypatch.setattr(bare, "_run", lambda words, what, variables, fine: seen.append((words, variables)))
+    bare.enter(["true"], "root", "nothing", variables={"CXX": "g++-12"})
+    ((words, variables),) = seen
+    assert not any("token" in word for word in words) and words[-1] == "true"
+    assert variables["PIP_INDEX_URL"] == "https://user:token@mirror" and variables["CXX"] == "g++-12"
+    assert variables["HOME"] == "/root" and "PYTHONPATH" not in variables
+
+
 def test_megabytes_come_from_what_pip_and_apt_say() -> None:
     log = "  Downloading torch-2.whl (526.6 MB)\nProgress 1 of 2\n  Using cached six.whl (500 kB)\nCollecting x (9 MB)\n"
     assert main._megabytes_of_pip(log) == pytest.approx(527.1)
@@ -62,6 +76,16 @@ def test_a_cell_replaces_its_earlier_run_and_no_other(tmp_path: Path) -> None:
     kept = json.loads(record.read_text())
     assert kept["what"] == "machines" and kept["command"] == "scripts/check_machines"
     assert kept["cells"] == [{"cell": first, "result": "passed"}, {"cell": second, "result": "passed"}]
+
+
+def test_what_lies_in_the_folder_of_roots_already_stays_there(tmp_path: Path) -> None:
+    kept = [tmp_path / name for name in ("base-of-a-user", "pip-cache", CELLS[0].name)]
+    for folder in kept:
+        folder.mkdir()
+    with main.folder_of_roots(argparse.Namespace(roots=str(tmp_path), keep=False)) as own:
+        (own / "base-bookworm").mkdir()
+        (own / "pip-cache").mkdir()
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 @pytest.mark.skipif(not MAY_ENTER, reason="entering a root was NOT tested: this user may make no name spaces")

@@ -133,7 +133,8 @@ def test_a_compiler_that_cannot_work_is_refused(checkout: Checkout, text: str, r
     checkout.variables["CXX"] = "old-g++"
     status, said = checkout.setup()
     assert status == 1 and checkout.untouched()
-    assert "CXX=old-g++ fails" in said and reason in said and said.endswith("apt-get install g++\n")
+    assert "CXX=old-g++ fails" in said and reason in said
+    assert "\nsetup: unset CXX, too, or let it name a compiler that works\n" in said and said.endswith("install g++\n")
 
 
 def test_an_nvcc_that_refuses_the_compiler_is_found_unless_it_is_not_wanted(checkout: Checkout) -> None:
@@ -155,6 +156,14 @@ def test_too_little_disk_is_said_before_anything_is_made(checkout: Checkout) -> 
     status, said = checkout.setup()
     assert status == 1 and checkout.untouched()
     assert f"too little disk: / has {LITTLE} MB free, and 2300 MB are needed" in said
+
+
+def test_a_quote_in_the_name_of_tmpdir_does_no_harm(checkout: Checkout) -> None:
+    folder = checkout.root / "it's scratch"
+    folder.mkdir()
+    checkout.variables["TMPDIR"] = str(folder)
+    status, said = checkout.setup()
+    assert status == 1 and len(said.splitlines()) == 2 and not list(folder.iterdir())
 
 
 class Index:
@@ -215,19 +224,9 @@ def test_an_index_of_cpu_builds_that_answers_is_taken(index: Index, tmp_path: Pa
     assert said == f"setup: this machine has no GPU, so that torch is the CPU build of {index.url}\n"
     # pip, given this line, installs that wheel: numpy is not on this index, and the test leaves it out.
     arguments = [word for word in line.split()[1:] if word != "numpy"]
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--target", tmp_path / "here", "--index-url", index.url]
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--target",
-            str(tmp_path / "here"),
-            "--index-url",
-            index.url,
-            *arguments,
-        ],
+        [*words, *arguments],
         check=True,
         env={**os.environ, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
     )

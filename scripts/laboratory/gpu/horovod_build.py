@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -13,16 +14,11 @@ from pathlib import Path
 from laboratory.gpu.gpu import Gpu
 from laboratory.gpu.place import PREPARED
 from laboratory.gpu.stages import Clock, Impossible
+from laboratory.machine import ROOT
+from setting_up import horovod_patches
 
-VERSION = "0.28.1"
-
-# Current torch needs a newer C++. No installed Python file changes. (scripts/setup does the same.)
-PATCHES = [
-    ("CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
-    ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 14)", "set(CMAKE_CXX_STANDARD 20)"),
-    ("horovod/common/ops/cuda/CMakeLists.txt", "set(CMAKE_CUDA_STANDARD 11)", "set(CMAKE_CUDA_STANDARD 17)"),
-    ("setup.py", "make_args.append('VERBOSE=1')", "pass"),
-]
+# The version that scripts/setup builds, too.
+(VERSION,) = re.findall(r"^HOROVOD=(.+)$", (ROOT / "scripts" / "setup").read_text(), re.MULTILINE)
 
 
 def unpack(prepared: Path, folder: Path) -> Path:
@@ -36,13 +32,13 @@ def unpack(prepared: Path, folder: Path) -> Path:
         else:
             archive.extractall(folder)
     tree = folder / f"horovod-{VERSION}"
-    for name, old, new in PATCHES:
-        text = (tree / name).read_text()
-        if old not in text:
-            raise Impossible(
-                f"Horovod's {name} does not contain {old!r}: it is another version than {VERSION}; repeat --prepare"
-            )
-        (tree / name).write_text(text.replace(old, new))
+    try:
+        horovod_patches.apply(tree)
+    except horovod_patches.PassageMissing as fault:
+        raise Impossible(
+            f"the patches do not fit {sdists[0].name}: {fault};"
+            " repeat --prepare, or change scripts/setting_up/horovod_patches.py"
+        ) from fault
     return tree
 
 

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="run scripts/check --fast after the demo, too")
     parser.add_argument("--keep", action="store_true", help="keep the roots and the downloads afterwards")
     parser.add_argument(
-        "--roots", metavar="FOLDER", help="where the roots are made, with 12 GB free (default: a new folder in TMPDIR)"
+        "--roots",
+        metavar="FOLDER",
+        help="make the roots in FOLDER/gradcomp-machines; 12 GB must be free (default: a new folder in TMPDIR)",
     )
     parser.add_argument(
         "--out", metavar="FOLDER", default=machine.ROOT / "benchmarks" / "results", help="where machines.json goes"
@@ -97,9 +99,9 @@ def run(cells: Sequence[Cell], chosen: argparse.Namespace, command: str) -> int:
 
 @contextlib.contextmanager
 def folder_of_roots(chosen: argparse.Namespace) -> Iterator[Path]:
-    """Make the folder for roots, bases and downloads. Remove what was made at the end."""
-    folder = Path(chosen.roots or tempfile.mkdtemp(prefix="gradcomp-machines.")).resolve()
-    was_there = chosen.roots is not None and folder.exists()
+    """Make the folder for roots, bases and downloads. Remove what was made at the end, and nothing else in a user's folder."""
+    folder = Path(chosen.roots) / "gradcomp-machines" if chosen.roots else Path(tempfile.mkdtemp(prefix="gradcomp-machines."))
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
@@ -107,7 +109,7 @@ def folder_of_roots(chosen: argparse.Namespace) -> Iterator[Path]:
         if not chosen.keep:
             for made in [*folder.glob("base-*"), *(folder / cell.name for cell in CELLS), folder / "pip-cache"]:
                 remove(made)
-            if not was_there and not any(folder.iterdir()):
+            if not any(folder.iterdir()):
                 folder.rmdir()
 
 

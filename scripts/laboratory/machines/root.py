@@ -142,9 +142,10 @@ class Root:
         subprocess.run(["chown", "-R", "0:0" if user == "root" else f"{UID}:{UID}", str(self._cache)], check=True)
         environment = {"PATH": path, "HOME": home, "USER": user, "LANG": "C.UTF-8", **carried, **variables}
         as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"] if user != "root" else []
-        inside = ["env", "-i", *(f"{name}={value}" for name, value in environment.items()), *as_user, *command]
+        # Values may hold tokens, and every user reads command lines: they travel in the environment. bash adds the names below.
+        inside = ["env", "-u", "PWD", "-u", "OLDPWD", "-u", "SHLVL", *as_user, *command]
         words = ["bash", "-c", ENTER, "enter", str(self.path), *binds, "--", *inside]
-        return self._run(words, what, dict(os.environ), fine)
+        return self._run(words, what, environment, fine)
 
     def _run(self, words: Sequence[str], what: str, variables: Mapping[str, str], fine: bool = True) -> tuple[int, str]:
         apart = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "private"]
