@@ -169,7 +169,7 @@ def DistributedOptimizer(
         stock._allreduce_grad_async = _carrier_free_reduction(door._session, process_set, op)
     else:
         warnings.warn(
-            f"Horovod {version()} is untested (supported: 0.22 to 0.28); falling back to the slower carrier route",
+            f"Horovod {version()} is untested (tested: 0.28.1); falling back to the slower carrier route",
             stacklevel=2,
         )
     stock.compression = door
