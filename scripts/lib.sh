@@ -7,6 +7,12 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck disable=SC2034
 TORCH_VERSION=2.13.0
 
+# Print the comment at the head of the script that runs, and end.
+show_help() {
+  awk 'NR > 1 && !/^#/ { exit } NR > 1 { sub(/^# ?/, ""); print }' "$0"
+  exit
+}
+
 die() {
   printf '%s: %s\n' "$(basename "$0")" "$*" >&2
   exit 1
@@ -51,7 +57,7 @@ ensure_setup() {
 
 # Print the last line of a log that shows progress, cut to the given width.
 last_step() {
-  tail -c 20000 "$1" | tr '\r' '\n' |
+  tail -c 500000 "$1" | tr '\r' '\n' |
     awk '/^Progress [0-9]+ of [0-9]+/ { printf "Downloading %d of %d MB\n", $2 / 1e6, $4 / 1e6; next } { print }' |
     grep -E '^ *(\[ *[0-9]+[/%]|-- |Collecting|Downloading|Installing|Building|Created|Preparing)' |
     tail -n 1 | sed -E 's/^ +//; s/ \([^()]*\)$//; s/(\[[^]]*\]) .*\/([^/]+)$/\1 \2/' | cut -c "1-$2" || true

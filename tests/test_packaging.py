@@ -114,6 +114,7 @@ def test_the_source_archive_holds_all_that_a_build_needs(tmp_path: Path) -> None
 def program(folder: Path, name: str, text: str) -> None:
     """Write a stand-in for a program."""
     folder.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
 

@@ -1,105 +1,23 @@
-// Gradients in and updates out, on CPUs. Each is one pass over memory, in blocks, so that casts of half types stay in the
-// cache.
+// Gradients in, on CPUs. Each is one pass over memory, in blocks, so that casts of half types stay in the cache.
 
 #include <atomic>
 
 #include "../math.h"
 #include "../ops.h"
 #include "block_moments.h"
+#include "block_pieces.h"
 #include "lane_hot.h"
 #include "thread_parts.h"
 
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
-
 namespace gradcomp::cpu {
 namespace {
-
-// Entries of a bucket that no cache keeps until they are used.
-constexpr int64_t kPastCache = 1 << 22;
-
-HOT void widen_bf16(const uint16_t* __restrict from, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(from[i]);
-}
-
-HOT void widen_f16(const uint16_t* __restrict from, float* __restrict to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = f16_to_float(from[i]);
-}
 
 HOT void copy(const float* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// Write past the cache, so that no line is fetched before it is written. Arrays beyond the cache take 0.75 of the time. Returns
-// whether all that was written is finite, as the loops below do.
-bool scale_past_cache(const float* from, float* to, int64_t n, float scale) {
-  int64_t i = 0;
-  bool finite = true;
-#ifdef __SSE__
-  for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; ++i) finite &= is_finite(to[i] = scale * from[i]);
-  __m128 differences = _mm_setzero_ps();  // x - x is 0, or not a number
-  for (; i + 4 <= n; i += 4) {
-    const __m128 four = _mm_mul_ps(_mm_set1_ps(scale), _mm_loadu_ps(from + i));
-    differences = _mm_or_ps(differences, _mm_sub_ps(four, four));
-    _mm_stream_ps(to + i, four);
-  }
-  finite &= _mm_movemask_ps(_mm_cmpunord_ps(differences, differences)) == 0;
-#endif
-  for (; i < n; ++i) finite &= is_finite(to[i] = scale * from[i]);
-  return finite;
-}
-
-void clear_past_cache(float* to, int64_t n) {
-  int64_t i = 0;
-#ifdef __SSE__
-  for (; i < n && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; ++i) to[i] = 0.0f;
-  for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_setzero_ps());
-#endif
-  for (; i < n; ++i) to[i] = 0.0f;
-}
-
-void end_past_cache() {
-#ifdef __SSE__
-  _mm_sfence();
-#endif
-}
-
-HOT bool scale_f32(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
-  uint32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = scale * from[i];
-    bad |= is_finite(to[i]) ? 0u : 1u;
-  }
-  return bad == 0;
-}
-
-HOT bool scale_bf16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
-  uint32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = float_to_bf16(scale * from[i]);
-    bad |= is_finite(bf16_to_float(to[i])) ? 0u : 1u;
-  }
-  return bad == 0;
-}
-
-HOT bool scale_f16(const float* __restrict from, uint16_t* __restrict to, int64_t n, float scale) {
-  uint32_t bad = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = float_to_f16(scale * from[i]);
-    bad |= is_finite(f16_to_float(to[i])) ? 0u : 1u;
-  }
-  return bad == 0;
-}
-
-// Add to the residual what a cast of x left out.
-HOT void keep_left_out(const float* __restrict x, const float* __restrict delivered, float* __restrict residual, int64_t n,
-                       float back) {
-  for (int64_t i = 0; i < n; ++i) residual[i] = add_if_finite(residual[i], left_out(x[i], delivered[i], back));
-}
-
-HOT void add_delivered(const float* __restrict delivered, float* __restrict residual, int64_t n, float back) {
-  for (int64_t i = 0; i < n; ++i) residual[i] = add_if_finite(residual[i], delivered[i] * back);
+HOT void multiply(const float* __restrict from, float* __restrict to, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; ++i) to[i] = factor * from[i];
 }
 
 // Add g to the residual. Returns whether an entry was refused because its sum would not be finite.
@@ -129,57 +47,6 @@ HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual
   return refused != 0;
 }
 
-// Call work(piece, offset inside the piece, entry of the bucket, count) for every run in [begin, end). A run is the part of a
-// piece that lies in one block of the bucket.
-template <class Work>
-void blocks(const Pieces& grads, int64_t begin, int64_t end, Work work) {
-  int piece = static_cast<int>(std::upper_bound(grads.begin, grads.begin + grads.count + 1, begin) - grads.begin) - 1;
-  for (int64_t at = begin; at < end;) {
-    while (grads.begin[piece + 1] <= at) ++piece;
-    const int64_t count = std::min({kBlock - at % kBlock, end - at, grads.begin[piece + 1] - at});
-    work(piece, at - grads.begin[piece], at, count);
-    at += count;
-  }
-}
-
-// Read a run as float32: in place, or cast into the buffer.
-const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count, float* buffer) {
-  const auto* halves = static_cast<const uint16_t*>(grads.data[piece]) + offset;
-  switch (grads.dtype[piece]) {
-    case Dtype::f32:
-      return static_cast<const float*>(grads.data[piece]) + offset;
-    case Dtype::f16:
-      widen_f16(halves, buffer, count);
-      return buffer;
-    case Dtype::bf16:
-      widen_bf16(halves, buffer, count);
-      return buffer;
-  }
-  return buffer;
-}
-
-// Write a run, cast to its piece's type. Returns whether all that was written is finite.
-bool cast(const float* from, const Pieces& grads, int piece, int64_t offset, int64_t count, float factor, bool past_cache) {
-  auto* const floats = static_cast<float*>(grads.data[piece]) + offset;
-  auto* const halves = static_cast<uint16_t*>(grads.data[piece]) + offset;
-  switch (grads.dtype[piece]) {
-    case Dtype::f32:
-      return (past_cache ? scale_past_cache : scale_f32)(from, floats, count, factor);
-    case Dtype::f16:
-      return scale_f16(from, halves, count, factor);
-    case Dtype::bf16:
-      return scale_bf16(from, halves, count, factor);
-  }
-  return true;
-}
-
-template <class Work>
-void parallel_over(const Pieces& grads, Queue queue, Work work) {
-  const int64_t n = grads.size();
-  if (n == 0) return;
-  parallel(n, parts(n, queue.threads), [&](int, int64_t begin, int64_t end) { work(begin, end); });
-}
-
 }  // namespace
 
 void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
@@ -204,7 +71,7 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       const float* g = read(grads, piece, offset, count, buffer);
       if (scales.given() || loss_scale.given()) {
-        scale_f32(g, buffer, count, (scales.given() ? scales.data[piece] : 1.0f) * unscale);
+        multiply(g, buffer, count, (scales.given() ? scales.data[piece] : 1.0f) * unscale);
         g = buffer;
       }
       float* sums = residual.data + at;
@@ -241,74 +108,6 @@ void sum_squares(const Pieces& grads, Span<double> squares, Span<uint32_t> scrat
     });
   });
   runs.sum_into(squares.data);
-}
-
-void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
-            OptionalSpan<const float> loss_scale, OptionalSpan<float> residual, OptionalSpan<int32_t> verdict, float scale,
-            int64_t step, Queue queue) {
-  const bool past_cache = flat.size >= kPastCache, failed = !is_finite(first.data[0]);
-  const float factor = loss_scale.given() ? scale * loss_scale.data[0] : scale;
-  std::atomic<bool> all_finite = true;
-  const auto write = [&](int piece, int64_t offset, int64_t at, int64_t count) {
-    const float* from = flat.data + at;
-    const bool finite = cast(from, grads, piece, offset, count, factor, past_cache);
-    if (!finite) all_finite = false;
-    if (!residual.given() || failed || (finite && grads.dtype[piece] == Dtype::f32)) return;
-    float buffer[kBlock];
-    keep_left_out(from, read(grads, piece, offset, count, buffer), residual.data + at, count, 1.0f / factor);
-  };
-  const auto clear = [&](int piece, int64_t offset, int64_t count) {
-    if (grads.dtype[piece] != Dtype::f32) {
-      std::fill_n(static_cast<uint16_t*>(grads.data[piece]) + offset, count, uint16_t{0});
-    } else if (past_cache) {
-      clear_past_cache(static_cast<float*>(grads.data[piece]) + offset, count);
-    } else {
-      std::fill_n(static_cast<float*>(grads.data[piece]) + offset, count, 0.0f);
-    }
-  };
-  parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
-    blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
-      if (!marks.given()) return write(piece, offset, at, count);
-      // One stretch after the other of lines that are all marked, or all not.
-      for (int64_t done = 0; done < count;) {
-        const int64_t first = (at + done) / kLine;
-        const bool marked = marks.data[first] != 0;
-        int64_t line = first + 1;
-        while (line * kLine < at + count && (marks.data[line] != 0) == marked) ++line;
-        const int64_t stretch = std::min(count, line * kLine - at) - done;
-        if (marked) {
-          write(piece, offset + done, at + done, stretch);
-        } else {
-          clear(piece, offset + done, stretch);
-        }
-        done += stretch;
-      }
-    });
-    end_past_cache();
-  });
-  if (verdict.given() && (failed || !all_finite)) verdict.data[0] = std::max(verdict.data[0], verdict_of(step, failed));
-}
-
-void add_back(const Pieces& grads, Span<float> residual, OptionalSpan<const float> loss_scale, Span<const int32_t> verdicts,
-              int64_t bucket, float scale, int64_t step, Queue queue) {
-  const auto of_step = [&](int32_t verdict) { return is_of_step(verdict, step); };
-  if (std::none_of(verdicts.data, verdicts.data + verdicts.size, of_step)) return;
-  if (verdicts.data[bucket] == verdict_of(step, true)) return;
-  const float back = 1.0f / (loss_scale.given() ? scale * loss_scale.data[0] : scale);
-  parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
-    float buffer[kBlock];
-    blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
-      add_delivered(read(grads, piece, offset, count, buffer), residual.data + at, count, back);
-    });
-  });
-}
-
-void wipe(Span<float> flat, Span<uint8_t> marks, Queue) {
-  for (int64_t line = 0; line < marks.size; ++line) {
-    if (marks.data[line] == 0) continue;
-    std::fill_n(flat.data + line * kLine, std::min(kLine, flat.size - line * kLine), 0.0f);
-    marks.data[line] = 0;
-  }
 }
 
 }  // namespace gradcomp::cpu

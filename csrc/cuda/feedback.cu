@@ -1,10 +1,10 @@
-// Gradients in and updates out, on a GPU. A bucket's scattered pieces are read or written where they lie.
+// Gradients in, on a GPU. A bucket's scattered pieces are read where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), spread 8, sum_squares 4, add_back 0, or 12 after
-// a step that failed. One launch each, for the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a
-// record of 24 or 8 bytes in scratch for each part, which one more launch joins. A part is a piece's share of a tile (the CPU
-// twins call a piece's share of a block a run). Its record's number is its tile's plus its piece's. No two parts have the same
-// number, since at least one of the two rises from part to part.
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), sum_squares 4. One launch each, for the whole
+// bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for each part,
+// which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a run). Its
+// record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two rises from
+// part to part.
 
 #include "../math.h"
 #include "../ops.h"
@@ -20,53 +20,6 @@ constexpr unsigned kThreads = kTileThreads;
 __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant__ Pieces grads, float* flat) {
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
     store_four(flat + entry, count, read_piece(grads, piece, entry, count));
-  });
-}
-
-struct Delivery {
-  const float* first;
-  const float* loss_scale;
-  float* residual;
-  int32_t* verdict;
-  float scale;
-  int64_t step;
-};
-
-__global__ void __launch_bounds__(kThreads)
-    spread_tiles(const float* flat, const uint8_t* marks, const __grid_constant__ Pieces grads, Delivery how) {
-  const float factor = how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale;
-  const float back = 1.0f / factor;
-  const bool failed = !is_finite(how.first[0]);
-  bool all_finite = true;
-  for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    // A run lies in one line, since both begin at multiples of four.
-    const bool zeros = marks != nullptr && marks[entry / kLine] == 0;
-    const Four from = zeros ? Four{} : load_four(flat + entry, count);
-    Four to;
-    for (int i = 0; i < 4; ++i) to.x[i] = factor * from.x[i];
-    const Four delivered = write_piece(grads, piece, entry, count, to);
-    bool finite = true;
-    for (const float x : delivered.x) finite &= is_finite(x);
-    all_finite &= finite;
-    if (how.residual == nullptr || failed || zeros || (finite && grads.dtype[piece] == Dtype::f32)) return;
-    Four residual = load_four(how.residual + entry, count);
-    for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], left_out(from.x[i], delivered.x[i], back));
-    store_four(how.residual + entry, count, residual);
-  });
-  if (how.verdict != nullptr && (failed || !all_finite)) atomicMax(how.verdict, verdict_of(how.step, failed));
-}
-
-__global__ void __launch_bounds__(kThreads) add_back_tiles(const __grid_constant__ Pieces grads, const int32_t* verdicts,
-                                                           int64_t buckets, int64_t bucket, Delivery how) {
-  bool of_step = false;
-  for (int64_t i = threadIdx.x; i < buckets; i += kThreads) of_step |= is_of_step(verdicts[i], how.step);
-  if (!__syncthreads_or(of_step) || verdicts[bucket] == verdict_of(how.step, true)) return;
-  const float back = 1.0f / (how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale);
-  for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    const Four delivered = read_piece(grads, piece, entry, count);
-    Four residual = load_four(how.residual + entry, count);
-    for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], delivered.x[i] * back);
-    store_four(how.residual + entry, count, residual);
   });
 }
 
@@ -192,11 +145,6 @@ void launch_add(unsigned blocks, const Pieces& grads, const Feedback& to, bool r
   }
 }
 
-__global__ void __launch_bounds__(kThreads) wipe_lines(float* flat, int64_t n, const uint8_t* marks) {
-  const int64_t entry = 4 * (int64_t{blockIdx.x} * kThreads + threadIdx.x);
-  if (entry < n && marks[entry / kLine] != 0) store_four(flat + entry, n - entry, Four{});
-}
-
 }  // namespace
 
 void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
@@ -234,28 +182,6 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
     (velocity.given() ? launch_add<true> : launch_add<false>)(blocks, grads, to, raw, flag.data, records, queue);
   }
   if (measured) LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
-}
-
-void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const uint8_t> marks, const Pieces& grads,
-            OptionalSpan<const float> loss_scale, OptionalSpan<float> residual, OptionalSpan<int32_t> verdict, float scale,
-            int64_t step, Queue queue) {
-  if (flat.size == 0) return;
-  const Delivery how = {first.data, loss_scale.data, residual.data, verdict.data, scale, step};
-  LAUNCH(spread_tiles, blocks_for(flat.size, kTile), kThreads, 0, queue, flat.data, marks.data, grads, how);
-}
-
-void add_back(const Pieces& grads, Span<float> residual, OptionalSpan<const float> loss_scale, Span<const int32_t> verdicts,
-              int64_t bucket, float scale, int64_t step, Queue queue) {
-  if (residual.size == 0) return;
-  const Delivery how = {nullptr, loss_scale.data, residual.data, nullptr, scale, step};
-  LAUNCH(add_back_tiles, blocks_for(residual.size, kTile), kThreads, 0, queue, grads, verdicts.data, verdicts.size, bucket,
-         how);
-}
-
-void wipe(Span<float> flat, Span<uint8_t> marks, Queue queue) {
-  if (flat.size == 0 || marks.size == 0) return;
-  LAUNCH(wipe_lines, blocks_for(flat.size, 4 * kThreads), kThreads, 0, queue, flat.data, flat.size, marks.data);
-  CUDA_TRY(cudaMemsetAsync(marks.data, 0, static_cast<size_t>(marks.size), static_cast<cudaStream_t>(queue.stream)));
 }
 
 }  // namespace gradcomp::cuda

@@ -38,15 +38,19 @@ class Delivery:
         return None if self._loss_scale is None else self._loss_scale.on(bucket.layout.device)
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
-        """Write an update into the gradients, scale times. The residual gets what casts to 16 bits leave out."""
+        """Write an update into the gradients, scale times.
+
+        With a loss scale the step may be taken back, and then the residual gets what casts to 16 bits leave out.
+        """
+        loss_scale, keeps = self.loss_scale(bucket), bucket.collector.keeps_residual
         verdict = self._verdicts[bucket.layout.device][bucket.index : bucket.index + 1]
         kernels.spread(
             update.flat,
             self._targets(bucket),
             scale,
             update.marks,
-            loss_scale=self.loss_scale(bucket),
-            residual=bucket.state.residual if bucket.collector.keeps_residual else None,
+            loss_scale=loss_scale,
+            residual=bucket.state.residual if keeps and loss_scale is not None else None,
             verdict=verdict,
             step=step,
         )

@@ -22,6 +22,13 @@ print("_" + hashlib.sha256(options.encode()).hexdigest()[:8] if options else "")
 PY
 }
 
+# Whether the wheel is there already, as far as that is known before torch is installed.
+horovod_cached() {
+  local options
+  options=$(horovod_options)
+  [ -n "$torch" ] && compgen -G "$CACHE/horovod-$HOROVOD/$(horovod_key)/*.whl" >/dev/null
+}
+
 build_horovod() { # into the given new directory; runs under `progress`
   local work=$1
   cd "$work" || return

@@ -60,7 +60,12 @@ check_machine() { # the Python that runs the build; whether it must make an envi
   fi
   if ! command -v "$CXX" >/dev/null; then
     lacks+=("a C++20 compiler ($CXX is not a program; CXX names another)")
-    packages+=(g++)
+    case $(basename "$CXX") in
+    clang++) packages+=(clang) ;;
+    clang++-*) packages+=("clang-${CXX##*-}") ;;
+    g++-*) packages+=("$(basename "$CXX")") ;;
+    *) packages+=(g++) ;;
+    esac
   elif ! compiler_works "$scratch"; then
     why=$(grep -m 1 -iE 'error|not found|cannot' "$scratch/probe.log" || echo "it says nothing")
     lacks+=("a C++20 compiler (CXX=$CXX fails: $why; GCC 11 works)")
@@ -75,7 +80,7 @@ check_machine() { # the Python that runs the build; whether it must make an envi
   if [ ${#lacks[@]} -gt 0 ]; then
     sentence=$(printf '%s, ' "${lacks[@]}")
     sentence="missing on this machine: ${sentence%, }"
-    if [[ $sentence == *"C++20 compiler"* && $CXX != c++ ]]; then
+    if [[ $sentence == *"(CXX=$CXX fails"* && $CXX != c++ ]]; then
       sentence+=$'\n'"setup: unset CXX, too, or let it name a compiler that works"
     fi
     [ ${#packages[@]} -eq 0 ] || sentence+=$'\n'"setup: as root, run: apt-get install ${packages[*]}"

@@ -95,19 +95,19 @@ def test_a_scaler_that_is_not_known_is_met_once_where_entries_wait() -> None:
 def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:
     """Sum the updates that a model in 16 bits is given, in float64: the weights themselves are too coarse."""
     ranks.join()
-    plain = nn.Linear(40, 30).to(dtype)
+    plain, scaling = nn.Linear(40, 30).to(dtype), torch.amp.GradScaler("cpu", init_scale=8.0)
     whole = DistributedDataParallel(plain)
-    handle = gradcomp.ddp.attach(whole, "topk:ratio=0.02")
+    handle = gradcomp.ddp.attach(whole, "topk:ratio=0.02", scaler=scaling)
     given = torch.zeros(30, 40, dtype=torch.float64)
     sums = torch.zeros(30, 40, dtype=torch.float64)
     for step in range(40):
         whole.zero_grad()
         x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(dtype)
         # The gradient of a sum of outputs: x summed over the batch, the same for each output.
-        whole(x).sum().backward()
+        scaling.scale(whole(x).sum()).backward()
         mine = torch.autograd.grad(nn.functional.linear(x, plain.weight).sum(), plain.weight)[0].double()
         assert plain.weight.grad is not None
-        given += plain.weight.grad.double()
+        given += plain.weight.grad.double() / 8
         sums += mine
     return {"given": given, "sums": sums, "waits": handle.residual()["weight"].double()}
 

@@ -37,7 +37,7 @@ PACKAGE_FAULTS = (
     Fault(
         "clipping is by all ranks, not by a rank's share",
         "gradcomp/engine",
-        "self.clip / math.sqrt(ranks)",
+        "self.clip / math.sqrt(step.ranks)",
         "self.clip",
         ("test_feedback.py", "test_phases.py"),
     ),

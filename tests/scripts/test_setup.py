@@ -27,6 +27,7 @@ PLENTY, LITTLE = 900_000, 100
 
 def program(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)  # it may be a link to the system's program, which must stay as it is
     path.write_text(f"#!/bin/bash\n{text}\n")
     path.chmod(0o755)
     return path
@@ -106,7 +107,14 @@ def test_missing_parts_of_python_have_debians_names(checkout: Checkout) -> None:
     checkout.has(version, parts)
     checkout.variables["PYTHON"] = version
     assert checkout.setup()[1].endswith(f"apt-get install {version}-venv {version}-dev\n")
+    assert not (checkout.bin / version).is_symlink()  # or the system's own Python would now be the stand-in
     assert checkout.untouched()
+
+
+def test_a_compiler_that_was_chosen_and_is_missing_is_the_one_to_install(checkout: Checkout) -> None:
+    checkout.has_all()
+    checkout.variables["CXX"] = "clang++-77"
+    assert "is not a program; CXX names another)\nsetup: as root, run: apt-get install clang-77\n" in checkout.setup()[1]
 
 
 def test_an_old_python_and_an_old_cmake_are_named(checkout: Checkout) -> None:

@@ -1,0 +1,60 @@
+// A bucket's gradients, walked in blocks of the cache, in which halves are cast.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../math.h"
+#include "../span.h"
+#include "lane_hot.h"
+#include "thread_parts.h"
+
+namespace gradcomp::cpu {
+namespace {
+
+HOT void widen_bf16(const uint16_t* __restrict from, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(from[i]);
+}
+
+HOT void widen_f16(const uint16_t* __restrict from, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = f16_to_float(from[i]);
+}
+
+// Call work(piece, offset inside the piece, entry of the bucket, count) for every run in [begin, end). A run is the part of a
+// piece that lies in one block of the bucket.
+template <class Work>
+void blocks(const Pieces& grads, int64_t begin, int64_t end, Work work) {
+  int piece = static_cast<int>(std::upper_bound(grads.begin, grads.begin + grads.count + 1, begin) - grads.begin) - 1;
+  for (int64_t at = begin; at < end;) {
+    while (grads.begin[piece + 1] <= at) ++piece;
+    const int64_t count = std::min({kBlock - at % kBlock, end - at, grads.begin[piece + 1] - at});
+    work(piece, at - grads.begin[piece], at, count);
+    at += count;
+  }
+}
+
+// Read a run as float32: in place, or cast into the buffer.
+const float* read(const Pieces& grads, int piece, int64_t offset, int64_t count, float* buffer) {
+  const auto* halves = static_cast<const uint16_t*>(grads.data[piece]) + offset;
+  switch (grads.dtype[piece]) {
+    case Dtype::f32:
+      return static_cast<const float*>(grads.data[piece]) + offset;
+    case Dtype::f16:
+      widen_f16(halves, buffer, count);
+      return buffer;
+    case Dtype::bf16:
+      widen_bf16(halves, buffer, count);
+      return buffer;
+  }
+  return buffer;
+}
+
+template <class Work>
+void parallel_over(const Pieces& grads, Queue queue, Work work) {
+  const int64_t n = grads.size();
+  if (n == 0) return;
+  parallel(n, parts(n, queue.threads), [&](int, int64_t begin, int64_t end) { work(begin, end); });
+}
+
+}  // namespace
+}  // namespace gradcomp::cpu
