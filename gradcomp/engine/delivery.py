@@ -34,8 +34,10 @@ class Delivery:
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
 
     def loss_scale(self, bucket: Bucket) -> Tensor | None:
-        """Return the loss scale on a bucket's device; None if the loss is not scaled."""
-        return None if self._loss_scale is None else self._loss_scale.on(bucket.layout.device)
+        """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled."""
+        if self._loss_scale is None or not bucket.collector.unscales:
+            return None
+        return self._loss_scale.on(bucket.layout.device)
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times.

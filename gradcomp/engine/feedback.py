@@ -77,6 +77,11 @@ class Collector(Wrapper):
     def keeps_residual(self) -> bool:
         """True if entries that a step does not send wait for the next step."""
 
+    @property
+    def unscales(self) -> bool:
+        """True if collect() divides gradients by the loss scale."""
+        return True
+
     @abstractmethod
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
         """Make the acc of a step from a bucket's gradients and its residual."""
@@ -94,6 +99,10 @@ class NoFeedback(Collector):
     @property
     def keeps_residual(self) -> bool:
         return False
+
+    @property
+    def unscales(self) -> bool:
+        return False  # nothing waits here that a later scale could meet
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
         kernels.flatten(grads, state.residual)
