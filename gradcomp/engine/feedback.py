@@ -19,6 +19,7 @@ from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
+from gradcomp.saved import table, whole
 
 # The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None
@@ -169,8 +170,15 @@ class Feedback(Collector):
         return {"steps": state.steps, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
+        state.steps = whole(saved, "steps")
+        super().load(state, table(saved, "inner"))
+
+    def save_shared(self, state: BucketState) -> dict[str, Any]:
+        return {"steps": state.steps, "inner": super().save_shared(state)}
+
+    def load_shared(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = saved["steps"]
-        super().load(state, saved["inner"])
+        super().load_shared(state, saved["inner"])
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, memory: Memory, ranks: int, rates: Rates) -> Acc:
         if not self.feedback:

@@ -20,7 +20,7 @@ _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 class OptimizerWatch:
     """Knows the optimizer that trains a session's parameters, or waits until one steps.
 
-    given: the optimizer, or None. check: called with an optimizer that was not given, before its first step changes weights.
+    given: the optimizer, or None. check: called with an optimizer of the parameters, before each step that changes weights.
     An optimizer that steps with the same parameters replaces the given one: hvd.DistributedOptimizer makes another object.
     expects_step: gradients were exchanged since the last step. Steps of a model whose session was replaced are left alone.
     """
@@ -50,7 +50,8 @@ class OptimizerWatch:
             trained = self._trained_by(optimizer)
             if not trained or not trained >= self._trained:
                 return
-            self._check(optimizer)
+        self._check(optimizer)
+        if optimizer is not self.optimizer:
             self._keep(optimizer)
         self._check_all_exchanged(optimizer)
         self.expects_step = False

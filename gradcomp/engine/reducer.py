@@ -40,6 +40,7 @@ class Bucket:
     index: int
     layout: Layout
     collector: Collector
+    seed: int
     state: BucketState
     grads: dict[str, Tensor] = field(default_factory=dict)
     running: Steps | None = None
@@ -79,7 +80,7 @@ class Reducer:
         self.rates = None if need == "unused" else rates
         self.memory = Memory() if memory is None else memory
         self.buckets = [
-            Bucket(i, layout, collector, collector.init(layout, int(seed) + i))
+            Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
             for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
         self._deliver = deliver or self._write
@@ -181,10 +182,6 @@ class Reducer:
     def _write(self, bucket: Bucket, update: Update) -> None:
         """Write an update into the gradients."""
         kernels.spread(update.flat, [bucket.grads[name] for name in bucket.layout.names], self.scale, update.marks)
-
-    def common_state(self) -> str:
-        """Describe the parts of the compressors' states that all ranks must share."""
-        return "; ".join(filter(None, (bucket.collector.common_state(bucket.state) for bucket in self.buckets)))
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network."""

@@ -68,8 +68,11 @@ class Probe(Compressor):
     def load(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         state["loaded"] = saved["saved"]
 
-    def common_state(self, state: dict[str, Any]) -> str:
-        return f"common {state['seed']}"
+    def save_shared(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"shared": state["seed"]}
+
+    def load_shared(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        state["adopted"] = saved["shared"]
 
     def stats(self, state: dict[str, Any]) -> dict[str, Any]:
         return {"figure": state["entries"]}
@@ -131,7 +134,19 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
 def test_these_are_all_abilities_and_all_wrappers() -> None:
     """Who adds one adds it to the probe above, and to the wrappers' base."""
     abilities = {name for name, value in vars(Compressor).items() if not name.startswith("_") and callable(value)}
-    assert abilities == {"init", "exchange", "refuses", "choose", "ease", "revise", "save", "load", "common_state", "stats"}
+    assert abilities == {
+        "init",
+        "exchange",
+        "refuses",
+        "choose",
+        "ease",
+        "revise",
+        "save",
+        "load",
+        "save_shared",
+        "load_shared",
+        "stats",
+    }
     assert abilities - {"exchange"} <= set(vars(Wrapper))
     assert {*wrappers()} == {ByHost, Feedback, NoFeedback}
 

@@ -24,7 +24,7 @@ from gradcomp.networks import waits
 from gradcomp.networks.waits import Wait
 from gradcomp.requests import World
 
-MEETING = "the meeting of all ranks"
+MEETING = waits.MEETING
 
 
 class FakeNotes(dict[int, str]):
@@ -205,6 +205,6 @@ def test_ranks_that_wait_name_the_late_one(network: str, case: str) -> None:
 @pytest.mark.parametrize("network", PROGRAMS)
 def test_a_change_on_one_rank_alone_is_named_by_all(network: str) -> None:
     first, *others = (own["change() alone"][0] for own in found(network))
-    assert "in the meeting of all ranks (first step, attach() or change()) for ranks 1, 2; rank 1 waits in bucket 0" in first
+    assert f"in {waits.MEETING} for ranks 1, 2; rank 1 waits in bucket 0" in first
     for line in others:
         assert "in bucket 0, request 0 for rank 0; rank 0 waits in the meeting of all ranks" in line
