@@ -125,8 +125,10 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     wrapper.load(state, saved)
     run(wrapper, state)
     assert wrapper.inner_state(state)["loaded"] == 7
-    assert wrapper.common_state(state) == "common 7"
     assert wrapper.stats(state) == {"figure": 10}
+    wrapper.load_shared(state, wrapper.save_shared(state))
+    run(wrapper, state)
+    assert kind is ByHost or wrapper.inner_state(state)["adopted"] == 7  # ByHost makes the inner state anew
     assert str(wrapper).startswith(f"{__name__}.Probe:number=1") and wrapper.name == f"{__name__}.Probe"
     assert str(replace(wrapper, inner=Probe(3))).startswith(f"{__name__}.Probe:number=3")
 
@@ -191,7 +193,7 @@ def test_a_wrapper_keeps_a_loaded_state_before_its_first_exchange(kind: type[Wra
     run(wrapper, first)
     saved = wrapper.save(first)
     wrapper.load(second, saved)
-    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.common_state(second), str)
+    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.save_shared(second), dict)
     again = wrapper.init(LAYOUT, 9)
     wrapper.load(again, wrapper.save(second))
     run(wrapper, again)

@@ -79,7 +79,7 @@ class Job:
         return max(own["step"] for own in self.found())
 
     def said(self) -> str:
-        return self.output.read_text(errors="replace")[-20_000:]
+        return self.output.read_text(errors="replace")
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -149,9 +149,8 @@ def test_all_ranks_end_alike(case: int) -> None:
 
 def test_the_rank_that_died_is_named() -> None:
     _, said = trained()
-    assert said.count(
-        "of 4 left; the gradients that waited in the residual there are lost. The other ranks go on after"
-    ) == len(CASES)
+    sentence = "of 4 left; the gradients that waited in the residual there are lost. The other ranks go on after step"
+    assert said.count(sentence) >= len(CASES)
 
 
 def test_other_optimizers_keep_horovods_own_handler() -> None:
