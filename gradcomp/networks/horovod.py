@@ -79,7 +79,7 @@ class HorovodNetwork:
                 return self._send(request, name, options)
 
     def tell_failure(self, error: BaseException) -> None:
-        if not isinstance(error, HorovodInternalError):  # which all ranks get
+        if not isinstance(error, HorovodInternalError) or isinstance(error.__cause__, EndlessWait):  # all ranks get others
             with suppress(Exception):
                 self._notes().write(failure_note(error, self.meeting))
 

@@ -162,9 +162,9 @@ def test_the_others_end_with_the_reason(door: str) -> None:
 @both_doors
 def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all(door: str) -> None:
     zero, one = found("loaded", door)
-    assert "rank 0 waits in bucket 0, request 0, but rank 1 in the meeting of all ranks" in zero["said"], zero
-    assert "rank 1 waits in the meeting of all ranks" in one["said"] and "but rank 0 in bucket 0, request 0" in one["said"], one
-    for said in (zero["said"], one["said"]):
+    for said in (zero["said"], one["said"]):  # the later one may hear of it from the other
+        assert said.startswith("HorovodInternalError: gradcomp's exchange failed: rank "), said
+        assert "in the meeting of all ranks" in said and "in bucket 0, request 0" in said
         assert "change() and load_state_dict() are for all ranks at the same step" in said
     assert one["next"].startswith(REFUSED)
 
