@@ -95,6 +95,7 @@ class Compression(Handle):
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
         if ctx is not None:
+            self._session.refuse_after_failure()
             try:
                 scale = carrier.scale(tensor.item(), self._network.world.size)
             except ValueError as error:

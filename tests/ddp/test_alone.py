@@ -87,7 +87,7 @@ def together() -> dict[str, Any]:
 
 @ranks.once
 def found(case: str) -> list[dict[str, Any]]:
-    return ranks.launch(program, 2, case, seconds=60)
+    return ranks.launch(program, 2, case, seconds=200)
 
 
 def test_a_backward_pass_that_fails_is_followed_by_refusals() -> None:

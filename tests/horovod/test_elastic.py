@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 # Names of this machine, each of which Horovod takes for a host: it leaves a host for good once a process died there.
 HOSTS = ["localhost", "127.0.0.1", "127.1", "127.0.1"]
 DIES, JOINS = "127.1", "0x7f.1"
-SECONDS = 420
+SECONDS = 900
 
 
 class Job:
