@@ -95,9 +95,9 @@ class Compression(Handle):
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
         if ctx is not None:
-            self._session.refuse_after_failure()
+            again: Any = tensor  # None where Horovod is asked again after a step that failed, which finish_step() refuses
             try:
-                scale = carrier.scale(tensor.item(), self._network.world.size)
+                scale = 1.0 if again is None else carrier.scale(tensor.item(), self._network.world.size)
             except ValueError as error:
                 if self._session.steps_done == 0:
                     raise self._session.failed(error) from None

@@ -93,10 +93,6 @@ class Session:
         self._guard.fail(error)
         return error
 
-    def refuse_after_failure(self) -> None:
-        """Raise an error if an earlier step failed on this rank."""
-        self._guard.refuse_after_failure()
-
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
         """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
 
