@@ -42,9 +42,9 @@ class Job:
         horovodrun = str(Path(sys.executable).parent / "horovodrun")
         options = ["--min-np", "2", "--max-np", "4", "--host-discovery-script", str(script), "--network-interface", "lo"]
         program = [sys.executable, "-m", "elastic_worker", str(folder)]
-        command = [horovodrun, "-np", str(len(hosts)), *options, "--elastic-timeout", "200", *program]
+        command = [horovodrun, "-np", str(len(hosts)), *options, "--start-timeout", "300", "--elastic-timeout", "300", *program]
         with self.output.open("wb") as file:
-            environment = ranks._environment(str(folder))
+            environment = ranks._environment(str(folder)) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}
             self.process = subprocess.Popen(
                 command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
