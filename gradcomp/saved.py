@@ -30,6 +30,11 @@ def table(saved: Any, name: str) -> Mapping[str, Any]:
     return value
 
 
+def table_or_empty(saved: Any, name: str) -> Mapping[str, Any]:
+    """Return an entry that is a dict. It may be missing: torch.distributed.checkpoint drops empty dicts."""
+    return table(saved, name) if not isinstance(saved, Mapping) or name in saved else {}
+
+
 def sequence(saved: Any, name: str) -> list[Any]:
     """Return an entry that is a list or a tuple."""
     value = entry(saved, name)

@@ -63,7 +63,7 @@ def prepare(
         try:
             _check_shapes(shapes, share)
             for array in ARRAYS:
-                sources[array].append(_check_arrays(reducer, array, saved.table(share, array), trusted))
+                sources[array].append(_check_arrays(reducer, array, saved.table_or_empty(share, array), trusted))
             loaded = _load_own(reducer, share)
         except ValueError as error:
             raise ValueError(f"{f'rank {rank}: ' if len(shares) > 1 else ''}{error}") from error
@@ -182,7 +182,9 @@ def _trial(bucket: Bucket) -> BucketState:
 
 def _load_own(reducer: Reducer, share: Mapping[str, Any]) -> list[tuple[Bucket, BucketState]]:
     """Load the compressors' own states into new ones, by bucket."""
-    own = {tuple(saved.sequence(each, "layers")): saved.table(each, "own") for each in saved.sequence(share, "buckets")}
+    own = {
+        tuple(saved.sequence(each, "layers")): saved.table_or_empty(each, "own") for each in saved.sequence(share, "buckets")
+    }
     loaded = []
     for bucket in reducer.buckets:
         if (theirs := own.get(bucket.layout.names)) is None:

@@ -19,7 +19,7 @@ from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
-from gradcomp.saved import table, whole
+from gradcomp.saved import table_or_empty, whole
 
 # The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None
@@ -171,7 +171,7 @@ class Feedback(Collector):
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
-        super().load(state, table(saved, "inner"))
+        super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:
         return {"steps": state.steps, "inner": super().save_shared(state)}

@@ -14,7 +14,7 @@ from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.protocol import Compressor, Layout
 from gradcomp.requests import Field, Form, Payload, World
-from gradcomp.saved import checked_whole, entry, table, whole, wholes
+from gradcomp.saved import checked_whole, entry, table_or_empty, whole, wholes
 
 
 class Position(NamedTuple):
@@ -91,16 +91,17 @@ class PartState:
 
     def load(self, inner: Compressor, saved: Mapping[str, Any]) -> None:
         """Check a saved state, and restore it as soon as the rank's position is known."""
-        if "inner" not in saved:  # a state of format 3
+        if "exchanges" not in saved:  # a state of format 3
             saved = {"exchanges": 0, "place": None, "inner": saved}
         whole(saved, "exchanges")
         if entry(saved, "place") is not None:
             part, parts, _ = place = wholes(saved, "place")[:3]
             checked_whole(parts, "place", 1)
             checked_whole(part, "place", 0, parts - 1)
-            if table(saved, "inner"):
-                inner.load(inner.init(self._layout_of(part, parts), self.seed), saved["inner"])
-            saved = {**saved, "place": place}
+            own = table_or_empty(saved, "inner")
+            if own:
+                inner.load(inner.init(self._layout_of(part, parts), self.seed), own)
+            saved = {**saved, "place": place, "inner": own}
         self.saved = dict(saved)
         if self.inner is not None:
             self._restore(inner)
@@ -110,7 +111,7 @@ class PartState:
         if self.saved is None:
             return
         saved, self.saved = self.saved, None
-        if saved["inner"] and saved["place"] in (None, self.place):
+        if saved.get("inner") and saved["place"] in (None, self.place):
             inner.load(self.inner, saved["inner"])
             self.exchanges = saved["exchanges"]
 

@@ -137,7 +137,7 @@ DAMAGES = [
     (TOPK, put(*ONE, value=None), "of_rank holds a NoneType"),
     (TOPK, put(*ONE, "steps", value=-3), "steps=-3 in the state must be a whole number of at least 0"),
     (TOPK, put(*ONE, "steps", value=2), "the states are of different steps: that of rank 0 has 3, that of rank 1 has 2"),
-    (TOPK, drop(*ONE, "residual"), "the state has no 'residual'"),
+    (TOPK, drop(*ONE, "residual"), "the state does not fit the model: only one of them has "),
     (TOPK, drop(*ONE, "velocity", NAME), f"only one of them has {NAME}"),
     (TOPK, put(*ONE, "residual", NAME, value=None), f"the residual of '{NAME}' is a NoneType in the state, not a tensor"),
     (TOPK, lambda state: state["of_rank"]["1"]["residual"][NAME].fill_(NAN), f"the residual of '{NAME}' is not finite"),

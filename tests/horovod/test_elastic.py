@@ -44,7 +44,7 @@ class Job:
         program = [sys.executable, "-m", "elastic_worker", str(folder)]
         command = [horovodrun, "-np", str(len(hosts)), *options, "--start-timeout", "300", "--elastic-timeout", "300", *program]
         with self.output.open("wb") as file:
-            environment = ranks._environment(str(folder)) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "300"}
+            environment = ranks._environment(str(folder)) | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
             self.process = subprocess.Popen(
                 command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )

@@ -79,8 +79,8 @@ def test_a_long_wait_leaves_a_note_speaks_and_takes_the_note_back(
     since = time.strftime("%H:%M:", time.localtime(time.time() - 10))
     assert re.fullmatch(
         rf"gradcomp: rank 0 has waited 10 s, since {since}\d\d, in bucket 3, request 1 for ranks 1, 3, 4; "
-        rf"rank 3 waits in {MEETING}; ranks 1, 4 may be computing, may have ended, or may not have called gradcomp as this "
-        r"rank did",
+        rf"rank 3 waits in {re.escape(MEETING)}; ranks 1, 4 may be computing, may have ended, or may not have called gradcomp "
+        r"as this rank did",
         record.message,
     )
     assert wait.next_look == 20
