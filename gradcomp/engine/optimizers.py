@@ -20,17 +20,22 @@ _watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
 class OptimizerWatch:
     """Knows the optimizer that trains a session's parameters, or waits until one steps.
 
-    given: the optimizer, or None. check: called with an optimizer of the parameters, before each step that changes weights.
+    given: the optimizer, or None. check: called with an optimizer that was not given, before its first step changes weights.
+    before_step: called before each step of an optimizer of the parameters.
     An optimizer that steps with the same parameters replaces the given one: hvd.DistributedOptimizer makes another object.
     expects_step: gradients were exchanged since the last step. Steps of a model whose session was replaced are left alone.
     """
 
     def __init__(
-        self, parameters: Parameters, given: torch.optim.Optimizer | None, check: Callable[[torch.optim.Optimizer], None]
+        self,
+        parameters: Parameters,
+        given: torch.optim.Optimizer | None,
+        check: Callable[[torch.optim.Optimizer], None],
+        before_step: Callable[[], None] = lambda: None,
     ):
         self.optimizer: torch.optim.Optimizer | None = None
         self.expects_step = False
-        self._parameters, self._check = parameters, check
+        self._parameters, self._check, self._before_step = parameters, check, before_step
         self._trained: set[int] = set()
         self._not_exchanged: list[torch.nn.Parameter] = []
         self._count = 0
@@ -50,8 +55,9 @@ class OptimizerWatch:
             trained = self._trained_by(optimizer)
             if not trained or not trained >= self._trained:
                 return
-        self._check(optimizer)
+        self._before_step()
         if optimizer is not self.optimizer:
+            self._check(optimizer)
             self._keep(optimizer)
         self._check_all_exchanged(optimizer)
         self.expects_step = False

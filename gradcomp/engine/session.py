@@ -61,13 +61,15 @@ class Session:
         ends_in_backward: bool = False,
     ):
         self.parameters, self.network = parameters, network
-        self._options, self._unknown_message, self._ends_in_backward = options, unknown_message, ends_in_backward
+        self._options, self._unknown_message = options, unknown_message
         self._membership = Membership(network)
-        self._guard = StepGuard(network)
+        self._guard = StepGuard(network, ends_in_backward)
         self._held: dict[str, Slot] = {}
         self._kept_entries = KeptEntries(len(parameters.slots))
         self._compressor = compressor
-        self._watch = OptimizerWatch(parameters, options.optimizer, self._check_optimizer)
+        self._watch = OptimizerWatch(
+            parameters, options.optimizer, lambda found: check_momentum(self._compressor, found), self._guard.before_optimizer
+        )
         self._reducer = self._make_reducer(compressor)
 
     @property
@@ -241,10 +243,3 @@ class Session:
         self._kept_entries.discard()
         self._held.clear()
         self._guard.end()
-
-    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer's step if it would apply gradients that were not exchanged, and a momentum that acts twice."""
-        self._guard.refuse_after_failure()
-        if self._ends_in_backward and self._guard.under_way:
-            raise self.failed(RuntimeError("backward() ended before all gradients were exchanged"))
-        check_momentum(self._compressor, optimizer)

@@ -21,10 +21,13 @@ class Failure(NamedTuple):
 
 
 class StepGuard:
-    """The step under way, and the failure of an earlier one. Both end when the network is initialised again."""
+    """The step under way, and the failure of an earlier one. Both end when the network is initialised again.
 
-    def __init__(self, network: Connection):
-        self._network = network
+    ends_in_backward: a step ends in backward, and not in the optimizer's step().
+    """
+
+    def __init__(self, network: Connection, ends_in_backward: bool = False):
+        self._network, self._ends_in_backward = network, ends_in_backward
         self._step_in: object = None  # the generation in which the step under way began; None between steps
         self._failure: Failure | None = None
 
@@ -68,6 +71,14 @@ class StepGuard:
         if self.failed:
             raise RuntimeError(_REFUSAL.format(reason=self._failure.reason))
         self._failure = None
+
+    def before_optimizer(self) -> None:
+        """Raise an error if the optimizer's step would apply gradients that were not exchanged."""
+        self.refuse_after_failure()
+        if self._ends_in_backward and self.under_way:
+            error = RuntimeError("backward() ended before all gradients were exchanged")
+            self.fail(error)
+            raise error
 
     def refuse_in_step(self, call: str) -> None:
         """Raise an error in the middle of a step, and after one that failed."""

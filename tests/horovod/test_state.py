@@ -40,7 +40,7 @@ def stock_state(door: str) -> dict[str, Any]:
         "plain groups": [sorted(group) for group in plain.state_dict()["param_groups"]],
         "buffers": [entry["momentum_buffer"] for entry in own.state_dict()["state"].values()],
         "residual kept": all(torch.equal(kept[name], residual[name]) for name in residual),
-        "residual": torch.cat(list(residual.values())),
+        "residual": torch.cat([part.flatten() for part in residual.values()]),
         "weights": small_net.train(model, own, doors.batches(1), 3),
         "stats": own.compression.stats(),
     }
