@@ -9,8 +9,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot
-from gradcomp.engine.session import Options, Session
+from gradcomp.engine.session import Session
 from gradcomp.handle import Handle
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.protocol import Compressor
@@ -53,7 +54,8 @@ def attach(
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
-    session = Session(make(spec), Parameters(named), network, Options(optimizer, scaler, bucket_mb, seed), _UNKNOWN)
+    options = Options(optimizer, scaler, bucket_mb, seed)
+    session = Session(make(spec), Parameters(named), network, options, _UNKNOWN, ends_in_backward=True)
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
         model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)
@@ -119,7 +121,7 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
     """
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        raise ValueError(_SPARSE)
+        raise state.session.failed(ValueError(_SPARSE))
     if bucket.index() == 0:
         state.discard()
     for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,9 +40,10 @@ class Handle:
         """Copy all that this rank's next step depends on. States differ between ranks: save one for each rank."""
         return self._session.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of this rank.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a state, with the same spec and the same model. All ranks call it, between two steps.
 
-        state: the result of state_dict() on this rank, with the same spec and the same model.
+        state: the result of state_dict() on this rank, or the list of the results of all ranks. The list serves any number of
+        ranks: the sum of what waits stays the same, and new ranks begin with nothing that waits.
         """
         self._session.load_state_dict(state)

@@ -23,11 +23,13 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
+from gradcomp.engine.commits import Commits
+from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot, named_of
-from gradcomp.engine.session import Options, Session
+from gradcomp.engine.session import Session
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
-from gradcomp.networks.horovod import HorovodNetwork, carrier_free, exchange_failure, version
+from gradcomp.networks.horovod import HorovodNetwork, carrier_free, exchange_failure, keep_with_optimizers, version
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 
@@ -79,6 +81,8 @@ class Compression(Handle):
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, scaler, bucket_mb, seed)
         super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN))
+        self._commits = Commits(self._session)
+        keep_with_optimizers(_commits_of)
 
     def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
@@ -90,19 +94,22 @@ class Compression(Handle):
             raise TypeError(_CLASS)
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
-            raise ValueError(self._why_unknown(tensor))
+            raise self._session.failed(ValueError(self._why_unknown(tensor)))
         self._session.mark_ready(slot)
         return carrier.carrier(self._network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
         if ctx is not None:
+            again: Any = tensor  # None where Horovod is asked again after a step that failed, which finish_step() refuses
             try:
-                scale = carrier.scale(tensor.item(), self._network.world.size)
+                scale = 1.0 if again is None else carrier.scale(tensor.item(), self._network.world.size)
             except ValueError as error:
                 if self._session.steps_done == 0:
-                    raise
-                raise exchange_failure(error) from error  # earlier carriers were right: a rank that called hvd.join() adds 0
+                    raise self._session.failed(error) from None
+                raise self._session.failed(
+                    exchange_failure(error)
+                ) from error  # earlier carriers were right: a rank that called hvd.join() adds 0
             self._session.finish_step(scale)
             assert ctx.parameter.grad is not None
             return ctx.parameter.grad
@@ -114,6 +121,12 @@ class Compression(Handle):
         if self._session.parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
         return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
+
+
+def _commits_of(optimizer: Any) -> Commits | None:
+    """Return the commits of an optimizer's compression, for Horovod's elastic mode."""
+    compression = getattr(optimizer, "_compression", None)
+    return compression._commits if isinstance(compression, Compression) else None
 
 
 if TYPE_CHECKING:
@@ -189,7 +202,7 @@ def _carrier_free_reduction(
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
-            raise ValueError(_SPARSE)
+            raise session.failed(ValueError(_SPARSE))
         session.mark_ready(session.slot(p), hold=True)
 
         def result() -> Tensor:

@@ -160,16 +160,20 @@ class Compressor(ABC):
         return
 
     def save(self, state: Any) -> dict[str, Any]:
-        """Copy the part of the state that a checkpoint must hold."""
+        """Copy the part of the state that a checkpoint must hold: numbers, texts, None and tensors in dicts and lists."""
         return {}
 
     def load(self, state: Any, saved: Mapping[str, Any]) -> None:
-        """Restore a state from the result of save()."""
+        """Restore a new state from the result of save(). Refuse values that save() cannot have given."""
         return
 
-    def common_state(self, state: Any) -> str:
-        """Describe the part of the state that all ranks must share. They compare it before their first exchange."""
-        return ""
+    def save_shared(self, state: Any) -> dict[str, Any]:
+        """Copy the part of the state that all ranks must share, as save() does. They compare it before they exchange."""
+        return {}
+
+    def load_shared(self, state: Any, saved: Mapping[str, Any]) -> None:
+        """Adopt the shared part of another rank's state. A state that has done no step yet belongs to a rank that joins."""
+        return
 
     def stats(self, state: Any) -> dict[str, Any]:
         """Return figures of the last step."""

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine import checkpoint
+from gradcomp.engine import checkpoint, states
 from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, rates_of
 from gradcomp.engine.parameters import checked
 from gradcomp.engine.reducer import Reducer, check_type
+from gradcomp.engine.states import Place, States
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Compressor, Layer, Layout
@@ -123,21 +125,28 @@ class Simulation:
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that the next step depends on, of all ranks."""
-        return checkpoint.stamp(str(self._compressor), ranks=[checkpoint.save(reducer) for reducer in self._reducers])
+        shapes = checkpoint.shape_texts(self._shapes)
+        shares = {rank: checkpoint.save(reducer, shapes) for rank, reducer in enumerate(self._reducers)}
+        return states.pack(str(self._compressor), len(shares), shares)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state.
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a state, with the same spec and shapes.
 
-        state: the result of state_dict() with the same spec, shapes and number of ranks.
+        state: the result of state_dict(), or the list of the results of all ranks of a training. With another number of ranks
+        the sum of what waits stays the same, and new ranks begin with nothing that waits.
         """
-        checkpoint.check_stamp(state, str(self._compressor))
-        if len(state.get("ranks", [])) != len(self._reducers):
-            raise ValueError(
-                f"the state is of {len(state.get('ranks', []))} ranks, but the simulation has {len(self._reducers)}; use the "
-                "same number"
-            )
-        for reducer, of_rank in zip(self._reducers, state["ranks"], strict=True):
-            checkpoint.load(reducer, of_rank)
+        world = len(self._reducers)
+        loaded = States(state, str(self._compressor))
+        shapes, copies = checkpoint.shape_texts(self._shapes), []
+        for rank, reducer in enumerate(self._reducers):
+            taken = loaded.take(Place(rank, world))
+            copies.append(checkpoint.prepare(reducer, shapes, taken.shares, loaded.steps, taken.factor))
+        for copy in copies:
+            copy()
+        if world > loaded.ranks:
+            shared = shared_state(self._reducers[0])
+            for reducer in self._reducers:
+                adopt(reducer, shared)
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the last step on rank 0."""

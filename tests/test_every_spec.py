@@ -133,10 +133,10 @@ def changed(door: str) -> dict[str, Any]:
     """Change the spec in mid-training, first to a different one on rank 1, then alike."""
     run = Run(door, "topk:ratio=0.01")
     run.train(range(5))
-    before = run.handle.state_dict()["rank"]["residual"]
+    before = run.handle.residual()
     refused = small_net.refused(lambda: run.handle.change("sign" if run.rank == 1 else "dense"))
     run.handle.change("sdagc:lam=2")
-    after = run.handle.state_dict()["rank"]["residual"]
+    after = run.handle.residual()
     return {
         "refused": refused,
         "something waited": any(bool(left.any()) for left in before.values()),

@@ -22,7 +22,8 @@ from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.orq import Orq
 from gradcomp.compressors.topk import TopK
 from gradcomp.engine.by_host import ByHost
-from gradcomp.engine.feedback import Feedback, NoFeedback
+from gradcomp.engine.collector import NoFeedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.knobs import Knob, knob
 from gradcomp.spec import KNOB_CLASSES, kind_of
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FACE = """
 gradcomp.Simulation(spec: 'str | Compressor', shapes: 'Mapping[str, Sequence[int]]', world: 'int', seed: 'int' = 0, *, bucket_mb: 'float' = 25, device: 'str | torch.device' = 'cpu', ranks_per_host: 'int' = 1, optimizer: 'torch.optim.Optimizer | None' = None, named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None)
 gradcomp.Simulation.change(spec: 'str | Compressor') -> 'None'
-gradcomp.Simulation.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
+gradcomp.Simulation.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.Simulation.residual(rank: 'int') -> 'dict[str, Tensor]'
 gradcomp.Simulation.state_dict() -> 'dict[str, Any]'
 gradcomp.Simulation.stats() -> 'dict[str, Any]'
@@ -29,7 +29,7 @@ gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compr
 gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
-gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any]') -> 'None'
+gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
 gradcomp.handle.Handle.state_dict() -> 'dict[str, Any]'
 gradcomp.handle.Handle.stats() -> 'dict[str, Any]'
@@ -209,7 +209,7 @@ def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> N
         fresh.step([{"w": torch.zeros(200)} for _ in range(3)])
     ours, theirs = worn.step(grads)["w"], fresh.step(grads)["w"]
     assert torch.equal(ours, theirs) and ours.any()
-    assert not worn.residual(0)["w"].any() and worn.state_dict()["ranks"][0]["residual"] == {}
+    assert not worn.residual(0)["w"].any() and worn.state_dict()["of_rank"]["0"]["residual"] == {}
 
 
 def test_a_change_that_would_lose_the_residual_is_refused() -> None:

@@ -63,13 +63,11 @@ def test_wrong_input_gets_a_sentence() -> None:
 
 def test_a_state_of_something_else_is_refused() -> None:
     state = gradcomp.Simulation("topk", {"w": (5,)}, 2).state_dict()
-    with pytest.raises(ValueError, match="of 2 ranks, but the simulation has 3"):
-        gradcomp.Simulation("topk", {"w": (5,)}, 3).load_state_dict(state)
     with pytest.raises(ValueError, match=r"saved with 'topk' and cannot continue with 'topk:ratio=0\.5'"):
         gradcomp.Simulation("topk:ratio=0.5", {"w": (5,)}, 2).load_state_dict(state)
     with pytest.raises(ValueError, match="does not fit the model: only one of them has v, w; load it"):
         gradcomp.Simulation("topk", {"v": (5,)}, 2).load_state_dict(state)
-    with pytest.raises(ValueError, match="'w' has 6 entries, in the state 5"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(6,\), in the state \(5,\)"):
         gradcomp.Simulation("topk", {"w": (6,)}, 2).load_state_dict(state)
 
 

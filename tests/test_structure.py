@@ -24,6 +24,7 @@ ROOMS = [
     "_version",
     "native",
     "knobs",
+    "saved",
     "requests",
     "protocol",
     "messages",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradcomp.engine.feedback import BucketState, Collector
+from gradcomp.engine.collector import BucketState, Collector
 from gradcomp.networks import Answer
 from gradcomp.protocol import Layout, Steps
 
@@ -22,6 +22,7 @@ class Bucket:
     index: int
     layout: Layout
     collector: Collector
+    seed: int
     state: BucketState
     grads: dict[str, Tensor] = field(default_factory=dict)
     running: Steps | None = None

@@ -8,53 +8,20 @@ that no process sets are needed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp.engine.host_part import PartState, Position, position_of
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
-from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import Field, Form, Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
-
-
-class Position(NamedTuple):
-    """A rank's position among the hosts.
-
-    neighbours: the ranks of its host, in the order of their parts. part: the part that it owns.
-    peers: the owners of the same part, one on each host. peer_world: the world of the peers.
-    """
-
-    neighbours: tuple[int, ...]
-    part: int
-    peers: tuple[int, ...]
-    peer_world: World
-
-
-@functools.cache
-def position_of(world: World) -> Position:
-    """Find a rank's position. Refuse hosts with different numbers of ranks."""
-    hosts = world.hosts if world.hosts is not None else tuple(range(world.size))
-    ranks_of: dict[int, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks_of.setdefault(host, []).append(rank)
-    counts = [len(ranks) for ranks in ranks_of.values()]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"by_host=true needs as many ranks on every host, but the hosts have {', '.join(map(str, counts))}; start the same "
-            "number on each"
-        )
-    neighbours = ranks_of[hosts[world.rank]]
-    part = neighbours.index(world.rank)
-    peers = tuple(ranks[part] for ranks in ranks_of.values())
-    return Position(tuple(neighbours), part, peers, World(peers.index(world.rank), len(peers)))
+from gradcomp.protocol import Acc, Layout, Steps, Traits
+from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
 
 
 @dataclass(frozen=True)
@@ -84,15 +51,21 @@ class ByHost(Wrapper):
         return PartState(layout, seed)
 
     def save(self, state: PartState) -> dict[str, Any]:
-        return super().save(state) if state.saved is None and state.inner is not None else dict(state.saved or {})
+        if state.saved is not None:
+            return dict(state.saved)
+        inner = {} if state.inner is None else super().save(state)
+        return {"exchanges": state.exchanges, "place": state.place, "inner": inner}
 
     def load(self, state: PartState, saved: Mapping[str, Any]) -> None:
-        state.saved = saved or None
-        if state.inner is not None:
-            state.restore(self.inner)
+        state.load(self.inner, saved)
 
-    def common_state(self, state: PartState) -> str:
-        return "" if state.inner is None else super().common_state(state)
+    def save_shared(self, state: PartState) -> dict[str, Any]:
+        """Copy the number of exchanges. The rest differs between the ranks of a host."""
+        return {"exchanges": state.exchanges}
+
+    def load_shared(self, state: PartState, saved: Mapping[str, Any]) -> None:
+        """Make the inner compressor's state anew: no rank has the states of all parts."""
+        state.forget()
 
     def stats(self, state: PartState) -> dict[str, Any]:
         return {} if state.inner is None else super().stats(state)
@@ -100,6 +73,7 @@ class ByHost(Wrapper):
     def exchange(self, acc: Acc, state: PartState, world: World) -> Steps:
         position = position_of(world)
         state.move_to(self.inner, position)
+        state.exchanges += 1
         host_acc = yield from _sum_in_host(acc, state, position)
         part_update = yield from _exchange_among_peers(
             self.inner.exchange(host_acc, state.inner, position.peer_world), position
@@ -110,83 +84,6 @@ class ByHost(Wrapper):
         if acc.velocity is not None:
             acc.velocity.masked_fill_((update != 0) & update.isfinite(), 0.0)
         return Update(update)
-
-
-class PartState:
-    """The state of this rank's part of a bucket. move_to() makes it anew whenever the rank's position changes.
-
-    All parts are equally long, so that all ranks yield the same requests. Zeros fill up a last part that is shorter.
-    """
-
-    def __init__(self, layout: Layout, seed: int):
-        self.layout, self.seed = layout, seed
-        self.position: Position | None = None
-        self.saved: Mapping[str, Any] | None = None
-        self.inner: Any = None
-        self.part_layout = layout
-        self.moments: Tensor | None = None
-        self.peaks: Tensor | None = None
-
-    def move_to(self, inner: Compressor, position: Position) -> None:
-        """Make the inner compressor's state if the position changed, and restore a saved state."""
-        if position != self.position:
-            self.position = position
-            self.part_layout = self._layout_of(position.part)
-            self.inner = inner.init(self.part_layout, self.seed)
-            if inner.traits.moments is not None:
-                layers = len(self.part_layout.names)
-                self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
-            self.peaks = kernels.peaks(self.length, self.layout.device) if inner.traits.sparse else None
-        self.restore(inner)
-
-    def restore(self, inner: Compressor) -> None:
-        """Load the saved state into the inner compressor's state."""
-        if self.saved is not None:
-            inner.load(self.inner, self.saved)
-            self.saved = None
-
-    @property
-    def length(self) -> int:
-        """Return the number of entries of a part."""
-        assert self.position is not None
-        return -(-self.layout.total // len(self.position.neighbours))
-
-    @property
-    def form(self) -> Form:
-        """Return the form of a part's payload: its entries, and a flag that is not 0 where a gradient was not finite."""
-        return Field("flag", torch.int32, 1), Field("values", torch.float32, self.length)
-
-    def slice(self, flat: Tensor, part: int) -> Tensor:
-        """Slice a part out of the bucket's flat array. The last one may be shorter than a part, or empty."""
-        return flat[part * self.length : (part + 1) * self.length]
-
-    def padded(self, flat: Tensor, part: int) -> Tensor:
-        """Return a part in its full length: a view of the bucket's array, or a copy that ends with zeros."""
-        view = self.slice(flat, part)
-        return view if len(view) == self.length else torch.nn.functional.pad(view, (0, self.length - len(view)))
-
-    def payload(self, values: Tensor, flag: Tensor | None) -> Payload:
-        """Copy a part into a payload."""
-        payload = payloads.empty(self.form, values.device)
-        payload["flag"].zero_()
-        if flag is not None:
-            payload["flag"].copy_(flag)
-        payload["values"].copy_(values)
-        return payload
-
-    def _layout_of(self, part: int) -> Layout:
-        """Cut the layers to a part. The zeros that fill it up become one more layer."""
-        begin = part * self.length
-        names, sizes = [], []
-        for name, (first, end) in zip(self.layout.names, self.layout.spans, strict=True):
-            inside = min(end, begin + self.length) - max(first, begin)
-            if inside > 0:
-                names.append(name)
-                sizes.append(inside)
-        if sum(sizes) < self.length:
-            names.append("")
-            sizes.append(self.length - sum(sizes))
-        return Layout(tuple(names), tuple(sizes), self.layout.device)
 
 
 def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc]:

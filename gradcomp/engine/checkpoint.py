@@ -1,20 +1,24 @@
-"""Checkpoints: residuals and velocities by layer, and each compressor's own state by bucket."""
+"""A rank's share of a checkpoint: residuals and velocities by layer, and each compressor's own state by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradcomp import saved
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.by_layer import ByLayer
-from gradcomp.engine.feedback import Collector, Feedback
+from gradcomp.engine.collector import BucketState, Collector
+from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
-# The format of a state. Increase it when a state's content or a knob's default changes.
-FORMAT = 3
+# The arrays of a share.
+ARRAYS = ("residual", "velocity")
 
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
@@ -23,31 +27,82 @@ def residual(reducer: Reducer) -> dict[str, Tensor]:
     return zeros | _copies(reducer, "residual")
 
 
-def save(reducer: Reducer) -> dict[str, Any]:
-    """Copy all that the next step depends on."""
+def save(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False) -> dict[str, Any]:
+    """Copy all that the next step depends on.
+
+    shapes: the shape and the order of memory of every layer. sums: the updates are sums over the ranks, not means.
+    """
     return {
         "steps": reducer.steps_done,
+        "sums": sums,
+        "shapes": dict(shapes),
         "residual": _copies(reducer, "residual"),
         "velocity": _copies(reducer, "velocity"),
-        "buckets": [{"layers": bucket.layout.names, "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets],
+        "buckets": [
+            {"layers": list(bucket.layout.names), "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets
+        ],
     }
 
 
-def load(reducer: Reducer, state: Mapping[str, Any]) -> None:
-    """Restore a state that save() made for the same layers and the same spec.
+def prepare(
+    reducer: Reducer,
+    shapes: Mapping[str, str],
+    shares: Mapping[int, Mapping[str, Any]],
+    steps: int,
+    factor: float = 1.0,
+    *,
+    trusted: bool = False,
+) -> Callable[[], None]:
+    """Check shares of the same layers and spec, by rank. Return a function that copies them, after which nothing can fail.
 
-    Residuals and velocities are restored by layer. A compressor's state is restored only if a bucket has the same layers. Other
-    buckets keep the state that they have.
+    The residual and the velocity become the sum of the shares' times the factor. A compressor's own state comes from the first
+    share, and only if a bucket has the same layers; other buckets keep the state that they have. Without shares all is zero.
+    trusted: the shares come from this process, and need not be finite.
     """
-    pairs = [*_pairs(reducer, "residual", state["residual"]), *_pairs(reducer, "velocity", state["velocity"])]
-    for view, saved_view in pairs:  # nothing is written before all of the state is known to fit
-        view.copy_(saved_view)
-    reducer.steps_done = state["steps"]
-    saved = {tuple(bucket["layers"]): bucket["own"] for bucket in state["buckets"]}
-    for bucket in reducer.buckets:
-        bucket.state.steps = reducer.steps_done
-        if saved_bucket := saved.get(bucket.layout.names):
-            bucket.collector.load(bucket.state, saved_bucket)
+    sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}
+    trials = [(bucket, _trial(bucket)) for bucket in reducer.buckets] if not shares else []
+    for i, (rank, share) in enumerate(shares.items()):
+        try:
+            _check_shapes(shapes, share)
+            for array in ARRAYS:
+                sources[array].append(_check_arrays(reducer, array, saved.table_or_empty(share, array), trusted))
+            loaded = _load_own(reducer, share)
+        except ValueError as error:
+            raise ValueError(f"{f'rank {rank}: ' if len(shares) > 1 else ''}{error}") from error
+        if i == 0:
+            trials = loaded
+
+    def copy() -> None:
+        for array in ARRAYS:
+            for name, view in _views(reducer, array).items():
+                view.zero_()
+                for source in sources[array]:
+                    view.add_(source[name].to(view.device, view.dtype))
+                if factor != 1:
+                    view.mul_(factor)
+        reducer.steps_done = steps
+        for bucket, trial in trials:
+            bucket.state.inner = trial.inner
+        for bucket in reducer.buckets:
+            bucket.state.steps = steps
+
+    return copy
+
+
+def in_main_memory(value: Any) -> Any:
+    """Move all tensors of a share to main memory."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: in_main_memory(each) for key, each in value.items()}
+    return [in_main_memory(each) for each in value] if isinstance(value, list) else value
+
+
+def scale(reducer: Reducer, factor: float) -> None:
+    """Multiply what waits."""
+    for array in ARRAYS:
+        for view in _views(reducer, array).values():
+            view.mul_(factor)
 
 
 def successor(compressor: Compressor, old: Reducer) -> Compressor:
@@ -68,29 +123,12 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
 
 def carry(old: Reducer, new: Reducer) -> None:
     """Copy residuals, and velocities if both keep them, from one reducer to another with the same layers."""
-    for array in ("residual", "velocity"):
+    for array in ARRAYS:
         copies = _copies(old, array)
         for name, view in _views(new, array).items():
             if name in copies:
                 view.copy_(copies[name])
     new.steps_done = old.steps_done
-
-
-def stamp(spec: str, **state: Any) -> dict[str, Any]:
-    """Add the format and the spec to a state, for check_stamp()."""
-    return {"format": FORMAT, "spec": spec, **state}
-
-
-def check_stamp(state: Mapping[str, Any], spec: str) -> None:
-    """Refuse a state of another spec, or of a version of gradcomp with another format."""
-    if state.get("format") != FORMAT:
-        raise ValueError(
-            f"the state has format {state.get('format', 1)}, but this gradcomp reads format {FORMAT}: another version saved "
-            "it; continue with that version, or without the state"
-        )
-    if state["spec"] != spec:
-        saved = state["spec"]
-        raise ValueError(f"the state was saved with {saved!r} and cannot continue with {spec!r}; use the same spec: {saved!r}")
 
 
 def _views(reducer: Reducer, array: str) -> dict[str, Tensor]:
@@ -107,18 +145,74 @@ def _copies(reducer: Reducer, array: str) -> dict[str, Tensor]:
     return {name: view.clone() for name, view in _views(reducer, array).items()}
 
 
-def _pairs(reducer: Reducer, array: str, saved: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pair each layer's array with the saved one. Refuse a state that does not fit the layers."""
-    views = _views(reducer, array)
-    if different := sorted(views.keys() ^ saved.keys()):
+def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any]) -> None:
+    """Refuse a share of a model with other layers."""
+    theirs = saved.table(share, "shapes")
+    _check_names(shapes, theirs)
+    for name, shape in shapes.items():
+        if theirs[name] != shape:
+            raise ValueError(
+                f"the state does not fit the model: {name!r} has shape {shape}, in the state {theirs[name]}; load it into the "
+                "model that saved it"
+            )
+
+
+def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    if different := sorted(map(str, ours.keys() ^ theirs.keys())):
         raise ValueError(
             f"the state does not fit the model: only one of them has {', '.join(different[:3])}; load it into the model that "
             "saved it"
         )
+
+
+def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trusted: bool) -> Mapping[str, Tensor]:
+    """Refuse arrays that do not fit the layers, or that are not finite."""
+    views = _views(reducer, array)
+    _check_names(views, theirs)
     for name, view in views.items():
-        if view.numel() != saved[name].numel():
+        saved.tensor(theirs, name, view.shape, finite=not trusted, what=f"the {array} of {name!r}")
+    return theirs
+
+
+def _trial(bucket: Bucket) -> BucketState:
+    """Copy a bucket's state with a new state of the inner compressor."""
+    collector, state = bucket.collector, bucket.state
+    return replace(state, inner=collector.inner.init(bucket.layout, bucket.seed))
+
+
+def _load_own(reducer: Reducer, share: Mapping[str, Any]) -> list[tuple[Bucket, BucketState]]:
+    """Load the compressors' own states into new ones, by bucket."""
+    own = {
+        tuple(saved.sequence(each, "layers")): saved.table_or_empty(each, "own") for each in saved.sequence(share, "buckets")
+    }
+    loaded = []
+    for bucket in reducer.buckets:
+        if (theirs := own.get(bucket.layout.names)) is None:
+            continue
+        trial = _trial(bucket)
+        try:
+            bucket.collector.load(trial, theirs)
+        except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise ValueError(
-                f"the state does not fit the model: {name!r} has {view.numel()} entries, in the state {saved[name].numel()}; "
-                "load it into the model that saved it"
+                f"the state of {bucket.collector} is damaged ({type(error).__name__}: {error}); load another one"
+            ) from error
+        loaded.append((bucket, trial))
+    return loaded
+
+
+def saved_steps(shares: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the number of steps of the shares of all ranks. Refuse shares of different steps."""
+    steps = {rank: saved.whole(share, "steps") for rank, share in shares.items()}
+    first, *others = steps.items()
+    for rank, count in others:
+        if count != first[1]:
+            raise ValueError(
+                f"the states are of different steps: that of rank {first[0]} has {first[1]}, that of rank {rank} has {count}; "
+                "load states that all ranks saved after the same step"
             )
-    return [(view, saved[name]) for name, view in views.items()]
+    return first[1]
+
+
+def shape_texts(shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Describe shapes of layers whose entries are in row-major order."""
+    return {name: str(tuple(shape)) for name, shape in shapes.items()}

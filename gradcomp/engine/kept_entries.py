@@ -31,18 +31,11 @@ class KeptEntries:
     def __init__(self, parameters: int):
         self._parameters = parameters
         self._seen = self._steps = 0
-        self._generation: object = None
         self._kept: list[tuple[Slot, Tensor, Tensor, Tensor]] = []
         self._late: list[tuple[Slot, Counts]] = []
 
-    def keep(self, slot: Slot, generation: object = None) -> None:
-        """Keep entries of a gradient that is complete, if it is its turn.
-
-        generation: the network's. What was kept in an earlier one is of a step that was cut short.
-        """
-        if generation is not self._generation:
-            self.discard()
-            self._generation = generation
+    def keep(self, slot: Slot) -> None:
+        """Keep entries of a gradient that is complete, if it is its turn."""
         self._seen += 1
         turn = (self._seen - 1 - self._steps) % self._parameters
         grad = slot.parameter.grad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,9 +36,9 @@ class OptimizerCheck:
     """Checks the optimizers of a session's parameters, and reads learning rates from the one that the user gave.
 
     given: the source of learning rates, or None. check: called once with each optimizer, before its first step after an
-    exchange. look: called before every such step.
+    exchange. before_step: each is called before every such step.
     An optimizer that trains as much as the given one replaces it: hvd.DistributedOptimizer makes another object.
-    exchanged: gradients have been exchanged. replaced: a newer session has some of the parameters.
+    exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters since.
     """
 
     def __init__(
@@ -46,21 +46,28 @@ class OptimizerCheck:
         parameters: Parameters,
         given: torch.optim.Optimizer | None,
         check: Callable[[torch.optim.Optimizer], None],
-        look: Callable[[], None] = lambda: None,
+        before_step: Sequence[Callable[[], None]] = (),
     ):
         self.optimizer = given
         self.exchanged = self.replaced = False
-        self._parameters, self._check, self._look = parameters, check, look
+        self._parameters, self._check, self._before_step = parameters, check, before_step
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         if given is not None:
             check_optimizer(given)
             if not self._trained_by(given):
                 raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
             self._read_rates(given)
-        for other in list(_checks):
-            other.replaced |= any(other.owns(slot.parameter) for slot in parameters.slots)
         _register_once()
         _checks.add(self)
+
+    def note_exchange(self) -> None:
+        """Note that gradients are exchanged. Another session's checks of the same parameters end with the first ones."""
+        if self.exchanged:
+            return
+        self.exchanged = True
+        for other in list(_checks):
+            if other is not self and other.exchanged:
+                other.replaced |= any(other.owns(slot.parameter) for slot in self._parameters.slots)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step."""
@@ -76,8 +83,9 @@ class OptimizerCheck:
         known = self._known[optimizer]
         self._update(known, optimizer)
         if known.trains:
+            for each in self._before_step:
+                each()
             self._refuse_unexchanged(known)
-            self._look()
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""

@@ -30,6 +30,12 @@ class Slot:
         order = [dim for dim in self.order if self.parameter.shape[dim] > 1]
         return f"{self.name} {tuple(self.parameter.shape)} {order} {self.parameter.device.type}"
 
+    @property
+    def shape_text(self) -> str:
+        """Describe the shape, and the order of memory if it is not row-major."""
+        order = [dim for dim in self.order if self.parameter.shape[dim] > 1]
+        return f"{tuple(self.parameter.shape)}" + (f" in order {order}" if order != sorted(order) else "")
+
     def open(self) -> Tensor:
         """Return the gradient as a contiguous array. It is copied if its memory has another order than the parameter's."""
         grad = self.parameter.grad
@@ -96,6 +102,11 @@ class Parameters:
     def any_sparse(self) -> bool:
         """True if any gradient is sparse."""
         return any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self.slots)
+
+    @property
+    def shapes(self) -> dict[str, str]:
+        """Describe the shape of every parameter."""
+        return {slot.name: slot.shape_text for slot in self.slots}
 
     def terms(self) -> dict[str, str]:
         """Describe the properties of the model that must be equal on all ranks."""

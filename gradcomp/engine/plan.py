@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradcomp.engine.feedback import Collector, NoFeedback, with_feedback
+from gradcomp.engine.collector import Collector, NoFeedback
+from gradcomp.engine.feedback import with_feedback
 from gradcomp.protocol import Compressor, Layer, Layout
 
 

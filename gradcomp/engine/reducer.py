@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.collector import StepFacts
 from gradcomp.engine.delivery import Delivery
-from gradcomp.engine.feedback import StepFacts
 from gradcomp.engine.loss_scale import LossScale
 from gradcomp.engine.plan import plan
 from gradcomp.native.memory import Memory, Update
@@ -67,7 +67,7 @@ class Reducer:
         self.rates = None if need == "unused" else rates
         self.memory = Memory() if memory is None else memory
         self.buckets = [
-            Bucket(i, layout, collector, collector.init(layout, int(seed) + i))
+            Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
             for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
@@ -76,7 +76,7 @@ class Reducer:
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale = 1.0
         self.steps_done = 0
-        self._step = 1  # counts on also where a state is loaded
+        self._step = 1  # the number in verdicts, which no other step has
         self.bytes_sent = 0
         self.bytes_between_hosts = 0
         self._sent = self._sent_between_hosts = 0
@@ -147,6 +147,7 @@ class Reducer:
                 bucket.running.close()
             bucket.running = bucket.answer = None
             bucket.grads.clear()
+        self._step += 1  # its verdicts are not the next step's
 
     def _start(self, bucket: Bucket) -> None:
         layout, collector, world = bucket.layout, bucket.collector, self.network.world
@@ -181,10 +182,6 @@ class Reducer:
     def _write(self, bucket: Bucket, update: Update) -> None:
         """Write an update into the gradients."""
         self.delivery.write(bucket, update, self.scale, self._step)
-
-    def common_state(self) -> str:
-        """Describe the parts of the compressors' states that all ranks must share."""
-        return "; ".join(filter(None, (bucket.collector.common_state(bucket.state) for bucket in self.buckets)))
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network."""

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradcomp import _version
-from gradcomp.engine import agreement, checkpoint
+from gradcomp.engine import checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
+from gradcomp.engine.membership import Membership, Owner
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
+from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
-from gradcomp.messages.payload import wrap
+from gradcomp.engine.states import States
+from gradcomp.engine.step_guard import StepGuard
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
-from gradcomp.requests import Gather
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options that a door passes on from its user.
+class Snapshot(NamedTuple):
+    """A rank's share of a state in main memory, and the owner of its residual."""
 
-    optimizer: the source of learning rates; its momentum is checked against the spec's. scaler: the GradScaler of the loss.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws.
-    """
-
-    optimizer: torch.optim.Optimizer | None
-    scaler: Any
-    bucket_mb: float
-    seed: int
+    share: dict[str, Any]
+    owner: Owner
 
 
 class Session:
     """One model's exchanges on one rank.
 
     unknown_message: the door's error message for a gradient that belongs to no known parameter, with {shape} for its shape.
+    ends_in_backward: a step ends in backward, and not in the optimizer's step().
     """
 
     def __init__(
-        self, compressor: Compressor, parameters: Parameters, network: Connection, options: Options, unknown_message: str
+        self,
+        compressor: Compressor,
+        parameters: Parameters,
+        network: Connection,
+        options: Options,
+        unknown_message: str,
+        *,
+        ends_in_backward: bool = False,
     ):
         self.parameters, self.network = parameters, network
         self._options, self._unknown_message = options, unknown_message
-        self._met_in: object = None  # the network's generation in which the ranks met last
-        self._step_began = False
+        self._membership = Membership(network)
+        self._guard = StepGuard(network, ends_in_backward)
         self._held: dict[str, Slot] = {}
         self._kept_entries = KeptEntries(len(parameters.slots))
         self._compressor = compressor
@@ -62,7 +62,7 @@ class Session:
             parameters,
             options.optimizer,
             lambda found: check_momentum(own._compressor, found),
-            self._unknown_scaler.look,
+            [self._guard.before_optimizer, self._unknown_scaler.look],
         )
         self._reducer = self._make_reducer(compressor)
 
@@ -73,14 +73,21 @@ class Session:
     @property
     def has_met(self) -> bool:
         """True if the ranks have met since the network was last initialised."""
-        return self._met_in is self.network.generation
+        return self._membership.has_met
 
     def slot(self, parameter: Tensor) -> Slot:
         """Find the slot of a parameter. Refuse an unknown parameter."""
         slot = self.parameters.slot(parameter)
         if slot is None:
-            raise ValueError(self._unknown_message.format(shape=tuple(parameter.shape)))
+            raise self.failed(ValueError(self._unknown_message.format(shape=tuple(parameter.shape))))
         return slot
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Note that this rank's step failed, and return the error. Further steps are refused until the ranks meet again."""
+        self._membership.part()
+        self._discard_step()
+        self._guard.fail(error)
+        return error
 
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
         """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
@@ -88,9 +95,13 @@ class Session:
         grad: the gradient in the order of the parameter's memory; parameter.grad by default.
         hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
         """
-        self._step_began = self._optimizer_check.exchanged = True
+        self._guard.refuse_after_failure()
+        if self._guard.outlived:
+            self._discard_step()
+        self._guard.begin()
+        self._optimizer_check.note_exchange()
         if grad is None:
-            self._kept_entries.keep(slot, self.network.generation)
+            self._kept_entries.keep(slot)
         if hold and not self.has_met:
             self._held[slot.name] = slot
         else:
@@ -98,22 +109,26 @@ class Session:
 
     def finish_step(self, scale: float = 1.0) -> None:
         """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
-        if not self._step_began:
+        self._guard.refuse_after_failure()
+        if not self._guard.under_way:
             return
-        with self._meet_after_failure():
+        with self._note_failure():
             self._kept_entries.check()
+        if self._held:
+            self.meet()
         held, self._held = self._held, {}
         for slot in held.values():
             self._hand_over(slot)
-        self._step_began = False
-        with self._meet_after_failure():
+        with self._note_failure():
             self._reducer.finish_step(scale)
+        self._guard.end()
+        self._membership.note_step(scale)
         for slot in self.parameters.slots:
             slot.close()
 
     def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
-        with self._meet_after_failure():
-            self.meet()
+        self.meet()
+        with self._note_failure():
             self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
 
     @property
@@ -131,48 +146,73 @@ class Session:
 
     def change(self, compressor: Compressor) -> None:
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
-        if self._step_began and self.has_met:
-            raise RuntimeError(
-                "change() came in the middle of a step: call it after optimizer.step(), before the next backward"
-            )
-        meet_again, compressor = self.has_met, checkpoint.successor(compressor, self._reducer)
+        self._guard.refuse_in_step("change()")
+        compressor = checkpoint.successor(compressor, self._reducer)
+        before = self._reducer, self._compressor
         changed = self._make_reducer(compressor)
         checkpoint.carry(self._reducer, changed)
-        self._reducer, self._compressor, self._met_in = changed, compressor, None
-        if meet_again:
-            self.meet()
+        self._reducer, self._compressor = changed, compressor
+        if self.has_met:
+            try:
+                self._membership.meet(self._reducer, self._terms())
+            except BaseException:
+                self._reducer, self._compressor = before
+                raise
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
-        return checkpoint.stamp(self.spec, rank=checkpoint.save(self._reducer))
+        self._guard.refuse_in_step("state_dict()")
+        return self._membership.pack(self.spec, self._save())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that state_dict() returned on this rank."""
-        checkpoint.check_stamp(state, self.spec)
-        checkpoint.load(self._reducer, state["rank"])
-        self._met_in = None
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before."""
+        place = self._membership.place
+        loaded = States(state, self.spec)
+        taken = loaded.take(place)
+        copy = checkpoint.prepare(self._reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+        meet_again = self.has_met or self._guard.failed
+        self._discard_step()
+        copy()
+        self._membership.note_loaded(taken, loaded)
+        self._guard.forgive()
+        if meet_again:
+            with self._note_failure():
+                self.meet()
 
-    def meet(self) -> None:
-        """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised."""
-        if self.has_met:
-            return
-        self._reducer.abort()
-        self._held.clear()
-        generation = self.network.generation
-        self.network.prepare()
-        terms = {
+    def snapshot(self) -> Snapshot:
+        """Copy to main memory what restore() needs."""
+        self._guard.refuse_in_step("commit()")
+        return Snapshot(checkpoint.in_main_memory(self._save()), self._membership.owner)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
+        share = snapshot.share
+        copy = checkpoint.prepare(self._reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
+        self._discard_step()
+        copy()
+        self._membership.restore(snapshot.owner, share["sums"])
+        self._guard.forgive()
+
+    def _save(self) -> dict[str, Any]:
+        return checkpoint.save(self._reducer, self.parameters.shapes, sums=self._membership.sums)
+
+    def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:
+        """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.
+
+        leader, go_back: see Membership.meet().
+        """
+        if not self.has_met:
+            self._membership.meet(self._reducer, self._terms(), leader, go_back)
+
+    def _terms(self) -> dict[str, str]:
+        """Describe all that must be equal on all ranks."""
+        return {
             "gradcomp's version": _version.VERSION,
             "spec": self.spec,
             "seed": str(self._options.seed),
             "bucket_mb": str(self._options.bucket_mb),
             **self.parameters.terms(),
-            "compressor's state": self._reducer.common_state(),
         }
-        agreement.check(terms, self._gather(agreement.record(terms), "agreement"))
-        host = hashlib.blake2b(self.network.host.encode(), digest_size=8).digest()
-        hosts = self._gather(torch.frombuffer(bytearray(host), dtype=torch.int64), "hosts")
-        self.network.hosts = tuple(map(int, hosts))
-        self._met_in = generation
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         rates = None
@@ -186,17 +226,18 @@ class Session:
         self._unknown_scaler.matters = reducer.keeps_residual
         return reducer
 
-    def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        replies = self.network.start(Gather(wrap(tensor.to(self.network.device))), name)()
-        assert isinstance(replies, list)
-        return [reply["bytes"].cpu() for reply in replies]
-
     @contextmanager
-    def _meet_after_failure(self) -> Iterator[None]:
-        """Make the ranks meet again after any failure. The meeting discards the failed step."""
+    def _note_failure(self) -> Iterator[None]:
+        """Note any failure, so that further steps are refused."""
         try:
             yield
-        except BaseException:
-            self._met_in = None
-            self._kept_entries.discard()
+        except BaseException as error:
+            self.failed(error)
             raise
+
+    def _discard_step(self) -> None:
+        """Discard the step under way. The entries that it has taken from the residual are lost."""
+        self._reducer.abort()
+        self._kept_entries.discard()
+        self._held.clear()
+        self._guard.end()

@@ -72,8 +72,11 @@ class Wrapper(Compressor):
     def load(self, state: Any, saved: Mapping[str, Any]) -> None:
         self.inner.load(self.inner_state(state), saved)
 
-    def common_state(self, state: Any) -> str:
-        return self.inner.common_state(self.inner_state(state))
+    def save_shared(self, state: Any) -> dict[str, Any]:
+        return self.inner.save_shared(self.inner_state(state))
+
+    def load_shared(self, state: Any, saved: Mapping[str, Any]) -> None:
+        self.inner.load_shared(self.inner_state(state), saved)
 
     def stats(self, state: Any) -> dict[str, Any]:
         return self.inner.stats(self.inner_state(state))

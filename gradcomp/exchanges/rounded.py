@@ -17,6 +17,7 @@ from gradcomp.native import kernels
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import Form, World, gather, send
+from gradcomp.saved import whole
 
 ROUTES = ("auto", "allgather", "alltoall")
 SCOPES = ("layer", "group")
@@ -85,7 +86,9 @@ class Quantiser(Compressor):
         return {"steps": state.steps}
 
     def load(self, state: RoundedState, saved: Mapping[str, Any]) -> None:
-        state.steps = saved["steps"]
+        state.steps = whole(saved, "steps")
+
+    save_shared, load_shared = save, load  # all ranks share all of it
 
     def exchange(self, acc: Acc, state: RoundedState, world: World) -> Steps:
         state.steps += 1

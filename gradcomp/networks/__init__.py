@@ -28,10 +28,16 @@ class Connection(Network, Protocol):
     hosts: tuple[int, ...] | None
     # The device of the tensors that the ranks exchange when they meet.
     device: torch.device
+    # The latest meeting's own name, the same on all ranks; empty until they have met.
+    meeting: str
 
     @property
     def generation(self) -> object:
         """Changes whenever the network is re-initialised. The ranks then meet again."""
+
+    @property
+    def ready(self) -> bool:
+        """True if the network is initialised, so that the world is known."""
 
     @property
     def host(self) -> str:
@@ -39,3 +45,6 @@ class Connection(Network, Protocol):
 
     def prepare(self) -> None:
         """Prepare for the meeting of the ranks."""
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell ranks that wait for this one that its step failed. Do nothing if they notice by themselves."""

@@ -7,19 +7,21 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
 import horovod
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops, optimizer
+from horovod.torch.elastic import state as elastic
 
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.launcher import LauncherNotes
 from gradcomp.networks.mail import check_senders, pack, unpack
-from gradcomp.networks.waits import Wait
+from gradcomp.networks.waits import EndlessWait, Wait, failure_note
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # Seconds between two looks at an operation under way.
@@ -34,6 +36,7 @@ class HorovodNetwork:
         self.prefix = ""
         self.hosts: tuple[int, ...] | None = None
         self.device = torch.device("cpu")
+        self.meeting = ""
         self._prepared_for: object = None
 
     @property
@@ -44,6 +47,10 @@ class HorovodNetwork:
     def generation(self) -> object:
         """Horovod's map of handles, which every hvd.init() replaces."""
         return getattr(mpi_ops, "_handle_map", mpi_ops)
+
+    @property
+    def ready(self) -> bool:
+        return bool(hvd.is_initialized())
 
     @property
     def host(self) -> str:
@@ -71,6 +78,15 @@ class HorovodNetwork:
             case Send():
                 return self._send(request, name, options)
 
+    def tell_failure(self, error: BaseException) -> None:
+        if not isinstance(error, HorovodInternalError) or isinstance(error.__cause__, EndlessWait):  # all ranks get others
+            with suppress(Exception):
+                self._notes().write(failure_note(error, self.meeting))
+
+    def _notes(self) -> LauncherNotes:
+        world = self.world
+        return LauncherNotes(f"gradcomp.{self.process_set.process_set_id}", world.rank, world.size)
+
     def _send(self, request: Send, name: str, options: dict[str, Any]) -> Answer:
         outgoing, bytes_out, bytes_in = pack(request, self.world)
         handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
@@ -88,13 +104,11 @@ class HorovodNetwork:
     def _result(self, handle: Any, name: str) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause = SHORTEST_PAUSE
-        world = self.world
-        notes = LauncherNotes(f"gradcomp.{self.process_set.process_set_id}", world.rank, world.size)
-        with Wait(notes, world, name) as wait:
+        with Wait(self._notes(), self.world, name, self.meeting) as wait:
             while not _try(hvd.poll, handle):
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-                wait.look()
+                _try(wait.look)
         result = _try(hvd.synchronize, handle)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor.is_cuda:
@@ -137,7 +151,7 @@ def _wait_on_stream(output: torch.Tensor) -> None:
 def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return operation(*args, **options)
-    except (HorovodInternalError, ValueError) as error:
+    except (HorovodInternalError, ValueError, EndlessWait) as error:
         raise exchange_failure(error) from error
 
 
@@ -147,6 +161,69 @@ def exchange_failure(error: Exception) -> HorovodInternalError:
         f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), which gathers do not support (give "
         "every rank the same number of steps instead); a rank ended or raised an error (see its output); the network failed."
     )
+
+
+class Kept(Protocol):
+    """A state that belongs to an optimizer but is not in its state_dict(), since it differs between ranks."""
+
+    def commit(self) -> None:
+        """Keep a copy."""
+
+    def roll_back(self) -> None:
+        """Return to the last copy."""
+
+    def sync(self) -> None:
+        """Agree with the other ranks."""
+
+
+def keep_with_optimizers(find: Callable[[Any], Kept | None]) -> None:
+    """Make TorchState, of Horovod's elastic mode, keep what find() returns along with an optimizer.
+
+    An optimizer for which find() returns None keeps Horovod's own handler.
+    """
+    registry = elastic.get_handler_registry()
+    if not any(isinstance(kind, _Optimizers) for kind, _ in registry):
+        kept: Any = _Optimizers(find)
+        elastic.set_handler_registry([(kept, kept.handler), *registry])
+
+
+class _Optimizers:
+    """The optimizers for which find() returns something, as a type for isinstance()."""
+
+    def __init__(self, find: Callable[[Any], Kept | None]):
+        self._find = find
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, torch.optim.Optimizer) and self._find(value) is not None
+
+    def handler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return _Handler(optimizer, self._find)
+
+
+class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
+    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and what is kept with it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Kept | None]):
+        self._find = find
+        super().__init__(optimizer)
+        self._kept().commit()
+
+    def _kept(self) -> Kept:
+        kept = self._find(self.value)
+        assert kept is not None
+        return kept
+
+    def save(self) -> None:
+        super().save()
+        self._kept().commit()
+
+    def restore(self) -> None:
+        super().restore()
+        self._kept().roll_back()
+
+    def sync(self) -> None:
+        super().sync()
+        self._kept().sync()
 
 
 # The generation of the network, and for each process set in it the number of the next HorovodNetwork.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import pack, unpack
-from gradcomp.networks.waits import Wait
+from gradcomp.networks.waits import Wait, failure_note
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
@@ -36,6 +36,7 @@ class TorchNetwork:
         self.hosts: tuple[int, ...] | None = None
         self._on_host = dist.get_backend(group) == "gloo"
         self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
+        self.meeting = ""
         self._notes: StoreNotes | None = None
         self._meetings = 0
 
@@ -47,6 +48,10 @@ class TorchNetwork:
     def generation(self) -> object:
         """The group, which lasts as long as the model's DistributedDataParallel."""
         return self.group
+
+    @property
+    def ready(self) -> bool:
+        return True
 
     @property
     def host(self) -> str:
@@ -61,12 +66,22 @@ class TorchNetwork:
             self._notes = StoreNotes(self.group)
         self._meetings += 1
         self._notes.answer(self._meetings)
-        with Wait(self._notes, self.world, "meeting") as wait:
-            pause = SHORTEST_PAUSE
-            while absent := self._notes.absent(self._meetings):
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-                wait.look(absent)
+        try:
+            with Wait(self._notes, self.world, "meeting", self.meeting) as wait:
+                pause = SHORTEST_PAUSE
+                while absent := self._notes.absent(self._meetings):
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                    wait.look(absent)
+        except BaseException:
+            self._notes.leave(self._meetings)
+            self._meetings -= 1
+            raise
+
+    def tell_failure(self, error: BaseException) -> None:
+        with suppress(Exception):
+            if self._notes is not None:
+                self._notes.write(failure_note(error, self.meeting))
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
@@ -92,7 +107,7 @@ class TorchNetwork:
 
         def answer() -> Reply:
             if self._on_host and self._notes is not None:
-                with Wait(self._notes, self.world, name) as wait:
+                with Wait(self._notes, self.world, name, self.meeting) as wait:
                     wait_aloud(work, wait)
             work.wait()
             return read()
@@ -140,6 +155,12 @@ class StoreNotes:
         """Say that this rank has come to a meeting."""
         if self._store is not None:
             self._store.set(f"{self._scope}/{meeting}/{self._rank}", "here")
+
+    def leave(self, meeting: int) -> None:
+        """Take this rank's answer to the roll back."""
+        if self._store is not None:
+            with suppress(Exception):  # the store may have ended with its rank
+                self._store.delete_key(f"{self._scope}/{meeting}/{self._rank}")
 
     def absent(self, meeting: int) -> list[int]:
         """List the ranks that have not come yet. Nobody is, where there is no store."""

@@ -24,13 +24,13 @@ def unused_everywhere() -> tuple[Tensor, Tensor]:
     """A layer that no rank uses in a step goes on with what was left of it: what it came to, and what it would have had to."""
     run = DdpRun("topk:ratio=0.05,wire=exact", find_unused_parameters=True)
     run.train(3)
-    left = copy.deepcopy(run.handle.state_dict()["rank"]["residual"]["part.weight"])
+    left = copy.deepcopy(run.handle.residual()["part.weight"])
     before = run.plain.part.weight.detach().clone()
     for step in range(4):
         run.optimizer.zero_grad(set_to_none=step % 2 == 0)
         run.backward(skip=True)
         run.optimizer.step()
-    kept = run.handle.state_dict()["rank"]["residual"]["part.weight"].view_as(before)
+    kept = run.handle.residual()["part.weight"].view_as(before)
     went = left.view_as(before) - kept
     dist.all_reduce(went)
     return (before - run.plain.part.weight.detach()) / 0.02, went / dist.get_world_size()
@@ -49,7 +49,7 @@ def overflow(value: float) -> dict[str, Any]:
     scaler.step(run.optimizer)
     scaler.update()
     spoiled.remove()
-    kept = run.handle.state_dict()["rank"]["residual"].values()
+    kept = run.handle.residual().values()
     return {
         "skipped": torch.equal(weights, run.weights),
         "kept finite": all(bool(part.isfinite().all()) for part in kept),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.feedback import Feedback, StepFacts
+from gradcomp.engine.collector import StepFacts
+from gradcomp.engine.feedback import Feedback
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Layout
 
@@ -70,13 +71,13 @@ def test_a_threshold_warms_up_as_a_density_does() -> None:
     simulation = gradcomp.Simulation("sdagc:lam=4.885,warmup=5,cap=1", {"w": (1000, 100)}, 1)
     for stage in range(1, 7):
         laplace = torch.empty(1000, 100).exponential_() * torch.randn(1000, 100).sign()
-        simulation.load_state_dict(simulation.state_dict() | {"ranks": [_emptied(simulation)]})
+        simulation.load_state_dict(simulation.state_dict() | {"of_rank": {"0": _emptied(simulation)}})
         sent = int(simulation.step([{"w": laplace}])["w"].count_nonzero())
         assert sent / 1e5 == pytest.approx(0.001 ** (stage / 6), rel=0.25)
 
 
 def _emptied(simulation: gradcomp.Simulation) -> dict[str, object]:
-    state: dict[str, object] = simulation.state_dict()["ranks"][0]
+    state: dict[str, object] = simulation.state_dict()["of_rank"]["0"]
     return state | {"residual": {"w": torch.zeros(100_000)}}
 
 

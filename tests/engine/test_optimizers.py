@@ -29,12 +29,12 @@ def give_gradients(model: torch.nn.Module) -> None:
 def checked(model: torch.nn.Module, given: torch.optim.Optimizer | None = None) -> tuple[OptimizerCheck, list[Any]]:
     found: list[Any] = []
     check = OptimizerCheck(Parameters(model.named_parameters()), given, found.append)
-    check.exchanged = True
+    check.note_exchange()
     return check, found
 
 
 def exchange_and_step(check: OptimizerCheck, optimizer: torch.optim.Optimizer) -> None:
-    check.exchanged = True
+    check.note_exchange()
     optimizer.step()
 
 
@@ -67,7 +67,7 @@ def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_we
         raise ValueError("refused")
 
     check = OptimizerCheck(Parameters(model.named_parameters()), None, refuse)
-    check.exchanged = True
+    check.note_exchange()
     optimizer = SGD(model.parameters(), lr=1)
     for _ in range(2):
         with pytest.raises(ValueError, match="refused"):
@@ -228,3 +228,16 @@ def test_rates_are_those_of_the_moment() -> None:
     few = SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"does not have the parameter '1\.weight'"):
         rates_of(few, model.named_parameters())("1.weight")
+
+
+def test_the_checks_of_a_session_end_once_another_one_exchanges_its_parameters() -> None:
+    """An attach() that is refused after its session was made must not silence the session before."""
+    model = network()
+    give_gradients(model)
+    first, found = checked(model)
+    second = OptimizerCheck(Parameters(model.named_parameters()), None, lambda optimizer: None)
+    optimizer = SGD(model.parameters(), lr=1)
+    exchange_and_step(first, optimizer)
+    assert found == [optimizer]
+    exchange_and_step(second, SGD(model.parameters(), lr=1))
+    assert len(found) == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters
-from gradcomp.engine.session import Options, Session
+from gradcomp.engine.session import Session
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 
@@ -17,9 +18,13 @@ class Alone(MemoryNetwork):
     def __init__(self) -> None:
         super().__init__(Board(1), 0, 1)
         self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
+        self.meeting, self.ready = "", True
 
     def prepare(self) -> None:
         """Nothing is to be prepared."""
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Nobody else is there."""
 
 
 def test_a_change_in_the_middle_of_a_step_is_refused() -> None:

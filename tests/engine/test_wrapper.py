@@ -16,7 +16,8 @@ from torch import Tensor
 import gradcomp
 import gradcomp.engine
 from gradcomp.engine.by_host import ByHost
-from gradcomp.engine.feedback import Feedback, NoFeedback
+from gradcomp.engine.collector import NoFeedback
+from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.knobs import knob
 from gradcomp.native.memory import Memory, Update
@@ -68,8 +69,11 @@ class Probe(Compressor):
     def load(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         state["loaded"] = saved["saved"]
 
-    def common_state(self, state: dict[str, Any]) -> str:
-        return f"common {state['seed']}"
+    def save_shared(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {"shared": state["seed"]}
+
+    def load_shared(self, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        state["adopted"] = saved["shared"]
 
     def stats(self, state: dict[str, Any]) -> dict[str, Any]:
         return {"figure": state["entries"]}
@@ -122,8 +126,10 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     wrapper.load(state, saved)
     run(wrapper, state)
     assert wrapper.inner_state(state)["loaded"] == 7
-    assert wrapper.common_state(state) == "common 7"
     assert wrapper.stats(state) == {"figure": 10}
+    wrapper.load_shared(state, wrapper.save_shared(state))
+    run(wrapper, state)
+    assert kind is ByHost or wrapper.inner_state(state)["adopted"] == 7  # ByHost makes the inner state anew
     assert str(wrapper).startswith(f"{__name__}.Probe:number=1") and wrapper.name == f"{__name__}.Probe"
     assert str(replace(wrapper, inner=Probe(3))).startswith(f"{__name__}.Probe:number=3")
 
@@ -131,7 +137,19 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
 def test_these_are_all_abilities_and_all_wrappers() -> None:
     """Who adds one adds it to the probe above, and to the wrappers' base."""
     abilities = {name for name, value in vars(Compressor).items() if not name.startswith("_") and callable(value)}
-    assert abilities == {"init", "exchange", "refuses", "choose", "ease", "revise", "save", "load", "common_state", "stats"}
+    assert abilities == {
+        "init",
+        "exchange",
+        "refuses",
+        "choose",
+        "ease",
+        "revise",
+        "save",
+        "load",
+        "save_shared",
+        "load_shared",
+        "stats",
+    }
     assert abilities - {"exchange"} <= set(vars(Wrapper))
     assert {*wrappers()} == {ByHost, Feedback, NoFeedback}
 
@@ -176,7 +194,7 @@ def test_a_wrapper_keeps_a_loaded_state_before_its_first_exchange(kind: type[Wra
     run(wrapper, first)
     saved = wrapper.save(first)
     wrapper.load(second, saved)
-    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.common_state(second), str)
+    assert isinstance(wrapper.stats(second), dict) and isinstance(wrapper.save_shared(second), dict)
     again = wrapper.init(LAYOUT, 9)
     wrapper.load(again, wrapper.save(second))
     run(wrapper, again)

@@ -29,18 +29,18 @@ def stock_state(door: str) -> dict[str, Any]:
     model = small_net.net()
     own = optimizer(door, model, momentum=0.9)
     small_net.train(model, own, doors.batches(), 3)
-    residual = own.compression.state_dict()["rank"]["residual"]
+    residual = own.compression.residual()
     before = own.state_dict()
     plain = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
     hvd.broadcast_optimizer_state(own, 0)
-    kept = own.compression.state_dict()["rank"]["residual"]
+    kept = own.compression.residual()
     return {
         "keys": {key for entry in before["state"].values() for key in entry},
         "groups": [sorted(group) for group in before["param_groups"]],
         "plain groups": [sorted(group) for group in plain.state_dict()["param_groups"]],
         "buffers": [entry["momentum_buffer"] for entry in own.state_dict()["state"].values()],
         "residual kept": all(torch.equal(kept[name], residual[name]) for name in residual),
-        "residual": torch.cat(list(residual.values())),
+        "residual": torch.cat([part.flatten() for part in residual.values()]),
         "weights": small_net.train(model, own, doors.batches(1), 3),
         "stats": own.compression.stats(),
     }
@@ -68,7 +68,7 @@ def overflow(door: str, spec: str, value: float) -> dict[str, Any]:
     own.synchronize()
     spoiled.remove()
     finite = {name: bool(p.grad.isfinite().all()) for name, p in model.named_parameters() if p.grad is not None}
-    state = own.compression.state_dict()["rank"]
+    state = own.compression.state_dict()["of_rank"][str(hvd.rank())]
     own._synchronized = False  # what an optimizer.step() that the scaler left out would have done
     kept = [*state["residual"].values(), *state["velocity"].values()]
     return {

@@ -94,22 +94,24 @@ PACKAGE_FAULTS = (
     Fault(
         "a checkpoint leaves the velocity out",
         "gradcomp/engine",
-        '*_pairs(reducer, "velocity", state["velocity"])]',
-        '*_pairs(reducer, "velocity", state["velocity"])][: len(state["residual"])]',
-        ("test_every_spec.py", "test_public.py"),
+        "                for source in sources[array]:",
+        '                for source in sources[array] if array == "residual" else []:',
+        ("test_every_spec.py", "test_states.py"),
     ),
     Fault(
         "a state of another format is loaded",
         "gradcomp/engine",
-        'if state.get("format") != FORMAT:',
-        'if state.get("format") is None:',
-        ("test_checkpoint.py",),
+        '        if (found := state.get("format", 1)) != FORMAT:',
+        '        if (found := state.get("format", 1)) == 1:',
+        ("test_checkpoint.py", "test_states.py"),
     ),
     Fault(
         "a change of spec loses what waits",
         "gradcomp/engine",
-        'for array in ("residual", "velocity"):',
-        'for array in ("velocity",):',
+        """    for array in ARRAYS:
+        copies =""",
+        """    for array in ARRAYS[1:]:
+        copies =""",
         ("test_checkpoint.py", "test_every_spec.py"),
     ),
     Fault(
@@ -122,7 +124,7 @@ PACKAGE_FAULTS = (
     Fault(
         "ranks do not meet again after Horovod is initialised anew",
         "gradcomp/engine",
-        "return self._met_in is self.network.generation",
+        "return self._met_in is self._network.generation",
         "return self._met_in is not None",
         ("test_agreement.py", "test_parameters.py"),
     ),

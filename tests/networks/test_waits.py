@@ -24,7 +24,7 @@ from gradcomp.networks import waits
 from gradcomp.networks.waits import Wait
 from gradcomp.requests import World
 
-MEETING = "the meeting that all ranks call"
+MEETING = waits.MEETING
 
 
 class FakeNotes(dict[int, str]):
@@ -79,8 +79,8 @@ def test_a_long_wait_leaves_a_note_speaks_and_takes_the_note_back(
     since = time.strftime("%H:%M:", time.localtime(time.time() - 10))
     assert re.fullmatch(
         rf"gradcomp: rank 0 has waited 10 s, since {since}\d\d, in bucket 3, request 1 for ranks 1, 3, 4; "
-        rf"rank 3 waits in {MEETING}; ranks 1, 4 may be computing, may have ended, or may not have called gradcomp as this "
-        r"rank did",
+        rf"rank 3 waits in {re.escape(MEETING)}; ranks 1, 4 may be computing, may have ended, or may not have called gradcomp "
+        r"as this rank did",
         record.message,
     )
     assert wait.next_look == 20
@@ -205,9 +205,6 @@ def test_ranks_that_wait_name_the_late_one(network: str, case: str) -> None:
 @pytest.mark.parametrize("network", PROGRAMS)
 def test_a_change_on_one_rank_alone_is_named_by_all(network: str) -> None:
     first, *others = (own["change() alone"][0] for own in found(network))
-    assert (
-        "in the meeting that all ranks call (first step, attach() or change()) for ranks 1, 2; rank 1 waits in bucket 0"
-        in first
-    )
+    assert f"in {waits.MEETING} for ranks 1, 2; rank 1 waits in bucket 0" in first
     for line in others:
         assert "in bucket 0, request 0 for rank 0; rank 0 waits in the meeting that all ranks call" in line

@@ -36,6 +36,7 @@ from gradcomp.native import kernels
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import Field, Requests, World, reduce
+from gradcomp.saved import entry, table, whole
 
 # With at most this many ranks, gathering codes in half precision sends fewer bytes than summing codes in single precision.
 MOST_RANKS_FOR_HALF = 4
@@ -94,16 +95,16 @@ class Lgc(Compressor):
         }
 
     def load(self, state: LgcState, saved: Mapping[str, Any]) -> None:
-        state.phases.load(saved["phases"])
-        state.error.load(saved["error"])
+        state.phases.load(table(saved, "phases"))
+        state.error.load(table(saved, "error"))
         state.coder = None
-        if saved["coder"] is not None:
-            state.coder = self._autoencoder(saved["decoders"], state)
-            state.coder.load(saved["coder"])
+        if entry(saved, "coder") is not None:
+            state.coder = self._autoencoder(whole(saved, "decoders", 1), state)
+            state.coder.load(table(saved, "coder"))
+        elif state.phases.steps > 0:
+            raise ValueError("the state has steps of lgc, but its coder is None; the state is damaged; load another one")
 
-    def common_state(self, state: LgcState) -> str:
-        coder = state.coder if state.phases.current == CODE else None
-        return state.phases.describe() + ("" if coder is None else f", weights {coder.digest()}")
+    save_shared, load_shared = save, load  # all ranks share all of it
 
     def stats(self, state: LgcState) -> dict[str, Any]:
         return {

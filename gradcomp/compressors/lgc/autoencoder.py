@@ -7,13 +7,14 @@ belongs to no model, so the user's optimizers do not see them. They are drawn wi
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from gradcomp.saved import tensor, whole
 
 # Channels of a code.
 CODE_CHANNELS = 4
@@ -185,11 +186,6 @@ class Autoencoder:
         self.weights.copy_(shared[: len(self.weights)])
         self.taps = shared[len(self.weights) :].clone().view_as(self.taps)
 
-    def digest(self) -> str:
-        """Return a hash of the values that codes depend on."""
-        values = torch.cat([self.weights, self.taps.flatten()]).cpu().view(torch.uint8)
-        return hashlib.blake2b(bytes(values.tolist()), digest_size=4).hexdigest()
-
     @property
     def innovation_weights(self) -> Tensor:
         """Return the weight of the innovation in each linear decoder."""
@@ -214,11 +210,12 @@ class Autoencoder:
         state = {"weights": self.weights.clone(), "moments": self.moments.clone(), "taps": self.taps.clone()}
         return {**state, "turns": self.steps}
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Put back what save() gave."""
-        for name in ("weights", "moments", "taps"):
-            getattr(self, name).copy_(saved[name])
-        self.steps = saved["turns"]
+        arrays = {name: tensor(saved, name, getattr(self, name).shape) for name in ("weights", "moments", "taps")}
+        self.steps = whole(saved, "turns")
+        for name, array in arrays.items():
+            getattr(self, name).copy_(array)
 
 
 def _convolve(codes: Tensor, taps: Tensor, entries: int) -> Tensor:

@@ -9,10 +9,13 @@ is noticed at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gradcomp.saved import tensor
 
 # The signed sums of a rank's entries.
 SIGNED_SUMS = 16
@@ -88,9 +91,9 @@ class CodeError:
         """Copy what a checkpoint must hold."""
         return {"square": self.squared.clone()}
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Put back what save() gave."""
-        self.squared.copy_(saved["square"])
+        self.squared.copy_(tensor(saved, "square", self.squared.shape))
 
 
 def _squares(sums: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ errors are copied without waiting and take effect eight steps later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.exchanges.delayed_counts import DELAY, Counts
+from gradcomp.saved import number, whole, wholes
 
 DENSE, LEARN, CODE = "dense", "learn", "code"
 # The latest steps with codes that count, and how many of them may be bad before the autoencoder learns again. Both are large
@@ -52,10 +54,6 @@ class Phases:
         """Return the phase of the step under way, or of the next one."""
         return DENSE if self.remaining[0] else LEARN if self.remaining[1] else CODE
 
-    def describe(self) -> str:
-        """Describe the progress, which must be the same on all ranks before the next step."""
-        return f"{self.current}, {self.steps} steps done, {self.remaining} left, learned anew {self.relearned} times"
-
     def observe(self, mark: Tensor) -> bool:
         """Record the mark of a step with codes (see CodeCheck).
 
@@ -92,9 +90,17 @@ class Phases:
             "seen": list(self._bad_steps),
         }
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Put back what save() gave."""
-        self.remaining, self.steps = list(saved["left"]), saved["steps"]
-        self.relearned, self.highest_rate = saved["falls"], saved["rate"]
-        self._marks = deque(Counts(torch.tensor([mark])) for mark in saved["marks"])
-        self._bad_steps = deque(saved["seen"], maxlen=WINDOW)
+        remaining, marks, seen = wholes(saved, "left"), wholes(saved, "marks"), wholes(saved, "seen")
+        if len(remaining) != 2 or len(marks) >= DELAY or len(seen) > WINDOW:
+            raise ValueError(
+                f"the phases in the state have {len(remaining)} counts of steps left, {len(marks)} marks and {len(seen)} steps "
+                f"with codes, where 2, fewer than {DELAY} and at most {WINDOW} are possible: the state "
+                "is damaged; load another one"
+            )
+        self.steps, self.relearned = whole(saved, "steps"), whole(saved, "falls")
+        self.highest_rate = number(saved, "rate")
+        self.remaining = remaining
+        self._marks = deque(Counts(torch.tensor([mark])) for mark in marks)
+        self._bad_steps = deque(seen, maxlen=WINDOW)

@@ -27,6 +27,7 @@ from gradcomp import knobs
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.sdagc.capacity import Capacity
 from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, RATE_REVISIONS, REVISIONS, Ages, rescale
+from gradcomp.compressors.sdagc.state import SdagcState
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages.payload import wrap
@@ -34,6 +35,7 @@ from gradcomp.messages.sparse import CODECS, wire_knob
 from gradcomp.native import kernels
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World, gather
+from gradcomp.saved import checked_whole, entry, number, numbers_of, sequence, table, tensor, whole
 
 # A layer with fewer entries is small.
 SMALL_SIZE = 1024
@@ -157,15 +159,36 @@ class Sdagc(Compressor):
         }
 
     def load(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
-        state.steps, state.capacity_basis, state.rates = saved["steps"], tuple(saved["set_for"]), saved["rates"]
-        state.lam.fill_(saved["lam"])
-        state.first_rate = saved["first_rate"]
-        if saved["capacity"] is not None:
-            state.capacity = Capacity(*self._expected_capacity(state.capacity_basis, state.n))
-            state.capacity.load(saved["capacity"])
-        if saved["ages"] is not None:
+        self._load_common(state, saved)
+        state.lam.fill_(number(saved, "lam"))
+        if entry(saved, "ages") is not None:
             state.ages = Ages(state.n, state.ends)
-            state.ages.last_sent.copy_(saved["ages"])
+            state.ages.last_sent.copy_(tensor(saved, "ages", state.ages.last_sent.shape))
+
+    def save_shared(self, state: SdagcState) -> dict[str, Any]:
+        saved = self.save(state)
+        return {name: saved[name] for name in ("steps", "set_for", "rates", "first_rate", "capacity")}
+
+    def load_shared(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
+        is_new = state.steps == 0
+        self._load_common(state, saved)
+        if is_new:  # its own lam has not been set, and none of its entries waits yet
+            state.lam.fill_(max(0.0, state.capacity_basis[0]))
+            if self.lr_revision in AGE_REVISIONS:
+                state.ages = Ages(state.n, state.ends)
+                state.ages.last_sent.fill_(state.steps)
+
+    def _load_common(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
+        """Load the part of a state that all ranks share."""
+        lam, target = sequence(saved, "set_for") if len(sequence(saved, "set_for")) == 2 else (math.nan, 0)
+        basis = (number({"set_for": lam}, "set_for", -1.0), checked_whole(target, "set_for", 0, state.n))
+        state.steps, state.first_rate = whole(saved, "steps"), number(saved, "first_rate")
+        state.capacity_basis, state.capacity, state.rates = basis, None, None
+        if entry(saved, "rates") is not None:
+            state.rates = numbers_of(saved, "rates", len(state.begins) - 1)
+        if entry(saved, "capacity") is not None:
+            state.capacity = Capacity(*self._expected_capacity(basis, state.n))
+            state.capacity.load(table(saved, "capacity"))
 
     def _target(self, acc: Acc, state: SdagcState) -> int | None:
         """Return the number of entries that lam is steered to send; None if lam is fixed."""
@@ -195,26 +218,6 @@ class Sdagc(Compressor):
             return capacity, capacity, True
         capacity = min(n, max(1, math.ceil(1.25 * laplace_density(lam) * n)))
         return capacity, max(capacity, math.ceil(self.cap * n)), False
-
-
-class SdagcState:
-    """A bucket's state between steps."""
-
-    def __init__(self, layout: Layout):
-        self.n = layout.total
-        self.sizes = torch.tensor(layout.sizes, dtype=torch.float64, device=layout.device)
-        ends = torch.tensor(layout.sizes).cumsum(0)
-        self.begins: Sequence[int] = [0, *ends.tolist()]
-        self.ends = ends.to(torch.int32).to(layout.device)
-        self.thresholds = torch.zeros(len(layout.sizes), device=layout.device)
-        self.lam = torch.zeros(1, device=layout.device)
-        self.steps = 0
-        self.capacity_basis: tuple[float, int] = (-1.0, 0)  # the lam and the target that the capacity follows from
-        self.capacity: Capacity | None = None
-        self.rates: tuple[float, ...] | None = None
-        self.first_rate = 0.0
-        self.ages: Ages | None = None
-        self.buffer: Tensor | None = None
 
 
 def laplace_density(lam: float) -> float:

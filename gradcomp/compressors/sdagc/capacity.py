@@ -14,6 +14,7 @@ import torch
 
 from gradcomp.exchanges.delayed_counts import DELAY, Counts
 from gradcomp.requests import Payload
+from gradcomp.saved import whole, wholes
 
 
 class Capacity:
@@ -46,9 +47,15 @@ class Capacity:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.entries = saved["entries"]
-        self._copied = deque(Counts(torch.tensor([count])) for count in saved["copied"])
-        self._known = deque(saved["known"], maxlen=DELAY)
+        self.entries = whole(saved, "entries", 1, self.largest)
+        copied, known = wholes(saved, "copied"), wholes(saved, "known")
+        if len(copied) >= DELAY or len(known) > DELAY:
+            raise ValueError(
+                f"the capacity in the state waits for {len(copied)} counts and knows {len(known)}, where fewer than {DELAY} "
+                f"and at most {DELAY} are possible; the state is damaged; load another one"
+            )
+        self._copied = deque(Counts(torch.tensor([count])) for count in copied)
+        self._known = deque(known, maxlen=DELAY)
 
 
 def rounded_up(count: int) -> int:

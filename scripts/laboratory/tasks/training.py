@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.feedback import Collector
+from gradcomp.engine.collector import Collector
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.protocol import Acc, Compressor, Steps
 from gradcomp.requests import World

@@ -79,9 +79,9 @@ def test_another_ranks_rate_counts_as_much() -> None:
 
 def test_ranks_that_came_elsewhere_are_told_apart() -> None:
     first, second = Phases(1, 2), Phases(1, 2)
-    assert first.describe() == second.describe()
+    assert first.save() == second.save()
     walk(first, 1)
-    assert first.describe() != second.describe()
+    assert first.save() != second.save()
 
 
 def test_a_copy_goes_on_alike() -> None:

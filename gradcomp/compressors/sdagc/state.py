@@ -1,0 +1,32 @@
+"""sdagc's state between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.compressors.sdagc.capacity import Capacity
+from gradcomp.compressors.sdagc.rate_revision import Ages
+from gradcomp.protocol import Layout
+
+
+class SdagcState:
+    """A bucket's state between steps."""
+
+    def __init__(self, layout: Layout):
+        self.n = layout.total
+        self.sizes = torch.tensor(layout.sizes, dtype=torch.float64, device=layout.device)
+        ends = torch.tensor(layout.sizes).cumsum(0)
+        self.begins: Sequence[int] = [0, *ends.tolist()]
+        self.ends = ends.to(torch.int32).to(layout.device)
+        self.thresholds = torch.zeros(len(layout.sizes), device=layout.device)
+        self.lam = torch.zeros(1, device=layout.device)
+        self.steps = 0
+        self.capacity_basis: tuple[float, int] = (-1.0, 0)  # the lam and the target that the capacity follows from
+        self.capacity: Capacity | None = None
+        self.rates: tuple[float, ...] | None = None
+        self.first_rate = 0.0
+        self.ages: Ages | None = None
+        self.buffer: Tensor | None = None

@@ -1,0 +1,105 @@
+"""Collectors: what a bucket keeps between steps, and how its gradients become the acc of a step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.wrapper import Wrapper
+from gradcomp.native import kernels
+from gradcomp.native.memory import Memory
+from gradcomp.protocol import Acc, Layout, Steps, Traits
+from gradcomp.requests import World
+
+# The learning rate of each layer; None where no optimizer is known.
+Rates = tuple[float, ...] | None
+
+
+@dataclass
+class BucketState:
+    """The state that a bucket keeps between steps.
+
+    residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
+    flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
+    velocity: the local momentum. moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
+    squares: the sum of squares of each layer's gradient, for clipping.
+    """
+
+    residual: Tensor
+    flag: Tensor
+    inner: Any
+    velocity: Tensor | None = None
+    moments: Tensor | None = None
+    squares: Tensor | None = None
+    peaks: Tensor | None = None
+    steps: int = 0
+
+
+class StepFacts(NamedTuple):
+    """What a bucket's step depends on, beside its gradients and its state.
+
+    memory: the lender of scratch. ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
+    loss_scale: what the loss was multiplied by, as one float on the bucket's device.
+    """
+
+    memory: Memory
+    ranks: int
+    rates: Rates = None
+    loss_scale: Tensor | None = None
+
+
+class Collector(Wrapper):
+    """The outermost compressor of a bucket. It also collects the bucket's gradients, and reads each in place."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(self.inner.traits, outermost=True)
+
+    def init(self, layout: Layout, seed: int) -> BucketState:
+        residual = torch.zeros(layout.total, device=layout.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
+        return BucketState(residual, flag, self.inner.init(layout, seed))
+
+    @property
+    @abstractmethod
+    def keeps_residual(self) -> bool:
+        """True if entries that a step does not send wait for the next step."""
+
+    @property
+    def unscales(self) -> bool:
+        """True if collect() divides gradients by the loss scale."""
+        return True
+
+    @abstractmethod
+    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+        """Make the acc of a step from a bucket's gradients and its residual."""
+
+
+@dataclass(frozen=True)
+class NoFeedback(Collector):
+    """A collector without error feedback, for unbiased compressors: each step starts from the gradients alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.inner.traits.unbiased or self.inner.traits.moments:
+            raise ValueError(f"{self.inner} needs error feedback; make() adds it")
+
+    @property
+    def keeps_residual(self) -> bool:
+        return False
+
+    @property
+    def unscales(self) -> bool:
+        return False  # nothing waits here that a later scale could meet
+
+    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+        kernels.flatten(grads, state.residual)
+        return Acc(state.residual, step.memory, rates=step.rates)
+
+    def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
+        return self.inner.exchange(acc, state.inner, world)

@@ -1,0 +1,92 @@
+"""Checks of saved states. Each returns a value of a state, or raises a ValueError that names it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_REMEDY = "the state is damaged; load another one"
+
+
+def entry(saved: Any, name: str) -> Any:
+    """Return an entry of a dict."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"the state has a {type(saved).__name__} where a dict with {name!r} was expected: {_REMEDY}")
+    if name not in saved:
+        raise ValueError(f"the state has no {name!r}: {_REMEDY}")
+    return saved[name]
+
+
+def table(saved: Any, name: str) -> Mapping[str, Any]:
+    """Return an entry that is a dict."""
+    value = entry(saved, name)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a dict: {_REMEDY}")
+    return value
+
+
+def table_or_empty(saved: Any, name: str) -> Mapping[str, Any]:
+    """Return an entry that is a dict. It may be missing: torch.distributed.checkpoint drops empty dicts."""
+    return table(saved, name) if not isinstance(saved, Mapping) or name in saved else {}
+
+
+def sequence(saved: Any, name: str) -> list[Any]:
+    """Return an entry that is a list or a tuple."""
+    value = entry(saved, name)
+    if isinstance(value, (str, Tensor)) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} is a {type(value).__name__} in the state, not a list: {_REMEDY}")
+    return list(value)
+
+
+def whole(saved: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+    """Return an entry that is a whole number in this range."""
+    return checked_whole(entry(saved, name), name, least, most)
+
+
+def wholes(saved: Any, name: str, least: int = 0) -> list[int]:
+    """Return an entry that is a list of whole numbers."""
+    return [checked_whole(value, name, least) for value in sequence(saved, name)]
+
+
+def checked_whole(value: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+    """Return a whole number in this range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
+        above = "" if most == math.inf else f" and at most {most}"
+        raise ValueError(f"{name}={value!r} in the state must be a whole number of at least {least}{above}: {_REMEDY}")
+    return int(value)
+
+
+def number(saved: Any, name: str, least: float = 0.0) -> float:
+    """Return an entry that is a finite number of at least this."""
+    value = entry(saved, name)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= float(value) < math.inf:
+        raise ValueError(f"{name}={value!r} in the state must be a number of at least {least:g}: {_REMEDY}")
+    return float(value)
+
+
+def numbers_of(saved: Any, name: str, count: int) -> tuple[float, ...]:
+    """Return an entry that is a list of this many finite numbers of at least 0."""
+    values = sequence(saved, name)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers in the state where {count} were expected: {_REMEDY}")
+    return tuple(number({name: value}, name) for value in values)
+
+
+def tensor(saved: Any, name: str, shape: Sequence[int], *, finite: bool = True, what: str = "") -> Tensor:
+    """Return an entry that is a tensor of this shape.
+
+    what: the tensor's name in messages; the entry's name by default.
+    """
+    value, what = entry(saved, name), what or name
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} is a {type(value).__name__} in the state, not a tensor: {_REMEDY}")
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{what} has shape {tuple(value.shape)} in the state where {tuple(shape)} was expected: {_REMEDY}")
+    if finite and not bool(torch.isfinite(value).all()):
+        raise ValueError(f"{what} is not finite in the state: {_REMEDY}")
+    return value

@@ -1,0 +1,116 @@
+"""DDP where one rank fails or loads a state alone: it is told so, and the others do not wait for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import ranks
+import small_net
+import torch
+import torch.distributed as dist
+from ddp_run import SPARSE, DdpRun
+from torch import Tensor
+
+from gradcomp.networks import waits
+
+pytestmark = pytest.mark.slow
+
+REFUSED = "RuntimeError: gradcomp refuses further steps on this rank, since a step failed in its middle ("
+
+
+class Broken(torch.autograd.Function):
+    """Raises an error in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("forced")
+
+
+def caught(run: DdpRun) -> dict[str, Any]:
+    """Rank 1's backward pass fails after some gradients were exchanged; the rank goes on."""
+    before = run.weights
+    if dist.get_rank() == 0:
+        return {"said": small_net.refused(lambda: run.train(1)), "kept": True}
+    broken = run.plain.second.register_forward_hook(lambda module, given, out: Broken.apply(out))
+    run.optimizer.zero_grad()
+    first = small_net.refused(run.backward)
+    broken.remove()
+    said = small_net.refused(run.optimizer.step)
+    return {"first": first, "said": said, "kept": torch.equal(before, run.weights), "state": state(run)}
+
+
+def state(run: DdpRun) -> str:
+    return small_net.refused(run.handle.state_dict)
+
+
+def loaded(run: DdpRun) -> dict[str, Any]:
+    """Rank 1 loads a state, and the other one trains."""
+    own = run.handle.state_dict()
+    if dist.get_rank() == 1:
+        said = small_net.refused(lambda: run.handle.load_state_dict(own))
+        return {"said": said, "state": state(run)}
+    return {"said": small_net.refused(lambda: run.train(1))}
+
+
+CASES = {"caught": caught, "loaded": loaded}
+
+
+def program(case: str) -> None:
+    """Train until one rank does something alone. Then report, and end without the group, which has operations under way."""
+    ranks.join()
+    waits.NOTE_AFTER, waits.SPEAK_AFTER = 0.5, 1.0  # type: ignore[misc]
+    run = DdpRun(SPARSE)
+    run.train(3)
+    dist.barrier()
+    began = time.monotonic()
+    found = CASES[case](run)
+    ranks.report(found | {"seconds": time.monotonic() - began})
+    time.sleep(3)  # rank 0 has the store
+    os._exit(0)
+
+
+def together() -> dict[str, Any]:
+    """Load on all ranks, in mid-training."""
+    ranks.join()
+    wanted, run = DdpRun(SPARSE).train(8), DdpRun(SPARSE)
+    run.train(4)
+    run.handle.load_state_dict(run.handle.state_dict())
+    return {"wanted": wanted, "came": run.train(4)}
+
+
+@ranks.once
+def found(case: str) -> list[dict[str, Any]]:
+    return ranks.launch(program, 2, case, seconds=200)
+
+
+def test_a_backward_pass_that_fails_is_followed_by_refusals() -> None:
+    one = found("caught")[1]
+    assert "forced" in one["first"]
+    assert one["said"] == "RuntimeError: backward() ended before all gradients were exchanged"
+    assert one["state"].startswith(f"{REFUSED}RuntimeError: backward() ended before")
+    assert one["kept"], "gradients of this rank alone changed weights"
+
+
+def test_the_others_end_with_the_reason() -> None:
+    first = found("caught")[0]
+    assert "rank 1 cannot go on (failed in a step: RuntimeError: backward() ended before" in first["said"], first
+    assert first["seconds"] < 20
+
+
+def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all() -> None:
+    zero, one = found("loaded")
+    for said in (zero["said"], one["said"]):  # the later one may hear of it from the other
+        assert "in the meeting of all ranks" in said and "in bucket 0, request 0" in said, said
+    assert one["state"].startswith(REFUSED)
+
+
+def test_loading_on_all_ranks_in_mid_training_goes_on_to_the_bit() -> None:
+    for own in ranks.launch(together, 2):
+        assert torch.equal(own["came"], own["wanted"])

@@ -1,0 +1,195 @@
+"""States: checked whole before anything is copied, refused by name, and shared out anew among another number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laws import SHAPES, draw
+
+import gradcomp
+from gradcomp.engine.states import FORMAT
+
+SPECS = [
+    "topk:ratio=0.03",
+    "topk:ratio=0.03,momentum=0.9",
+    "sdagc:lam=2,small=pool",
+    "sdagc:lam=2,lr_revision=staleness",
+    "sdagc:density=0.05",
+    "orq:sigmas=1.5",
+    "gtopk:ratio=0.03,warmup=20",
+    "lgc:dense=2,learn=2,ratio=0.02",
+    "lgc:dense=1,learn=1,ratio=0.02,instance=server",
+    "topk:ratio=0.03,by_host=true",
+    "orq:sigmas=1.5,by_host=true",
+]
+every_spec = pytest.mark.parametrize("spec", SPECS)
+
+
+def trained(spec: str, world: int = 2, steps: int = 3) -> gradcomp.Simulation:
+    simulation = gradcomp.Simulation(spec, SHAPES, world)
+    for step in range(steps):
+        simulation.step(draw("normal", step, world))
+    return simulation
+
+
+def of_ranks(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Part a simulation's state into the states of its ranks, as doors give them."""
+    return [{**state, "of_rank": {rank: share}} for rank, share in state["of_rank"].items()]
+
+
+def mean(simulation: gradcomp.Simulation, world: int) -> dict[str, torch.Tensor]:
+    """Return what waits, as a part of the mean update."""
+    every = [simulation.residual(rank) for rank in range(world)]
+    return {name: sum(own[name].double() for own in every) / world for name in SHAPES}  # type: ignore[misc]
+
+
+def test_a_state_says_what_it_is() -> None:
+    state = trained("topk:ratio=0.03,wire=compact", 3).state_dict()
+    assert (state["format"], state["spec"], state["ranks"], [*state["of_rank"]]) == (
+        FORMAT,
+        "topk:ratio=0.03",
+        3,
+        ["0", "1", "2"],
+    )
+    assert state["of_rank"]["1"]["shapes"] == {name: str(tuple(shape)) for name, shape in SHAPES.items()}
+
+
+@every_spec
+@pytest.mark.parametrize("new", [1, 3, 4, 8])
+def test_another_number_of_ranks_keeps_what_waits(spec: str, new: int) -> None:
+    """Of 4 ranks, in one state or in a list of the ranks' states, in any order; then training goes on."""
+    first = trained(spec, 4)
+    state = first.state_dict()
+    for given in (state, of_ranks(state)[::-1]):
+        second = gradcomp.Simulation(spec, SHAPES, new)
+        second.load_state_dict(given)
+        before, after = mean(first, 4), mean(second, new)
+        for name in SHAPES:
+            torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
+        for rank in range(4, new):
+            assert not any(part.any() for part in second.residual(rank).values())
+        assert second.stats()["steps"] == 3
+        for step in range(3, 6):
+            second.step(draw("normal", step, new))
+
+
+@every_spec
+def test_files_hold_it(spec: str) -> None:
+    """torch.save() and torch.load(weights_only=True)."""
+    first, file = trained(spec), io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second = gradcomp.Simulation(spec, SHAPES, 2)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    grads = draw("normal", 9, 2)
+    ours, theirs = first.step(grads), second.step(grads)
+    assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+
+
+NAME = next(iter(SHAPES))
+NAN = float("nan")
+
+
+def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Make a damage: another value at a place of a state."""
+
+    def damage(state: dict[str, Any]) -> None:
+        *way, last = path
+        for key in way:
+            state = state[key]
+        state[last] = value
+
+    return damage
+
+
+def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
+    def damage(state: dict[str, Any]) -> None:
+        *way, last = path
+        for key in way:
+            state = state[key]
+        del state[last]
+
+    return damage
+
+
+ONE = ("of_rank", "1")
+OWN = (*ONE, "buckets", 0, "own")
+SDAGC, LGC, ORQ, TOPK = (
+    "sdagc:lam=2,small=none",
+    "lgc:dense=1,learn=2,ratio=0.02",
+    "orq:sigmas=1.5",
+    "topk:ratio=0.03,momentum=0.9",
+)
+DAMAGES = [
+    (TOPK, put("spec", value=None), "the state has the spec None, which is no text"),
+    (TOPK, drop("spec"), "the state has no 'spec'"),
+    (TOPK, drop("format"), f"the state has format 1, but this gradcomp reads format {FORMAT}"),
+    (TOPK, put("format", value=2), f"the state has format 2, but this gradcomp reads format {FORMAT}"),
+    (TOPK, put("ranks", value=0), "ranks=0 in the state must be a whole number of at least 1"),
+    (TOPK, drop("of_rank"), "the state has no 'of_rank'"),
+    (TOPK, put("of_rank", "7", value={}), "of_rank=7 in the state must be a whole number of at least 0 and at most 1"),
+    (TOPK, put(*ONE, value=None), "of_rank holds a NoneType"),
+    (TOPK, put(*ONE, "steps", value=-3), "steps=-3 in the state must be a whole number of at least 0"),
+    (TOPK, put(*ONE, "steps", value=2), "the states are of different steps: that of rank 0 has 3, that of rank 1 has 2"),
+    (TOPK, drop(*ONE, "residual"), "the state does not fit the model: only one of them has "),
+    (TOPK, drop(*ONE, "velocity", NAME), f"only one of them has {NAME}"),
+    (TOPK, put(*ONE, "residual", NAME, value=None), f"the residual of '{NAME}' is a NoneType in the state, not a tensor"),
+    (TOPK, lambda state: state["of_rank"]["1"]["residual"][NAME].fill_(NAN), f"the residual of '{NAME}' is not finite"),
+    (TOPK, lambda state: state["of_rank"]["1"]["velocity"][NAME].fill_(NAN), f"the velocity of '{NAME}' is not finite"),
+    (TOPK, put(*ONE, "shapes", NAME, value="(7, 7)"), "does not fit the model: "),
+    (TOPK, drop(*ONE, "buckets"), "the state has no 'buckets'"),
+    (TOPK, put(*OWN, "steps", value=-1), "steps=-1 in the state must be"),
+    (TOPK, put(*OWN, "inner", value=None), "inner is a NoneType in the state, not a dict"),
+    (SDAGC, put(*OWN, "inner", "lam", value=NAN), "lam=nan in the state must be a number of at least 0"),
+    (SDAGC, put(*OWN, "inner", "steps", value=-1), "steps=-1 in the state must be"),
+    (SDAGC, put(*OWN, "inner", "capacity", "entries", value=10**9), "entries=1000000000 in the state must be"),
+    (SDAGC, put(*OWN, "inner", "capacity", "known", value=[1] * 99), "the capacity in the state waits for"),
+    (SDAGC, put(*OWN, "inner", "set_for", value=[NAN, 0]), "set_for=nan in the state must be"),
+    (SDAGC, drop(*OWN, "inner", "capacity"), "the state has no 'capacity'"),
+    (LGC, put(*OWN, "inner", "coder", value=None), "its coder is None"),
+    (LGC, put(*OWN, "inner", "phases", "steps", value=-5), "steps=-5 in the state must be"),
+    (LGC, put(*OWN, "inner", "phases", "left", value=[1]), "the phases in the state have 1 counts of steps left"),
+    (LGC, drop(*OWN, "inner", "error", "square"), "the state has no 'square'"),
+    (LGC, lambda state: state["of_rank"]["1"]["buckets"][0]["own"]["inner"]["coder"]["taps"].fill_(NAN), "taps is not finite"),
+    (ORQ, put(*OWN, "inner", "steps", value="3"), "steps='3' in the state must be"),
+]
+
+
+@pytest.mark.parametrize("spec, damage, sentence", DAMAGES, ids=[sentence for _, _, sentence in DAMAGES])
+def test_a_damaged_state_is_refused_by_name_and_leaves_all_as_it_was(
+    spec: str, damage: Callable[[dict[str, Any]], None], sentence: str
+) -> None:
+    state = copy.deepcopy(trained(spec).state_dict())
+    damage(state)
+    simulation, undisturbed = trained(spec, steps=5), trained(spec, steps=5)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        simulation.load_state_dict(state)
+    grads = draw("normal", 9, 2)
+    ours, theirs = simulation.step(grads), undisturbed.step(grads)
+    assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+
+
+def test_states_that_do_not_belong_together_are_refused() -> None:
+    first, second = of_ranks(trained("topk:ratio=0.03").state_dict())
+    late = of_ranks(trained("topk:ratio=0.03", steps=4).state_dict())
+    wide = of_ranks(trained("topk:ratio=0.03", world=3).state_dict())
+    simulation = gradcomp.Simulation("topk:ratio=0.03", SHAPES, 2)
+    for states, sentence in (
+        ([], "an empty list"),
+        ([first, first], "the states of rank 0 were passed twice"),
+        ([first, late[1]], "the states are of different steps: that of rank 0 has 3, that of rank 1 has 4"),
+        ([first, wide[1]], "the states are of 2 and of 3 ranks"),
+        ([first], "the state is of rank 0 of 2, but this is rank 1 of 2; pass this rank's own state, or the list of all"),
+        (wide[:2], "the state is of rank 0, 1 of 3, but this is rank 0 of 2; pass the list of all ranks' states, on all ranks"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            simulation.load_state_dict(states)
+    with pytest.raises(TypeError, match=r"load_state_dict\(\) got a str; pass the result of state_dict\(\)"):
+        simulation.load_state_dict("state.pt")  # type: ignore[arg-type]
+    simulation.load_state_dict([second, first])

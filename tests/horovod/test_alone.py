@@ -1,0 +1,193 @@
+"""A rank whose step fails, or that loads a state alone: it is told so, the others do not wait for ever, no weight changes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import doors
+import horovod.torch as hvd
+import pytest
+import ranks
+import small_net
+import torch
+from torch import Tensor, nn
+
+from gradcomp.networks import waits
+
+pytestmark = pytest.mark.slow
+
+SPEC = "topk:ratio=0.05"
+both_doors = pytest.mark.parametrize("door", doors.DOORS)
+REFUSED = "RuntimeError: gradcomp refuses further steps on this rank, since a step failed in its middle ("
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, door: str, name: str):
+        self.model, self.data = small_net.net(), doors.batches()
+        self.optimizer = doors.sgd(door, self.model, SPEC, prefix=f"{name}/{door}.", bucket_mb=0.015)
+
+    def train(self, steps: int) -> Tensor:
+        return small_net.train(self.model, self.optimizer, self.data, steps)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        small_net.backward(self.model, next(self.data))
+
+    def fail(self) -> str:
+        """Clip where Horovod's users must not, and catch the error."""
+        self.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1e-3)
+        return small_net.refused(self.optimizer.step)
+
+    def forget_handles(self) -> None:
+        """Clear Horovod's own handles of the step that failed, as its elastic mode does."""
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+
+def caught(run: Run) -> dict[str, Any]:
+    """Rank 1 catches an error in its step and goes on."""
+    before = small_net.weights(run.model)
+    if hvd.rank() == 0:
+        return {"said": small_net.refused(lambda: run.train(2)), "kept": True}  # the first one has all that it needs
+    found = {"first": run.fail(), "said": small_net.refused(run.optimizer.step)}
+    run.forget_handles()
+    return found | {
+        "next": small_net.refused(lambda: run.train(1)),
+        "state": small_net.refused(run.optimizer.compression.state_dict),
+        "kept": torch.equal(before, small_net.weights(run.model)),
+    }
+
+
+def loaded(run: Run) -> dict[str, Any]:
+    """Rank 1 loads a state, and the others train."""
+    state = run.optimizer.compression.state_dict()
+    if hvd.rank() == 1:
+        said = small_net.refused(lambda: run.optimizer.compression.load_state_dict(state))
+        return {"said": said, "next": small_net.refused(lambda: run.train(1))}
+    return {"said": small_net.refused(lambda: run.train(1))}
+
+
+def alone(case: Callable[[Run], dict[str, Any]], door: str) -> None:
+    """Train until one rank does something alone. Then report, and end without Horovod, which has operations under way."""
+    hvd.init()
+    waits.NOTE_AFTER, waits.SPEAK_AFTER = 0.5, 1.0  # type: ignore[misc]
+    run = Run(door, "alone")
+    run.train(3)
+    hvd.barrier()
+    began = time.monotonic()
+    found = case(run)
+    ranks.report(found | {"seconds": time.monotonic() - began})
+    time.sleep(3)  # the others could take a rank's end for the error
+    os._exit(0)
+
+
+def caught_alone(door: str) -> None:
+    alone(caught, door)
+
+
+def loaded_alone(door: str) -> None:
+    alone(loaded, door)
+
+
+def together(door: str) -> dict[str, Any]:
+    """Load on all ranks in mid-training; and after a failure on all of them."""
+    wanted = Run(door, "wanted").train(8)
+    reloaded = Run(door, "reloaded")
+    reloaded.train(4)
+    reloaded.optimizer.compression.load_state_dict(reloaded.optimizer.compression.state_dict())
+    failed = Run(door, "failed")
+    failed.train(4)
+    state, weights = failed.optimizer.compression.state_dict(), small_net.weights(failed.model)
+    failed.data, again = iter(batches := [next(failed.data) for _ in range(4)]), batches
+    first, second = failed.fail(), small_net.refused(failed.optimizer.step)
+    kept = torch.equal(weights, small_net.weights(failed.model))
+    failed.forget_handles()
+    failed.optimizer.compression.load_state_dict(state)
+    failed.data = iter(again)
+    running = Run(door, "in a step")
+    running.train(2)
+    running.backward()
+    in_step = small_net.refused(running.optimizer.compression.state_dict)
+    running.optimizer.step()
+    return {
+        "wanted": wanted,
+        "reloaded": reloaded.train(4),
+        "failed": failed.train(4),
+        "said": (first, second),
+        "kept": kept,
+        "in step": in_step,
+    }
+
+
+def program() -> dict[str, Any]:
+    hvd.init()
+    return {door: together(door) for door in doors.DOORS}
+
+
+@ranks.once
+def found(case: str, door: str) -> list[dict[str, Any]]:
+    return ranks.launch({"caught": caught_alone, "loaded": loaded_alone}[case], 2, door, seconds=200)
+
+
+@ranks.once
+def found_together() -> list[dict[str, Any]]:
+    return ranks.launch(program, 2)
+
+
+@both_doors
+def test_a_caught_error_is_followed_by_refusals(door: str) -> None:
+    """Neither the failed step nor a later one applies gradients that were not exchanged."""
+    one = found("caught", door)[1]
+    assert one["first"].startswith("RuntimeError: the gradient of '"), one
+    for call in ("said", "next", "state"):
+        assert one[call].startswith(f"{REFUSED}RuntimeError: the gradient of '"), one
+        assert "Call load_state_dict() on all ranks with a state from before the failure, or start all ranks again" in one[call]
+    assert one["kept"]
+
+
+@both_doors
+def test_the_others_end_with_the_reason(door: str) -> None:
+    """In place of waiting for ever; as an error that Horovod's elastic mode understands."""
+    first = found("caught", door)[0]
+    assert first["said"].startswith("HorovodInternalError: ")
+    if door == doors.OWN:  # carriers wait in Horovod, until the failed rank ends
+        assert (
+            "gradcomp's exchange failed: rank 1 cannot go on (failed in a step: RuntimeError: the gradient of '"
+            in first["said"]
+        )
+
+
+def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all() -> None:
+    """With carriers the other ranks wait in Horovod, and only the rank that loads speaks."""
+    zero, one = found("loaded", doors.OWN)
+    for said in (zero["said"], one["said"]):  # the later one may hear of it from the other
+        assert said.startswith("HorovodInternalError: gradcomp's exchange failed: rank "), said
+        assert "in the meeting of all ranks" in said and "in bucket 0, request 0" in said
+        assert "change() and load_state_dict() are for all ranks at the same step" in said
+    assert one["next"].startswith(REFUSED)
+
+
+@both_doors
+def test_loading_on_all_ranks_in_mid_training_goes_on_to_the_bit(door: str) -> None:
+    for own in found_together():
+        assert torch.equal(own[door]["reloaded"], own[door]["wanted"])
+
+
+@both_doors
+def test_after_a_failure_on_all_ranks_a_state_from_before_goes_on(door: str) -> None:
+    for own in found_together():
+        first, second = own[door]["said"]
+        assert first.startswith("RuntimeError: the gradient of '") and second.startswith(REFUSED)
+        assert own[door]["kept"], "the gradients that were not exchanged changed weights"
+        assert torch.equal(own[door]["failed"], own[door]["wanted"])
+
+
+@both_doors
+def test_a_state_in_mid_step_is_refused(door: str) -> None:
+    for own in found_together():
+        assert own[door]["in step"].startswith("RuntimeError: state_dict() came in the middle of a step: call it after")
