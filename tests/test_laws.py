@@ -152,6 +152,20 @@ def test_a_spike_leaves_every_value_finite(spec: str, world: int, spike: str, de
         assert all(part.isfinite().all() for own in residuals(simulation) for part in own.values()), step
 
 
+@pytest.mark.parametrize(
+    "spec", ["dense", "topk:wire=exact", "topk:route=split,wire=exact", "topk:route=tree", "gtopk", "gs_sgd", "sketched_sgd"]
+)
+def test_a_spike_that_was_sent_is_over(spec: str) -> None:
+    """Its step's update is the mean. The next update is as before the spike, where values travel unrounded."""
+    simulation = gradcomp.Simulation(spec, SHAPES, 4)
+    simulation.step(draw("normal", 0, 4))
+    grads = draw("normal", 1, 4)
+    SPIKES["one entry of 1e38"](grads)
+    assert simulation.step(grads)["weight"][3, 4] == pytest.approx(1e38)
+    update = simulation.step(draw("normal", 2, 4))
+    assert all((part.abs() < 100).all() for part in update.values())
+
+
 @few_worlds
 @specs
 def test_a_checkpoint_continues_to_the_bit(spec: str, world: int) -> None:

@@ -9,6 +9,7 @@ that no process sets are needed.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import Field, Form, Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
+
+# The largest magnitude of an entry that a rank gets from the others on its host. It leaves space for the rank's own entry.
+LARGEST_OF_HOST = 2.0**124
 
 
 class Position(NamedTuple):
@@ -165,13 +169,13 @@ class PartState:
         view = self.slice(flat, part)
         return view if len(view) == self.length else torch.nn.functional.pad(view, (0, self.length - len(view)))
 
-    def payload(self, values: Tensor, flag: Tensor | None) -> Payload:
-        """Copy a part into a payload."""
+    def payload(self, values: Tensor, flag: Tensor | None, most: float = math.inf) -> Payload:
+        """Copy a part into a payload. most: the largest magnitude to send."""
         payload = payloads.empty(self.form, values.device)
         payload["flag"].zero_()
         if flag is not None:
             payload["flag"].copy_(flag)
-        payload["values"].copy_(values)
+        torch.clamp(values, -most, most, out=payload["values"])
         return payload
 
     def _layout_of(self, part: int) -> Layout:
@@ -190,12 +194,17 @@ class PartState:
 
 
 def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc]:
-    """Send every part to its owner on this host. Return the acc of the own part: the sum over the host's ranks."""
+    """Send every part to its owner on this host. Return the acc of the own part: the sum over the host's ranks.
+
+    An entry is sent up to a bound, so that the owner can keep the sum. The rest waits here.
+    """
     owners = {rank: part for part, rank in enumerate(position.neighbours) if part != position.part}
-    outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag) for rank, part in owners.items()}
+    most = LARGEST_OF_HOST / len(position.neighbours)
+    outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag, most) for rank, part in owners.items()}
     received = yield from send(outgoing, outgoing.keys(), state.form, acc.residual.device)
     for part in owners.values():
-        state.slice(acc.residual, part).zero_()
+        given = state.slice(acc.residual, part)
+        given -= given.clamp(-most, most)
     residual = state.padded(acc.residual, position.part)
     total = torch.zeros_like(residual)
     for rank in sorted(received):

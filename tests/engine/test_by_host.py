@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from laws import SHAPES, check_conservation, draw
+from laws import SHAPES, check_conservation, draw, residuals
+from spikes import SPIKES
 
 import gradcomp
 from gradcomp.engine.by_host import position_of
@@ -71,6 +72,21 @@ def test_an_overflow_reaches_all_hosts_and_no_residual(spec: str, bad: float) ->
     assert not all(part.isfinite().all() for part in update.values())
     assert all(part.isfinite().all() for rank in range(world) for part in simulation.residual(rank).values())
     check_conservation(simulation, draw("normal", 3, world))
+
+
+@pytest.mark.parametrize("spike", [*SPIKES])
+@pytest.mark.parametrize("world,per_host", [PLACES[0], PLACES[3]])
+@specs
+def test_a_spike_leaves_every_value_finite(spec: str, world: int, per_host: int, spike: str) -> None:
+    """The sum over a host is more than a rank can hold, so the ranks keep parts of it. Nothing is lost."""
+    simulation = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=per_host)
+    for step in range(5):
+        grads = draw("normal", 7 * step, world)
+        if step == 2:
+            SPIKES[spike](grads)
+        update = check_conservation(simulation, grads)
+        assert all(part.isfinite().all() for part in update.values())
+        assert all(part.isfinite().all() for own in residuals(simulation) for part in own.values())
 
 
 @specs
