@@ -73,9 +73,8 @@ class ByHost(Wrapper):
             "it needs the layers' learning rates, but a rank's part cuts through layers": traits.rates == "needed",
             "it treats the first and last layers differently, but a rank's part cuts through layers": traits.ends,
         }
-        for reason, holds in reasons.items():
-            if holds:
-                raise ValueError(f"{self.inner} cannot use by_host: {reason}; leave by_host out")
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"{self.inner} cannot use by_host: {reason}; leave by_host out")
 
     def added_knobs(self) -> list[str]:
         return ["by_host=true"]
@@ -194,10 +193,7 @@ class PartState:
 
 
 def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc]:
-    """Send every part to its owner on this host. Return the acc of the own part: the sum over the host's ranks.
-
-    An entry is sent up to a bound, so that the owner can keep the sum. The rest waits here.
-    """
+    """Send every part to its owner on this host, and keep the excess. Return the acc of the own part: the host's sum."""
     owners = {rank: part for part, rank in enumerate(position.neighbours) if part != position.part}
     most = LARGEST_OF_HOST / len(position.neighbours)
     outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag, most) for rank, part in owners.items()}
@@ -209,10 +205,8 @@ def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc
     total = torch.zeros_like(residual)
     for rank in sorted(received):
         total += received[rank]["values"]
-    flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
-    kernels.accumulate(
-        total.split(state.part_layout.sizes), residual, None, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory
-    )
+    flag, parts = torch.zeros(1, dtype=torch.int32, device=residual.device), total.split(state.part_layout.sizes)
+    kernels.accumulate(parts, residual, None, flag, moments=state.moments, peaks=state.peaks, memory=acc.memory)
     flags = [flag, *(payload["flag"] for payload in received.values()), *([] if acc.flag is None else [acc.flag])]
     return Acc(residual, acc.memory, None, torch.stack(flags).amax(0), state.moments, peaks=state.peaks)
 
