@@ -103,7 +103,8 @@ class ByHost(Wrapper):
     def exchange(self, acc: Acc, state: PartState, world: World) -> Steps:
         position = position_of(world)
         state.move_to(self.inner, position)
-        host_acc = yield from _sum_in_host(acc, state, position)
+        most = math.inf if self.inner.traits.unbiased else LARGEST_OF_HOST / len(position.neighbours)
+        host_acc = yield from _sum_in_host(acc, state, position, most)
         part_update = yield from _exchange_among_peers(
             self.inner.exchange(host_acc, state.inner, position.peer_world), position
         )
@@ -192,10 +193,9 @@ class PartState:
         return Layout(tuple(names), tuple(sizes), self.layout.device)
 
 
-def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc]:
-    """Send every part to its owner on this host, and keep the excess. Return the acc of the own part: the host's sum."""
+def _sum_in_host(acc: Acc, state: PartState, position: Position, most: float) -> Requests[Acc]:
+    """Send every part, up to most, to its owner on this host; keep the rest. Return the acc of the own part: the host's sum."""
     owners = {rank: part for part, rank in enumerate(position.neighbours) if part != position.part}
-    most = LARGEST_OF_HOST / len(position.neighbours)
     outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag, most) for rank, part in owners.items()}
     received = yield from send(outgoing, outgoing.keys(), state.form, acc.residual.device)
     for part in owners.values():
