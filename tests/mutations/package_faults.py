@@ -243,8 +243,8 @@ PACKAGE_FAULTS = (
     Fault(
         "LGC leaves nothing of what its code misses",
         "gradcomp/compressors",
-        "return SharedMean(mean, entries.values - own)",
-        "return SharedMean(mean, 0.0 * own)",
+        "return SharedMean(_bounded(mean), _bounded(entries.values - own))",
+        "return SharedMean(_bounded(mean), 0.0 * own)",
         ("test_lgc.py", "test_laws.py"),
     ),
     Fault(
