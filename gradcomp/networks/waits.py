@@ -17,7 +17,7 @@ from gradcomp.requests import World
 NOTE_AFTER, SPEAK_AFTER, FACTOR = 5.0, 10.0, 3.0
 
 # The place of a rank that is in a meeting.
-MEETING = "the meeting of all ranks (first step, attach(), change() or load_state_dict())"
+MEETING = "the meeting that all ranks call (first step, attach(), change() or load_state_dict())"
 # Separates a note's place from the meeting after which it was written; the beginning of a failed rank's note; a note's letters.
 _AFTER, _FAILED, MOST_LETTERS = " @ ", "failed in a step:", 600
 

@@ -107,7 +107,7 @@ def test_the_others_end_with_the_reason() -> None:
 def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all() -> None:
     zero, one = found("loaded")
     for said in (zero["said"], one["said"]):  # the later one may hear of it from the other
-        assert "in the meeting of all ranks" in said and "in bucket 0, request 0" in said, said
+        assert "in the meeting that all ranks call" in said and "in bucket 0, request 0" in said, said
     assert one["state"].startswith(REFUSED)
 
 

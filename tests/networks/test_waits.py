@@ -207,4 +207,4 @@ def test_a_change_on_one_rank_alone_is_named_by_all(network: str) -> None:
     first, *others = (own["change() alone"][0] for own in found(network))
     assert f"in {waits.MEETING} for ranks 1, 2; rank 1 waits in bucket 0" in first
     for line in others:
-        assert "in bucket 0, request 0 for rank 0; rank 0 waits in the meeting that all ranks call" in line
+        assert f"in bucket 0, request 0 for rank 0; rank 0 waits in {waits.MEETING}" in line
