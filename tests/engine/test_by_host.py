@@ -101,7 +101,7 @@ def test_a_dense_spike_is_over_after_its_step(world: int, per_host: int, spike: 
     for own in (grads, draw("normal", 1, world)):
         update, largest = (
             simulation.step(own),
-            max(part.abs().max().item() for grad in own for part in grad.values() if len(part)),
+            max(part.abs().max().item() for grad in own for part in grad.values() if part.numel()),
         )
         for name in SHAPES:
             torch.testing.assert_close(update[name].double(), mean(own, name), rtol=1e-5, atol=1e-6 * largest)
