@@ -38,7 +38,10 @@ SHARED_MATH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f8
 constexpr float kLargest = 0x1.fep127f;
 
 // The nearest number that a residual may hold. A NaN stays one.
-SHARED_MATH float within_largest(float x) { return x > kLargest ? kLargest : x < -kLargest ? -kLargest : x; }
+SHARED_MATH float within_largest(float x) {
+  const float below = kLargest < x ? kLargest : x;  // in this form one instruction each
+  return -kLargest > below ? -kLargest : below;
+}
 
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
