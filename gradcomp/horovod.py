@@ -177,6 +177,8 @@ def DistributedOptimizer(
     process_set = stock_options.get("process_set", hvd.global_process_set)
     options = {"process_set": process_set, "optimizer": optimizer, "scaler": scaler, "bucket_mb": bucket_mb, "seed": seed}
     door = Compression(compression, named, **options)
+    if op == hvd.Sum:
+        door._session.note_sums()
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
     if carrier_free():
         stock._allreduce_grad_async = _carrier_free_reduction(door._session, process_set, op)

@@ -23,7 +23,10 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound."""
+    """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound.
+
+    word: a text that stands in place of a number, or an empty one.
+    """
 
     help: str = ""
     above: float | None = None
@@ -33,6 +36,7 @@ class Knob:
     choices: tuple[Any, ...] = ()
     multiple: int = 1
     ablation: bool = False
+    word: str = ""
 
     def allows(self, value: Any) -> bool:
         """Say whether a value of the right type is in the range."""
@@ -67,7 +71,7 @@ class Knob:
             text = f"{'above' if self.least is None else 'at least'} {as_text(low)}"
         if self.multiple > 1:
             text += f"{' and ' if text else ''}a multiple of {self.multiple}"
-        return text
+        return f"{self.word} or {text}" if self.word else text
 
 
 def knob(
@@ -81,14 +85,15 @@ def knob(
     choices: Iterable[Any] = (),
     multiple: int = 1,
     ablation: bool = False,
+    word: str = "",
 ) -> Any:
     """Declare a knob as a field of a frozen dataclass.
 
     default: the value where a spec gives none; its type is the knob's type. help: one line. above, least, below, most: bounds.
-    choices: the allowed values. multiple: a number that divides every allowed value.
+    choices: the allowed values. multiple: a number that divides every allowed value. word: a text allowed beside the numbers.
     ablation: the knob exists only to measure the worth of a part.
     """
-    declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation)
+    declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation, word)
     return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 
@@ -112,8 +117,9 @@ def check(instance: Any, name: str) -> None:
     name: the compressor's name. Messages begin with it.
     """
     for field in knobs_of(instance).values():
-        kind: type = type(field.default)
-        value, declared = getattr(instance, field.name), declaration(field)
+        kind, value, declared = type_of(field), getattr(instance, field.name), declaration(field)
+        if declared.word and value == declared.word:
+            continue
         fits = isinstance(value, TYPES[kind]) and (kind is bool or not isinstance(value, bool))
         if fits and (type(value) is not kind or value == 0):
             try:
@@ -123,7 +129,7 @@ def check(instance: Any, name: str) -> None:
             object.__setattr__(instance, field.name, value)
         subject = f"{name}: {field.name}={as_text(value) if fits else repr(value)}"
         if not fits:
-            raise TypeError(f"{subject} must be {TYPE_NAMES[kind]}")
+            raise TypeError(f"{subject} must be {_in_words(field)}")
         if not declared.allows(value):
             finite = " and finite" if declared.range and value == math.inf else ""
             raise ValueError(f"{subject} must be {declared.range or 'finite'}{finite}{suggestion(value, declared.choices)}")
@@ -131,13 +137,25 @@ def check(instance: Any, name: str) -> None:
 
 def parse(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
     """Read the value of a knob from its text in a spec."""
-    kind: type = type(field.default)
+    kind = type_of(field)
     try:
+        if text == declaration(field).word:
+            return text
         if kind is bool:
             return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
         return kind(text)
     except (ValueError, KeyError):
-        raise ValueError(f"{spec!r}: {field.name}={text} must be {TYPE_NAMES[kind]}") from None
+        raise ValueError(f"{spec!r}: {field.name}={text} must be {_in_words(field)}") from None
+
+
+def type_of(field: dataclasses.Field[Any]) -> type:
+    """Return the type of a knob's values: its default's, or float where the default is a word."""
+    return float if declaration(field).word else type(field.default)
+
+
+def _in_words(field: dataclasses.Field[Any]) -> str:
+    word = declaration(field).word
+    return f"{word} or {TYPE_NAMES[type_of(field)]}" if word else TYPE_NAMES[type_of(field)]
 
 
 def as_text(value: Any) -> str:

@@ -13,6 +13,7 @@ from gradcomp.engine import checkpoint, states
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, rates_of
+from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import checked
 from gradcomp.engine.reducer import Reducer, check_type
 from gradcomp.engine.states import Place, States
@@ -68,13 +69,17 @@ class Simulation:
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates = None
+        rates = momentum = None
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)
+            self._own_momentum = OwnMomentum(
+                lambda: self._optimizer, self._named, lambda name, tensor: tensor.reshape(-1), simulated=len(self._networks)
+            )
+            momentum = self._own_momentum.of
         reducers: list[Reducer] = []
         for rank, network in enumerate(self._networks):
-            options: dict[str, Any] = {"rates": rates, "memory": self._memory}
+            options: dict[str, Any] = {"rates": rates, "memory": self._memory, "momentum": momentum}
             if reducers:  # the update of rank 0 is returned, and the others' are compared with it
                 options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
             reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -73,11 +73,13 @@ def prepare(
             trials = loaded
 
     def copy() -> None:
+        _make_velocities(reducer, {name for source in sources["velocity"] for name in source})
         for array in ARRAYS:
             for name, view in _views(reducer, array).items():
                 view.zero_()
                 for source in sources[array]:
-                    view.add_(source[name].to(view.device, view.dtype))
+                    if name in source:
+                        view.add_(source[name].to(view.device, view.dtype))
                 if factor != 1:
                     view.mul_(factor)
         reducer.steps_done = steps
@@ -123,6 +125,7 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
 
 def carry(old: Reducer, new: Reducer) -> None:
     """Copy residuals, and velocities if both keep them, from one reducer to another with the same layers."""
+    _make_velocities(new, _views(old, "velocity"))
     for array in ARRAYS:
         copies = _copies(old, array)
         for name, view in _views(new, array).items():
@@ -139,6 +142,19 @@ def _views(reducer: Reducer, array: str) -> dict[str, Tensor]:
         if flat is not None and (bucket.collector.keeps_residual or array == "velocity"):
             views |= bucket.layout.views(flat)
     return views
+
+
+def _later_velocities(reducer: Reducer) -> dict[str, int]:
+    """Return the layers, with their sizes, whose velocity is made once the optimizer has a momentum."""
+    layouts = [bucket.layout for bucket in reducer.buckets if bucket.collector.takes_momentum]
+    return {name: size for layout in layouts for name, size in zip(layout.names, layout.sizes, strict=True)}
+
+
+def _make_velocities(reducer: Reducer, names: Container[str]) -> None:
+    """Make the velocities of these layers, where the optimizer's momentum would."""
+    for bucket in reducer.buckets:
+        if bucket.collector.takes_momentum and bucket.state.velocity is None and any(n in names for n in bucket.layout.names):
+            bucket.state.velocity = torch.zeros_like(bucket.state.residual)
 
 
 def _copies(reducer: Reducer, array: str) -> dict[str, Tensor]:
@@ -167,10 +183,13 @@ def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trusted: bool) -> Mapping[str, Tensor]:
     """Refuse arrays that do not fit the layers, or that are not finite."""
-    views = _views(reducer, array)
-    _check_names(views, theirs)
-    for name, view in views.items():
-        saved.tensor(theirs, name, view.shape, finite=not trusted, what=f"the {array} of {name!r}")
+    shapes = {name: view.shape for name, view in _views(reducer, array).items()}
+    if array == "velocity":  # that of momentum=auto begins with the optimizer's
+        shapes |= {name: torch.Size([size]) for name, size in _later_velocities(reducer).items() if name in theirs}
+        shapes = {name: shape for name, shape in shapes.items() if name in theirs or name not in _later_velocities(reducer)}
+    _check_names(shapes, theirs)
+    for name, shape in shapes.items():
+        saved.tensor(theirs, name, shape, finite=not trusted, what=f"the {array} of {name!r}")
     return theirs
 
 

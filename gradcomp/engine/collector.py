@@ -40,17 +40,33 @@ class BucketState:
     steps: int = 0
 
 
+class Momentum(NamedTuple):
+    """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
+
+    decays, weights: for each layer the weight decay, and the weights in the order of entries. seeds: for each layer what the
+    velocity is to continue from, or None.
+    """
+
+    value: float
+    nesterov: bool
+    decays: Sequence[float]
+    weights: Sequence[Tensor]
+    seeds: Sequence[Tensor | None]
+
+
 class StepFacts(NamedTuple):
     """What a bucket's step depends on, beside its gradients and its state.
 
     memory: the lender of scratch. ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
-    loss_scale: what the loss was multiplied by, as one float on the bucket's device.
+    loss_scale: what the loss was multiplied by, as one float on the bucket's device. momentum: the optimizer's, for
+    momentum=auto.
     """
 
     memory: Memory
     ranks: int
     rates: Rates = None
     loss_scale: Tensor | None = None
+    momentum: Momentum | None = None
 
 
 class Collector(Wrapper):
@@ -74,6 +90,11 @@ class Collector(Wrapper):
     def unscales(self) -> bool:
         """True if collect() divides gradients by the loss scale."""
         return True
+
+    @property
+    def takes_momentum(self) -> bool:
+        """True if collect() applies the optimizer's momentum."""
+        return False
 
     @abstractmethod
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:

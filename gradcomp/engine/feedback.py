@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
-from gradcomp.engine.collector import BucketState, Collector, StepFacts
+from gradcomp.engine.collector import BucketState, Collector, Momentum, StepFacts
 from gradcomp.knobs import knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
@@ -19,6 +19,8 @@ from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
 from gradcomp.saved import table_or_empty, whole
 
+# The value of momentum that stands for the optimizer's.
+AUTO = "auto"
 # Stages of a warm-up, each gentler than the compressor itself.
 STAGES = 5
 
@@ -33,9 +35,16 @@ class Feedback(Collector):
     """
 
     feedback: bool = knob(True, "true: entries not sent wait for the next step; false: they are lost")
-    momentum: float = knob(0.0, "local momentum, applied before compression; the optimizer's own must be 0", least=0, below=1)
-    nesterov: bool = knob(False, "Nesterov's form of the momentum")
-    masking: bool = knob(True, "clear the velocity of entries that were sent")
+    momentum: float | str = knob(
+        AUTO,
+        "local momentum, applied before compression; auto: that of the optimizer, if it is known and SGD; a number: the "
+        "optimizer's own must be 0",
+        least=0,
+        below=1,
+        word=AUTO,
+    )
+    nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
+    masking: bool = knob(False, "clear the velocity of entries that were sent, as published")
     clip: float = knob(
         0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
     )
@@ -46,12 +55,12 @@ class Feedback(Collector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.nesterov and self.momentum == 0:
+        if self.nesterov and not self.set_momentum:
             raise ValueError(f"{self}: nesterov=true needs a momentum above 0; set momentum")
         if self.warmup and self.inner.ease(0.5) is None:
             raise ValueError(f"{self}: {self.name} has no gentler form to warm up with; leave warmup out")
         kept = self.inner.traits.momentum
-        if self.momentum and kept:
+        if self.set_momentum and kept:
             raise ValueError(
                 f"{self}: momentum={self.momentum} acts on top of {self.inner}'s own momentum {kept}; leave momentum out"
             )
@@ -68,10 +77,19 @@ class Feedback(Collector):
         return self.feedback
 
     @property
+    def set_momentum(self) -> float:
+        """The momentum of the spec; 0 where it is the optimizer's."""
+        return 0.0 if isinstance(self.momentum, str) else self.momentum
+
+    @property
+    def takes_momentum(self) -> bool:
+        return self.momentum == AUTO and not self.inner.traits.momentum
+
+    @property
     def traits(self) -> Traits:
         inner = super().traits
         whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
-        return replace(inner, whole_model=whole_model, momentum=self.momentum or inner.momentum)
+        return replace(inner, whole_model=whole_model, momentum=self.set_momentum or inner.momentum)
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         if self.traits.whole_model:  # a norm or an algorithm over all layers keeps them together
@@ -80,12 +98,13 @@ class Feedback(Collector):
         if chosen is self.inner:
             return self
         # Feedback takes over the momentum that the algorithm keeps and this layer's compressor does not.
-        momentum = self.momentum or (0.0 if chosen.traits.momentum else self.inner.traits.momentum)
+        kept = self.inner.traits.momentum
+        momentum = kept if kept and not chosen.traits.momentum else self.momentum
         return replace(self, inner=chosen, momentum=momentum, warmup=0.0 if chosen.ease(0.5) is None else self.warmup)
 
     def init(self, layout: Layout, seed: int) -> BucketState:
         state, layers = super().init(layout, seed), len(layout.names)
-        if self.momentum:
+        if self.set_momentum:
             state.velocity = torch.zeros_like(state.residual)
         if self.inner.traits.moments is not None:
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
@@ -114,13 +133,17 @@ class Feedback(Collector):
             state.residual.zero_()
         if step.rates is not None:
             self.revise(state.residual, state.velocity, state, step.rates)
+        momentum, nesterov = self.set_momentum, self.nesterov
+        if step.momentum is not None:
+            momentum, nesterov = step.momentum.value, step.momentum.nesterov
+            _begin_momentum(step.momentum, state)
         kernels.accumulate(
             grads,
             state.residual,
             state.velocity,
             state.flag,
-            self.momentum,
-            self.nesterov,
+            momentum,
+            nesterov,
             scales=self._scales(grads, state, step),
             loss_scale=step.loss_scale,
             moments=state.moments,
@@ -154,6 +177,26 @@ class Feedback(Collector):
         if step.loss_scale is not None:
             norms = norms / step.loss_scale
         return (self.clip / math.sqrt(step.ranks) / (norms + 1e-6)).clamp(max=1).float()
+
+
+def _begin_momentum(momentum: Momentum, state: BucketState) -> None:
+    """Prepare the velocity for a step of the optimizer's momentum m and weight decay d.
+
+    The optimizer adds d times the weights to the gradient. Here m times the velocity is added; so d / m times the weights go
+    into it before. Nesterov's form adds the gradient once more, which the residual gets.
+    """
+    if state.velocity is None:
+        state.velocity = torch.zeros_like(state.residual)
+    sizes = [weight.numel() for weight in momentum.weights]
+    velocities, residuals = state.velocity.split(sizes), state.residual.split(sizes)
+    for velocity, seed in zip(velocities, momentum.seeds, strict=True):
+        if seed is not None:
+            velocity.copy_(seed)
+    for i, decay in enumerate(momentum.decays):
+        if decay:
+            velocities[i].add_(momentum.weights[i], alpha=decay / momentum.value)
+            if momentum.nesterov:
+                residuals[i].add_(momentum.weights[i], alpha=decay)
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:

@@ -57,7 +57,7 @@ class OptimizerCheck:
             if not self._trained_by(given):
                 raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
             self._read_rates(given)
-        _register_once()
+        register_once()
         _checks.add(self)
 
     def note_exchange(self) -> None:
@@ -86,6 +86,10 @@ class OptimizerCheck:
             for each in self._before_step:
                 each()
             self._refuse_unexchanged(known)
+
+    def acting(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that applies the session's updates; None if it was not given, or another session does."""
+        return None if self.replaced else self.optimizer
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""
@@ -166,7 +170,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]
 
 
 @functools.cache
-def _register_once() -> None:
+def register_once() -> None:
     """Register the hook for good: removing one fails while torch goes through all of them, and sessions end at any time."""
     register_optimizer_step_pre_hook(_check_all)
 

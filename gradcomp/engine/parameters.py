@@ -53,6 +53,10 @@ class Slot:
         if self._copy is not None:
             self.parameter.grad, self._copy = self._reordered(self._copy), None
 
+    def flat(self, shaped: Tensor) -> Tensor:
+        """Put a tensor of the parameter's shape in the order of the parameter's memory. It is copied where it must be."""
+        return shaped.permute(self.order).reshape(-1)
+
     def shaped(self, flat: Tensor) -> Tensor:
         """Shape a flat array like the parameter. Its entries are in the order of the parameter's memory."""
         return self._reordered(flat.view([self.parameter.shape[dim] for dim in self.order]))

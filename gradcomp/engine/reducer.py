@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.collector import StepFacts
+from gradcomp.engine.collector import Momentum, StepFacts
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.loss_scale import LossScale
 from gradcomp.engine.plan import plan
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
-from gradcomp.protocol import Compressor, Layer
+from gradcomp.protocol import Compressor, Layer, Layout
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send
 
 # The types of gradients that kernels read.
@@ -36,7 +36,7 @@ class Reducer:
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
     rates: a function from a layer's name to its learning rate. memory: the owner of scratch and updates, a new one by default.
-    loss_scale: that of the gradients, if they are scaled.
+    loss_scale: that of the gradients, if they are scaled. momentum: returns the optimizer's for the layers of a bucket.
     targets: finds the arrays that a bucket's update is written into; by default its gradients.
     delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
     the call; by default the delivery writes it.
@@ -52,6 +52,7 @@ class Reducer:
         *,
         rates: Callable[[str], float] | None = None,
         loss_scale: LossScale | None = None,
+        momentum: Callable[[Layout], Momentum | None] | None = None,
         targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
         delivery: Delivery | None = None,
         deliver: Callable[[Bucket, Update], None] | None = None,
@@ -70,6 +71,8 @@ class Reducer:
             Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
             for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
+        # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
+        self._momentum = momentum if all(bucket.collector.takes_momentum for bucket in self.buckets) else None
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
         self._deliver = deliver or self._write
         self._takes_back = delivery is not None or deliver is None
@@ -155,7 +158,8 @@ class Reducer:
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
         rates = None if self.rates is None else tuple(map(self.rates, layout.names))
-        facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket))
+        momentum = None if self._momentum is None else self._momentum(layout)
+        facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
         bucket.round = 0
         bucket.running = collector.exchange(acc, bucket.state, world)

@@ -16,12 +16,18 @@ from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.membership import Membership, Owner
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
+from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.states import States
 from gradcomp.engine.step_guard import StepGuard
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
+
+_SUM = (
+    "op=Sum came as a surprise to momentum=auto, which adds the weight decay on every rank: use "
+    "gradcomp.horovod.DistributedOptimizer, which knows op, or momentum=0 in the spec, which leaves momentum to the optimizer"
+)
 
 
 class Snapshot(NamedTuple):
@@ -63,6 +69,13 @@ class Session:
             options.optimizer,
             lambda found: check_momentum(own._compressor, found),
             [self._guard.before_optimizer, self._unknown_scaler.look],
+        )
+        slots = {slot.name: slot for slot in parameters.slots}
+        self._own_momentum = OwnMomentum(
+            self._optimizer_check.acting,
+            {name: slot.parameter for name, slot in slots.items()},
+            lambda name, tensor: slots[name].flat(tensor),
+            lambda: own.network.world.size if own._membership.sums else 1,
         )
         self._reducer = self._make_reducer(compressor)
 
@@ -120,6 +133,8 @@ class Session:
         for slot in held.values():
             self._hand_over(slot)
         with self._note_failure():
+            if scale != 1 and self._own_momentum.taken and not self._membership.sums:
+                raise ValueError(_SUM)
             self._reducer.finish_step(scale)
         self._guard.end()
         self._membership.note_step(scale)
@@ -130,6 +145,10 @@ class Session:
         self.meet()
         with self._note_failure():
             self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
+
+    def note_sums(self) -> None:
+        """Note that updates are sums over the ranks, before the first step shows it."""
+        self._membership.sums = True
 
     @property
     def steps_done(self) -> int:
@@ -221,7 +240,14 @@ class Session:
             rates = self._optimizer_check.rate
         layers, options = self.parameters.layers, self._options
         reducer = Reducer(
-            compressor, layers, self.network, options.bucket_mb, options.seed, rates=rates, loss_scale=self._loss_scale
+            compressor,
+            layers,
+            self.network,
+            options.bucket_mb,
+            options.seed,
+            rates=rates,
+            loss_scale=self._loss_scale,
+            momentum=self._own_momentum.of,
         )
         self._unknown_scaler.matters = reducer.keeps_residual
         return reducer

@@ -1,0 +1,180 @@
+"""momentum=auto: the optimizer's momentum, kept locally. With everything sent, training is that of torch's own SGD."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import gradcomp
+
+RANKS, STEPS = 3, 12
+# Specs that send everything: exactly, and in the mean.
+EXACT = ["topk:ratio=1,wire=exact", "topk:ratio=1,wire=exact,route=split", "topk:ratio=1,route=tree", "dense:feedback=true"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9},
+    "weight decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "nesterov": {"momentum": 0.8, "nesterov": True},
+    "nesterov and weight decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    "maximize": {"momentum": 0.9, "weight_decay": 0.1, "maximize": True},
+    "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    "no momentum": {"weight_decay": 0.1},
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+
+def gradients(step: int, model: nn.Module) -> list[dict[str, Tensor]]:
+    torch.manual_seed(100 + step)
+    return [{name: torch.randn_like(each) for name, each in model.named_parameters()} for _ in range(RANKS)]
+
+
+Prepare = Callable[[SGD], Any]
+
+
+def train(spec: str | None, prepare: Prepare, steps: int = STEPS) -> tuple[nn.Module, SGD, gradcomp.Simulation | None]:
+    """Train with known gradients, with the simulator or without."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    after_step = prepare(optimizer) or (lambda: None)
+    named = dict(model.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in named.items()}
+    simulation = None
+    if spec is not None:
+        simulation = gradcomp.Simulation(spec, shapes, RANKS, optimizer=optimizer, named_parameters=named.items())
+    for step in range(steps):
+        grads = gradients(step, model)
+        mean = {name: torch.stack([own[name] for own in grads]).mean(0) for name in named}
+        for name, update in (mean if simulation is None else simulation.step(grads)).items():
+            named[name].grad = update.clone()
+        optimizer.step()
+        after_step()
+    return model, optimizer, simulation
+
+
+def with_settings(settings: dict[str, Any]) -> Prepare:
+    def prepare(optimizer: SGD) -> None:
+        for group in optimizer.param_groups:
+            group.update(settings)
+
+    return prepare
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", EXACT)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_with_everything_sent_training_is_torchs_own(spec: str, settings: str) -> None:
+    prepare = with_settings(SETTINGS[settings])
+    ours, optimizer, _ = train(spec, prepare)
+    theirs, _, _ = train(None, prepare)
+    same(ours, theirs)
+    (group,) = optimizer.param_groups
+    assert {name: group[name] for name in SETTINGS[settings]} == SETTINGS[settings]
+
+
+@pytest.mark.parametrize("spec", EXACT)
+def test_a_schedule_of_the_momentum_is_followed(spec: str) -> None:
+    seen: list[list[float]] = [[], []]
+
+    def prepare(optimizer: SGD, into: list[float]) -> Any:
+        optimizer.param_groups[0].update(momentum=0.9, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1)
+
+        def after_step() -> None:
+            into.append(optimizer.param_groups[0]["momentum"])
+            schedule.step()
+
+        return after_step
+
+    ours, _, _ = train(spec, lambda optimizer: prepare(optimizer, seen[0]))
+    theirs, _, _ = train(None, lambda optimizer: prepare(optimizer, seen[1]))
+    same(ours, theirs)
+    assert seen[0] == seen[1] and len({*seen[0]}) > 4
+
+
+def test_a_loaded_buffer_seeds_the_velocity() -> None:
+    """Torch's training goes on with gradcomp from torch's own checkpoint."""
+    prepare = with_settings({"momentum": 0.9, "weight_decay": 0.1})
+    whole, _, _ = train(None, prepare, 2 * STEPS)
+    half, optimizer, _ = train(None, prepare)
+    loaded = copy.deepcopy(optimizer.state_dict())
+    model = net()
+    model.load_state_dict(half.state_dict())
+    own = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    own.load_state_dict(loaded)
+    named = dict(model.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in named.items()}
+    simulation = gradcomp.Simulation(EXACT[0], shapes, RANKS, optimizer=own, named_parameters=named.items())
+    for step in range(STEPS, 2 * STEPS):
+        for name, update in simulation.step(gradients(step, model)).items():
+            named[name].grad = update.clone()
+        own.step()
+    same(model, whole)
+    assert not any("momentum_buffer" in state for state in own.state.values())
+
+
+def test_a_checkpoint_holds_the_velocity() -> None:
+    prepare = with_settings({"momentum": 0.9, "weight_decay": 0.1})
+    spec = "topk:ratio=0.2"
+    _, _, simulation = train(spec, prepare)
+    assert simulation is not None
+    state = simulation.state_dict()
+    model, _, again = train(spec, prepare, 0)
+    assert again is not None
+    again.load_state_dict(state)
+    grads = gradients(99, model)
+    weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+    first, second = simulation.step(grads), again.step(grads)
+    for name, each in weights.items():  # the two models' weights differ, and so do their weight decays
+        assert first[name].shape == second[name].shape == each.shape
+    assert all(share["velocity"].keys() == weights.keys() for share in state["of_rank"].values())
+
+
+@pytest.mark.parametrize("masking", [False, True])
+def test_what_waits_and_what_came_are_all_gradients(masking: bool) -> None:
+    """Without masking: a velocity u goes on to add m u + m^2 u + ..."""
+    momentum = 0.6
+    model, _, simulation = train(f"topk:ratio=0.05,masking={str(masking).lower()}", with_settings({"momentum": momentum}), 40)
+    assert simulation is not None
+    steps = [gradients(step, model) for step in range(40)]
+    shares = simulation.state_dict()["of_rank"].values()
+    lost = 0.0
+    for name, parameter in model.named_parameters():
+        came = (dict(net().named_parameters())[name] - parameter).detach().double() / 0.05
+        waits = sum(simulation.residual(rank)[name].double() for rank in range(RANKS)) / RANKS
+        velocity = sum(share["velocity"][name].double() for share in shares).view_as(parameter) / RANKS
+        waits = waits + velocity * momentum / (1 - momentum)
+        given = sum(own[name].double() for grads in steps for own in grads) / RANKS / (1 - momentum)
+        lost = max(lost, float((came + waits - given).abs().max()))
+    assert (lost < 1e-3) == (not masking)
+
+
+def test_closures_and_errors_leave_the_users_values() -> None:
+    """A step that raises an error must not leave the optimizer without its momentum."""
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    named = dict(model.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in named.items()}
+    simulation = gradcomp.Simulation("topk:ratio=0.1", shapes, RANKS, optimizer=optimizer, named_parameters=named.items())
+    for name, update in simulation.step(gradients(0, model)).items():
+        named[name].grad = update.clone()
+
+    def fails() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fails)
+    simulation.step(gradients(1, model))
+    assert optimizer.param_groups[0]["momentum"] == 0.9 and optimizer.param_groups[0]["weight_decay"] == 0.1
