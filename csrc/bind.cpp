@@ -54,6 +54,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("most_ranks") = Spans<float>::kMost;
   m.attr("moments") = kMoments;
   m.attr("line") = kLine;
+  m.attr("largest") = kLargest;
   m.attr("tile") = kSketchTile;
   m.attr("built_with_cuda") = WITH_CUDA;
   m.attr("built_with_cpu") = WITH_CPU;

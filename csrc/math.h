@@ -33,6 +33,16 @@ SHARED_MATH float float_of(uint32_t bits) {
 
 SHARED_MATH bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
 
+// The largest magnitude in a residual or a velocity. It is a little below the largest float, so that rounding a sum of all
+// ranks' shares cannot overflow.
+constexpr float kLargest = 0x1.fep127f;
+
+// The nearest number that a residual may hold. A NaN stays one.
+SHARED_MATH float within_largest(float x) {
+  const float below = kLargest < x ? kLargest : x;  // in this form one instruction each
+  return -kLargest > below ? -kLargest : below;
+}
+
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
 // The order of top-k: a larger key is a larger magnitude, for all finite floats and infinity. Ties go to the lower index.
@@ -125,8 +135,8 @@ SHARED_MATH bool is_of_step(int32_t verdict, int64_t step) { return verdict >> 1
 // What a cast left out of an entry x of an update. delivered: the entry as it stands in the gradient. back: turns it back.
 SHARED_MATH float left_out(float x, float delivered, float back) { return is_finite(delivered) ? x - delivered * back : x; }
 
-// Add to an entry, if the sum is finite.
-SHARED_MATH float add_if_finite(float to, float x) { return is_finite(to + x) ? to + x : to; }
+// Add to an entry of a residual, unless x is not finite.
+SHARED_MATH float add_if_finite(float to, float x) { return is_finite(x) ? within_largest(to + x) : to; }
 
 // The share of a payload's entries that goes back once the update is known: all of them if it is not finite.
 SHARED_MATH float share_to_keep(const float* update, float keep) { return is_finite(update[0]) ? keep : 1.0f; }
@@ -170,6 +180,10 @@ SHARED_MATH void store_moments(const Moments<T>& moments, T* five) {
 
 // The threshold of a layer with these moments (set_thresholds in ops.inc).
 SHARED_MATH float threshold_of(const Moments<double>& all, float lam, bool from_zero, bool live) {
+  const float below = -static_cast<float>(all.low), above = static_cast<float>(all.high);
+  const float largest = below > above ? below : above;
+  // Squares of entries beyond 10^17 may overflow. With an infinite sigma nothing would pass: take half of the largest.
+  if (!(all.squares < kLargest)) return largest / 2;
   double count = all.count, mean = all.mean, squares = all.squares;
   if (all.nonzero > 0 && all.nonzero < count) {
     // Leave the zeros out: each lies the mean away from it, and the other entries have a mean of their own.
@@ -181,8 +195,6 @@ SHARED_MATH float threshold_of(const Moments<double>& all, float lam, bool from_
   if (from_zero) squares += mean * mean * count;
   const double sigma = count > 0 && squares > 0 ? sqrt(squares / count) : 0.0;
   const float threshold = static_cast<float>(lam * sigma);
-  const float below = -static_cast<float>(all.low), above = static_cast<float>(all.high);
-  const float largest = below > above ? below : above;
   return live && largest > 0 && !(threshold < largest) ? float_of(bits_of(largest) - 1) : threshold;
 }
 

@@ -110,8 +110,8 @@ SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
   return cut;
 }
 
-// The largest level, so that two levels differ by a finite float.
-constexpr float kFurthest = 0x1.fffffep126f;
+// The largest level of most rules, so that two levels differ by a number that a residual may hold.
+constexpr float kFurthest = kLargest / 2;
 
 // The Euclidean norm, at most kFurthest.
 template <class View>
@@ -123,14 +123,17 @@ SHARED_MATH float norm_of(const View& view, float peak) {
 
 template <class View>
 SHARED_MATH void quantile_levels(const View& view, Ends ends, int64_t count, float* levels) {
+  const int64_t from_low = ends.low == -kFurthest ? view.count_from(ends.low) : view.n;
   const int64_t from_high = view.count_from(ends.high);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t rank = ((view.n - 1) * i + (count - 1) / 2) / (count - 1);  // from the smallest
-    levels[i] = kth_largest(view, view.n - rank, ends.low, view.n, ends.high, from_high, ends.high);
+    const int64_t k = view.n - rank;
+    levels[i] = k > from_low ? ends.low : kth_largest(view, k, ends.low, from_low, ends.high, from_high, ends.high);
   }
 }
 
-// Find BinGrad-b's levels: the means on both sides of the mean, or of the best cut.
+// Find BinGrad-b's levels: the means on both sides of the mean, or of the best cut. No entry is further than kLargest from its
+// level.
 template <class View>
 SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best, float* levels, float& cut) {
   const Split<View> split{view, unit, view.from(ends.low, unit)};
@@ -139,6 +142,9 @@ SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best
   const Part from = view.from(cut, unit);
   levels[1] = from.count > 0 ? split.high(from) : cut;
   levels[0] = from.count < view.n ? split.low(from) : levels[1];
+  const auto between = [](float x, float low, float high) { return x < low ? low : x > high ? high : x; };
+  levels[0] = between(levels[0], cut - kLargest, ends.low + kLargest);
+  levels[1] = between(levels[1], ends.high - kLargest, cut + kLargest);
 }
 
 // Find the levels of a group: levels <- `count` levels, in order; cut <- where two levels that are not drawn start to round up.
@@ -151,10 +157,12 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
   cut = 0;
   Ends ends = view.ends();
   if (!is_finite(ends.low) || !is_finite(ends.high)) return both_sides(not_a_number());
+  const Ends farthest = ends;
   ends.low = ends.low < -kFurthest ? -kFurthest : ends.low;
   ends.high = ends.high > kFurthest ? kFurthest : ends.high;
-  const float peak = -ends.low > ends.high ? -ends.low : ends.high;
-  const double unit = unit_for(peak, view.n);
+  const auto peak_of = [](Ends of) { return -of.low > of.high ? -of.low : of.high; };
+  const float peak = peak_of(ends);
+  const double unit = unit_for(peak_of(farthest), view.n);
   switch (form) {
     case Form::optimal:
       optimal_levels(view, ends, unit, count, levels);
@@ -163,16 +171,16 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
       both_sides(partly_of(view.magnitudes(), peak, unit));
       break;
     case Form::mean:
-      mean_levels(view, ends, unit, false, levels, cut);
+      mean_levels(view, farthest, unit, false, levels, cut);
       break;
     case Form::lloyd:
-      mean_levels(view, ends, unit, true, levels, cut);
+      mean_levels(view, farthest, unit, true, levels, cut);
       break;
     case Form::peak:
       both_sides(peak);
       break;
     case Form::norm:
-      both_sides(norm_of(view, peak));
+      both_sides(norm_of(view, peak_of(farthest)));
       break;
     case Form::range:
       spread(ends.low, ends.high);

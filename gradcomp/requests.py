@@ -28,6 +28,16 @@ class World(NamedTuple):
         """Return all ranks except this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
+    @property
+    def share(self) -> float:
+        """Return the factor for what ranks add up: a power of two, with which a sum over all ranks is at most the largest."""
+        return 2.0 ** -(self.size - 1).bit_length()
+
+    @property
+    def mean_of_shares(self) -> float:
+        """Return the factor that turns a sum of shares into the mean over the ranks."""
+        return 1 / (self.size * self.share)
+
     def on_other_host(self, rank: int) -> bool:
         """Say whether a rank is on another host. Each rank counts as a host of its own where hosts are unknown."""
         return rank != self.rank if self.hosts is None else self.hosts[rank] != self.hosts[self.rank]

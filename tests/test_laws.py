@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import gradients
 import pytest
 import reference
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import SHAPES, Named, check_conservation, draw, mean, residuals
 from specs import ALL, promised
+from spikes import SPIKES
 from torch import Tensor
 
 import gradcomp
@@ -28,7 +31,7 @@ few_worlds = pytest.mark.parametrize(
 specs = pytest.mark.parametrize("spec", ALL)
 
 
-def in_turn(name: str, values: list[float]) -> pytest.MarkDecorator:
+def in_turn(name: str, values: Sequence[float | str]) -> pytest.MarkDecorator:
     """Run every spec at every place with one of the values in turn: each value meets every spec, device and world.
 
     The other values, all triples, are long tests.
@@ -130,6 +133,33 @@ def test_an_overflow_reaches_all_ranks_and_no_residual(spec: str, world: int, ba
             wanted = mean(before, name) + mean(grads, name)
             assert torch.allclose(mean(after, name), wanted, rtol=1e-6, atol=1e-6)  # one float32 addition apart
     check_conservation(simulation, draw("normal", 3, world, device))
+
+
+@in_turn("spike", [*SPIKES])
+def test_a_spike_leaves_every_value_finite(spec: str, world: int, spike: str, device: torch.device) -> None:
+    """Huge gradients of one step spoil neither its update nor a later one, nor a residual. Nothing is lost."""
+    simulation = gradcomp.Simulation(spec, SHAPES, world, device=device)
+    for step in range(6):
+        grads = draw("normal", 7 * step, world, device)
+        if step == 2:
+            SPIKES[spike](grads)
+        update = check_conservation(simulation, grads)
+        assert all(part.isfinite().all() for part in update.values()), step
+        assert all(part.isfinite().all() for own in residuals(simulation) for part in own.values()), step
+
+
+@pytest.mark.parametrize(
+    "spec", ["dense", "topk:wire=exact", "topk:route=split,wire=exact", "topk:route=tree", "gtopk", "gs_sgd", "sketched_sgd"]
+)
+def test_a_spike_that_was_sent_is_over(spec: str) -> None:
+    """Its step's update is the mean. The next update is as before the spike, where values travel unrounded."""
+    simulation = gradcomp.Simulation(spec, SHAPES, 4)
+    simulation.step(draw("normal", 0, 4))
+    grads = draw("normal", 1, 4)
+    SPIKES["one entry of 1e38"](grads)
+    assert simulation.step(grads)["weight"][3, 4] == pytest.approx(1e38)
+    update = simulation.step(draw("normal", 2, 4))
+    assert all((part.abs() < 100).all() for part in update.values())
 
 
 @few_worlds

@@ -20,12 +20,12 @@ HOT void multiply(const float* __restrict from, float* __restrict to, int64_t n,
   for (int64_t i = 0; i < n; ++i) to[i] = factor * from[i];
 }
 
-// Add g to the residual. Returns whether an entry was refused because its sum would not be finite.
+// Add g to the residual. Returns whether an entry was refused because it is not finite.
 HOT bool add(const float* __restrict g, float* __restrict residual, int64_t n) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float sum = residual[i] + g[i];
-    const bool good = is_finite(sum);
+    const float sum = within_largest(residual[i] + g[i]);
+    const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     residual[i] = good ? sum : residual[i];
   }
@@ -37,9 +37,9 @@ HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual
                            float momentum, float ahead_gradient, float ahead_velocity) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float u = momentum * velocity[i] + g[i];
-    const float sum = residual[i] + (ahead_gradient * g[i] + ahead_velocity * u);
-    const bool good = is_finite(sum) & is_finite(u);
+    const float u = within_largest(momentum * velocity[i] + g[i]);
+    const float sum = within_largest(residual[i] + (ahead_gradient * g[i] + ahead_velocity * u));
+    const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];
     residual[i] = good ? sum : residual[i];

@@ -8,7 +8,7 @@
 namespace gradcomp::cpu {
 namespace {
 
-HOT void add_tiles(const float* x, int64_t count, const Places& places, float* row) {
+HOT void add_tiles(const float* x, int64_t count, const Places& places, float scale, float* row) {
   for (int64_t i = 0; i < count; ++i) {
     fetch_ahead(row, places, i);
     const Words bits = Words{} + places.turns[i];
@@ -17,8 +17,8 @@ HOT void add_tiles(const float* x, int64_t count, const Places& places, float* r
     float* to = row + int64_t{places.columns[i]} * kSketchTile;
     const Floats low = *reinterpret_cast<const Floats*>(from + half),
                  high = *reinterpret_cast<const Floats*>(from + (half ^ 8));
-    *reinterpret_cast<Floats*>(to) += with_signs(exchange(low, bits), bits, false);
-    *reinterpret_cast<Floats*>(to + 8) += with_signs(exchange(high, bits), bits, true);
+    *reinterpret_cast<Floats*>(to) += scale * with_signs(exchange(low, bits), bits, false);
+    *reinterpret_cast<Floats*>(to + 8) += scale * with_signs(exchange(high, bits), bits, true);
   }
 }
 
@@ -29,7 +29,7 @@ void fetch(const float* begin, const float* end) {
 
 }  // namespace
 
-void sketch(Span<const float> flat, int64_t rows, int64_t seed, Span<float> table, Queue queue) {
+void sketch(Span<const float> flat, int64_t rows, int64_t seed, float scale, Span<float> table, Queue queue) {
   const int64_t n = flat.size, columns = table.size / rows, whole = n / kSketchTile;
   const SketchHash hash(columns, seed);
   std::fill_n(table.data, table.size, 0.0f);
@@ -45,7 +45,7 @@ void sketch(Span<const float> flat, int64_t rows, int64_t seed, Span<float> tabl
       for (int64_t i = 0; i < own; ++i) {
         through[static_cast<size_t>(i)].next(count, places);
         fetch(next + coming * i / own * kSketchTile, next + coming * (i + 1) / own * kSketchTile);
-        add_tiles(x, count, places, table.data + (row + i) * columns);
+        add_tiles(x, count, places, scale, table.data + (row + i) * columns);
       }
     };
     for (int64_t tile = 0; tile < whole; tile += kBlockTiles) {

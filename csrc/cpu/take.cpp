@@ -9,6 +9,10 @@
 namespace gradcomp::cpu {
 namespace {
 
+HOT void copy_scaled(const float* __restrict from, float* __restrict to, int64_t n, float scale) {
+  for (int64_t i = 0; i < n; ++i) to[i] = scale * from[i];
+}
+
 HOT void shrink(float* x, int64_t n, float keep) {
   for (int64_t i = 0; i < n; ++i) x[i] *= keep;
 }
@@ -26,9 +30,10 @@ bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const float> valu
 
 }  // namespace
 
-void offer_all(Span<const float> residual, OptionalSpan<const int32_t> flag, Span<float> taken, Queue queue) {
-  parallel(residual.size, parts(residual.size, queue.threads),
-           [&](int, int64_t begin, int64_t end) { std::copy(residual.data + begin, residual.data + end, taken.data + begin); });
+void offer_all(Span<const float> residual, OptionalSpan<const int32_t> flag, Span<float> taken, float scale, Queue queue) {
+  parallel(residual.size, parts(residual.size, queue.threads), [&](int, int64_t begin, int64_t end) {
+    copy_scaled(residual.data + begin, taken.data + begin, end - begin, scale);
+  });
   if (flag.given() && flag.data[0] != 0 && taken.size > 0) taken.data[0] = not_a_number();
 }
 

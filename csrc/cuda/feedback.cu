@@ -51,10 +51,10 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
   if (kWithVelocity) velocity = load_four(to.velocity + entry, count);
   for (int i = 0; i < 4; ++i) {
     const float g = scale * run.gradient.x[i];
-    const float v = kWithVelocity ? to.momentum * velocity.x[i] + g : g;
+    const float v = kWithVelocity ? within_largest(to.momentum * velocity.x[i] + g) : g;
     const float ahead = kWithVelocity ? to.ahead_gradient * g + to.ahead_velocity * v : g;
-    const float sum = run.residual.x[i] + ahead;
-    const bool good = is_finite(sum) && (!kWithVelocity || is_finite(v));
+    const float sum = within_largest(run.residual.x[i] + ahead);
+    const bool good = is_finite(g);
     run.refused |= !good;
     run.gradient.x[i] = good ? g : 0.0f;
     velocity.x[i] = good ? v : velocity.x[i];

@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t dealt_to(const Deal& deal, uint32_t column_t
 
 // The sixteen threads of a tile take sixteen rounds at a time: each looks one of them up for all.
 __global__ void __launch_bounds__(kThreads)
-    sum_cells(const float* flat, uint32_t n, const __grid_constant__ SketchHash hash, float* table) {
+    sum_cells(const float* flat, uint32_t n, const __grid_constant__ SketchHash hash, float scale, float* table) {
   const uint32_t row = blockIdx.y, turns = hash.turns_of(row);
   const uint32_t lane = threadIdx.x % kWidth, column_tile = blockIdx.x * kTilesOfBlock + threadIdx.x / kWidth;
   const uint32_t entry_tiles = (n + kWidth - 1) / kWidth, rounds = (entry_tiles + hash.tiles - 1) / hash.tiles;
@@ -42,17 +42,17 @@ __global__ void __launch_bounds__(kThreads)
       x[i] =
           entry < n ? float_of(bits_of(flat[entry]) ^ its.sign(lane)) : 0.0f;  // a sum is never -0, so that adding 0 keeps it
     }
-    for (const float its : x) sum += its;
+    for (const float its : x) sum += scale * its;
   }
   if (column_tile < hash.tiles) table[(int64_t{row} * hash.tiles + column_tile) * kWidth + lane] = sum;
 }
 
 }  // namespace
 
-void sketch(Span<const float> flat, int64_t rows, int64_t seed, Span<float> table, Queue queue) {
+void sketch(Span<const float> flat, int64_t rows, int64_t seed, float scale, Span<float> table, Queue queue) {
   const int64_t columns = table.size / rows;
   const dim3 blocks(blocks_for(columns, kThreads), static_cast<unsigned>(rows));
-  LAUNCH(sum_cells, blocks, kThreads, 0, queue, flat.data, static_cast<uint32_t>(flat.size), SketchHash(columns, seed),
+  LAUNCH(sum_cells, blocks, kThreads, 0, queue, flat.data, static_cast<uint32_t>(flat.size), SketchHash(columns, seed), scale,
          table.data);
 }
 

@@ -14,10 +14,12 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) offer(const float* residual, int64_t n, const int32_t* flag, float* taken) {
+__global__ void __launch_bounds__(kThreads)
+    offer(const float* residual, int64_t n, const int32_t* flag, float* taken, float scale) {
   const int64_t entry = 4 * (int64_t{blockIdx.x} * kThreads + threadIdx.x);
   if (entry >= n) return;
   Four four = load_four(residual + entry, n - entry);
+  for (float& x : four.x) x *= scale;
   if (entry == 0 && flag != nullptr && *flag != 0) four.x[0] = not_a_number();
   store_four(taken + entry, n - entry, four);
 }
@@ -61,10 +63,10 @@ unsigned payload_blocks(Span<const float> values) { return blocks_for(values.siz
 
 }  // namespace
 
-void offer_all(Span<const float> residual, OptionalSpan<const int32_t> flag, Span<float> taken, Queue queue) {
+void offer_all(Span<const float> residual, OptionalSpan<const int32_t> flag, Span<float> taken, float scale, Queue queue) {
   if (residual.size == 0) return;
   LAUNCH(offer, blocks_for(residual.size, 4 * kThreads), kThreads, 0, queue, residual.data, residual.size, flag.data,
-         taken.data);
+         taken.data, scale);
 }
 
 void settle_all(Span<float> residual, Span<const float> update, float keep, Queue queue) {

@@ -30,10 +30,12 @@ class GsSgd(sketched.Sketcher):
     )
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
-        total = yield from dense.sum_over_ranks(table.sketch(acc), world, self.sum)
+        total = yield from dense.sum_over_ranks(table.sketch(acc, world), world, self.sum)
         if not self.candidates:
             places, estimates = table.heaviest(total, table.sizes.k, acc.memory)
-            return sketched.make_update(acc, places, torch.cat([estimates, total[-1:]]), world, exact=False)
+            estimates = torch.cat([estimates, total[-1:]])
+            return sketched.make_update(acc, places, estimates, world, table.share(world), exact=False)
         places, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
-        values = yield from reduce(sketched.values_at(acc, places))
-        return sketched.make_update(acc, *sketched.select_largest(places, values, table.sizes.k, acc.memory), world)
+        values = yield from reduce(sketched.values_at(acc, places, world))
+        largest = sketched.select_largest(places, values, table.sizes.k, acc.memory)
+        return sketched.make_update(acc, *largest, world, world.share)

@@ -22,13 +22,13 @@ class SketchedSgd(sketched.Sketcher):
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         serves, device, k = world.rank == 0, acc.residual.device, table.sizes.k
         result = torch.empty(2 * k + 1, device=device)
-        total = yield from server.sum_at_server(table.sketch(acc), world)
+        total = yield from server.sum_at_server(table.sketch(acc, world), world)
         if self.candidates:
             candidates = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
             if serves:
                 candidates, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
             candidates = yield from server.from_server(candidates, world)
-            total = yield from server.sum_at_server(sketched.values_at(acc, candidates), world)
+            total = yield from server.sum_at_server(sketched.values_at(acc, candidates, world), world)
             if serves:
                 places, values = sketched.select_largest(candidates, total, k, acc.memory)
                 result = torch.cat([values, places.view(torch.float32)])
@@ -37,4 +37,5 @@ class SketchedSgd(sketched.Sketcher):
             result = torch.cat([estimates, total[-1:], places.view(torch.float32)])
         result = yield from server.from_server(result, world)
         places, values = result[k + 1 :].view(torch.int32), result[: k + 1]
-        return sketched.make_update(acc, places, values, world, exact=self.candidates > 0)
+        exact = self.candidates > 0
+        return sketched.make_update(acc, places, values, world, world.share if exact else table.share(world), exact)

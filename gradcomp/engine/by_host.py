@@ -19,6 +19,7 @@ from gradcomp.engine.host_part import PartState, Position, position_of
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Layout, Steps, Traits
 from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
@@ -79,7 +80,7 @@ class ByHost(Wrapper):
             self.inner.exchange(host_acc, state.inner, position.peer_world), position
         )
         part = state.slice(acc.residual, position.part)
-        part.copy_(host_acc.residual[: len(part)])
+        torch.mul(host_acc.residual[: len(part)], 1 / position.host_world.share, out=part).clamp_(-LARGEST, LARGEST)
         update = yield from _gather_parts(part_update, state, position, acc.memory)
         if acc.velocity is not None:
             acc.velocity.masked_fill_((update != 0) & update.isfinite(), 0.0)
@@ -87,14 +88,15 @@ class ByHost(Wrapper):
 
 
 def _sum_in_host(acc: Acc, state: PartState, position: Position) -> Requests[Acc]:
-    """Send every part to its owner on this host. Return the acc of the own part: the sum over the host's ranks."""
+    """Send shares of every part to its owner on this host. Return the acc of the own part: the sum of the host's shares."""
     owners = {rank: part for part, rank in enumerate(position.neighbours) if part != position.part}
-    outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag) for rank, part in owners.items()}
+    share = position.host_world.share
+    outgoing = {rank: state.payload(state.padded(acc.residual, part), acc.flag, share) for rank, part in owners.items()}
     received = yield from send(outgoing, outgoing.keys(), state.form, acc.residual.device)
     for part in owners.values():
         state.slice(acc.residual, part).zero_()
-    residual = state.padded(acc.residual, position.part)
-    total = torch.zeros_like(residual)
+    total = state.padded(acc.residual, position.part) * share
+    residual = torch.zeros_like(total)
     for rank in sorted(received):
         total += received[rank]["values"]
     flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
@@ -110,7 +112,7 @@ def _gather_parts(update: Update, state: PartState, position: Position, memory: 
     payload = state.payload(update.flat, None)
     memory.give_back(update)
     parts = yield from _gather_from(position.neighbours, payload, position)
-    return torch.cat([part["values"] for part in parts])[: state.layout.total].div_(len(position.neighbours))
+    return torch.cat([part["values"] for part in parts])[: state.layout.total].mul_(position.host_world.mean_of_shares)
 
 
 def _exchange_among_peers(steps: Steps, position: Position) -> Steps:

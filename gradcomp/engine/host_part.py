@@ -29,6 +29,11 @@ class Position(NamedTuple):
     peers: tuple[int, ...]
     peer_world: World
 
+    @property
+    def host_world(self) -> World:
+        """The world of the ranks of this host, in the order of their parts."""
+        return World(self.part, len(self.neighbours))
+
 
 @functools.cache
 def position_of(world: World) -> Position:
@@ -133,13 +138,13 @@ class PartState:
         view = self.slice(flat, part)
         return view if len(view) == self.length else torch.nn.functional.pad(view, (0, self.length - len(view)))
 
-    def payload(self, values: Tensor, flag: Tensor | None) -> Payload:
-        """Copy a part into a payload."""
+    def payload(self, values: Tensor, flag: Tensor | None, scale: float = 1.0) -> Payload:
+        """Write scale times a part into a payload."""
         payload = payloads.empty(self.form, values.device)
         payload["flag"].zero_()
         if flag is not None:
             payload["flag"].copy_(flag)
-        payload["values"].copy_(values)
+        torch.mul(values, scale, out=payload["values"])
         return payload
 
     def _length_of(self, parts: int) -> int:

@@ -19,7 +19,8 @@ def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0, m
 
     buffer: as long as the bucket; it becomes the update. kept_share: this share of a sent entry stays. mask: zero the velocity.
     """
-    update = yield from reduce(kernels.offer_all(acc.residual, buffer, acc.flag), 1 / world.size)
+    offered = kernels.offer_all(acc.residual, buffer, acc.flag, world.share)
+    update = yield from reduce(offered, world.mean_of_shares)
     kernels.settle_all(acc.residual, update, kept_share)
     if mask and acc.velocity is not None:
         kernels.settle_all(acc.velocity, update)
@@ -27,5 +28,5 @@ def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0, m
 
 
 def sum_over_ranks(tensor: Tensor, world: World, route: str) -> Requests[Tensor]:
-    """Sum all ranks' tensors, to the same bits everywhere. The tensor is given away."""
+    """Sum all ranks' tensors, shares of what they have, to the same bits everywhere. The tensor is given away."""
     return (yield from (tree.dense_sum(tensor, world) if route == "tree" else reduce(tensor)))

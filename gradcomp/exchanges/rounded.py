@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.levels import Rounding, RoundingRule, rounding_error
 from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import Form, World, gather, send
@@ -28,6 +30,9 @@ SCOPES = ("layer", "group")
 LARGEST_ERROR_FED_BACK = 1.2
 # The largest rounding error with which route=auto chooses alltoall for a biased compressor: alltoall rounds the sums again.
 LARGEST_ERROR_ROUNDED_TWICE = 0.8
+
+# A deviation above which entries are not clipped. Squares overflow a little above it.
+LARGEST_DEVIATION = 2.0**56
 
 # Rough estimates: seconds of one Horovod operation, and of one byte on a link of 1 Gbit/s.
 SECONDS_PER_OPERATION, SECONDS_PER_BYTE = 2e-3, 8e-9
@@ -119,8 +124,8 @@ class Quantiser(Compressor):
             payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
             sent[rank] = roundings[rank].take(parts.part_of(acc.residual, rank), part_bounds, acc.flag, key, payload)
         received = yield from send(sent, world.others, form, own.device)
-        sums, rounding = own.clone(), roundings[world.rank]
-        rounding.add(sums, [received[rank] for rank in sorted(received)], 1.0)
+        sums, rounding = own * world.share, roundings[world.rank]
+        rounding.add(sums, [received[rank] for rank in sorted(received)], world.share)
         flags = [payload["header"][1:] for payload in received.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
         sum_bounds = self._clip(state.deviations(sums)) if self.sigmas else None  # the layers' deviations are not the sums'
@@ -128,10 +133,11 @@ class Quantiser(Compressor):
         results = yield from gather(rounding.take(sums, sum_bounds, flag, state.key(world.rank, 0), payload))
         update = state.zeros(acc.residual)
         for rank, result in enumerate(results):
-            roundings[rank].add(parts.part_of(update, rank), [result], 1 / world.size)
+            roundings[rank].add(parts.part_of(update, rank), [result], world.mean_of_shares)
             if rank in sent:
                 roundings[rank].settle(parts.part_of(acc.residual, rank), sent[rank], parts.part_of(update, rank))
-        own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), sums, own))
+        left = sums.div_(world.share).clamp_(-LARGEST, LARGEST)
+        own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), left, own))
         return Update(update)
 
     def _prefers_parts(self, form: Form, ranks: int) -> bool:
@@ -155,8 +161,8 @@ class Quantiser(Compressor):
         return self._clip(deviations)
 
     def _clip(self, deviations: Tensor) -> Tensor:
-        """Return the bounds -limit and limit for each group."""
-        limit = self.sigmas * deviations
+        """Return the bounds -limit and limit for each group; none where entries are so large that squares overflow."""
+        limit = torch.where(deviations < LARGEST_DEVIATION, self.sigmas * deviations, math.inf)
         return torch.stack([-limit, limit], 1).flatten()
 
 

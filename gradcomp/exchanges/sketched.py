@@ -14,7 +14,7 @@ from gradcomp.exchanges import dense
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import count_of, ratio_knob
 from gradcomp.native import kernels
-from gradcomp.native.extension import TILE
+from gradcomp.native.extension import LARGEST, TILE
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import World
@@ -89,18 +89,23 @@ class SketchTable:
         self.cells = torch.empty(sizes.cells + 1, device=device)
         self.buffer: Tensor | None = None
 
-    def sketch(self, acc: Acc) -> Tensor:
-        """Sketch this rank's residual. The flag for a gradient that is not finite follows the cells."""
-        kernels.sketch(acc.residual, self.sizes.rows, self.seed, self.cells[:-1])
+    def share(self, world: World) -> float:
+        """Return the factor of a sketched entry: a power of two, with which no cell of a sum of tables can overflow."""
+        rounds = -(-self.n // self.sizes.columns)  # the most entries in a cell
+        return world.share * 2.0 ** -rounds.bit_length()
+
+    def sketch(self, acc: Acc, world: World) -> Tensor:
+        """Sketch shares of this rank's residual. The flag for a gradient that is not finite follows the cells."""
+        kernels.sketch(acc.residual, self.sizes.rows, self.seed, self.cells[:-1], self.share(world))
         _write_flag(acc, self.cells)
         return self.cells
 
     def heaviest(self, total: Tensor, count: int, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Return the places of the heaviest entries in a sum of tables, in ascending order, and their estimates."""
+        """Return the places of the heaviest entries in a sum of tables, in ascending order, and estimates of their shares."""
         places = torch.empty(count, dtype=torch.int32, device=total.device)
         estimates = torch.empty(count, device=total.device)
         kernels.heaviest(total[:-1], self.sizes.rows, self.seed, self.n, places, estimates, memory)
-        return places, estimates.nan_to_num_(0.0, 0.0, 0.0)  # an overflowed sum gives no estimate
+        return places, estimates.nan_to_num_(0.0, 0.0, 0.0)  # a spoiled table gives no estimate
 
 
 def _write_flag(acc: Acc, buffer: Tensor) -> None:
@@ -108,10 +113,11 @@ def _write_flag(acc: Acc, buffer: Tensor) -> None:
     buffer[-1:] = 0 if acc.flag is None else acc.flag
 
 
-def values_at(acc: Acc, places: Tensor) -> Tensor:
-    """Return the residual's values at these places. The flag for a gradient that is not finite follows them."""
+def values_at(acc: Acc, places: Tensor, world: World) -> Tensor:
+    """Return shares of the residual's values at these places. The flag for a gradient that is not finite follows them."""
     found = torch.empty(places.numel() + 1, device=places.device)
     torch.index_select(acc.residual, 0, places, out=found[:-1])
+    found.mul_(world.share)
     _write_flag(acc, found)
     return found
 
@@ -126,22 +132,24 @@ def select_largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tup
     return places.index_select(0, local), found
 
 
-def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, exact: bool = True) -> Update:
-    """Make the update from sums at these places, and take this rank's share out of acc.
+def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, share: float, exact: bool = True) -> Update:
+    """Make the update from sums at these places, and take this rank's part of it out of acc.
 
     The update is not finite and nothing is taken if a gradient or a sum is not finite.
-    total: the sums, followed by the sum of the flags. exact: True = the sums are exact, and a rank takes out all that it has at
-    these places; False = the sums are estimates, and a rank takes out their mean.
+    total: sums of shares, followed by the sum of the flags. share: the factor of a share. exact: True = the sums are exact, and
+    a rank takes out all that it has at these places; False = the sums are estimates, and a rank takes out their mean.
     """
     device, index = places.device, places.long()
     failed = (total[-1:] != 0) | ~total[:-1].isfinite().all()
     header = torch.empty(2, dtype=torch.int32, device=device)
     header[:1] = places.numel()
     header[1:] = failed
-    update = acc.memory.lend(acc.residual.numel(), device)
-    kernels.add_sparse(update.flat, total[:-1], places, header, 1 / world.size, update.marks)
+    update, to_mean = acc.memory.lend(acc.residual.numel(), device), 1 / (world.size * share)
+    within = total[:-1] if exact else total[:-1].clamp(-LARGEST / 2 / to_mean, LARGEST / 2 / to_mean)  # by_host doubles it at most
+    kernels.add_sparse(update.flat, within, places, header, to_mean, update.marks)
     values = acc.residual.index_select(0, index)
     error = torch.zeros_like(values) if exact else values - update.flat.index_select(0, index)
+    error.clamp_(-LARGEST, LARGEST)
     acc.residual.index_copy_(0, index, torch.where(failed, values, error))
     if acc.velocity is not None:
         acc.velocity.index_copy_(0, index, acc.velocity.index_select(0, index).masked_fill(~failed, 0.0))

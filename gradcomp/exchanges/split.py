@@ -66,13 +66,6 @@ class Partition(NamedTuple):
         lines[-1, :rest] = residual[full : full + rest]
         return lines.view(-1)
 
-    def add(self, rank: int, part: Tensor, residual: Tensor) -> None:
-        """Add a rank's part to the residual, at the part's places."""
-        runs, full, rest = self._runs_in_bucket(rank, residual.device)
-        lines = part.view(-1, LINE)
-        residual[:full].view(-1, LINE).index_add_(0, runs, lines[: len(runs)])
-        residual[full : full + rest] += lines[-1, :rest]
-
     def _runs_in_bucket(self, rank: int, device: torch.device) -> tuple[Tensor, int, int]:
         """Return a rank's full runs, the entries in all full runs of the bucket, and the entries of the rank's partial run."""
         runs = self._runs(rank, torch.arange(self.cycles, device=device))
@@ -93,8 +86,9 @@ def _rotation(cycle: Tensor) -> Tensor:
 def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, observe: CountObserver | None = None) -> Steps:
     """Sum the entries that all ranks took, part by part; each rank sends on as many of its part's largest sums as fit.
 
-    An entry beyond the capacity of its part's payload goes back to the rank that took it. A sum that is not sent on stays with
-    the rank that added it up. kept_share: this share of a sent entry stays in the residual.
+    An entry goes back to the rank that took it if it is beyond the capacity of its part's payload, or if its sum is not sent
+    on. The rounding error of a sum stays with the rank that added it up. kept_share: this share of a sent entry stays in the
+    residual.
     observe: called with the results. Their headers count the selected entries, or more.
     """
     n, device, codec = acc.residual.numel(), acc.residual.device, taken.codec
@@ -107,20 +101,24 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     received = yield from send({rank: own[rank] for rank in world.others}, world.others, form, device)
     received = {**received, world.rank: own[world.rank]}
     sums = Update(torch.zeros(parts.size, device=device))
-    codec.add(sums, [received[rank] for rank in sorted(received)])
+    codec.add(sums, [received[rank] for rank in sorted(received)], world.share)
     codec.check(received, sums, parts.size)
     headers = torch.stack([payload["header"] for payload in received.values()])
-    results = yield from gather(_take_largest(codec, form, capacity, sums.flat, headers, acc.memory))
+    result, sent_on = _take_largest(codec, form, capacity, sums.flat, headers, acc.memory)
+    results = yield from gather(result)
     update = acc.memory.lend(n, device)
     for rank, result in enumerate(results):
         values, local, header = codec.read(result)
-        kernels.add_sparse(update.flat, values, parts.places(rank, local).int(), header, 1 / world.size, update.marks)
+        kernels.add_sparse(update.flat, values, parts.places(rank, local).int(), header, world.mean_of_shares, update.marks)
     codec.check(dict(enumerate(results)), update, parts.size)
     failed = ~update.flat[:1].isfinite()
-    returned = torch.where(failed, dealt.values, dealt.values - sent + kept_share * sent)
+    arrived = (update.flat[dealt.places] != 0) & ~failed
+    returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)
     acc.residual.index_add_(0, dealt.places.flatten(), returned.masked_fill(~dealt.used, 0.0).flatten())
     acc.residual.index_add_(0, dealt.overflow_places, dealt.overflow_values)
-    parts.add(world.rank, torch.where(failed, 0.0, sums.flat * (1 - kept_share)), acc.residual)
+    places = parts.places(world.rank, sent_on).long()
+    errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on)
+    acc.residual.index_add_(0, places, errors.masked_fill((update.flat[places] == 0) | failed, 0.0))
     if observe is not None:
         observe(results)
     return update
@@ -168,8 +166,13 @@ def _deal(taken: Entries, parts: Partition) -> DealtEntries:
     )
 
 
-def _take_largest(codec: Codec, form: Form, capacity: int, sums: Tensor, headers: Tensor, memory: Memory) -> Payload:
-    """Move the largest of a part's sums into a payload; the rounding error stays. headers: those of the received payloads."""
+def _take_largest(
+    codec: Codec, form: Form, capacity: int, sums: Tensor, headers: Tensor, memory: Memory
+) -> tuple[Payload, Tensor]:
+    """Move the largest of a part's sums into a payload; the rounding error stays. Return the payload and its places.
+
+    headers: those of the received payloads.
+    """
     device = sums.device
     values, local = torch.empty(capacity, device=device), torch.empty(capacity, dtype=torch.int32, device=device)
     header = torch.empty(2, dtype=torch.int32, device=device)
@@ -177,7 +180,7 @@ def _take_largest(codec: Codec, form: Form, capacity: int, sums: Tensor, headers
     header[:1] = (len(headers) * headers[:, 0].max()).clamp(min=capacity)
     header[1:] = torch.maximum(headers[:, 1].max(), ~values.isfinite().all())
     values.nan_to_num_(0.0, 0.0, 0.0)  # changes nothing unless the flag is set
-    return _payload(codec, form, values, local, header, sums)
+    return _payload(codec, form, values, local, header, sums), local
 
 
 def _payload(

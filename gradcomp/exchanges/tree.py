@@ -9,7 +9,9 @@ from torch import Tensor
 
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
+from gradcomp.messages.sparse import Entries
 from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import Payload, Requests, World, send
@@ -73,7 +75,7 @@ def sparse_sum(
     taken: this rank's entries, as wire=exact. kept_share: this share of a sent entry stays in the residual.
     faithful: dropped partial sums are lost, as published. observe: called with the result.
     """
-    n = acc.residual.numel()
+    n, share = acc.residual.numel(), world.share
     dropped: list[Dropped] = []
 
     def join(first: Payload, second: Payload) -> Payload:
@@ -82,12 +84,15 @@ def sparse_sum(
         return merged
 
     pad_unused(taken, n)
+    values = taken["values"].clone()
+    taken["values"].mul_(share)  # from here on, sums are sums of shares
     result = yield from join_at_root(taken, world, join)
     result = yield from send_from_root(result, world)
     update = acc.memory.lend(n, acc.residual.device)
     header = header_of_used(result, n)
-    kernels.add_sparse(update.flat, result["values"], result["indices"], header, 1 / world.size, update.marks)
-    _settle(acc, taken, [] if faithful else dropped, result, update.flat, kept_share)
+    kernels.add_sparse(update.flat, result["values"], result["indices"], header, world.mean_of_shares, update.marks)
+    kept = [] if faithful else [(sums / share, places) for sums, places in dropped]
+    _settle(acc, Entries(values, taken["indices"], taken["header"]), kept, result, update.flat, kept_share)
     if observe is not None:
         observe([result])
     return update
@@ -134,18 +139,20 @@ def is_in(places: Tensor, chosen: Tensor) -> Tensor:
     return chosen.index_select(0, position) == places
 
 
-def _settle(acc: Acc, taken: Payload, dropped: list[Dropped], result: Payload, update: Tensor, kept_share: float) -> None:
+def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, update: Tensor, kept_share: float) -> None:
     """Put back the taken entries that are not in the result, and the dropped sums of entries that are in it."""
     n, failed = acc.residual.numel(), ~update[:1].isfinite()
-    used = taken["indices"] < n
-    places = taken["indices"].clamp(max=n - 1).long()
-    sent = is_in(taken["indices"], result["indices"]) & ~failed
-    returned = torch.where(sent, kept_share * taken["values"], taken["values"])
+    used = taken.indices < n
+    places = taken.indices.clamp(max=n - 1).long()
+    sent = is_in(taken.indices, result["indices"]) & ~failed
+    returned = torch.where(sent, kept_share * taken.values, taken.values)
     acc.residual.index_add_(0, places, returned.masked_fill(~used, 0.0))
     if acc.velocity is not None:
         masked = acc.velocity.index_select(0, places).masked_fill(~(sent & used), 0.0)
         acc.velocity.index_add_(0, places, masked, alpha=-1)
     for values, indices in dropped:
         otherwise_lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
-        returned = values.masked_fill(~otherwise_lost, 0.0)
-        acc.residual.index_add_(0, indices.clamp(max=n - 1).long(), returned, alpha=1 - kept_share)
+        places = indices.clamp(max=n - 1).long()
+        returned = (1 - kept_share) * values.masked_fill(~otherwise_lost, 0.0)
+        waiting = acc.residual.index_select(0, places)
+        acc.residual.index_add_(0, places, returned.clamp(-LARGEST - waiting, LARGEST - waiting))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from laws import SHAPES, check_conservation, draw
+from laws import SHAPES, check_conservation, draw, mean, residuals
+from spikes import SPIKES
 
 import gradcomp
 from gradcomp.engine.by_host import position_of
+from gradcomp.native.extension import LARGEST
 from gradcomp.requests import World
 
 # Ranks, and ranks on each host.
@@ -71,6 +73,38 @@ def test_an_overflow_reaches_all_hosts_and_no_residual(spec: str, bad: float) ->
     assert not all(part.isfinite().all() for part in update.values())
     assert all(part.isfinite().all() for rank in range(world) for part in simulation.residual(rank).values())
     check_conservation(simulation, draw("normal", 3, world))
+
+
+@pytest.mark.parametrize("spike", [*SPIKES])
+@pytest.mark.parametrize("world,per_host", [PLACES[0], PLACES[3]])
+@specs
+def test_a_spike_leaves_every_value_finite(spec: str, world: int, per_host: int, spike: str) -> None:
+    """Nothing is lost while a host's sum fits into the residual of the rank that keeps it. All ranks' 3e38 do not."""
+    simulation = gradcomp.Simulation(spec, SHAPES, world, ranks_per_host=per_host)
+    too_large = per_host * 1e38 if spike == "1e38 everywhere" else per_host * 3e38 * (spike == "3e38 everywhere")
+    for step in range(5):
+        grads = draw("normal", 7 * step, world)
+        if step == 2:
+            SPIKES[spike](grads)
+        fits = step < 2 or too_large < LARGEST or spec.startswith("dense")
+        update = check_conservation(simulation, grads) if fits else simulation.step(grads)
+        assert all(part.isfinite().all() for part in update.values())
+        assert all(part.isfinite().all() for own in residuals(simulation) for part in own.values())
+
+
+@pytest.mark.parametrize("spike", [*SPIKES])
+@places
+def test_a_dense_spike_is_over_after_its_step(world: int, per_host: int, spike: str) -> None:
+    simulation = gradcomp.Simulation("dense:by_host=true", SHAPES, world, ranks_per_host=per_host)
+    grads = draw("normal", 0, world)
+    SPIKES[spike](grads)
+    for own in (grads, draw("normal", 1, world)):
+        update, largest = (
+            simulation.step(own),
+            max(part.abs().max().item() for grad in own for part in grad.values() if part.numel()),
+        )
+        for name in SHAPES:
+            torch.testing.assert_close(update[name].double(), mean(own, name), rtol=1e-5, atol=1e-6 * largest)
 
 
 @specs

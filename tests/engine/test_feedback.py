@@ -56,6 +56,50 @@ def test_clipping_keeps_an_overflow_visible(bad: float) -> None:
     assert all(left.isfinite().all() for rank in range(2) for left in simulation.residual(rank).values())
 
 
+@pytest.mark.parametrize("size", [1e38, 3e38, -3.4e38])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "topk:momentum=0.9",
+        "topk:momentum=0.9,masking=false",
+        "topk:momentum=0.9,nesterov=true,route=split",
+        "topk:clip=1e30,momentum=0.9",
+        "dense:momentum=0.9",
+        "gtopk:momentum=0.9",
+        "sdagc:momentum=0.9,live=false",
+        "sdagc:sam=0.9",
+        "gs_sgd:momentum=0.9",
+        "orq:sigmas=2.5,momentum=0.9",
+        "topk:momentum=0.9,by_host=true",
+    ],
+)
+def test_spikes_leave_every_velocity_finite(spec: str, size: float) -> None:
+    """Nor is an entry refused for ever whose velocity fills up its residual in each step."""
+    simulation = gradcomp.Simulation(spec, SHAPES, 2, ranks_per_host=2)
+    for step in range(20):
+        grads = draw(step, 2)
+        if 2 <= step < 6:
+            grads = [{name: size * grad.sign() for name, grad in own.items()} for own in grads]
+        assert all(part.isfinite().all() for part in simulation.step(grads).values())
+        assert all(left.isfinite().all() for rank in range(2) for left in simulation.residual(rank).values())
+        for reducer in simulation._reducers:
+            states = [bucket.state for bucket in reducer.buckets]
+            assert all(state.velocity is None or state.velocity.isfinite().all() for state in states)
+
+
+def test_an_entry_that_grows_without_being_sent_is_refused_never() -> None:
+    """Its residual stays at the largest magnitude until it is sent."""
+    simulation = gradcomp.Simulation("topk:ratio=0.001", {"w": (100,)}, 1)
+    grad = torch.zeros(100)
+    grad[:2] = torch.tensor([3.3e38, 3e38])  # the second waits
+    assert simulation.step([{"w": grad}])["w"][0] > 3e38
+    for _ in range(20):
+        grad[:2] = torch.tensor([3.39e38, 1e37])
+        assert simulation.step([{"w": grad}])["w"].isfinite().all()
+    assert simulation.residual(0)["w"].isfinite().all()
+    assert simulation.step([{"w": torch.zeros(100)}])["w"][:2].max() > 3e38
+
+
 @pytest.mark.parametrize("spec,each", [("topk:ratio=0.001,warmup=5,wire=exact", 1), ("topk:ratio=0.001,warmup=15", 3)])
 def test_warming_up_goes_down_in_five_stages(spec: str, each: int) -> None:
     simulation = gradcomp.Simulation(spec, {"w": (100, 100)}, 1)

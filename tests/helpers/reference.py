@@ -8,6 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The largest magnitude in a residual or a velocity: 0.4 % below the largest float.
+LARGEST = 255 * 2.0**120
+
 
 def flatten(grads: list[Tensor]) -> Tensor:
     """Join the gradients into one array of float32."""
@@ -19,13 +22,12 @@ def accumulate(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Compute the new residual, the new velocity and the flag."""
     g = flatten(grads)
+    good = g.isfinite()
     if velocity is None:
-        new = residual + g
-        good = new.isfinite()
+        new = (residual + g).clamp(-LARGEST, LARGEST)
         return torch.where(good, new, residual), None, int(not good.all())
-    u = momentum * velocity + g
-    new = residual + (g + momentum * u if nesterov else u)
-    good = new.isfinite() & u.isfinite()
+    u = (momentum * velocity + g).clamp(-LARGEST, LARGEST)
+    new = (residual + (g + momentum * u if nesterov else u)).clamp(-LARGEST, LARGEST)
     return torch.where(good, new, residual), torch.where(good, u, velocity), int(not good.all())
 
 
@@ -101,12 +103,12 @@ def places(n: int, rows: int, columns: int, seed: int) -> tuple[np.ndarray, np.n
     return column, sign
 
 
-def sketch(flat: Tensor, rows: int, columns: int, seed: int) -> Tensor:
-    """Sum a count sketch: each entry, in order, is added to one cell of each row."""
+def sketch(flat: Tensor, rows: int, columns: int, seed: int, scale: float = 1.0) -> Tensor:
+    """Sum a count sketch: each entry times scale, in order, is added to one cell of each row."""
     table = np.zeros((rows, columns), np.float32)
     with np.errstate(over="ignore"):
         for cells, column, sign in zip(table, *places(flat.numel(), rows, columns, seed), strict=True):
-            np.add.at(cells, column, sign * flat.cpu().numpy())
+            np.add.at(cells, column, sign * np.float32(scale) * flat.cpu().numpy())
     return torch.from_numpy(table).view(-1).to(flat.device)
 
 

@@ -103,6 +103,20 @@ def test_thresholds(device: torch.device) -> None:
     assert threshold_of(x, 1.0, from_zero=True) == pytest.approx(used.square().mean().sqrt().item())
 
 
+@pytest.mark.parametrize("size", [1e19, 1e38, 3e38])
+@pytest.mark.parametrize("raw", [False, True])
+def test_entries_whose_squares_overflow_pass(device: torch.device, size: float, raw: bool) -> None:
+    """They pass wherever they are, also if no layer must live, and so they do not wait for ever."""
+    for spikes in (slice(0, 5000), slice(7, 8), slice(0, 2500)):
+        grad = torch.randn(5000)
+        grad[spikes] = size * grad[spikes].sign()
+        moments = moments_of([grad.to(device)], raw=raw)
+        threshold = torch.zeros(1)
+        ends = torch.tensor([5000], dtype=torch.int32)
+        kernels.set_thresholds(moments.cpu(), ends, torch.tensor([16.0]), threshold, live=False)
+        assert 0 < threshold.item() < size
+
+
 def test_the_largest_entry_always_passes_where_it_must(device: torch.device) -> None:
     x = torch.tensor([1.0, -1.0, 1.0, -1.5])
     assert threshold_of(x, 3.3, live=False) > 1.5

@@ -128,10 +128,10 @@ def test_a_gpu_array_without_a_gpu_gets_a_sentence() -> None:
         else "offer_all: this gradcomp was built without CUDA: rebuild it with GRADCOMP_CUDA=ON, which needs nvcc"
     )
     with pytest.raises((ValueError, RuntimeError), match=sentence):
-        extension.native.offer_all(residual, None, taken)
+        extension.native.offer_all(residual, None, taken, 1.0)
     sentence = "offer_all: taken is on the CPU, but residual is on cuda:0: move all arrays to one device"
     with pytest.raises(ValueError, match=sentence):
-        extension.native.offer_all(residual, None, torch.zeros(4))
+        extension.native.offer_all(residual, None, torch.zeros(4), 1.0)
 
 
 class Items:

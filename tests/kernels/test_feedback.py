@@ -70,12 +70,22 @@ def test_an_entry_that_is_not_finite_raises_the_flag_and_stays_out(
     assert residual.isfinite().all()
 
 
-def test_an_overflowing_sum_is_refused_too(device: torch.device) -> None:
-    residual = torch.full((300,), 3e38, device=device)
+@pytest.mark.parametrize("momentum,nesterov", [(None, False), (0.9, False), (0.9, True)])
+def test_a_sum_beyond_the_largest_becomes_the_largest(device: torch.device, momentum: float | None, nesterov: bool) -> None:
+    """No finite gradient is refused, now or later: an entry that waits at the largest magnitude leaves it again."""
+    drawn = gradients.draw("normal", 5000, seed=1)
+    residual, velocity = torch.zeros(5000, device=device), None if momentum is None else torch.zeros(5000, device=device)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    kernels.accumulate([torch.full((300,), 3e38, device=device)], residual, None, flag)
-    assert flag.item() == 1
-    assert (residual == 3e38).all()
+    for size in (3e38, 3e38, 1e37, 1.0, -1.0, -3e38, -3.4e38):
+        grad = (size * drawn.sign()).to(device)
+        expected = reference.accumulate([grad], residual, velocity, momentum or 0.0, nesterov)
+        kernels.accumulate([grad], residual, velocity, flag, momentum or 0.0, nesterov)
+        assert flag.item() == 0
+        assert reference.same(residual, expected[0])
+        assert velocity is None or (expected[1] is not None and reference.same(velocity, expected[1]))
+        assert residual.abs().max() <= reference.LARGEST
+    if velocity is None:
+        assert (residual.abs() < 3.2e38).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1 / 3])

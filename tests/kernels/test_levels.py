@@ -179,6 +179,22 @@ def few_values() -> list[tuple[str, Tensor]]:
     return groups
 
 
+@forms
+def test_huge_entries_leave_finite_errors(form: str, count: int, device: torch.device) -> None:
+    """No level is so far from an entry that the difference is not finite."""
+    generator = torch.Generator().manual_seed(0)
+    uniform = 0.3 + 0.7 * torch.rand(300, generator=generator)
+    signs = torch.randn(300, generator=generator).sign()
+    lopsided = uniform.clone()
+    lopsided[7] = -1.0
+    for shares in (signs, signs.abs(), uniform, signs * uniform, lopsided, -lopsided, lopsided[7:] / 2):
+        flat = (reference.LARGEST * shares.double()).float().to(device)
+        found = quantise(flat, form, 64, count)
+        assert found.levels.isfinite().all() and found.rest.isfinite().all()
+        wanted = flat.double() - found.said.double()
+        torch.testing.assert_close(found.rest.double(), wanted, rtol=2**-23, atol=1e31)  # one subtraction of floats apart
+
+
 SAID_EXACTLY = {
     "one": {form for form, _ in CASES},
     "constant": {form for form, _ in CASES} - {"norm"},

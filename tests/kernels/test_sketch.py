@@ -16,9 +16,9 @@ SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
 ROWS = [3, 5, 7, 9]
 
 
-def sketch(flat: Tensor, rows: int, columns: int, seed: int) -> Tensor:
+def sketch(flat: Tensor, rows: int, columns: int, seed: int, scale: float = 1.0) -> Tensor:
     table = torch.full((rows * columns,), 9.0, device=flat.device)
-    kernels.sketch(flat, rows, seed, table)
+    kernels.sketch(flat, rows, seed, table, scale)
     return table
 
 
@@ -101,6 +101,16 @@ def test_heaviest_is_exact(device: torch.device, kind: str, rows: int) -> None:
     for n, columns, k in ((1, 16, 1), (100, 16, 100), (5000, 1008, 1), (40_001, 4096, 400), (20_000, 48, 20_000)):
         flat = gradients.draw(kind, n, seed=n + k, ranks=n).to(device)  # so that no sum is infinite
         check_heaviest(sketch(flat, rows, columns, seed=k), rows, k, n, k)
+
+
+def test_a_scale_keeps_every_cell_finite(device: torch.device) -> None:
+    """Also where the cell with the most entries adds them all up with one sign."""
+    flat = torch.full((5000,), 3e38, device=device)
+    scale = 2.0**-8  # a cell of 48 columns has at most 105 entries
+    table = sketch(flat, 5, 48, 1, scale)
+    assert reference.same(table, reference.sketch(flat, 5, 48, 1, scale)) and table.isfinite().all()
+    small = gradients.draw("normal", 5000, seed=2).to(device)
+    assert reference.same(sketch(small, 5, 48, 1, scale), sketch(small, 5, 48, 1) * scale)
 
 
 def test_heaviest_of_sums_that_are_infinite(device: torch.device) -> None:

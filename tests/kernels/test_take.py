@@ -114,6 +114,13 @@ def test_offer_all_passes_the_flag_on(device: torch.device) -> None:
     assert reference.same(residual, 0.5 * before)
 
 
+@pytest.mark.parametrize("scale", [0.25, 1 / 3])
+def test_offer_all_scales(device: torch.device, scale: float) -> None:
+    residual, taken = torch.randn(1001, device=device), torch.empty(1001, device=device)
+    kernels.offer_all(residual, taken, None, scale)
+    assert reference.same(taken, residual * torch.tensor(scale, device=device))
+
+
 def sparse(device: torch.device, values: list[float], indices: list[int], count: int, flag: int = 0) -> Taken:
     return {
         "values": torch.tensor(values, device=device),

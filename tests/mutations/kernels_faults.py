@@ -210,9 +210,23 @@ KERNEL_FAULTS = (
     Fault(
         "an entry that is not finite stays in the residual",
         "csrc/cpu",
-        "const bool good = is_finite(sum);",
-        "const bool good = !std::isnan(sum);",
+        "const float sum = within_largest(residual[i] + g[i]);\n    const bool good = is_finite(g[i]);",
+        "const float sum = within_largest(residual[i] + g[i]);\n    const bool good = !std::isnan(g[i]);",
         ("test_feedback.py",),
+    ),
+    Fault(
+        "a velocity overflows",
+        "csrc/cpu",
+        "const float u = within_largest(momentum * velocity[i] + g[i]);",
+        "const float u = momentum * velocity[i] + g[i];",
+        ("test_feedback.py",),
+    ),
+    Fault(
+        "a layer whose squares overflow sends nothing",
+        "csrc",
+        "if (!(all.squares < kLargest)) return largest / 2;",
+        "",
+        ("test_above.py", "test_laws.py"),
     ),
     Fault(
         "momentum adds the old velocity on a GPU",

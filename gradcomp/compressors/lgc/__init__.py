@@ -140,7 +140,7 @@ class Lgc(Compressor):
             checked, errors = entries.normalised, shared.error / entries.places.scales
         first = _slice(acc, state.first)
         summary = state.error.summarise(checked, errors, acc.flag, state.phases.rate_fell)
-        total = yield from reduce(_join(first, summary, state.first_buffer), 1 / world.size)
+        total = yield from reduce(_join(first, summary, state.first_buffer, world.share), world.mean_of_shares)
         first_update, summary = total[:-SUMMARY_LENGTH], total[-SUMMARY_LENGTH:]
         check = state.error.check(summary)
         if state.phase == LEARN:
@@ -185,7 +185,7 @@ class Lgc(Compressor):
         all_ranks = yield from coding.gather_entries(entries)
         with state.stopwatch:
             checked, errors = coding.learn(entries, all_ranks, coder, self.window, state.phases.steps)
-        return coding.exact_mean(all_ranks), checked, errors
+        return coding.exact_mean(all_ranks, entries.world.share), checked, errors
 
     def _exchange_codes(self, entries: CommonEntries, coder: Autoencoder) -> Requests[SharedMean]:
         """Exchange all ranks' codes, unless the leaders' codes have come with the places."""
@@ -240,9 +240,9 @@ def _slice(acc: Acc, span: slice) -> Acc:
     return Acc(acc.residual[span], acc.memory, None if acc.velocity is None else acc.velocity[span], acc.flag)
 
 
-def _join(first: Acc, summary: Tensor, buffer: Tensor) -> Tensor:
-    """Write the first layer as it is, followed by the summary, into a buffer."""
+def _join(first: Acc, summary: Tensor, buffer: Tensor, share: float) -> Tensor:
+    """Write shares of the first layer as it is, and of the summary behind it, into a buffer."""
     if len(first.residual):
-        kernels.offer_all(first.residual, buffer[: len(first.residual)], first.flag)
-    buffer[len(first.residual) :] = summary
+        kernels.offer_all(first.residual, buffer[: len(first.residual)], first.flag, share)
+    buffer[len(first.residual) :] = share * summary
     return buffer

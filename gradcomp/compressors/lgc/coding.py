@@ -15,6 +15,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import EXACT, Codec
 from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Acc
 from gradcomp.requests import Requests, World, gather, reduce
 
@@ -132,9 +133,9 @@ def gather_entries(entries: CommonEntries) -> Requests[Tensor]:
     return torch.stack([payload["bytes"].view(entries.values.shape) for payload in received])
 
 
-def exact_mean(all_ranks: Tensor) -> SharedMean:
-    """Average the gathered entries. No error is left."""
-    return SharedMean(ordered_mean(all_ranks), torch.zeros_like(all_ranks[0]))
+def exact_mean(all_ranks: Tensor, share: float) -> SharedMean:
+    """Average the gathered entries. No error is left. share: a factor with which their sums cannot overflow."""
+    return SharedMean(ordered_mean(all_ranks * share) / share, torch.zeros_like(all_ranks[0]))
 
 
 def exchange_codes(entries: CommonEntries, coder: Autoencoder, half: bool) -> Requests[SharedMean]:
@@ -149,7 +150,7 @@ def exchange_codes(entries: CommonEntries, coder: Autoencoder, half: bool) -> Re
     length, scales, decoders = entries.values.shape[1], entries.places.scales, [0] * len(codes)
     own = coder.decode_reproducibly(codes, length, decoders) * scales
     mean = coder.decode_reproducibly(mean_code.view(codes.shape), length, decoders) * scales
-    return SharedMean(mean, entries.values - own)
+    return SharedMean(_bounded(mean), _bounded(entries.values - own))
 
 
 def decode_leader_codes(entries: CommonEntries, coder: Autoencoder) -> SharedMean:
@@ -157,7 +158,12 @@ def decode_leader_codes(entries: CommonEntries, coder: Autoencoder) -> SharedMea
     codes, scales = entries.places.codes, entries.places.scales
     assert codes is not None
     own, mean = coder.decode_with_mean(codes, entries.values.shape[1], entries.decoder_of_row, entries.decoder_innovations)
-    return SharedMean(mean * scales, entries.values - own * scales)
+    return SharedMean(_bounded(mean * scales), _bounded(entries.values - own * scales))
+
+
+def _bounded(entries: Tensor) -> Tensor:
+    """Bound decoded entries, which a huge scale can make infinite."""
+    return entries.clamp(-LARGEST, LARGEST)
 
 
 def encode(coder: Autoencoder, rows: Tensor) -> Tensor:

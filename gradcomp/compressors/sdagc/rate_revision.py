@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.messages.sparse import Entries
+from gradcomp.native.extension import LARGEST
 
 REVISIONS = ("none", "keep", "rescale", "density", "staleness", "per_layer")
 # The revisions that need the learning rates.
@@ -33,7 +34,7 @@ def rescale(
             factor = old / new if revision == "keep" else new / old
             for flat in flats:
                 if flat is not None:
-                    flat[begins[i] : begins[i + 1]] *= factor
+                    flat[begins[i] : begins[i + 1]].mul_(factor).clamp_(-LARGEST, LARGEST)
 
 
 class Ages:

@@ -153,9 +153,9 @@ def add_back(
         extension.native.add_back(part, residual[place], loss_scale, verdicts, bucket, scale, step, **queue(residual))
 
 
-def offer_all(residual: Array, taken: Array, flag: Array | None = None) -> Array:
-    """Copy the residual into taken, with NaN in taken[0] if the flag is set. Return taken. The residual stays."""
-    extension.native.offer_all(residual, flag, taken, **queue(residual))
+def offer_all(residual: Array, taken: Array, flag: Array | None = None, scale: float = 1.0) -> Array:
+    """Copy scale times the residual into taken, with NaN in taken[0] if the flag is set. Return taken. The residual stays."""
+    extension.native.offer_all(residual, flag, taken, scale, **queue(residual))
     return taken
 
 

@@ -7,9 +7,9 @@ from gradcomp.native.extension import Array, count, on_cuda, queue
 from gradcomp.native.memory import Memory
 
 
-def sketch(flat: Array, rows: int, seed: int, table: Array) -> None:
-    """Write the count sketch of flat into the table, rows x columns in one array. columns is a multiple of 16."""
-    extension.native.sketch(flat, rows, seed, table, **queue(flat))
+def sketch(flat: Array, rows: int, seed: int, table: Array, scale: float = 1.0) -> None:
+    """Write the count sketch of scale * flat into the table, rows x columns in one array. columns is a multiple of 16."""
+    extension.native.sketch(flat, rows, seed, scale, table, **queue(flat))
 
 
 def heaviest(
