@@ -67,7 +67,9 @@ class HorovodNetwork:
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
-        options = {"name": f"{self.prefix}.{name}", "process_set": self.process_set}
+        # A bucket's requests have new names after each meeting, so that one that a failure left behind meets no other.
+        prefix = f"{self.prefix}.{self.meeting}" if "." in name else self.prefix
+        options = {"name": f"{prefix}.{name}", "process_set": self.process_set}
         match request:
             case Gather(sent):
                 handle = _try(hvd.allgather_async, sent.bytes, **options)
