@@ -63,7 +63,7 @@ class Meeting:
         if len({*digests}) > 1:
             adopt(reducer, structure.read(self._send(own, sizes[self.leader])))
         self._network.hosts = hosts
-        self._network.meeting = f"{self.facts[0].name:x}"
+        self._network.note_meeting(f"{self.facts[0].name:x}")
 
     def _check_shares(self) -> None:
         """Refuse a loaded state of which a rank's share is missing. Name the ranks that left and took theirs along."""

@@ -92,6 +92,11 @@ class TorchNetwork:
                 f"a step failed on some ranks only, and the group has exchanges that nobody will finish (the ranks have begun "
                 f"{', '.join(map(str, started))}): start all ranks again from their last states"
             )
+
+    def note_meeting(self, meeting: str) -> None:
+        self.meeting = meeting
+        if self._told_failure and self._notes is not None:
+            self._notes.write("")
         self._told_failure = False
 
     def tell_failure(self, error: BaseException) -> None:

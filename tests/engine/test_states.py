@@ -155,6 +155,7 @@ DAMAGES = [
     (TOPK, put(*OWN, "inner", value=None), "inner is a NoneType in the state, not a dict"),
     (SDAGC, put(*OWN, "inner", "lam", value=NAN), "lam=nan in the state must be a number of at least 0"),
     (SDAGC, put(*OWN, "inner", "steps", value=-1), "steps=-1 in the state must be"),
+    (SDAGC, put(*OWN, "inner", "steps", value=2**31), "steps=2147483648 in the state must be"),
     (SDAGC, put(*OWN, "inner", "capacity", "entries", value=10**9), "entries=1000000000 in the state must be"),
     (SDAGC, put(*OWN, "inner", "capacity", "known", value=[1] * 99), "the capacity in the state waits for"),
     (SDAGC, put(*OWN, "inner", "set_for", value=[NAN, 0]), "set_for=nan in the state must be"),

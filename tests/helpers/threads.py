@@ -54,6 +54,9 @@ class ThreadNetwork:
     def prepare(self) -> None:
         return
 
+    def note_meeting(self, meeting: str) -> None:
+        self.meeting = meeting
+
     def tell_failure(self, error: BaseException) -> None:
         self.failures.append(error)
 
