@@ -29,7 +29,8 @@ from gradcomp.engine.parameters import Parameters, Slot, named_of
 from gradcomp.engine.session import Session
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
-from gradcomp.networks.horovod import HorovodNetwork, carrier_free, exchange_failure, keep_with_optimizers, version
+from gradcomp.networks.elastic import keep_with_optimizers
+from gradcomp.networks.horovod import HorovodNetwork, carrier_free, exchange_failure, version
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 

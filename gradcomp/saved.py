@@ -77,14 +77,18 @@ def numbers_of(saved: Any, name: str, count: int) -> tuple[float, ...]:
     return tuple(number({name: value}, name) for value in values)
 
 
-def tensor(saved: Any, name: str, shape: Sequence[int], *, finite: bool = True, what: str = "") -> Tensor:
-    """Return an entry that is a tensor of this shape.
+def tensor(
+    saved: Any, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None, finite: bool = True, what: str = ""
+) -> Tensor:
+    """Return an entry that is a tensor of this shape, and of this type if one is given.
 
     what: the tensor's name in messages; the entry's name by default.
     """
     value, what = entry(saved, name), what or name
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} is a {type(value).__name__} in the state, not a tensor: {_REMEDY}")
+    if dtype is not None and value.dtype != dtype:
+        raise ValueError(f"{what} is of type {value.dtype} in the state where {dtype} was expected: {_REMEDY}")
     if tuple(value.shape) != tuple(shape):
         raise ValueError(f"{what} has shape {tuple(value.shape)} in the state where {tuple(shape)} was expected: {_REMEDY}")
     if finite and not bool(torch.isfinite(value).all()):

@@ -70,7 +70,7 @@ def test_the_horovod_extra_is_the_version_that_setup_builds() -> None:
 
 
 def test_the_demo_extra_is_what_the_demo_imports() -> None:
-    used = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+    used = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "Pillow"}
     others = imported(ROOT / "scripts" / "laboratory" / "demo") | imported(ROOT / "scripts" / "laboratory" / "tasks")
     others -= {*sys.stdlib_module_names, "gradcomp", "laboratory", "torch", "numpy", "horovod"}
     assert others <= set(used) and set(required("demo")) == set(used.values())

@@ -22,13 +22,15 @@ class Facts(NamedTuple):
     """A rank's facts, which may differ between ranks.
 
     steps: the steps that it has done. ranks: the number of ranks that shared what waits in its residual; 0 = nothing waits yet.
-    rank: its number among them. loaded: 1 if a state was loaded since the last meeting. name: a random name for the meeting.
+    rank: its number among them. loaded: 1 if a state was loaded since the last meeting. met: 1 if it has met others before.
+    name: a random name for the meeting.
     """
 
     steps: int = 0
     ranks: int = 0
     rank: int = 0
     loaded: int = 0
+    met: int = 0
     name: int = 0
 
 

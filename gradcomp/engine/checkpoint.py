@@ -15,6 +15,7 @@ from gradcomp.engine.by_layer import ByLayer
 from gradcomp.engine.collector import BucketState, Collector
 from gradcomp.engine.feedback import Feedback
 from gradcomp.engine.reducer import Reducer
+from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Compressor
 
 # The arrays of a share.
@@ -27,17 +28,20 @@ def residual(reducer: Reducer) -> dict[str, Tensor]:
     return zeros | _copies(reducer, "residual")
 
 
-def save(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False) -> dict[str, Any]:
+def save(
+    reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, copy: Callable[[Tensor], Tensor] = Tensor.clone
+) -> dict[str, Any]:
     """Copy all that the next step depends on.
 
-    shapes: the shape and the order of memory of every layer. sums: the updates are sums over the ranks, not means.
+    shapes: the shape and the order of memory of every layer. sums: the updates are sums over the ranks, not means. copy: copies
+    a layer's residual or velocity.
     """
     return {
         "steps": reducer.steps_done,
         "sums": sums,
         "shapes": dict(shapes),
-        "residual": _copies(reducer, "residual"),
-        "velocity": _copies(reducer, "velocity"),
+        "residual": _copies(reducer, "residual", copy),
+        "velocity": _copies(reducer, "velocity", copy),
         "buckets": [
             {"layers": list(bucket.layout.names), "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets
         ],
@@ -79,16 +83,20 @@ def prepare(
                 view.zero_()
                 for source in sources[array]:
                     if name in source:
-                        view.add_(source[name].to(view.device, view.dtype))
-                if factor != 1:
-                    view.mul_(factor)
+                        view.add_(source[name].to(view.device), alpha=factor).clamp_(-LARGEST, LARGEST)
         reducer.steps_done = steps
-        for bucket, trial in trials:
-            bucket.state.inner = trial.inner
         for bucket in reducer.buckets:
             bucket.state.steps = steps
+        for bucket, trial in trials:
+            bucket.state.inner = trial.inner
+            bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
 
     return copy
+
+
+def to_main_memory(tensor: Tensor) -> Tensor:
+    """Copy a tensor to main memory, also one that is there."""
+    return tensor.to("cpu", copy=True)
 
 
 def in_main_memory(value: Any) -> Any:
@@ -101,10 +109,10 @@ def in_main_memory(value: Any) -> Any:
 
 
 def scale(reducer: Reducer, factor: float) -> None:
-    """Multiply what waits."""
+    """Multiply what waits. What exceeds the largest magnitude is lost."""
     for array in ARRAYS:
         for view in _views(reducer, array).values():
-            view.mul_(factor)
+            view.mul_(factor).clamp_(-LARGEST, LARGEST)
 
 
 def successor(compressor: Compressor, old: Reducer) -> Compressor:
@@ -144,10 +152,10 @@ def _views(reducer: Reducer, array: str) -> dict[str, Tensor]:
     return views
 
 
-def _later_velocities(reducer: Reducer) -> dict[str, int]:
-    """Return the layers, with their sizes, whose velocity is made once the optimizer has a momentum."""
+def _later_velocities(reducer: Reducer) -> dict[str, torch.Size]:
+    """Return the layers whose velocity is made once the optimizer has a momentum, with the velocities' shapes."""
     layouts = [bucket.layout for bucket in reducer.buckets if bucket.collector.takes_momentum]
-    return {name: size for layout in layouts for name, size in zip(layout.names, layout.sizes, strict=True)}
+    return {name: torch.Size([size]) for layout in layouts for name, size in zip(layout.names, layout.sizes, strict=True)}
 
 
 def _make_velocities(reducer: Reducer, names: Container[str]) -> None:
@@ -157,8 +165,8 @@ def _make_velocities(reducer: Reducer, names: Container[str]) -> None:
             bucket.state.velocity = torch.zeros_like(bucket.state.residual)
 
 
-def _copies(reducer: Reducer, array: str) -> dict[str, Tensor]:
-    return {name: view.clone() for name, view in _views(reducer, array).items()}
+def _copies(reducer: Reducer, array: str, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Tensor]:
+    return {name: copy(view) for name, view in _views(reducer, array).items()}
 
 
 def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any]) -> None:
@@ -183,13 +191,13 @@ def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trusted: bool) -> Mapping[str, Tensor]:
     """Refuse arrays that do not fit the layers, or that are not finite."""
-    shapes = {name: view.shape for name, view in _views(reducer, array).items()}
-    if array == "velocity":  # that of momentum=auto begins with the optimizer's
-        shapes |= {name: torch.Size([size]) for name, size in _later_velocities(reducer).items() if name in theirs}
-        shapes = {name: shape for name, shape in shapes.items() if name in theirs or name not in _later_velocities(reducer)}
+    later = _later_velocities(reducer) if array == "velocity" else {}
+    shapes = {name: view.shape for name, view in _views(reducer, array).items()} | later
+    shapes = {name: shape for name, shape in shapes.items() if name in theirs or name not in later}
     _check_names(shapes, theirs)
     for name, shape in shapes.items():
-        saved.tensor(theirs, name, shape, finite=not trusted, what=f"the {array} of {name!r}")
+        what = f"the {array} of {name!r}"
+        saved.tensor(theirs, name, shape, dtype=torch.float32, finite=not trusted, what=what)
     return theirs
 
 

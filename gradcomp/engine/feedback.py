@@ -172,6 +172,8 @@ class Feedback(Collector):
         if state.squares is None:
             return None
         kernels.sum_squares(grads, state.squares, step.memory)
+        # The norm of a layer with an entry that is not finite is none. Its finite entries wait.
+        state.squares.nan_to_num_(0.0, 0.0, 0.0)
         of_model = self.clip_by == "model"
         norms = state.squares.sum().sqrt().expand_as(state.squares) if of_model else state.squares.sqrt()
         if step.loss_scale is not None:

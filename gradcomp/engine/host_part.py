@@ -21,13 +21,15 @@ class Position(NamedTuple):
     """A rank's position among the hosts.
 
     neighbours: the ranks of its host, in the order of their parts. part: the part that it owns.
-    peers: the owners of the same part, one on each host. peer_world: the world of the peers.
+    peers: the owners of the same part, one on each host. peer_world: the world of the peers. hosts: the host of every rank,
+    numbered in the order of ranks.
     """
 
     neighbours: tuple[int, ...]
     part: int
     peers: tuple[int, ...]
     peer_world: World
+    hosts: tuple[int, ...]
 
     @property
     def host_world(self) -> World:
@@ -51,7 +53,10 @@ def position_of(world: World) -> Position:
     neighbours = ranks_of[hosts[world.rank]]
     part = neighbours.index(world.rank)
     peers = tuple(ranks[part] for ranks in ranks_of.values())
-    return Position(tuple(neighbours), part, peers, World(peers.index(world.rank), len(peers)))
+    numbers = {host: number for number, host in enumerate(ranks_of)}
+    return Position(
+        tuple(neighbours), part, peers, World(peers.index(world.rank), len(peers)), tuple(numbers[host] for host in hosts)
+    )
 
 
 class PartState:
@@ -89,17 +94,18 @@ class PartState:
 
     @property
     def place(self) -> list[int] | None:
-        """Return the number of this rank's part, of the parts, and of the hosts; None before the first exchange."""
-        if self.position is None:
-            return None
-        return [self.position.part, len(self.position.neighbours), self.position.peer_world.size]
+        """Return the number of this rank's part and then the host of every rank, numbered; None before the first exchange.
+
+        Either all ranks have their old places or none has, so that they restore their states together.
+        """
+        return None if self.position is None else [self.position.part, *self.position.hosts]
 
     def load(self, inner: Compressor, saved: Mapping[str, Any]) -> None:
         """Check a saved state, and restore it as soon as the rank's position is known."""
         whole(saved, "exchanges")
         if entry(saved, "place") is not None:
-            part, parts, _ = place = wholes(saved, "place")[:3]
-            checked_whole(parts, "place", 1)
+            part, *hosts = place = wholes(saved, "place") or [0]
+            parts = hosts.count(0)  # as many ranks on every host
             checked_whole(part, "place", 0, parts - 1)
             own = table_or_empty(saved, "inner")
             if own:

@@ -29,7 +29,8 @@ class LossScale:
     def on(self, device: torch.device) -> Tensor | None:
         """Return the current scale, as one float on a device. None before the first loss is scaled, and if scaling is off."""
         scale: Tensor | None = self.scaler._scale if self.scaler.is_enabled() else None
-        return None if scale is None else scale.detach().reshape(1).to(device, torch.float32, non_blocking=True)
+        # A copy to a CPU would not have ended when it is read.
+        return None if scale is None else scale.detach().reshape(1).to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 class UnknownScaler:

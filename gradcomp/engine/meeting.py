@@ -26,12 +26,14 @@ class Meeting:
     """One meeting. All ranks make the same calls in the same order.
 
     facts: every rank's, once they have compared their terms. leader: the rank whose state the others adopt where they differ.
+    joins: this rank is new to a training that goes on, and what it has loaded counts for nothing.
     """
 
     def __init__(self, network: Connection):
         self._network, self._rank = network, network.world.rank
         self.facts: list[Facts] = []
         self.leader = 0
+        self.joins = False
 
     def compare(self, terms: Mapping[str, str], own: Facts, leader: int | None = None) -> Facts:
         """Check that the terms are equal on all ranks, and that no share of a residual is missing. Return the leader's facts.
@@ -41,6 +43,9 @@ class Meeting:
         own = own._replace(name=secrets.randbits(62))
         record = agreement.record(terms, own)
         self.facts = agreement.check(terms, [reply.cpu() for reply in self._gather(record, "agreement")])
+        if leader is not None and self.facts[leader].met:
+            self.joins = not own.met
+            self.facts = [each if each.met else Facts(name=each.name) for each in self.facts]
         steps = [facts.steps for facts in self.facts]
         self.leader = steps.index(max(steps)) if leader is None else leader
         self._check_shares()
@@ -58,7 +63,7 @@ class Meeting:
         if len({*digests}) > 1:
             adopt(reducer, structure.read(self._send(own, sizes[self.leader])))
         self._network.hosts = hosts
-        self._network.meeting = f"{self.facts[0].name:x}"
+        self._network.note_meeting(f"{self.facts[0].name:x}")
 
     def _check_shares(self) -> None:
         """Refuse a loaded state of which a rank's share is missing. Name the ranks that left and took theirs along."""

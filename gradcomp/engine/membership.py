@@ -36,6 +36,7 @@ class Membership:
     def __init__(self, network: Connection):
         self._network = network
         self._met_in: object = None  # the network's generation in which the ranks met last
+        self._ever_met = False
         self.owner = Owner()
         self.sums = False
 
@@ -68,17 +69,20 @@ class Membership:
         generation, owner, done = self._network.generation, self.owner, reducer.steps_done
         self._network.prepare()
         meeting = Meeting(self._network)
-        facts = Facts(done, owner.place.ranks, owner.place.rank, int(owner.loaded))
+        facts = Facts(done, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met))
         steps = meeting.compare(terms, facts, leader).steps
         rank, size, _ = self._network.world
-        if steps != done and not go_back(steps) and done:
+        if meeting.joins:
+            checkpoint.scale(reducer, 0.0)
+            self.owner = Owner()
+        elif steps != done and not go_back(steps) and done:
             log.warning("gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d", rank, done, steps)
         owner = self.owner
         meeting.share(reducer)
         if owner.scaled_for not in (0, size) and not self.sums:
             checkpoint.scale(reducer, size / owner.scaled_for)
         self.owner = Owner(Place(rank, size), size)
-        self._met_in = generation
+        self._met_in, self._ever_met = generation, True
 
     def note_step(self, scale: float) -> None:
         """Learn from a finished step whether updates are sums. The scale is 1 for a mean, and for one rank it says nothing."""

@@ -31,8 +31,9 @@ _SUM = (
 
 
 class Snapshot(NamedTuple):
-    """A rank's share of a state in main memory, and the owner of its residual."""
+    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
 
+    compressor: Compressor
     share: dict[str, Any]
     owner: Owner
 
@@ -100,6 +101,7 @@ class Session:
         self._membership.part()
         self._discard_step()
         self._guard.fail(error)
+        self._optimizer_check.note_exchange()  # its steps are refused from now on, also before the first exchange
         return error
 
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
@@ -174,14 +176,17 @@ class Session:
         if self.has_met:
             try:
                 self._membership.meet(self._reducer, self._terms())
-            except BaseException:
+            except BaseException as error:
                 self._reducer, self._compressor = before
+                if not isinstance(error, ValueError):  # which all ranks get
+                    self.failed(error)
                 raise
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
         self._guard.refuse_in_step("state_dict()")
-        return self._membership.pack(self.spec, self._save())
+        share = checkpoint.save(self._reducer, self.parameters.shapes, sums=self._membership.sums)
+        return self._membership.pack(self.spec, share)
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before."""
@@ -201,19 +206,21 @@ class Session:
     def snapshot(self) -> Snapshot:
         """Copy to main memory what restore() needs."""
         self._guard.refuse_in_step("commit()")
-        return Snapshot(checkpoint.in_main_memory(self._save()), self._membership.owner)
+        share = checkpoint.save(
+            self._reducer, self.parameters.shapes, sums=self._membership.sums, copy=checkpoint.to_main_memory
+        )
+        return Snapshot(self._compressor, checkpoint.in_main_memory(share), self._membership.owner)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
         share = snapshot.share
+        if snapshot.compressor is not self._compressor:  # change() came after the commit
+            self._reducer, self._compressor = self._make_reducer(snapshot.compressor), snapshot.compressor
         copy = checkpoint.prepare(self._reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
         self._discard_step()
         copy()
         self._membership.restore(snapshot.owner, share["sums"])
         self._guard.forgive()
-
-    def _save(self) -> dict[str, Any]:
-        return checkpoint.save(self._reducer, self.parameters.shapes, sums=self._membership.sums)
 
     def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:
         """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.

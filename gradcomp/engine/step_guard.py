@@ -8,8 +8,12 @@ from gradcomp.networks import Connection
 
 _REFUSAL = (
     "gradcomp refuses further steps on this rank, since a step failed in its middle ({reason}): its gradients were not "
-    "exchanged, and entries that it had taken from the residual are lost. Call load_state_dict() on all ranks with "
-    "a state from before the failure, or start all ranks again"
+    "exchanged, and entries that it had taken from the residual are lost. Start all ranks again from their last states"
+)
+# What Horovod allows beside: DistributedDataParallel does not survive a backward pass that failed.
+_OR_LOAD = (
+    "; or, if the step failed on all ranks, call compression.load_state_dict() on all with a state from before, and then "
+    "optimizer.load_state_dict(optimizer.state_dict()), with which Horovod forgets the step"
 )
 
 
@@ -69,7 +73,8 @@ class StepGuard:
         if self._failure is None:
             return
         if self.failed:
-            raise RuntimeError(_REFUSAL.format(reason=self._failure.reason))
+            remedy = "" if self._ends_in_backward else _OR_LOAD
+            raise RuntimeError(_REFUSAL.format(reason=self._failure.reason) + remedy)
         self._failure = None
 
     def before_optimizer(self) -> None:

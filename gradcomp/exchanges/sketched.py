@@ -145,7 +145,9 @@ def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, share: fl
     header[:1] = places.numel()
     header[1:] = failed
     update, to_mean = acc.memory.lend(acc.residual.numel(), device), 1 / (world.size * share)
-    within = total[:-1] if exact else total[:-1].clamp(-LARGEST / 2 / to_mean, LARGEST / 2 / to_mean)
+    within = (
+        total[:-1] if exact else total[:-1].clamp(-LARGEST / 2 / to_mean, LARGEST / 2 / to_mean)
+    )  # by_host doubles it at most
     kernels.add_sparse(update.flat, within, places, header, to_mean, update.marks)
     values = acc.residual.index_select(0, index)
     error = torch.zeros_like(values) if exact else values - update.flat.index_select(0, index)

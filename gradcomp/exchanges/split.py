@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import Codec, Entries, Taken
@@ -118,7 +119,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     acc.residual.index_add_(0, dealt.overflow_places, dealt.overflow_values)
     places = parts.places(world.rank, sent_on).long()
     errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on)
-    acc.residual.index_add_(0, places, errors.masked_fill((update.flat[places] == 0) | failed, 0.0))
+    add_within_largest(acc.residual, places, errors.masked_fill((update.flat[places] == 0) | failed, 0.0))
     if observe is not None:
         observe(results)
     return update

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import Entries
 from gradcomp.native import kernels
-from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import Payload, Requests, World, send
@@ -154,5 +154,4 @@ def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, u
         otherwise_lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
         places = indices.clamp(max=n - 1).long()
         returned = (1 - kept_share) * values.masked_fill(~otherwise_lost, 0.0)
-        waiting = acc.residual.index_select(0, places)
-        acc.residual.index_add_(0, places, returned.clamp(-LARGEST - waiting, LARGEST - waiting))
+        add_within_largest(acc.residual, places, returned)

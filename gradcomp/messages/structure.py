@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The key that marks a tensor among plain data: its type and shape. Its bytes follow behind the text, in order.
-_TENSOR = "tensor"
+# The first items of lists that stand for something else. A tensor has its type and shape; its bytes follow behind the text.
+_TENSOR, _LIST = "tensor", "list"
 # Bytes of the text's length, in front of it.
 _LENGTH = 8
 
@@ -24,11 +24,11 @@ def write(structure: Any) -> bytes:
         if isinstance(value, Tensor):
             array = value.detach().cpu().contiguous()
             arrays.append(array.view(-1).view(torch.uint8).numpy().tobytes())
-            return {_TENSOR: [str(array.dtype).removeprefix("torch."), list(array.shape)]}
+            return [_TENSOR, str(array.dtype).removeprefix("torch."), list(array.shape)]
         if isinstance(value, Mapping):
             return {str(key): plain(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return [plain(each) for each in value]
+            return [_LIST, *(plain(each) for each in value)]
         return value
 
     text = json.dumps(plain(structure)).encode()
@@ -41,13 +41,13 @@ def read(data: bytes) -> Any:
     rest = [end]
 
     def full(value: Any) -> Any:
-        if isinstance(value, list):
-            return [full(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        if value.keys() != {_TENSOR}:
+        if isinstance(value, dict):
             return {key: full(each) for key, each in value.items()}
-        name, shape = value[_TENSOR]
+        if not isinstance(value, list):
+            return value
+        if value[0] == _LIST:
+            return [full(each) for each in value[1:]]
+        _, name, shape = value
         dtype: torch.dtype = getattr(torch, name)
         begin = rest[0]
         rest[0] += math.prod(shape) * dtype.itemsize

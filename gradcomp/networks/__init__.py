@@ -28,8 +28,6 @@ class Connection(Network, Protocol):
     hosts: tuple[int, ...] | None
     # The device of the tensors that the ranks exchange when they meet.
     device: torch.device
-    # The latest meeting's own name, the same on all ranks; empty until they have met.
-    meeting: str
 
     @property
     def generation(self) -> object:
@@ -45,6 +43,9 @@ class Connection(Network, Protocol):
 
     def prepare(self) -> None:
         """Prepare for the meeting of the ranks."""
+
+    def note_meeting(self, meeting: str) -> None:
+        """Note that the ranks have met, and the meeting's own name, the same on all ranks. Failures before are forgotten."""
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell ranks that wait for this one that its step failed. Do nothing if they notice by themselves."""

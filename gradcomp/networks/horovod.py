@@ -8,14 +8,13 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import horovod
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops, optimizer
-from horovod.torch.elastic import state as elastic
 
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
@@ -38,6 +37,7 @@ class HorovodNetwork:
         self.device = torch.device("cpu")
         self.meeting = ""
         self._prepared_for: object = None
+        self._told_failure = False
 
     @property
     def world(self) -> World:
@@ -65,9 +65,18 @@ class HorovodNetwork:
             self._prepared_for = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
 
+    def note_meeting(self, meeting: str) -> None:
+        self.meeting = meeting
+        if self._told_failure:
+            self._told_failure = False
+            with suppress(Exception):
+                self._notes().write("")
+
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
-        options = {"name": f"{self.prefix}.{name}", "process_set": self.process_set}
+        # A bucket's requests have new names after each meeting, so that one that a failure left behind meets no other.
+        prefix = f"{self.prefix}.{self.meeting}" if "." in name else self.prefix
+        options = {"name": f"{prefix}.{name}", "process_set": self.process_set}
         match request:
             case Gather(sent):
                 handle = _try(hvd.allgather_async, sent.bytes, **options)
@@ -80,6 +89,7 @@ class HorovodNetwork:
 
     def tell_failure(self, error: BaseException) -> None:
         if not isinstance(error, HorovodInternalError) or isinstance(error.__cause__, EndlessWait):  # all ranks get others
+            self._told_failure = True
             with suppress(Exception):
                 self._notes().write(failure_note(error, self.meeting))
 
@@ -104,7 +114,7 @@ class HorovodNetwork:
     def _result(self, handle: Any, name: str) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause = SHORTEST_PAUSE
-        with Wait(self._notes(), self.world, name, self.meeting) as wait:
+        with Wait(self._notes(), self.world, name, self.meeting, leaves_note=not self._told_failure) as wait:
             while not _try(hvd.poll, handle):
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -161,69 +171,6 @@ def exchange_failure(error: Exception) -> HorovodInternalError:
         f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), which gathers do not support (give "
         "every rank the same number of steps instead); a rank ended or raised an error (see its output); the network failed."
     )
-
-
-class Kept(Protocol):
-    """A state that belongs to an optimizer but is not in its state_dict(), since it differs between ranks."""
-
-    def commit(self) -> None:
-        """Keep a copy."""
-
-    def roll_back(self) -> None:
-        """Return to the last copy."""
-
-    def sync(self) -> None:
-        """Agree with the other ranks."""
-
-
-def keep_with_optimizers(find: Callable[[Any], Kept | None]) -> None:
-    """Make TorchState, of Horovod's elastic mode, keep what find() returns along with an optimizer.
-
-    An optimizer for which find() returns None keeps Horovod's own handler.
-    """
-    registry = elastic.get_handler_registry()
-    if not any(isinstance(kind, _Optimizers) for kind, _ in registry):
-        kept: Any = _Optimizers(find)
-        elastic.set_handler_registry([(kept, kept.handler), *registry])
-
-
-class _Optimizers:
-    """The optimizers for which find() returns something, as a type for isinstance()."""
-
-    def __init__(self, find: Callable[[Any], Kept | None]):
-        self._find = find
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, torch.optim.Optimizer) and self._find(value) is not None
-
-    def handler(self, optimizer: torch.optim.Optimizer) -> Any:
-        return _Handler(optimizer, self._find)
-
-
-class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
-    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and what is kept with it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Kept | None]):
-        self._find = find
-        super().__init__(optimizer)
-        self._kept().commit()
-
-    def _kept(self) -> Kept:
-        kept = self._find(self.value)
-        assert kept is not None
-        return kept
-
-    def save(self) -> None:
-        super().save()
-        self._kept().commit()
-
-    def restore(self) -> None:
-        super().restore()
-        self._kept().roll_back()
-
-    def sync(self) -> None:
-        super().sync()
-        self._kept().sync()
 
 
 # The generation of the network, and for each process set in it the number of the next HorovodNetwork.

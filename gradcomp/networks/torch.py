@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -39,6 +40,8 @@ class TorchNetwork:
         self.meeting = ""
         self._notes: StoreNotes | None = None
         self._meetings = 0
+        self._started = 0  # operations
+        self._told_failure = False
 
     @property
     def world(self) -> World:
@@ -65,11 +68,17 @@ class TorchNetwork:
         if self._notes is None:
             self._notes = StoreNotes(self.group)
         self._meetings += 1
-        self._notes.answer(self._meetings)
+        self._notes.answer(self._meetings, self._started)
+        end = time.monotonic() + _timeout_of(self.group)
         try:
-            with Wait(self._notes, self.world, "meeting", self.meeting) as wait:
+            with Wait(self._notes, self.world, "meeting", self.meeting, leaves_note=not self._told_failure) as wait:
                 pause = SHORTEST_PAUSE
                 while absent := self._notes.absent(self._meetings):
+                    if time.monotonic() > end:
+                        raise RuntimeError(
+                            f"ranks {', '.join(map(str, absent))} have not come to the meeting that all ranks call within the "
+                            "group's timeout: they have ended, or they have not called gradcomp as this rank did"
+                        )
                     time.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE)
                     wait.look(absent)
@@ -77,14 +86,28 @@ class TorchNetwork:
             self._notes.leave(self._meetings)
             self._meetings -= 1
             raise
+        started = self._notes.answers(self._meetings)
+        if len({*started}) > 1:
+            raise RuntimeError(
+                f"a step failed on some ranks only, and the group has exchanges that nobody will finish (the ranks have begun "
+                f"{', '.join(map(str, started))}): start all ranks again from their last states"
+            )
+
+    def note_meeting(self, meeting: str) -> None:
+        self.meeting = meeting
+        if self._told_failure and self._notes is not None:
+            self._notes.write("")
+        self._told_failure = False
 
     def tell_failure(self, error: BaseException) -> None:
+        self._told_failure = True
         with suppress(Exception):
             if self._notes is not None:
                 self._notes.write(failure_note(error, self.meeting))
 
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
+        self._started += 1
         match request:
             case Gather(sent):
                 received = sent.bytes.new_empty(self.world.size * sent.bytes.numel())
@@ -129,6 +152,15 @@ def wait_aloud(work: dist.Work, wait: Wait) -> None:
         wait.look()
 
 
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Return a group's timeout in seconds. Backends without a known one wait for ever."""
+    for device in ("cpu", "cuda"):
+        with suppress(Exception):
+            timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+            return timeout.total_seconds()
+    return math.inf
+
+
 class StoreNotes:
     """The notes of the ranks of a group, and their roll, through the store that the group was made with."""
 
@@ -151,10 +183,16 @@ class StoreNotes:
         keys = {rank: f"{self._scope}/note/{rank}" for rank in range(self._size)}
         return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._store.check([key])}
 
-    def answer(self, meeting: int) -> None:
-        """Say that this rank has come to a meeting."""
+    def answer(self, meeting: int, started: int) -> None:
+        """Say that this rank has come to a meeting, and how many operations it has started."""
         if self._store is not None:
-            self._store.set(f"{self._scope}/{meeting}/{self._rank}", "here")
+            self._store.set(f"{self._scope}/{meeting}/{self._rank}", str(started))
+
+    def answers(self, meeting: int) -> list[int]:
+        """Return how many operations each rank has started. All have come."""
+        if self._store is None:
+            return []
+        return [int(self._store.get(f"{self._scope}/{meeting}/{rank}")) for rank in range(self._size)]
 
     def leave(self, meeting: int) -> None:
         """Take this rank's answer to the roll back."""

@@ -57,19 +57,20 @@ class Wait:
     """One wait of this rank for the others, in the exchange of a request: a context, in which look() is called.
 
     name: the name of the request, the same on all ranks. meeting: the name of the latest meeting, the same on all ranks.
+    leaves_note: False keeps a note that says more.
     """
 
-    def __init__(self, notes: Notes, world: World, name: str, meeting: str = ""):
+    def __init__(self, notes: Notes, world: World, name: str, meeting: str = "", leaves_note: bool = True):
         self._notes, self._world, self._meeting = notes, world, meeting
         self._place = place_of(name)
         self._began = time.monotonic()
-        self._note_left = False
+        self._leaves_note, self._note_left = leaves_note, False
         self._speak_after = SPEAK_AFTER
 
     @property
     def next_look(self) -> float:
         """Return the seconds until look() has something to do."""
-        after = self._speak_after if self._note_left else NOTE_AFTER
+        after = self._speak_after if self._note_left or not self._leaves_note else NOTE_AFTER
         return max(0.01, self._began + after - time.monotonic())
 
     def look(self, absent: Collection[int] | None = None) -> None:
@@ -78,7 +79,7 @@ class Wait:
         absent: the ranks that are waited for, where that is known.
         """
         waited = time.monotonic() - self._began
-        if not self._note_left and waited >= NOTE_AFTER:
+        if self._leaves_note and not self._note_left and waited >= NOTE_AFTER:
             self._note_left = True
             self._notes.write(Note(self._place, self._meeting).text)
         if waited >= self._speak_after:
@@ -99,12 +100,13 @@ class Wait:
     def _refuse_endless(self, notes: Mapping[int, Note], is_first: bool) -> None:
         """Raise an error if this wait cannot end.
 
-        is_first: the notes of ranks that only wait may be outdated; they count once this rank speaks again.
+        is_first: notes of ranks that only wait may be outdated, and a rank that failed may come to a meeting. Both count once
+        this rank speaks again.
         """
         for rank, note in notes.items():
             if rank == self._world.rank or not note.meeting or note.meeting != self._meeting:
                 continue
-            if note.failed:
+            if note.failed and not (is_first and self._place == MEETING):
                 raise EndlessWait(f"rank {rank} cannot go on ({note.place}); start all ranks again from their last states")
             if not is_first and (note.place == MEETING) != (self._place == MEETING):
                 raise EndlessWait(

@@ -23,6 +23,9 @@ SUBCOMMANDS = {
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 INTERRUPTED = 130
 
+# The options that name a folder.
+FOLDERS = ("--out", "--cache", "--data", "--before", "--after")
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run one subcommand. Return 0, 1 if ranks failed or a bound does not hold, 2 if the command cannot be carried out."""
@@ -49,9 +52,9 @@ def without_folders(arguments: Sequence[str]) -> list[str]:
     """Leave out the options that name a folder: a result file records no path of the machine."""
     kept, skip = [], False
     for argument in arguments:
-        if skip or argument.startswith(("--out=", "--cache=", "--before=", "--after=")):
+        if skip or argument.startswith(tuple(f"{option}=" for option in FOLDERS)):
             skip = False
-        elif argument in ("--out", "--cache", "--before", "--after"):
+        elif argument in FOLDERS:
             skip = True
         else:
             kept.append(argument)

@@ -114,15 +114,18 @@ def checkout(text: str) -> Path:
     return Path(text)
 
 
-def specs(text: str, built_in: Collection[str] = ()) -> list[str]:
-    """Read specs separated by semicolons or commas. `name=value` without a colon is a knob of the spec before it."""
+def specs(text: str, built_in: Collection[str] = (), check: Callable[[str], object] = gradcomp.make) -> list[str]:
+    """Read specs separated by semicolons or commas. `name=value` without a colon is a knob of the spec before it.
+
+    built_in: names that are no specs. check: raises ValueError for a wrong spec.
+    """
     found: list[str] = []
     for part in filter(None, (part.strip() for part in re.split("[;,]", text))):
         if found and ":" in found[-1] and "=" in part and ":" not in part:
             found[-1] += "," + part
         else:
             found.append(part)
-    return _once(found, lambda spec: spec if spec in built_in else _made(spec, built_in))
+    return _once(found, lambda spec: spec if spec in built_in else _checked(spec, built_in, check))
 
 
 def any_specs(text: str) -> list[str]:
@@ -157,11 +160,11 @@ def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None
         )
 
 
-def _made(spec: str, built_in: Collection[str]) -> str:
+def _checked(spec: str, built_in: Collection[str], check: Callable[[str], object]) -> str:
     if spec in BUILT_IN:
         raise argparse.ArgumentTypeError(f"{spec!r} is not a spec of gradcomp; only `lab train` measures it")
     try:
-        gradcomp.make(spec)
+        check(spec)
     except ValueError as error:
         more = f" (beside gradcomp's specs: {', '.join(built_in)})" if built_in else ""
         raise argparse.ArgumentTypeError(f"{error}{more}") from None

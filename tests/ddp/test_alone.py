@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -59,7 +60,23 @@ def loaded(run: DdpRun) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.train(1))}
 
 
-CASES = {"caught": caught, "loaded": loaded}
+def recovered(run: DdpRun) -> dict[str, Any]:
+    """After rank 1's failure both load. The group has an exchange that rank 1 never began."""
+    own = run.handle.state_dict()
+    caught(run)
+    return {"said": small_net.refused(lambda: run.handle.load_state_dict(own))}
+
+
+def gone(run: DdpRun) -> dict[str, Any]:
+    """Rank 0 loads, and the other one does not come within the group's timeout."""
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return {"said": ""}
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    return {"said": small_net.refused(lambda: run.handle.load_state_dict(run.handle.state_dict()))}
+
+
+CASES = {"caught": caught, "loaded": loaded, "recovered": recovered, "gone": gone}
 
 
 def program(case: str) -> None:
@@ -109,6 +126,18 @@ def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all() -> None:
     for said in (zero["said"], one["said"]):  # the later one may hear of it from the other
         assert "in the meeting that all ranks call" in said and "in bucket 0, request 0" in said, said
     assert one["state"].startswith(REFUSED)
+
+
+def test_exchanges_that_nobody_will_finish_are_named_on_all_ranks() -> None:
+    """Otherwise the next exchange of one rank would meet the last one of the other, and gloo would abort."""
+    for own in found("recovered"):
+        assert own["said"].startswith("RuntimeError: a step failed on some ranks only, and the group has exchanges that "), own
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout() -> None:
+    zero, _ = found("gone")
+    assert zero["said"].startswith("RuntimeError: ranks 1 have not come to the meeting that all ranks call within the group's")
+    assert 3 <= zero["seconds"] < 6
 
 
 def test_loading_on_all_ranks_in_mid_training_goes_on_to_the_bit() -> None:

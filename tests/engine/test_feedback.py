@@ -149,3 +149,17 @@ def test_the_clipped_gradient_is_the_unscaled_one(by: str) -> None:
         collector.collect(grads, plain, StepFacts(Memory(), 4))
         collector.collect([grad * loss_scale for grad in grads], scaled, StepFacts(Memory(), 4, None, loss_scale))
         assert torch.equal(plain.residual, scaled.residual)
+
+
+@pytest.mark.parametrize("clip_by", ["layer", "model"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_clipping_loses_no_finite_gradient_of_a_failed_step(clip_by: str, bad: float) -> None:
+    """They wait, clipped by a norm in which the layer with the other entry counts as zero."""
+    simulation = gradcomp.Simulation(f"topk:ratio=0.001,clip=1,clip_by={clip_by}", SHAPES, 2)
+    grads = draw(1, 2)
+    grads[1]["a.weight"][0, 0] = bad
+    simulation.step(grads)
+    left = simulation.residual(1)
+    for name, given in grads[1].items():
+        factors = (left[name] / given)[given.isfinite()]
+        assert factors.min() > 0 and factors.max() <= 1 and factors.max() - factors.min() < 1e-5

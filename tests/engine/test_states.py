@@ -120,10 +120,11 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 ONE = ("of_rank", "1")
 OWN = (*ONE, "buckets", 0, "own")
-SDAGC, LGC, ORQ, TOPK = (
+SDAGC, LGC, ORQ, BY_HOST, TOPK = (
     "sdagc:lam=2,small=none",
     "lgc:dense=1,learn=2,ratio=0.02",
     "orq:sigmas=1.5",
+    "topk:ratio=0.03,by_host=true",
     "topk:ratio=0.03,momentum=0.9",
 )
 DAMAGES = [
@@ -142,12 +143,19 @@ DAMAGES = [
     (TOPK, put(*ONE, "residual", NAME, value=None), f"the residual of '{NAME}' is a NoneType in the state, not a tensor"),
     (TOPK, lambda state: state["of_rank"]["1"]["residual"][NAME].fill_(NAN), f"the residual of '{NAME}' is not finite"),
     (TOPK, lambda state: state["of_rank"]["1"]["velocity"][NAME].fill_(NAN), f"the velocity of '{NAME}' is not finite"),
+    (TOPK, put(*ONE, "residual", NAME, value=torch.ones(1).double()), f"the residual of '{NAME}' is of type torch.float64"),
+    (BY_HOST, put(*OWN, "inner", "place", value=[1]), "place=1 in the state must be"),
+    (BY_HOST, put(*OWN, "inner", "place", value=[]), "place=0 in the state must be"),
+    (TOPK, put(*ONE, "residual", NAME, value=torch.ones(1).double()), f"the residual of '{NAME}' is of type torch.float64"),
+    (BY_HOST, put(*OWN, "inner", "place", value=[1]), "place=1 in the state must be"),
+    (BY_HOST, put(*OWN, "inner", "place", value=[]), "place=0 in the state must be"),
     (TOPK, put(*ONE, "shapes", NAME, value="(7, 7)"), "does not fit the model: "),
     (TOPK, drop(*ONE, "buckets"), "the state has no 'buckets'"),
     (TOPK, put(*OWN, "steps", value=-1), "steps=-1 in the state must be"),
     (TOPK, put(*OWN, "inner", value=None), "inner is a NoneType in the state, not a dict"),
     (SDAGC, put(*OWN, "inner", "lam", value=NAN), "lam=nan in the state must be a number of at least 0"),
     (SDAGC, put(*OWN, "inner", "steps", value=-1), "steps=-1 in the state must be"),
+    (SDAGC, put(*OWN, "inner", "steps", value=2**31), "steps=2147483648 in the state must be"),
     (SDAGC, put(*OWN, "inner", "capacity", "entries", value=10**9), "entries=1000000000 in the state must be"),
     (SDAGC, put(*OWN, "inner", "capacity", "known", value=[1] * 99), "the capacity in the state waits for"),
     (SDAGC, put(*OWN, "inner", "set_for", value=[NAN, 0]), "set_for=nan in the state must be"),
@@ -193,3 +201,27 @@ def test_states_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(TypeError, match=r"load_state_dict\(\) got a str; pass the result of state_dict\(\)"):
         simulation.load_state_dict("state.pt")  # type: ignore[arg-type]
     simulation.load_state_dict([second, first])
+
+
+@pytest.mark.parametrize("new", [1, 2, 8])
+def test_the_largest_residuals_stay_finite_at_another_number_of_ranks(new: int) -> None:
+    first = gradcomp.Simulation(TOPK, SHAPES, 4)
+    first.step([{name: torch.full(shape, 3e38) for name, shape in SHAPES.items()} for _ in range(4)])
+    second = gradcomp.Simulation(TOPK, SHAPES, new)
+    second.load_state_dict(first.state_dict())
+    for rank in range(new):
+        assert all(part.isfinite().all() for part in second.residual(rank).values())
+
+
+def test_a_warm_up_that_a_change_began_goes_on() -> None:
+    """Its steps are fewer than the training's."""
+    first = gradcomp.Simulation("topk:ratio=0.01", SHAPES, 2)
+    for step in range(30):
+        first.step(draw("normal", step, 2))
+    first.change("topk:ratio=0.01,warmup=20")
+    first.step(draw("normal", 40, 2))
+    second = gradcomp.Simulation("topk:ratio=0.01,warmup=20", SHAPES, 2)
+    second.load_state_dict(first.state_dict())
+    for simulation in (first, second):
+        simulation.step(draw("normal", 41, 2))
+    assert first.bytes_sent == second.bytes_sent

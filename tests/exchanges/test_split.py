@@ -128,3 +128,16 @@ def test_unknown_routes_and_warm_ups(route: str) -> None:
     assert sent == sorted(sent, reverse=True) and sent[0] > 10 * sent[-1]
     with pytest.raises(ValueError, match="sdagc: route=ring must be one of allgather, tree, split"):
         gradcomp.make("sdagc:route=ring")
+
+
+@pytest.mark.parametrize("spec", ["gtopk:ratio=0.05", "topk:ratio=0.05,route=tree", "topk:ratio=0.05,route=split"])
+def test_many_ranks_with_huge_entries_leave_every_value_finite(spec: str) -> None:
+    """Sums of many entries near the largest float are kept on their way, and meet a residual that is full."""
+    world, generator = 32, torch.Generator().manual_seed(1)
+    simulation = gradcomp.Simulation(spec, {"w": (40, 30)}, world)
+    for step in range(8):
+        grads = [torch.randn(40, 30, generator=generator) for _ in range(world)]
+        if 2 <= step < 5:
+            grads = [each.sign() * (2e38 + 1.4e38 * torch.rand(40, 30, generator=generator)) for each in grads]
+        assert simulation.step([{"w": each} for each in grads])["w"].isfinite().all()
+        assert all(simulation.residual(rank)["w"].isfinite().all() for rank in range(world))

@@ -196,9 +196,9 @@ def test_a_bound_is_one_sided_by_students_t(freedom: int, value: float) -> None:
 
 
 def test_the_learning_rate_rises_stays_and_falls() -> None:
-    rates = [training.rate_at(step, 100) for step in (1, 5, 60, 80, 100)]
+    rates = [training.linear_rate(step, 100, 0.05) for step in (1, 5, 60, 80, 100)]
     assert rates == pytest.approx([0.2, 1, 1, 0.55, 0.1])
-    assert training.rate_at(1, 1) == pytest.approx(0.1)
+    assert training.linear_rate(1, 1, 0.05) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ from gradcomp.saved import checked_whole, entry, number, numbers_of, sequence, t
 SMALL_SIZE = 1024
 # A one-dimensional layer with at most this many entries is small: no bias is longer.
 LARGEST_BIAS = 1 << 16
+# The steps that an entry's age counts in 32 bits.
+MOST_STEPS = 2**31 - 1
 # The gradients that sigma may describe.
 STATISTICS = ("accumulated", "raw")
 # The ways of small layers.
@@ -182,7 +184,7 @@ class Sdagc(Compressor):
         """Load the part of a state that all ranks share."""
         lam, target = sequence(saved, "set_for") if len(sequence(saved, "set_for")) == 2 else (math.nan, 0)
         basis = (number({"set_for": lam}, "set_for", -1.0), checked_whole(target, "set_for", 0, state.n))
-        state.steps, state.first_rate = whole(saved, "steps"), number(saved, "first_rate")
+        state.steps, state.first_rate = whole(saved, "steps", most=MOST_STEPS), number(saved, "first_rate")
         state.capacity_basis, state.capacity, state.rates = basis, None, None
         if entry(saved, "rates") is not None:
             state.rates = numbers_of(saved, "rates", len(state.begins) - 1)

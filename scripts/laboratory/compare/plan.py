@@ -11,7 +11,8 @@ import torch
 import gradcomp
 from laboratory.study.runs import Run
 from laboratory.tasks import digits
-from laboratory.tasks.table import TASKS, Settings
+from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import Settings
 from laboratory.train.launch import Launch
 
 TASK = "mlp"

@@ -45,7 +45,8 @@ class Accs:
 def walk(spec: str, steps: int, seed: int, ranks: int, see: See, accs: Accs | None = None) -> Iterator[float]:
     """Train, and yield each step's loss. see() performs the exchange, and records what it likes."""
     settings = TASKS[TASK].defaults._replace(steps=steps)
-    job = TASKS[TASK].make(settings, seed, ranks)
+    job = TASKS[TASK].make(settings, seed, ranks, {})
+    optimizer = training.optimizer_of(TASKS[TASK], settings, job.model)
     shapes = {name: p.shape for name, p in job.model.named_parameters()}
     simulation = gradcomp.Simulation(spec if accs is None else training.watched(spec, accs), shapes, ranks, seed)
-    return training.descend(job, settings, settings.momentum, lambda step, grads: see(simulation, grads))
+    return training.descend(TASKS[TASK], settings, job, optimizer, lambda step, grads: see(simulation, grads))

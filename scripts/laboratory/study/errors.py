@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,13 +37,17 @@ class Errors:
 
     def before(self, acc: Acc, state: Any, world: World) -> None:
         """Add the square of what is to be sent."""
-        if self._looking:
-            self.meant[-1] += _square(acc.residual)
+        self.note([acc.residual], [])
 
     def after(self, acc: Acc, state: Any, world: World) -> None:
         """Add the square of what was not sent."""
+        self.note([], [acc.residual])
+
+    def note(self, meant: Sequence[Tensor], left: Sequence[Tensor]) -> None:
+        """Add the squares of one rank's tensors: of what is to be sent, and of what was not sent."""
         if self._looking:
-            self.left[-1] += _square(acc.residual)
+            self.meant[-1] += sum(map(_square, meant))
+            self.left[-1] += sum(map(_square, left))
 
     def squares(self) -> dict[str, list[float]]:
         """Return both sums of every measured step, as a record keeps them."""
@@ -51,5 +56,5 @@ class Errors:
 
 def _square(values: Tensor) -> float:
     found = torch.empty(1, dtype=torch.float64)
-    kernels.sum_squares([values], found)
+    kernels.sum_squares([values.flatten()], found)
     return float(found)

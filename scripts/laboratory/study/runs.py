@@ -18,9 +18,11 @@ from laboratory import machine
 from laboratory.ranks import GLIBC_SETTINGS
 from laboratory.report import results
 from laboratory.report.progress import TimeLeft
+from laboratory.study import peers
 from laboratory.study.errors import Errors
-from laboratory.tasks import training
-from laboratory.tasks.table import TASKS, Settings
+from laboratory.tasks import prepared, training
+from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import Job, Settings
 
 Record = dict[str, Any]
 BySeed = dict[int, Record]
@@ -28,17 +30,19 @@ BySpec = dict[str, BySeed]
 
 
 class Run(NamedTuple):
-    """Everything but the code that decides the outcome of a training."""
+    """Everything but the code that decides the outcome of a training. data: the name of the prepared file, if there is one."""
 
     task: str
     spec: str
     seed: int
     ranks: int
     settings: Settings
+    data: str = ""
 
     def key(self) -> dict[str, Any]:
         """Return it as JSON."""
-        return {**self._asdict(), "settings": self.settings._asdict()}
+        found = {**self._asdict(), "settings": self.settings.key()}
+        return found if self.data else {name: value for name, value in found.items() if name != "data"}
 
     def path(self, folder: Path) -> Path:
         """Name the file of its record."""
@@ -49,23 +53,25 @@ class Run(NamedTuple):
         return results.read(self.path(folder))
 
 
-def train(run: Run) -> Record:
+def train(run: Run, folder: Path) -> Record:
     """Train once. All ranks share the weights: the simulation checks that their updates are equal to the last bit."""
-    began, settings = time.perf_counter(), run.settings
-    job, errors = TASKS[run.task].make(settings, run.seed, run.ranks), Errors()
+    began, task, settings = time.perf_counter(), TASKS[run.task], run.settings
+    arrays = prepared.load(prepared.place(folder, run.data)) if run.data else {}
+    job, errors = task.make(settings, run.seed, run.ranks, arrays), Errors()
     shapes = {name: p.shape for name, p in job.model.named_parameters()}
-    simulation = gradcomp.Simulation(training.watched(run.spec, errors), shapes, run.ranks, run.seed)
+    kept = 0.0 if peers.is_one(run.spec) else training.momentum_of(run.spec)
+    optimizer = training.optimizer_of(task, settings, job.model, kept)
+    exchanges = _exchanges(run, job, optimizer, errors)
 
     def exchange(step: int, grads: list[training.Grads]) -> training.Grads:
         errors.begin(step)
-        return simulation.step(grads)
+        return exchanges.step(grads)
 
     losses: list[float] = []
     sent: list[int] = []
-    momentum = 0.0 if training.keeps_momentum(run.spec) else settings.momentum
-    for loss in training.descend(job, settings, momentum, exchange):
+    for loss in training.descend(task, settings, job, optimizer, exchange):
         losses.append(round(loss, 6))
-        sent.append(max(simulation.bytes_sent))
+        sent.append(max(exchanges.bytes_sent))
     parameters = sum(shape.numel() for shape in shapes.values())
     return {
         "losses": losses,
@@ -78,9 +84,25 @@ def train(run: Run) -> Record:
     }
 
 
+def _exchanges(run: Run, job: Job, optimizer: torch.optim.Optimizer, errors: Errors) -> peers.Exchange:
+    """Make what exchanges the gradients: a peer, or the simulation of a spec.
+
+    The simulation knows the optimizer where the spec needs learning rates. Where a spec only uses them, as lgc does, it is
+    without in the tasks with a linear schedule, whose older records were made so.
+    """
+    shapes = {name: p.shape for name, p in job.model.named_parameters()}
+    if peers.is_one(run.spec):
+        return peers.make(run.spec, shapes, run.ranks, run.seed, errors.note)
+    compressor = training.watched(run.spec, errors)
+    known: dict[str, Any] = {}
+    if compressor.traits.rates == "needed" or TASKS[run.task].schedule == "cosine":
+        known = {"optimizer": optimizer, "named_parameters": list(job.model.named_parameters())}
+    return gradcomp.Simulation(compressor, shapes, run.ranks, run.seed, **known)
+
+
 def perform(run: Run, folder: Path, commit: str | None) -> Record:
     """Train, and write the record."""
-    record = {"run": run.key(), "commit": commit, **train(run)}
+    record = {"run": run.key(), "commit": commit, **train(run, folder)}
     results.write(run.path(folder), record)
     return record
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from laboratory.options import positive
 from laboratory.refusal import Refused
-from laboratory.tasks.table import TASKS, WHOLE, Settings
+from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import BELOW_1, FROM_0, OF_SOME, WHOLE, Settings
 
 # A task, or None for all of them, one of its settings, and the new value.
 Change = tuple[str | None, str, float]
@@ -56,12 +57,16 @@ def _value(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    whole = name in WHOLE
-    lowest_fits = value >= 1 if whole else value >= 0 if name in ("momentum", "clip") else value > 0
-    if not math.isfinite(value) or not lowest_fits or (whole and value != int(value)) or (name == "momentum" and value >= 1):
-        kind = "a whole number above 0" if whole else "a number in [0, 1)" if name == "momentum" else "a number that fits"
+    fits, kind = value > 0, "a number above 0"
+    if name in WHOLE:
+        fits, kind = value >= 1 and value == value // 1, "a whole number above 0"
+    elif name in BELOW_1:
+        fits, kind = 0 <= value < 1, "a number in [0, 1)"
+    elif name in FROM_0:
+        fits, kind = value >= 0, "a number from 0 on"
+    if not math.isfinite(value) or not fits:
         raise argparse.ArgumentTypeError(f"{name}={text!r} is not {kind}")
-    return int(value) if whole else value
+    return int(value) if name in WHOLE else value
 
 
 def settle(chosen: Sequence[str], changed: Sequence[Sequence[Change]]) -> dict[str, Settings]:
@@ -70,6 +75,8 @@ def settle(chosen: Sequence[str], changed: Sequence[Sequence[Change]]) -> dict[s
     for task, name, _ in every:
         if task is not None and task not in chosen:
             raise Refused(f"--set {task}.{name}: --tasks does not contain {task!r}; add it there")
+        for without in (each for each in chosen if task in (None, each) and name not in settings_of(each)):
+            raise Refused(f"--set {name}: {without} has no {name}; name the task that has, for example cifar.{name}")
     return {
         task: TASKS[task].defaults._replace(**{name: value for of, name, value in every if of in (None, task)})  # type: ignore[arg-type]
         for task in chosen
@@ -85,5 +92,10 @@ def described() -> str:
     """List the tasks with their settings."""
     rows = ["tasks and their settings:"]
     for task, kind in TASKS.items():
-        rows.append(f"  {task:6} {kind.about}: {', '.join(f'{k}={v}' for k, v in kind.defaults._asdict().items())}")
+        rows.append(f"  {task:11} {kind.about}: {', '.join(f'{k}={v}' for k, v in settings_of(task).items())}")
     return "\n".join(rows)
+
+
+def settings_of(task: str) -> dict[str, float]:
+    """Return a task's settings, with their defaults."""
+    return {name: value for name, value in TASKS[task].defaults._asdict().items() if value or name not in OF_SOME}

@@ -1,4 +1,4 @@
-"""Models beside the MLP of digits.py: two convolutional nets for pictures, an LSTM for characters."""
+"""Models beside the MLP of digits.py: convolutional and residual nets for pictures, an LSTM for characters."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 # Numbers that stand for one character.
 EMBEDDING = 64
+
+# Stages of a residual net for colour pictures.
+STAGES = 4
 
 
 def conv(seed: int, width: int) -> nn.Sequential:
@@ -57,6 +60,25 @@ def resnet(seed: int, width: int) -> nn.Sequential:
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(2 * width, 10),
+    )
+
+
+def residual(seed: int, width: int, depth: int, stride: int) -> nn.Sequential:
+    """Make a net from colour pictures to ten classes: four stages of `depth` residual blocks.
+
+    A stage has twice the channels of the one before, on pictures half as large. stride: of the first convolution.
+    """
+    torch.manual_seed(seed)
+    channels = [width, *(width << stage for stage in range(STAGES) for _ in range(depth))]
+    strides = [2 if i and i % depth == 0 else 1 for i in range(STAGES * depth)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, stride, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        *(Block(a, b, each) for a, b, each in zip(channels[:-1], channels[1:], strides, strict=True)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels[-1], 10),
     )
 
 

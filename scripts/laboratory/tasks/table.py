@@ -2,66 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from laboratory.tasks import corpus, digits, nets
-
-Batch = tuple[Tensor, Tensor]
-
-# Held-out sequences that are read at once.
-CHUNK = 64
-
-# The settings that are whole numbers.
-WHOLE = ("steps", "batch", "width")
+from laboratory.tasks import byte_texts, cifar, corpus, digits, nets
+from laboratory.tasks.task import Arrays, Job, Settings, Task
 
 
-class Settings(NamedTuple):
-    """The settings of a training. Each can be set on the command line."""
-
-    lr: float
-    steps: int
-    momentum: float
-    batch: int
-    width: int
-    clip: float
-
-
-class Job(NamedTuple):
-    """A task with its model and batches, for one seed."""
-
-    model: nn.Module
-    batches: list[Iterator[Batch]]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    score: Callable[[], float]
-
-
-class Task(NamedTuple):
-    """A task for all seeds."""
-
-    defaults: Settings
-    score_name: str
-    higher_is_better: bool
-    make: Callable[[Settings, int, int], Job]
-    about: str
-
-
-def mlp(settings: Settings, seed: int, ranks: int) -> Job:
+def mlp(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make the digits with an MLP."""
     return _pictures(digits.model(seed, settings.width), settings, seed, ranks)
 
 
-def conv(settings: Settings, seed: int, ranks: int) -> Job:
+def conv(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make the digits with convolutions."""
     return _pictures(nets.conv(seed, settings.width), settings, seed, ranks)
 
 
-def resnet(settings: Settings, seed: int, ranks: int) -> Job:
+def resnet(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make the digits with residual blocks."""
     return _pictures(nets.resnet(seed, settings.width), settings, seed, ranks)
 
@@ -72,26 +30,18 @@ def _pictures(model: nn.Module, settings: Settings, seed: int, ranks: int) -> Jo
     return Job(model, parts, functional.cross_entropy, lambda: 100 * digits.accuracy(model.eval(), data))
 
 
-def text(settings: Settings, seed: int, ranks: int) -> Job:
+def text(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make the characters of the language reference."""
     data = corpus.load()
     model = nets.Characters(seed, len(data.alphabet), settings.width)
     parts = [corpus.batches(data.train, rank, ranks, settings.batch, seed) for rank in range(ranks)]
-    return Job(model, parts, _character_loss, lambda: _perplexity(model, data.held_out))
+    return Job(model, parts, corpus.loss, lambda: corpus.perplexity(model, data.held_out))
 
 
-def _character_loss(logits: Tensor, characters: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), characters.flatten())
-
-
-def _perplexity(model: nn.Module, held_out: Tensor) -> float:
-    """Return e to the mean loss of a held-out character. Each sequence starts afresh, as in training."""
-    sequences = corpus.sequences(held_out)
-    with torch.no_grad():
-        losses = [_character_loss(model(part[:, :-1]), part[:, 1:]) * len(part) for part in sequences.split(CHUNK)]
-    mean = float(sum(losses)) / len(sequences)
-    return math.exp(min(mean, 700.0)) if math.isfinite(mean) else math.nan
-
+# The transformer's settings.
+OF_BYTES = Settings(
+    lr=0.001, steps=2000, momentum=0.9, batch=8, width=160, clip=1.0, weight_decay=0.1, warmup=0.05, beta2=0.95, depth=4
+)
 
 TASKS = {
     "mlp": Task(
@@ -121,5 +71,43 @@ TASKS = {
         False,
         text,
         "the characters of Python's language reference with an LSTM",
+    ),
+    "cifar": Task(
+        Settings(lr=0.1, steps=2000, momentum=0.9, batch=32, width=16, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
+        "accuracy in %",
+        True,
+        cifar.small,
+        "pictures of CIFAR-10 with a residual net of 0.3 million parameters",
+        cifar.SOURCE,
+        schedule="cosine",
+    ),
+    "cifar-large": Task(
+        Settings(lr=0.1, steps=2000, momentum=0.9, batch=32, width=48, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
+        "accuracy in %",
+        True,
+        cifar.large,
+        "the same pictures with a residual net of 2.8 million parameters",
+        cifar.SOURCE,
+        schedule="cosine",
+    ),
+    "shakespeare": Task(
+        OF_BYTES,
+        "perplexity of a byte",
+        False,
+        byte_texts.job,
+        "Shakespeare's bytes with a transformer of 1.3 million parameters",
+        byte_texts.SHAKESPEARE,
+        "adamw",
+        "cosine",
+    ),
+    "library": Task(
+        OF_BYTES,
+        "perplexity of a byte",
+        False,
+        byte_texts.job,
+        "the bytes of Python's standard library with the same transformer",
+        byte_texts.LIBRARY,
+        "adamw",
+        "cosine",
     ),
 }

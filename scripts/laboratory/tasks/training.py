@@ -1,40 +1,70 @@
-"""Training with simulated ranks: the loop over the steps, the learning rate, and a view of every exchange."""
+"""Training with simulated ranks: the loop over the steps, optimizers, learning rates, and a view of every exchange."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradcomp
 from gradcomp.engine.collector import Collector
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.protocol import Acc, Compressor, Steps
 from gradcomp.requests import World
-from laboratory.tasks.table import Job, Settings
+from laboratory.tasks.task import Job, Settings, Task
 
-# The share of the steps in which the learning rate rises from 0.
-WARM_UP = 0.05
-
-# The share of the steps after which the learning rate falls linearly, and the part of it that is left at the end.
+# The share of the steps after which a linear schedule falls, and the part of the learning rate that is left at the end.
 DECAY_FROM, DECAY_TO = 0.6, 0.1
+
+# The part of the learning rate that a cosine schedule leaves at the end.
+COSINE_TO = 0.01
 
 Grads = dict[str, Tensor]
 
 
-def rate_at(step: int, steps: int) -> float:
-    """Return the part of the learning rate that applies in a step, counted from 1."""
-    rising = min(1.0, step / max(1.0, WARM_UP * steps))
+def linear_rate(step: int, steps: int, warmup: float) -> float:
+    """Return the part of the learning rate that applies in a step, counted from 1: it rises, stays, and falls linearly."""
+    rising = min(1.0, step / max(1.0, warmup * steps))
     left = max(0.0, (step / steps - DECAY_FROM) / (1 - DECAY_FROM))
     return rising * (1 - (1 - DECAY_TO) * left)
 
 
+def cosine_rate(step: int, steps: int, warmup: float) -> float:
+    """Return the part of the learning rate that applies in a step, counted from 1: it rises, then falls by half a cosine."""
+    rising = max(1.0, warmup * steps)
+    if step <= rising:
+        return step / rising
+    return COSINE_TO + (1 - COSINE_TO) * (1 + math.cos(math.pi * (step - rising) / (steps - rising))) / 2
+
+
+RATES = {"linear": linear_rate, "cosine": cosine_rate}
+
+
+def optimizer_of(task: Task, settings: Settings, model: nn.Module, kept: float = 0.0) -> torch.optim.Optimizer:
+    """Make a task's optimizer. kept: the momentum that the spec keeps; SGD has none beside it.
+
+    A momentum repeats the gradient of each step, 1 / (1 - momentum) times in all, and SGD's repeats the weight decay as well. A
+    spec's momentum does not see the weight decay, which is made larger by this factor instead. AdamW decays weights directly.
+    """
+    decay = settings.weight_decay
+    if task.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), settings.lr, (settings.momentum, settings.beta2), weight_decay=decay)
+    momentum = 0.0 if kept else settings.momentum
+    return torch.optim.SGD(model.parameters(), settings.lr, momentum, weight_decay=decay / (1 - kept))
+
+
 def keeps_momentum(spec: str) -> bool:
     """Check whether the spec keeps a momentum; the optimizer's must then be 0."""
-    return gradcomp.make(spec).traits.momentum > 0
+    return momentum_of(spec) > 0
+
+
+def momentum_of(spec: str) -> float:
+    """Return the momentum that the spec keeps itself."""
+    return gradcomp.make(spec).traits.momentum
 
 
 @dataclass(frozen=True)
@@ -69,12 +99,17 @@ def watched(spec: str, observer: Observer) -> Compressor:
     return replace(made, inner=Watched(made.inner, observer)) if isinstance(made, Collector) else Watched(made, observer)
 
 
-def descend(job: Job, settings: Settings, momentum: float, exchange: Callable[[int, list[Grads]], Grads]) -> Iterator[float]:
+def descend(
+    task: Task,
+    settings: Settings,
+    job: Job,
+    optimizer: torch.optim.Optimizer,
+    exchange: Callable[[int, list[Grads]], Grads],
+) -> Iterator[float]:
     """Train, and yield each step's mean loss. exchange() gets the step, counted from 1, and all ranks' gradients."""
     parameters = dict(job.model.named_parameters())
-    optimizer = torch.optim.SGD(parameters.values(), lr=settings.lr, momentum=momentum)
     for step in range(1, settings.steps + 1):
-        optimizer.param_groups[0]["lr"] = settings.lr * rate_at(step, settings.steps)
+        optimizer.param_groups[0]["lr"] = settings.lr * RATES[task.schedule](step, settings.steps, settings.warmup)
         grads: list[Grads] = []
         loss = 0.0
         for batches in job.batches:

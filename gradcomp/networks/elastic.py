@@ -1,0 +1,72 @@
+"""Horovod's elastic mode: what must be kept, restored and synchronised along with an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from horovod.torch.elastic import state as elastic
+
+
+class Kept(Protocol):
+    """A state that belongs to an optimizer but is not in its state_dict(), since it differs between ranks."""
+
+    def commit(self) -> None:
+        """Keep a copy."""
+
+    def roll_back(self) -> None:
+        """Return to the last copy."""
+
+    def sync(self) -> None:
+        """Agree with the other ranks."""
+
+
+def keep_with_optimizers(find: Callable[[Any], Kept | None]) -> None:
+    """Make TorchState, of Horovod's elastic mode, keep what find() returns along with an optimizer.
+
+    An optimizer for which find() returns None keeps Horovod's own handler.
+    """
+    registry = elastic.get_handler_registry()
+    if not any(isinstance(kind, _Optimizers) for kind, _ in registry):
+        kept: Any = _Optimizers(find)
+        elastic.set_handler_registry([(kept, kept.handler), *registry])
+
+
+class _Optimizers:
+    """The optimizers for which find() returns something, as a type for isinstance()."""
+
+    def __init__(self, find: Callable[[Any], Kept | None]):
+        self._find = find
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, torch.optim.Optimizer) and self._find(value) is not None
+
+    def handler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return _Handler(optimizer, self._find)
+
+
+class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
+    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and what is kept with it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Kept | None]):
+        self._find = find
+        super().__init__(optimizer)
+        self._kept().commit()
+
+    def _kept(self) -> Kept:
+        kept = self._find(self.value)
+        assert kept is not None
+        return kept
+
+    def save(self) -> None:
+        super().save()
+        self._kept().commit()
+
+    def restore(self) -> None:
+        super().restore()
+        self._kept().roll_back()
+
+    def sync(self) -> None:
+        super().sync()
+        self._kept().sync()

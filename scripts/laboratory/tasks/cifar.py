@@ -1,0 +1,130 @@
+"""CIFAR-10: pictures of 32 x 32 pixels in ten classes, decoded from JPEG; shifted and mirrored at random for training."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from laboratory.refusal import Refused
+from laboratory.tasks import nets
+from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source
+
+# The height and width of a picture, the black pixels around it that a shift can uncover, and the shifts in each direction.
+SIDE, MARGIN, SHIFTS = 32, 4, 9
+
+# Mean and standard deviation of red, green and blue over the training pictures, of 255.
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465]) * 255
+DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]) * 255
+
+# Test pictures that are classified at once.
+CHUNK = 250
+
+
+def raw(path: Path | None) -> bytes:
+    """Read the file."""
+    assert path is not None
+    return path.read_bytes()
+
+
+def decode(content: bytes) -> Arrays:
+    """Decode the pictures: uint8[pictures, 32, 32, 3] and labels, for training and for the test."""
+    from PIL import Image
+
+    try:
+        with numpy.load(io.BytesIO(content)) as held:
+            jpeg, ends, labels, test = (held[name] for name in ("jpeg", "ends", "label", "test"))
+    except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+        raise Refused(f"{SOURCE.file} cannot be read ({error}); it must hold {SOURCE.content}") from None
+    begins = [0, *ends[:-1].tolist()]
+    pictures = numpy.empty((len(ends), SIDE, SIDE, 3), numpy.uint8)
+    for i, (begin, end) in enumerate(zip(begins, ends.tolist(), strict=True)):
+        with Image.open(io.BytesIO(jpeg[begin:end].tobytes())) as opened:
+            pictures[i] = numpy.asarray(opened.convert("RGB"))
+    x, y = torch.from_numpy(pictures), torch.from_numpy(labels.astype(numpy.int64))
+    held_out = torch.from_numpy(test.astype(bool))
+    return {"train_x": x[~held_out], "train_y": y[~held_out], "test_x": x[held_out], "test_y": y[held_out]}
+
+
+SOURCE = Source(
+    "cifar",
+    "cifar10-25k.npz",
+    "CIFAR-10 as numpy arrays: `jpeg`, the bytes of all JPEG files; `ends`, the end of each file; `label`; `test`",
+    raw,
+    decode,
+)
+
+
+def normalised(pictures: Tensor) -> Tensor:
+    """Turn uint8[n, rows, columns, 3] into float32[n, 3, rows, columns]. The memory keeps its order, for fast convolutions."""
+    return pictures.float().sub_(MEAN).div_(DEVIATION).permute(0, 3, 1, 2)
+
+
+def windows(pictures: Tensor) -> Tensor:
+    """Add the margin, and view every shift of every picture: uint8[pictures, shifts down, shifts right, rows, 3 * columns]."""
+    padded = functional.pad(pictures, (0, 0, MARGIN, MARGIN, MARGIN, MARGIN))
+    picture, row, pixel, _ = padded.stride()
+    return padded.as_strided((len(padded), SHIFTS, SHIFTS, SIDE, 3 * SIDE), (picture, row, pixel, row, 1))
+
+
+def augmented(views: Tensor, chosen: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
+    """Cut pictures out of windows(). shifts: down and right, of each; mirrored: swap left and right."""
+    cut = views[chosen, shifts[:, 0], shifts[:, 1]].unflatten(2, (SIDE, 3))
+    return torch.where(mirrored[:, None, None, None], cut.flip(2), cut)
+
+
+def batches(views: Tensor, labels: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
+    """Yield this rank's share of every batch, without end.
+
+    All ranks draw the same order, shifts and mirrors, and take different parts of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    together = batch * ranks
+    if together > len(labels):
+        raise Refused(f"{ranks} ranks of {batch} pictures are more than the {len(labels)} to train on; lower one")
+    own = slice(rank * batch, (rank + 1) * batch)
+    while True:
+        order = torch.randperm(len(labels), generator=generator)
+        for first in range(0, len(order) - together + 1, together):
+            shifts = torch.randint(SHIFTS, (together, 2), generator=generator)
+            mirrored = torch.randint(2, (together,), generator=generator).bool()
+            chosen = order[first : first + together][own]
+            yield normalised(augmented(views, chosen, shifts[own], mirrored[own])), labels[chosen]
+
+
+def accuracy(model: nn.Module, arrays: Arrays) -> float:
+    """Return the share of test pictures that are classified correctly. The model is in training mode again afterwards."""
+    model.eval()
+    with torch.no_grad():
+        parts = zip(arrays["test_x"].split(CHUNK), arrays["test_y"].split(CHUNK), strict=True)
+        right = sum(int((model(normalised(x)).argmax(1) == y).sum()) for x, y in parts)
+    model.train()
+    return right / len(arrays["test_y"])
+
+
+def job(settings: Settings, seed: int, ranks: int, arrays: Arrays, stride: int) -> Job:
+    """Make CIFAR-10 with a residual net. The stride of its first convolution is 1 or 2.
+
+    The simulated ranks share one model, so the running statistics of its batch normalisation see the batches of all ranks. On a
+    cluster each rank keeps its own. The statistics of a training batch are one rank's, as on a cluster.
+    """
+    model = nets.residual(seed, settings.width, settings.depth, stride)
+    views = windows(arrays["train_x"])
+    parts = [batches(views, arrays["train_y"], rank, ranks, settings.batch, seed) for rank in range(ranks)]
+    return Job(model, parts, functional.cross_entropy, lambda: 100 * accuracy(model, arrays))
+
+
+def small(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
+    """Make CIFAR-10 with a net that looks at pictures in full size."""
+    return job(settings, seed, ranks, arrays, stride=1)
+
+
+def large(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
+    """Make CIFAR-10 with a wider net that halves pictures at once, or a step would take four times as long."""
+    return job(settings, seed, ranks, arrays, stride=2)

@@ -1,0 +1,150 @@
+"""Ranks that leave, join and roll back, with their shares of what waits, in one process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from threads import Generation, Rank, move, start, together
+
+SPEC = "topk:ratio=0.05"
+
+
+def steps(ranks: list[Rank], count: int, scale: float = 1.0) -> None:
+    for _ in range(count):
+        for outcome in together(ranks, lambda rank: rank.step(scale)):
+            assert not isinstance(outcome, Exception), outcome
+
+
+def sync(ranks: list[Rank]) -> list[Any]:
+    return together(ranks, lambda rank: rank.commits.sync())
+
+
+def commit(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.commits.commit()
+
+
+@pytest.mark.parametrize("old,new", [(4, 3), (4, 2), (2, 3), (1, 2)])
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_waits_is_scaled_to_the_new_number_of_ranks(old: int, new: int, sums: bool) -> None:
+    """A mean over fewer ranks counts each entry more; a sum does not."""
+    ranks = start(old, SPEC)
+    steps(ranks, 3, float(old) if sums and old > 1 else 1.0)
+    before = [rank.residual for rank in ranks]
+    members = ranks[:new]
+    joined = Generation(new)
+    members += [Rank(joined, rank, SPEC) for rank in range(len(members), new)]
+    move(members)
+    assert sync(members) == [None] * new
+    factor = 1.0 if sums and old > 1 else new / old
+    for rank, waiting in zip(members, before, strict=False):
+        torch.testing.assert_close(rank.residual, factor * waiting)
+    for rank in members[old:]:
+        assert not rank.residual.any()
+        assert rank.session.steps_done == 3
+
+
+def test_a_rank_that_joins_forgets_what_its_script_has_loaded() -> None:
+    """An elastic job runs the whole script on a rank that joins, also the lines that load the last files."""
+    ranks = start(2, SPEC)
+    steps(ranks, 3)
+    files = [rank.session.state_dict() for rank in ranks]
+    steps(ranks, 3)
+    commit(ranks)
+    before = [rank.residual for rank in ranks]
+    joining = Rank(Generation(3), 2, SPEC)
+    joining.session.load_state_dict(files)
+    commit([joining])
+    members = [*ranks, joining]
+    move(members)
+    assert sync(members) == [None] * 3
+    assert not joining.residual.any() and joining.session.steps_done == 6
+    for rank, waiting in zip(ranks, before, strict=True):
+        torch.testing.assert_close(rank.residual, 1.5 * waiting)
+    steps(members, 2)
+
+
+def test_ranks_that_all_load_files_go_on_from_them() -> None:
+    """At the start of a job nobody has met before, and the files count."""
+    ranks = start(2, SPEC)
+    steps(ranks, 3)
+    files = [rank.session.state_dict() for rank in ranks]
+    again = start(2, SPEC)
+    for rank in again:
+        rank.session.load_state_dict(files)
+    assert sync(again) == [None] * 2
+    assert [torch.equal(a.residual, b.residual) for a, b in zip(ranks, again, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("spec", ["sdagc:lam=2", f"{SPEC},momentum=0.9", "dense"])
+def test_a_commit_from_before_a_change_restores_the_spec(spec: str) -> None:
+    ranks = start(2, SPEC)
+    steps(ranks, 2)
+    commit(ranks)
+    wanted = [rank.residual for rank in ranks]
+    together(ranks, lambda rank: rank.session.change(make_feedback(spec)))
+    steps(ranks, 2)
+    for rank in ranks:
+        rank.commits.roll_back()
+        assert rank.session.spec == SPEC
+    move(ranks)
+    assert sync(ranks) == [None] * 2
+    assert [torch.equal(rank.residual, waiting) for rank, waiting in zip(ranks, wanted, strict=True)] == [True, True]
+    steps(ranks, 2)
+
+
+def make_feedback(spec: str) -> Any:
+    import gradcomp
+
+    return gradcomp.make(spec)
+
+
+def test_a_rank_that_is_ahead_by_one_commit_goes_back() -> None:
+    ranks = start(3, SPEC)
+    steps(ranks, 2)
+    commit(ranks)
+    wanted = [rank.residual for rank in ranks]
+    steps(ranks, 2)
+    commit(ranks[1:])  # rank 0 failed in between
+    for rank in ranks:
+        rank.commits.roll_back()
+    move(ranks)
+    assert sync(ranks) == [None] * 3
+    assert [rank.session.steps_done for rank in ranks] == [2, 2, 2]
+    assert all(torch.equal(rank.residual, waiting) for rank, waiting in zip(ranks, wanted, strict=True))
+
+
+def test_the_ranks_that_left_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = start(4, SPEC)
+    steps(ranks, 1)
+    move([ranks[0], ranks[2], ranks[3]])
+    with caplog.at_level(logging.WARNING, "gradcomp"):
+        sync([ranks[0], ranks[2], ranks[3]])
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == ["gradcomp: rank 1 of 4 left"]
+
+
+def test_a_failure_before_the_first_exchange_stops_the_optimizer() -> None:
+    (rank,) = start(1, SPEC)
+    optimizer = torch.optim.SGD([rank.parameter], 1.0)
+    rank.session.failed(ValueError("a sparse gradient"))
+    rank.parameter.grad = torch.ones_like(rank.parameter)
+    with pytest.raises(RuntimeError, match=r"refuses further steps .* \(ValueError: a sparse gradient\)"):
+        optimizer.step()
+    assert not rank.parameter.any()
+
+
+@pytest.mark.parametrize("now", [["a", "a", "b", "b"], ["a", "b", "a", "b"], ["b", "b", "a", "a"]])
+def test_by_host_restores_its_state_on_all_ranks_or_on_none(now: list[str]) -> None:
+    spec = "sdagc:lam=2,small=none,by_host=true"
+    ranks = start(4, spec, ["a", "a", "b", "b"])
+    steps(ranks, 6)
+    files = [rank.session.state_dict() for rank in ranks]
+    again = start(4, spec, now)
+    for rank in again:
+        rank.session.load_state_dict(files)
+    steps(again, 3)
+    if now[0] == now[1]:  # the same ranks are neighbours
+        steps(ranks, 1)

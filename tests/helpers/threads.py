@@ -1,0 +1,130 @@
+"""Sessions of several ranks in one process, a thread for each, for tests of meetings and commits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.commits import Commits
+from gradcomp.engine.options import Options
+from gradcomp.engine.parameters import Parameters
+from gradcomp.engine.session import Session
+from gradcomp.networks import Answer
+from gradcomp.networks.memory import Round
+from gradcomp.requests import Request, World
+from gradcomp.spec import make
+
+SHAPE = (40, 30)
+# Seconds in which all ranks must have made a request.
+PATIENCE = 20
+
+
+class Generation:
+    """A network of some ranks, until it is initialised anew."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.changed = threading.Condition()
+        self.rounds: dict[tuple[str, int], Round] = {}
+
+
+class ThreadNetwork:
+    """One rank's network. move() initialises it anew."""
+
+    def __init__(self, generation: Generation, rank: int, host: str):
+        self.device, self.host, self.meeting, self.ready = torch.device("cpu"), host, "", True
+        self.failures: list[BaseException] = []
+        self.move(generation, rank)
+
+    def move(self, generation: Generation, rank: int) -> None:
+        """Join a generation of the network."""
+        self.generation, self._rank = generation, rank
+        self.hosts: tuple[int, ...] | None = None
+        self._made: dict[str, int] = {}
+
+    @property
+    def world(self) -> World:
+        return World(self._rank, self.generation.ranks, self.hosts)
+
+    def prepare(self) -> None:
+        return
+
+    def note_meeting(self, meeting: str) -> None:
+        self.meeting = meeting
+
+    def tell_failure(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def start(self, request: Request, name: str) -> Answer:
+        generation, number = self.generation, self._made.get(name, 0)
+        self._made[name] = number + 1
+        with generation.changed:
+            its = generation.rounds.setdefault((name, number), Round(name, generation.ranks))
+            its.post(self._rank, request)
+            generation.changed.notify_all()
+
+        def answer() -> Any:
+            with generation.changed:
+                if not generation.changed.wait_for(lambda: its.missing == 0, PATIENCE):
+                    raise TimeoutError(name)
+                return its.reply(self._rank)
+
+        return answer
+
+
+class Rank:
+    """One rank: a session of one layer, its commits, and the sums of what it gave and what came."""
+
+    def __init__(self, generation: Generation, rank: int, spec: str, host: str = ""):
+        self.parameter = torch.nn.Parameter(torch.zeros(SHAPE))
+        self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
+        network: Any = self.network
+        options = Options(None, None, 25, 0)
+        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, options, "unknown {shape}")
+        self.commits = Commits(self.session)
+        self._draws = torch.Generator().manual_seed(rank + 100 * generation.ranks)
+        self.given, self.came = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
+
+    def step(self, scale: float = 1.0) -> Tensor:
+        """Exchange a drawn gradient, and return the update."""
+        self.parameter.grad = torch.randn(SHAPE, generator=self._draws)
+        self.given += self.parameter.grad
+        self.session.mark_ready(self.session.slot(self.parameter))
+        self.session.finish_step(scale)
+        self.came += self.parameter.grad
+        return self.parameter.grad
+
+    @property
+    def residual(self) -> Tensor:
+        return self.session.residual()["w"]
+
+
+def start(ranks: int, spec: str, hosts: list[str] | None = None) -> list[Rank]:
+    """Make the ranks of a network."""
+    generation = Generation(ranks)
+    return [Rank(generation, rank, spec, hosts[rank] if hosts else "") for rank in range(ranks)]
+
+
+def move(ranks: list[Rank]) -> None:
+    """Initialise the network anew, with these ranks in this order."""
+    generation = Generation(len(ranks))
+    for number, rank in enumerate(ranks):
+        rank.network.move(generation, number)
+
+
+def together(ranks: list[Rank], call: Callable[[Rank], Any]) -> list[Any]:
+    """Call on all ranks at once, and return the results, or the errors in their places."""
+
+    def caught(rank: Rank) -> Any:
+        try:
+            return call(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(caught, ranks))

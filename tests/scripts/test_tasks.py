@@ -1,0 +1,295 @@
+"""The study's tasks with data of their own: nets, schedules, batches, prepared data, refusals, and two steps of each, tiny."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import platform
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="the tasks were NOT tested: scikit-learn is not installed")
+pytest.importorskip("matplotlib", reason="the tasks were NOT tested: matplotlib is not installed")
+pytest.importorskip("PIL", reason="the tasks were NOT tested: Pillow is not installed")
+
+from PIL import Image
+
+from laboratory.main import main
+from laboratory.study import plots, settings
+from laboratory.study.runs import Run, train
+from laboratory.tasks import byte_texts, cifar, nets, prepared, training
+from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import OF_SOME, Settings
+from laboratory.tasks.transformer import LENGTH, Transformer
+
+WITH_DATA = [name for name, task in TASKS.items() if task.source is not None]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write files like the real ones: 40 pictures of one colour each, ten of them for the test; a text of 8,000 bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    files = []
+    for i in range(40):
+        written = io.BytesIO()
+        Image.new("RGB", (cifar.SIDE, cifar.SIDE), (5 * i, 100, 255 - 5 * i)).save(written, "JPEG", quality=95)
+        files.append(numpy.frombuffer(written.getvalue(), numpy.uint8))
+    ends = numpy.cumsum([len(each) for each in files])
+    label, test = numpy.arange(40, dtype=numpy.uint8) % 10, numpy.arange(40) >= 30
+    numpy.savez(folder / "cifar10-25k.npz", jpeg=numpy.concatenate(files), ends=ends, label=label, test=test)
+    (folder / "tinyshakespeare.txt").write_bytes(bytes(i * i % 251 for i in range(8000)))
+    return folder
+
+
+def test_two_steps_of_every_task_through_the_command_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(byte_texts, "LIBRARY_BYTES", 8000)
+    monkeypatch.setattr(plots, "draw", lambda *given: None)
+    small = "steps=2,batch=2,cifar.width=2,cifar-large.width=4,shakespeare.width=32,library.width=32,shakespeare.depth=1"
+    specs = "bf16;powersgd:rank=1"
+    given = ["study", "--tasks", ",".join(WITH_DATA), "--seeds", "2", "--ranks", "2", "--specs", specs, "--set", small]
+    places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    assert main([*given, *places, "--data", str(data)]) == 0
+    result = json.loads((tmp_path / "out" / "study-compare.json").read_text())
+    assert str(data) not in json.dumps(result)
+    for name in WITH_DATA:
+        task = result["tasks"][name]
+        lines = {line["spec"]: line for line in task["lines"]}
+        assert list(lines) == ["dense", *specs.split(";")]
+        assert all(line["score"] is not None for line in lines.values())
+        assert lines["bf16"]["compression"] == 2 < lines["powersgd:rank=1"]["compression"]
+        assert 0 < lines["bf16"]["squared_error"] < 2**-16 and lines["powersgd:rank=1"]["squared_error"] > 0
+        assert TASKS[name].source is not None and task["data"].startswith(TASKS[name].source.name)
+    assert platform.python_version() in result["tasks"]["library"]["data"]
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "data").iterdir()}
+    assert len(made) == 3  # both nets read the same pictures
+    capsys.readouterr()
+    assert main([*given, *places, "--data", str(data)]) == 0
+    assert "24 runs, 24 of them finished" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+
+
+@pytest.mark.parametrize("spec", ["sdagc:lr_revision=keep", "topk:ratio=0.1,momentum=0.9"])
+def test_a_spec_that_needs_learning_rates_or_keeps_a_momentum_trains(spec: str, data: Path, tmp_path: Path) -> None:
+    for name, width in (("cifar", 2), ("shakespeare", 32)):
+        task = TASKS[name]
+        assert task.source is not None
+        file = prepared.prepare(name, task.source, data, tmp_path)
+        own = task.defaults._replace(steps=2, batch=2, width=width, depth=1)
+        record = train(Run(name, spec, 0, 2, own, file), tmp_path)
+        assert all(map(math.isfinite, record["losses"])) and sum(record["sent"]) < record["dense_bytes"]
+
+
+def test_a_task_without_its_data_is_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cifar10-25k.npz").write_bytes(b"not an archive")
+    (tmp_path / "tinyshakespeare.txt").write_bytes(b"short")
+    at = ["study", "--specs", "topk", "--cache", str(tmp_path / "cache"), "--out", str(tmp_path)]
+    for given, message in (
+        (["cifar"], "--tasks cifar needs --data FOLDER: a folder with cifar10-25k.npz (CIFAR-10 as numpy arrays: `jpeg`"),
+        (["shakespeare"], "a folder with tinyshakespeare.txt (text, read as bytes); add --data, or leave shakespeare out"),
+        (["cifar", "--data", str(tmp_path / "none")], f"--data '{tmp_path}/none' has no cifar10-25k.npz"),
+        (["cifar", "--data", str(tmp_path)], "cifar10-25k.npz cannot be read"),
+        (["shakespeare", "--data", str(tmp_path)], "the text has 5 bytes; its last tenth must be longer than the 96"),
+        (["cifar", "--data", str(data), "--set", "batch=20"], "4 ranks of 20 pictures are more than the 30 to train on"),
+        (["shakespeare", "--data", str(data), "--set", "width=40"], "width=40 must be a multiple of 32"),
+        (["conv", "--set", "depth=2"], "--set depth: conv has no depth"),
+        (["cifar,conv", "--set", "beta2=0.9"], "--set beta2: cifar has no beta2"),
+    ):
+        assert main([*at, "--tasks", *given]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_study_that_names_no_task_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", "--help"])
+    assert "(default: mlp,conv,resnet,text)" in capsys.readouterr().out
+
+
+# --- Settings and records ---
+
+
+@pytest.mark.parametrize(
+    ("task", "digest"),
+    [("mlp", "d3bbac24fe65"), ("conv", "6521d313e56a"), ("resnet", "212dafe7e00f"), ("text", "52d00324bccf")],
+)
+def test_records_from_before_the_newer_settings_are_found(task: str, digest: str) -> None:
+    name = Run(task, "topk:ratio=0.01", 3, 4, TASKS[task].defaults).path(Path()).name
+    assert name == f"{task}-topk-ratio-0-01-seed3-{digest}.json"
+
+
+def test_what_decides_a_training_is_in_its_key() -> None:
+    run = Run("cifar", "dense", 0, 4, TASKS["cifar"].defaults, "cifar-1.pt")
+    changed = [run.settings._replace(**{name: 2}) for name in ("weight_decay", "warmup", "depth")]
+    others = [run._replace(data="cifar-2.pt"), *(run._replace(settings=each) for each in changed)]
+    assert len({each.path(Path()) for each in (run, *others)}) == 5
+    assert Settings(**run.settings._asdict()) == run.settings == Settings(**run.settings.key())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("warmup=1", "a number in [0, 1)"), ("weight_decay=-1", "a number from 0 on"), ("depth=1.5", "a whole number above 0")],
+)
+def test_a_wrong_setting_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", "--set", text])
+    assert f"{text.partition('=')[0]}={text.partition('=')[2]!r} is not {message}" in capsys.readouterr().err
+
+
+def test_only_settings_that_a_task_has_are_listed() -> None:
+    lines = {line.split()[0]: line for line in settings.described().splitlines()[1:]}
+    assert all(name not in lines["mlp"] for name in OF_SOME)
+    assert "weight_decay=0.0005, warmup=0.05, depth=1" in lines["cifar"] and "beta2=0.95, depth=4" in lines["library"]
+
+
+# --- Optimizers and learning rates ---
+
+
+def test_a_cosine_rises_and_falls() -> None:
+    rates = [training.cosine_rate(step, 100, 0.1) for step in (1, 5, 10, 55, 100)]
+    assert rates == pytest.approx([0.1, 0.5, 1, 0.505, 0.01])
+    assert training.cosine_rate(1, 1, 0.5) == training.cosine_rate(1, 9, 0) == 1
+
+
+def test_a_task_decides_the_optimizer() -> None:
+    model = torch.nn.Linear(2, 2)
+    own = TASKS["cifar"].defaults
+    plain, kept = (training.optimizer_of(TASKS["cifar"], own, model, momentum).param_groups[0] for momentum in (0.0, 0.9))
+    assert (plain["momentum"], plain["weight_decay"]) == (0.9, 0.0005)
+    assert (kept["momentum"], kept["weight_decay"]) == (0, pytest.approx(0.005))
+    for momentum in (0.0, 0.9):
+        adamw = training.optimizer_of(TASKS["library"], TASKS["library"].defaults, model, momentum)
+        assert isinstance(adamw, torch.optim.AdamW)
+        assert (adamw.param_groups[0]["betas"], adamw.param_groups[0]["weight_decay"]) == ((0.9, 0.95), 0.1)
+
+
+def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None:
+    """Without a gradient a weight falls by the decay alone: lr * decay / (1 - momentum) a step, once the momentum has risen."""
+    own = TASKS["cifar"].defaults._replace(lr=0.001)
+    shrunk = []
+    for momentum in (0.0, 0.9):
+        model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.ones_(model.weight)
+        optimizer = training.optimizer_of(TASKS["cifar"], own, model, momentum)
+        for _ in range(1000):
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+        shrunk.append(1 - float(model.weight.detach()))
+    assert shrunk[0] == pytest.approx(shrunk[1], rel=0.02)  # SGD's rises over ten steps of the 1,000
+    assert shrunk[1] == pytest.approx(1000 * 0.001 * 0.005, rel=0.02)
+
+
+# --- Nets ---
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("cifar", 308_826), ("cifar-large", 2_760_442), ("shakespeare", 1_334_720)])
+def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> None:
+    own = TASKS[name].defaults
+    with torch.device("meta"):
+        model = Transformer(0, own.width, own.depth) if own.beta2 else nets.residual(0, own.width, own.depth, 1)
+    assert sum(each.numel() for each in model.parameters()) == parameters
+    assert f"{parameters / 1e6:.1f} million parameters" in TASKS[name].about
+
+
+@pytest.mark.parametrize(("stride", "depth"), [(1, 1), (2, 1), (1, 2)])
+def test_a_residual_net_halves_its_pictures(stride: int, depth: int) -> None:
+    model = nets.residual(0, 2, depth, stride)
+    blocks = [each for each in model if isinstance(each, nets.Block)]
+    assert len(blocks) == nets.STAGES * depth
+    inside = model[:-3](torch.zeros(3, 3, 32, 32))
+    assert inside.shape == (3, 16, 4 // stride, 4 // stride)
+    assert model(torch.zeros(3, 3, 32, 32)).shape == (3, 10)
+
+
+def test_a_transformer_sees_no_later_byte() -> None:
+    model = Transformer(0, 32, 2)
+    text = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    changed = text.clone()
+    changed[:, 50:] += 1
+    before, after = model(text), model(changed % 256)
+    assert before.shape == (2, LENGTH, 256)
+    torch.testing.assert_close(before[:, :50], after[:, :50])
+    assert not torch.equal(before[:, 50:], after[:, 50:])
+    assert torch.equal(model(text), Transformer(0, 32, 2)(text))  # the seed decides the weights
+    chance = torch.nn.functional.cross_entropy(before.flatten(0, 1), text.flatten())
+    assert float(chance.detach()) == pytest.approx(math.log(256), rel=0.02)
+
+
+# --- Data ---
+
+
+def test_pictures_are_decoded_and_split(data: Path) -> None:
+    arrays = cifar.decode((data / "cifar10-25k.npz").read_bytes())
+    assert arrays["train_x"].shape == (30, 32, 32, 3) and arrays["test_x"].shape == (10, 32, 32, 3)
+    colours = arrays["test_x"].float().mean((1, 2))
+    wanted = torch.tensor([[5.0 * i, 100.0, 255.0 - 5 * i] for i in range(30, 40)])
+    torch.testing.assert_close(colours, wanted, atol=2, rtol=0)  # JPEG rounds
+    assert arrays["test_y"].tolist() == list(range(10)) and arrays["train_y"].dtype == torch.int64
+
+
+def test_augmentation_shifts_and_mirrors() -> None:
+    pictures = torch.randint(1, 256, (6, 32, 32, 3), dtype=torch.uint8)
+    chosen, shifts = torch.tensor([5, 0, 3]), torch.tensor([[4, 4], [0, 8], [7, 3]])
+    cut = cifar.augmented(cifar.windows(pictures), chosen, shifts, torch.tensor([False, False, True]))
+    assert torch.equal(cut[0], pictures[5])
+    assert torch.equal(cut[1, 4:, :28], pictures[0, :28, 4:]) and not cut[1, :4].any() and not cut[1, :, 28:].any()
+    back = cut[2].flip(1)
+    assert torch.equal(back[:29, 1:], pictures[3, 3:, :31]) and not back[29:].any() and not back[:, 0].any()
+    x = cifar.normalised(cut)
+    assert x.shape == (3, 3, 32, 32) and x.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(x[1, 2, 5, 6], (cut[1, 5, 6, 2] - cifar.MEAN[2]) / cifar.DEVIATION[2])
+
+
+def test_ranks_take_different_pictures_with_their_labels() -> None:
+    pictures = torch.arange(1, 25, dtype=torch.uint8).view(24, 1, 1, 1).expand(24, 32, 32, 3)
+    views, labels = cifar.windows(pictures), torch.arange(24)
+    parts = [cifar.batches(views, labels, rank, 4, 3, seed=7) for rank in range(4)]
+    for _ in range(2):  # two epochs of two steps
+        seen = []
+        for x, y in (next(part) for part in parts for _ in range(2)):
+            shown = x.permute(0, 2, 3, 1)[:, 16, 16] * cifar.DEVIATION + cifar.MEAN
+            assert shown.round().int().tolist() == [[label + 1] * 3 for label in y.tolist()]
+            seen += y.tolist()
+        assert sorted(seen) == list(range(24))
+    again, other = (next(cifar.batches(views, labels, 1, 4, 3, seed))[1].tolist() for seed in (7, 8))
+    assert again == next(cifar.batches(views, labels, 1, 4, 3, seed=7))[1].tolist() != other
+
+
+def test_a_model_is_tested_with_its_running_statistics_and_trains_on(data: Path) -> None:
+    arrays = cifar.decode((data / "cifar10-25k.npz").read_bytes())
+    job = cifar.small(TASKS["cifar"].defaults._replace(width=2, batch=2), 0, 2, arrays)
+    before = {name: value.clone() for name, value in job.model.state_dict().items()}
+    assert 0 <= job.score() <= 100 and job.model.training
+    assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
+
+
+def test_the_library_is_read_in_one_order_without_tests(tmp_path: Path) -> None:
+    kept = {"ast.py": "a", "json/decoder.py": "b", "json/encoder.py": "c"}
+    left = {"test/test_ast.py": "d", "unittest/test/support.py": "e", "site-packages/x.py": "f", "encodings/utf_8.py": "g"}
+    for name, text in (kept | left).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text * 10)
+    found = byte_texts.library_raw(tmp_path)
+    assert sorted(found.decode()) == sorted("".join(text * 10 for text in kept.values()))
+    assert found == byte_texts.library_raw(tmp_path)
+    real = byte_texts.library_raw()
+    assert 3_000_000 < len(real) <= byte_texts.LIBRARY_BYTES
+
+
+def test_the_last_tenth_of_a_text_is_held_out() -> None:
+    arrays = byte_texts.decode(bytes(range(200)) * 10)
+    assert bytes(torch.cat([arrays["train"], arrays["held_out"]]).tolist()) == bytes(range(200)) * 10
+    assert (len(arrays["train"]), len(arrays["held_out"])) == (1800, 200)
+
+
+def test_other_data_make_another_prepared_file(data: Path, tmp_path: Path) -> None:
+    source = byte_texts.SHAKESPEARE
+    first = prepared.prepare("shakespeare", source, data, tmp_path)
+    (tmp_path / "tinyshakespeare.txt").write_bytes(b"To be, or not to be. " * 60)
+    second = prepared.prepare("shakespeare", source, tmp_path, tmp_path)
+    assert first != second and {path.name for path in (tmp_path / "data").iterdir()} == {first, second}
+    assert bytes(prepared.load(prepared.place(tmp_path, second))["train"][:5].tolist()) == b"To be"
