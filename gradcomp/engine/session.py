@@ -12,15 +12,13 @@ from torch import Tensor
 from gradcomp import _version
 from gradcomp.engine import checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
-from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.membership import Membership, Owner
-from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
-from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.states import States
 from gradcomp.engine.step_guard import StepGuard
+from gradcomp.engine.training import Training
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
 
@@ -62,20 +60,12 @@ class Session:
         self._held: dict[str, Slot] = {}
         self._kept_entries = KeptEntries(len(parameters.slots))
         self._compressor = compressor
-        self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
-        self._unknown_scaler = UnknownScaler(options.scaler)
         own = weakref.proxy(self)  # so that a session ends with its last user
-        self._optimizer_check = OptimizerCheck(
+        self._training = Training(
             parameters,
-            options.optimizer,
-            lambda found: check_momentum(own._compressor, found),
-            [self._guard.before_optimizer, self._unknown_scaler.look],
-        )
-        slots = {slot.name: slot for slot in parameters.slots}
-        self._own_momentum = OwnMomentum(
-            self._optimizer_check.acting,
-            {name: slot.parameter for name, slot in slots.items()},
-            lambda name, tensor: slots[name].flat(tensor),
+            options,
+            lambda: own._compressor,
+            self._guard.before_optimizer,
             lambda: own.network.world.size if own._membership.sums else 1,
         )
         self._reducer = self._make_reducer(compressor)
@@ -101,7 +91,7 @@ class Session:
         self._membership.part()
         self._discard_step()
         self._guard.fail(error)
-        self._optimizer_check.note_exchange()  # its steps are refused from now on, also before the first exchange
+        self._training.note_exchange()  # its steps are refused from now on, also before the first exchange
         return error
 
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
@@ -114,7 +104,7 @@ class Session:
         if self._guard.outlived:
             self._discard_step()
         self._guard.begin()
-        self._optimizer_check.note_exchange()
+        self._training.note_exchange()
         if grad is None:
             self._kept_entries.keep(slot)
         if hold and not self.has_met:
@@ -135,7 +125,7 @@ class Session:
         for slot in held.values():
             self._hand_over(slot)
         with self._note_failure():
-            if scale != 1 and self._own_momentum.taken and not self._membership.sums:
+            if scale != 1 and self._training.momentum_is_taken and not self._membership.sums:
                 raise ValueError(_SUM)
             self._reducer.finish_step(scale)
         self._guard.end()
@@ -241,22 +231,9 @@ class Session:
         }
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
-        rates = None
-        if (optimizer := self._optimizer_check.optimizer) is not None:
-            check_momentum(compressor, optimizer)
-            rates = self._optimizer_check.rate
-        layers, options = self.parameters.layers, self._options
-        reducer = Reducer(
-            compressor,
-            layers,
-            self.network,
-            options.bucket_mb,
-            options.seed,
-            rates=rates,
-            loss_scale=self._loss_scale,
-            momentum=self._own_momentum.of,
-        )
-        self._unknown_scaler.matters = reducer.keeps_residual
+        options, known = self._options, self._training.of_reducer(compressor)
+        reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
+        self._training.note_residual(reducer.keeps_residual)
         return reducer
 
     @contextmanager

@@ -1,0 +1,66 @@
+"""What a session knows of the training around it: the optimizer, its momentum, and the scale of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gradcomp.engine.loss_scale import LossScale, UnknownScaler
+from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
+from gradcomp.engine.options import Options
+from gradcomp.engine.own_momentum import OwnMomentum
+from gradcomp.engine.parameters import Parameters
+from gradcomp.protocol import Compressor
+
+
+class Training:
+    """The optimizer and the GradScaler of a session's parameters.
+
+    compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
+    sums: updates are sums over this many ranks; 1 if they are means.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        options: Options,
+        compressor: Callable[[], Compressor],
+        before_step: Callable[[], None],
+        sums: Callable[[], int],
+    ):
+        self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
+        self._unknown_scaler = UnknownScaler(options.scaler)
+        self._check = OptimizerCheck(
+            parameters,
+            options.optimizer,
+            lambda found: check_momentum(compressor(), found),
+            [before_step, self._unknown_scaler.look],
+        )
+        slots = {slot.name: slot for slot in parameters.slots}
+        self._momentum = OwnMomentum(
+            self._check.acting,
+            {name: slot.parameter for name, slot in slots.items()},
+            lambda name, tensor: slots[name].flat(tensor),
+            sums,
+        )
+
+    @property
+    def momentum_is_taken(self) -> bool:
+        """True if the latest step applied the optimizer's momentum."""
+        return self._momentum.taken
+
+    def note_exchange(self) -> None:
+        """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""
+        self._check.note_exchange()
+
+    def of_reducer(self, compressor: Compressor) -> dict[str, Any]:
+        """Return what a reducer needs to know, after a check of the compressor's momentum."""
+        rates = None
+        if (optimizer := self._check.optimizer) is not None:
+            check_momentum(compressor, optimizer)
+            rates = self._check.rate
+        return {"rates": rates, "loss_scale": self._loss_scale, "momentum": self._momentum.of}
+
+    def note_residual(self, keeps: bool) -> None:
+        """Note whether entries wait from step to step, so that an unknown loss scale matters."""
+        self._unknown_scaler.matters = keeps
