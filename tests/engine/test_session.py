@@ -20,6 +20,9 @@ class Alone(MemoryNetwork):
         self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
         self.meeting, self.ready = "", True
 
+    def note_meeting(self, meeting: str) -> None:
+        return
+
     def prepare(self) -> None:
         """Nothing is to be prepared."""
 
