@@ -7,6 +7,7 @@ itself, so that no carriers travel.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
@@ -47,6 +48,9 @@ _UNKNOWN = (
 )
 
 
+# Callers of compress() among which Horovod's optimizer is looked for.
+MOST_CALLERS = 4
+
 _CLASS = (
     "compression= is the class Compression; pass an object: "
     "compression=Compression('topk:ratio=0.001', model.named_parameters())"
@@ -82,6 +86,7 @@ class Compression(Handle):
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, scaler, bucket_mb, seed)
         super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN))
+        self._knows_optimizer = False
         self._commits = Commits(self._session)
         keep_with_optimizers(_commits_of)
 
@@ -93,6 +98,10 @@ class Compression(Handle):
         """
         if tensor is None:  # Horovod has the class, and `self` is the gradient
             raise TypeError(_CLASS)
+        if not self._knows_optimizer:
+            self._knows_optimizer = True
+            if (optimizer := _calling_optimizer()) is not None:
+                self._session.training.note_optimizer(optimizer)
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
             raise self._session.failed(ValueError(self._why_unknown(tensor)))
@@ -122,6 +131,18 @@ class Compression(Handle):
         if self._session.parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
         return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
+
+
+def _calling_optimizer() -> torch.optim.Optimizer | None:
+    """Find Horovod's optimizer among the callers of compress(): it is another object than the one that it was made of."""
+    frame = sys._getframe(1)
+    for _ in range(MOST_CALLERS):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        if isinstance(caller := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return caller
+    return None
 
 
 def _commits_of(optimizer: Any) -> Commits | None:

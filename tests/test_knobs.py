@@ -58,6 +58,7 @@ def test_every_knob_has_a_line_of_help_and_a_default_in_its_range(kind: Any, fie
         (Knob(most=3), [3, -9], [4], "at most 3"),
         (Knob(below=3), [2.9], [3], "below 3"),
         (Knob(least=0, multiple=16), [0, 16, 64], [8, -16], "at least 0 and a multiple of 16"),
+        (Knob(least=0, below=1, word="auto"), [0, "auto"], [1, -1], "auto or in [0, 1)"),
         (Knob(choices=("a", "b")), ["a"], ["c", ""], "one of a, b"),
         (Knob(choices=(3, 5)), [3], [4], "one of 3, 5"),
         (Knob(), [True, "x"], [math.nan], ""),
@@ -74,7 +75,7 @@ def test_a_range_holds_what_it_says(own: Knob, inside: list[Any], outside: list[
         ("topk:ratio=2", "topk: ratio=2 must be in (0, 1]"),
         ("topk:ratio=nan", "topk: ratio=nan must be in (0, 1]"),
         ("topk:wire=compcat", "topk: wire=compcat must be one of compact, exact (did you mean 'compact'?)"),
-        ("topk:momentum=1", "topk: momentum=1 must be in [0, 1)"),
+        ("topk:momentum=1", "topk: momentum=1 must be auto or in [0, 1)"),
         ("gs_sgd:columns=20", "gs_sgd: columns=20 must be at least 0 and a multiple of 16"),
         ("orq:levels=4", "orq: levels=4 must be one of 3, 5, 9"),
         ("sdagc:flush=-1", "sdagc: flush=-1 must be at least 0"),
@@ -125,7 +126,7 @@ def test_the_canonical_spec_means_the_same(spec: str) -> None:
         ("dense", "dense:by_host=false"),
         ("sign", "sign:feedback=true"),
         ("sdagc:lam=0", "sdagc:lam=-0.0"),
-        ("dense", "dense:masking=true,feedback=false"),
+        ("dense", "dense:masking=false,feedback=false"),
         ("topk", "topk;"),
     ],
 )
@@ -230,7 +231,7 @@ def test_a_knob_for_ablation_says_so() -> None:
 def test_help_shows_the_knobs() -> None:
     assert "ratio: share of entries sent" in (TopK.__doc__ or "")
     assert "sigmas: standard deviations from 0" in (kind_of("terngrad").__doc__ or ""), "also those of a base"
-    assert "momentum: local momentum, applied before compression" in (Feedback.__doc__ or "")
+    assert "momentum: local momentum; auto: the optimizer's own" in (Feedback.__doc__ or "")
 
 
 def test_a_knob_is_checked_wherever_the_compressor_was_made() -> None:
@@ -251,7 +252,7 @@ def test_the_command_lists_and_describes() -> None:
     assert said("describe", "topk") == gradcomp.describe("topk") + "\n"
     own = said("describe", "topk:ratio=0.25,momentum=0.5,by_host=true")
     assert own == gradcomp.describe("topk:ratio=0.25,momentum=0.5,by_host=true") + "\n"
-    for part in ("  ratio=0.25  ", "(default 0.001)", "  momentum=0.5  ", "  by_host=true  ", "  masking=true  "):
+    for part in ("  ratio=0.25  ", "(default 0.001)", "  momentum=0.5  ", "  by_host=true  ", "  masking=false  "):
         assert part in own
     assert own.count("(default ") == 3
     wrong = subprocess.run([sys.executable, "-m", "gradcomp", "describe", "topkk"], capture_output=True, text=True)

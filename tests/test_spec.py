@@ -69,7 +69,7 @@ def test_a_rule_that_make_refuses_is_not_described() -> None:
         ("topk;momentum", "but momentum is a knob (did you mean 'topk:momentum'?)"),
         ("topk; *.bias", "'*.bias' is not of the form pattern=spec"),
         ("topk:ratio=1,ratio=1", "the knob 'ratio' is given twice"),
-        ("topk:momentum=1", "topk: momentum=1 must be in [0, 1)"),
+        ("topk:momentum=1", "topk: momentum=1 must be auto or in [0, 1)"),
         ("topk:nesterov=true", "nesterov=true needs a momentum above 0"),
     ],
 )

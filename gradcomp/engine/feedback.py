@@ -30,15 +30,14 @@ class Feedback(Collector):
     """A collector with error feedback: entries that a step does not send are added to the next step's gradient.
 
     A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
-    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must be 0 with it.
+    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OwnMomentum).
     With feedback=false the residual is cleared before every step, as in some papers.
     """
 
     feedback: bool = knob(True, "true: entries not sent wait for the next step; false: they are lost")
     momentum: float | str = knob(
         AUTO,
-        "local momentum, applied before compression; auto: that of the optimizer, if it is known and SGD; a number: the "
-        "optimizer's own must be 0",
+        "local momentum; auto: the optimizer's own, if it is known and SGD; a number: the optimizer's must then be 0",
         least=0,
         below=1,
         word=AUTO,

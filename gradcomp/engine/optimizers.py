@@ -73,19 +73,24 @@ class OptimizerCheck:
         """Check an optimizer that is about to step."""
         if not self.exchanged or self.replaced:
             return
-        if optimizer not in self._known:
-            if trained := self._trained_by(optimizer):
-                self._check(optimizer)
-            if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
-                self._read_rates(optimizer)
-            else:
-                self._known[optimizer] = _Known(self._foreign(optimizer))
+        self.meet(optimizer)
         known = self._known[optimizer]
         self._update(known, optimizer)
         if known.trains:
             for each in self._before_step:
                 each()
             self._refuse_unexchanged(known)
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Get to know an optimizer."""
+        if optimizer in self._known:
+            return
+        if trained := self._trained_by(optimizer):
+            self._check(optimizer)
+        if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
+            self._read_rates(optimizer)
+        else:
+            self._known[optimizer] = _Known(self._foreign(optimizer))
 
     def acting(self) -> torch.optim.Optimizer | None:
         """Return the optimizer that applies the session's updates; None if it was not given, or another session does."""

@@ -22,11 +22,6 @@ from gradcomp.engine.training import Training
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
 
-_SUM = (
-    "op=Sum came as a surprise to momentum=auto, which adds the weight decay on every rank: use "
-    "gradcomp.horovod.DistributedOptimizer, which knows op, or momentum=0 in the spec, which leaves momentum to the optimizer"
-)
-
 
 class Snapshot(NamedTuple):
     """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
@@ -61,7 +56,7 @@ class Session:
         self._kept_entries = KeptEntries(len(parameters.slots))
         self._compressor = compressor
         own = weakref.proxy(self)  # so that a session ends with its last user
-        self._training = Training(
+        self.training = Training(
             parameters,
             options,
             lambda: own._compressor,
@@ -91,7 +86,7 @@ class Session:
         self._membership.part()
         self._discard_step()
         self._guard.fail(error)
-        self._training.note_exchange()  # its steps are refused from now on, also before the first exchange
+        self.training.note_exchange()  # its steps are refused from now on, also before the first exchange
         return error
 
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
@@ -104,7 +99,7 @@ class Session:
         if self._guard.outlived:
             self._discard_step()
         self._guard.begin()
-        self._training.note_exchange()
+        self.training.note_exchange()
         if grad is None:
             self._kept_entries.keep(slot)
         if hold and not self.has_met:
@@ -125,8 +120,7 @@ class Session:
         for slot in held.values():
             self._hand_over(slot)
         with self._note_failure():
-            if scale != 1 and self._training.momentum_is_taken and not self._membership.sums:
-                raise ValueError(_SUM)
+            self.training.check_scale(scale, self._membership.sums)
             self._reducer.finish_step(scale)
         self._guard.end()
         self._membership.note_step(scale)
@@ -231,9 +225,9 @@ class Session:
         }
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
-        options, known = self._options, self._training.of_reducer(compressor)
+        options, known = self._options, self.training.of_reducer(compressor)
         reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
-        self._training.note_residual(reducer.keeps_residual)
+        self.training.note_residual(reducer.keeps_residual)
         return reducer
 
     @contextmanager

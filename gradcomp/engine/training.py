@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
 from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters
 from gradcomp.protocol import Compressor
+
+_SUM = (
+    "op=Sum came as a surprise to momentum=auto, which adds the weight decay on every rank: use "
+    "gradcomp.horovod.DistributedOptimizer, which knows op, or momentum=0 in the spec, which leaves momentum to the optimizer"
+)
 
 
 class Training:
@@ -44,14 +51,21 @@ class Training:
             sums,
         )
 
-    @property
-    def momentum_is_taken(self) -> bool:
-        """True if the latest step applied the optimizer's momentum."""
-        return self._momentum.taken
+    def check_scale(self, scale: float, sums: bool) -> None:
+        """Refuse updates that turn out to be sums after the optimizer's weight decay was added as if they were means.
+
+        scale: what updates are multiplied by, 1 for means. sums: they were known to be sums.
+        """
+        if scale != 1 and self._momentum.taken and not sums:
+            raise ValueError(_SUM)
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""
         self._check.note_exchange()
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer that will step, before its first step."""
+        self._check.meet(optimizer)
 
     def of_reducer(self, compressor: Compressor) -> dict[str, Any]:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""

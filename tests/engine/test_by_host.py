@@ -133,7 +133,7 @@ def test_other_hosts_take_over_the_residual() -> None:
 
 
 def test_momentum_is_masked_on_all_ranks_of_a_host() -> None:
-    spec = "topk:ratio=0.1,momentum=0.5,by_host=true"
+    spec = "topk:ratio=0.1,momentum=0.5,masking=true,by_host=true"
     simulation = gradcomp.Simulation(spec, {"w": (20,)}, 4, ranks_per_host=2)
     gradient, zeros = torch.zeros(20), torch.zeros(20)
     gradient[[3, 13]] = 8.0  # one for each rank's part

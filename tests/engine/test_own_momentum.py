@@ -161,6 +161,15 @@ def test_what_waits_and_what_came_are_all_gradients(masking: bool) -> None:
     assert (lost < 1e-3) == (not masking)
 
 
+def test_numbers_and_words_in_a_spec() -> None:
+    assert gradcomp.make("topk:momentum=auto") == gradcomp.make("topk") != gradcomp.make("topk:momentum=0")
+    assert str(gradcomp.make("topk:momentum=auto,ratio=0.1")) == "topk:ratio=0.1"
+    with pytest.raises(ValueError, match=r"topk:momentum=own': momentum=own must be auto or a number"):
+        gradcomp.make("topk:momentum=own")
+    with pytest.raises(TypeError, match=r"momentum='own' must be auto or a number"):
+        gradcomp.engine.feedback.Feedback(gradcomp.make("dense"), momentum="own")
+
+
 def test_closures_and_errors_leave_the_users_values() -> None:
     """A step that raises an error must not leave the optimizer without its momentum."""
     model = net()

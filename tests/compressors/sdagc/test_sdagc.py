@@ -77,7 +77,7 @@ def test_the_density_is_that_of_the_distribution(kind: str) -> None:
 def test_masks_only_move_entries() -> None:
     """What travels exactly and what stays are the same floats, bit for bit, for several steps with momentum."""
     torch.manual_seed(0)
-    simulation = gradcomp.Simulation("sdagc:lam=2,wire=exact,momentum=0.9", {"w": (300, 50)}, 1)
+    simulation = gradcomp.Simulation("sdagc:lam=2,wire=exact,momentum=0.9,masking=true", {"w": (300, 50)}, 1)
     velocity, value = torch.zeros(300, 50), torch.zeros(300, 50)
     for _ in range(4):
         grad = torch.randn(300, 50)
@@ -94,7 +94,7 @@ def test_masks_only_move_entries() -> None:
 
 def test_lam_zero_is_plain_momentum_sgd_with_masking() -> None:
     torch.manual_seed(0)
-    simulation = gradcomp.Simulation("sdagc:lam=0,momentum=0.5", {"w": (40, 50)}, 1)
+    simulation = gradcomp.Simulation("sdagc:lam=0,momentum=0.5,masking=true", {"w": (40, 50)}, 1)
     for _ in range(3):
         grad = torch.randn(40, 50)
         assert torch.equal(simulation.step([{"w": grad}])["w"], grad)  # all is sent, so all momentum is masked
