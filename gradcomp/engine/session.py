@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from gradcomp import _version
 from gradcomp.engine import checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
-from gradcomp.engine.membership import Membership, Owner
+from gradcomp.engine.membership import Membership, Snapshot
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot
@@ -22,14 +22,6 @@ from gradcomp.engine.states import States
 from gradcomp.engine.step_guard import StepGuard
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
-
-
-class Snapshot(NamedTuple):
-    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
-
-    compressor: Compressor
-    share: dict[str, Any]
-    owner: Owner
 
 
 class Session:
@@ -172,9 +164,14 @@ class Session:
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before."""
         place = self._membership.place
-        loaded = States(state, self.spec)
-        taken = loaded.take(place)
-        copy = checkpoint.prepare(self._reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+        try:
+            loaded = States(state, self.spec)
+            taken = loaded.take(place)
+            copy = checkpoint.prepare(self._reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+        except Exception as error:
+            if self.has_met:
+                self.network.tell_failure(error)  # the others may load, and wait for this rank
+            raise
         meet_again = self.has_met or self._guard.failed
         self._discard_step()
         copy()
