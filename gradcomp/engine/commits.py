@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from gradcomp.engine.session import Session, Snapshot
+from gradcomp.engine.membership import Snapshot
+from gradcomp.engine.session import Session
 
 
 class Commits:

@@ -12,6 +12,7 @@ from gradcomp.engine.meeting import Meeting
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.states import Place, Taken
 from gradcomp.networks import Connection
+from gradcomp.protocol import Compressor
 
 log = logging.getLogger("gradcomp")
 
@@ -25,6 +26,14 @@ class Owner(NamedTuple):
     place: Place = Place(0, 0)
     scaled_for: int = 0
     loaded: bool = False
+
+
+class Snapshot(NamedTuple):
+    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
+
+    compressor: Compressor
+    share: dict[str, Any]
+    owner: Owner
 
 
 class Membership:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from gradcomp import _version
 from gradcomp.engine import checkpoint
 from gradcomp.engine.kept_entries import KeptEntries
-from gradcomp.engine.membership import Membership, Owner
+from gradcomp.engine.membership import Membership, Snapshot
 from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
@@ -21,14 +21,6 @@ from gradcomp.engine.step_guard import StepGuard
 from gradcomp.engine.training import Training
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
-
-
-class Snapshot(NamedTuple):
-    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
-
-    compressor: Compressor
-    share: dict[str, Any]
-    owner: Owner
 
 
 class Session:
@@ -175,9 +167,14 @@ class Session:
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before."""
         place = self._membership.place
-        loaded = States(state, self.spec)
-        taken = loaded.take(place)
-        copy = checkpoint.prepare(self._reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+        try:
+            loaded = States(state, self.spec)
+            taken = loaded.take(place)
+            copy = checkpoint.prepare(self._reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+        except Exception as error:
+            if self.has_met:
+                self.network.tell_failure(error)  # the others may load, and wait for this rank
+            raise
         meet_again = self.has_met or self._guard.failed
         self._discard_step()
         copy()

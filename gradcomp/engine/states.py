@@ -86,6 +86,14 @@ class States:
         raise ValueError(f"the state is of rank {found} of {self.ranks}, but this is rank {rank} of {ranks}; {remedy}")
 
     def _add(self, state: Mapping[str, Any], spec: str) -> None:
+        if not {"format", "spec"} & state.keys():
+            inside = next(
+                (repr(key) for key, value in state.items() if isinstance(value, Mapping) and "of_rank" in value), None
+            )
+            raise ValueError(
+                f"this is no state of gradcomp: it has {', '.join(map(repr, [*state][:4])) or 'nothing'}; pass "
+                + (f"its entry {inside}" if inside else "the result of state_dict() of the handle or Compression")
+            )
         if (found := state.get("format", 1)) != FORMAT:
             raise ValueError(
                 f"the state has format {found}, but this gradcomp reads format {FORMAT}: another version saved it; continue "

@@ -225,3 +225,14 @@ def test_a_warm_up_that_a_change_began_goes_on() -> None:
     for simulation in (first, second):
         simulation.step(draw("normal", 41, 2))
     assert first.bytes_sent == second.bytes_sent
+
+
+def test_another_dict_is_told_apart_from_an_older_state() -> None:
+    simulation = trained(TOPK)
+    whole = {"model": {}, "step": 3, "gradcomp": simulation.state_dict()}
+    with pytest.raises(
+        ValueError, match="this is no state of gradcomp: it has 'model', 'step', 'gradcomp'; pass its entry 'gradcomp'"
+    ):
+        simulation.load_state_dict(whole)
+    with pytest.raises(ValueError, match="it has 'weight'; pass the result of state_dict"):
+        simulation.load_state_dict({"weight": 1})

@@ -25,9 +25,9 @@ def optimizer(door: str, model: nn.Module, spec: str = SPARSE, **options: Any) -
 
 
 def stock_state(door: str) -> dict[str, Any]:
-    """The optimizer's own state_dict, before and after Horovod broadcasts it."""
+    """The state_dict of an optimizer that keeps its momentum, before and after Horovod broadcasts it."""
     model = small_net.net()
-    own = optimizer(door, model, momentum=0.9)
+    own = optimizer(door, model, f"{SPARSE},momentum=0", momentum=0.9)
     small_net.train(model, own, doors.batches(), 3)
     residual = own.compression.residual()
     before = own.state_dict()
