@@ -67,6 +67,9 @@ class HorovodNetwork:
 
     def note_meeting(self, meeting: str) -> None:
         self.meeting = meeting
+        self._take_failure_back()
+
+    def _take_failure_back(self) -> None:
         if self._told_failure:
             self._told_failure = False
             with suppress(Exception):
@@ -76,6 +79,8 @@ class HorovodNetwork:
         """Start an operation. The returned function waits for its reply."""
         # A bucket's requests have new names after each meeting, so that one that a failure left behind meets no other.
         prefix = f"{self.prefix}.{self.meeting}" if "." in name else self.prefix
+        if "." in name:  # this rank goes on after a load that was refused
+            self._take_failure_back()
         options = {"name": f"{prefix}.{name}", "process_set": self.process_set}
         match request:
             case Gather(sent):

@@ -95,6 +95,9 @@ class TorchNetwork:
 
     def note_meeting(self, meeting: str) -> None:
         self.meeting = meeting
+        self._take_failure_back()
+
+    def _take_failure_back(self) -> None:
         if self._told_failure and self._notes is not None:
             self._notes.write("")
         self._told_failure = False
@@ -108,6 +111,8 @@ class TorchNetwork:
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
         self._started += 1
+        if "." in name:  # a bucket's request: this rank goes on after a load that was refused
+            self._take_failure_back()
         match request:
             case Gather(sent):
                 received = sent.bytes.new_empty(self.world.size * sent.bytes.numel())

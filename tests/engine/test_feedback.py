@@ -163,3 +163,16 @@ def test_clipping_loses_no_finite_gradient_of_a_failed_step(clip_by: str, bad: f
     for name, given in grads[1].items():
         factors = (left[name] / given)[given.isfinite()]
         assert factors.min() > 0 and factors.max() <= 1 and factors.max() - factors.min() < 1e-5
+
+
+def test_a_spike_waits_until_it_is_sent_and_a_clipped_one_does_not() -> None:
+    """README: it takes about 1 / ratio steps."""
+    largest = {}
+    for spec in ("topk:ratio=0.1,wire=exact", "topk:ratio=0.1,wire=exact,clip=1"):
+        simulation = gradcomp.Simulation(spec, SHAPES, 2)
+        simulation.step(draw(0, 2, 1e36))
+        updates = [simulation.step(draw(step, 2, 0.0)) for step in range(1, 16)]
+        largest[spec] = [max(part.abs().max().item() for part in update.values()) for update in updates]
+    plain, clipped = largest.values()
+    assert max(plain[:5]) > 1e30 and max(plain[-2:]) == 0.0
+    assert max(clipped) < 1

@@ -55,8 +55,9 @@ def test_a_rank_that_joins_forgets_what_its_script_has_loaded() -> None:
     steps(ranks, 3)
     commit(ranks)
     before = [rank.residual for rank in ranks]
-    joining = Rank(Generation(3), 2, SPEC)
+    joining = Rank(Generation(2), 1, SPEC)
     joining.session.load_state_dict(files)
+    assert joining.residual.any()
     commit([joining])
     members = [*ranks, joining]
     move(members)
