@@ -43,6 +43,23 @@ SHARED_MATH float within_largest(float x) {
   return -kLargest > below ? -kLargest : below;
 }
 
+// A step of error feedback: how a gradient g, a velocity and a second moment make what is added to the residual.
+//   velocity <- momentum * velocity + fresh * g
+//   second   <- decay * second + fresh_square * g * g
+//   ahead    =  of_gradient * g + of_velocity * velocity, over root_scale * sqrt(second) + epsilon if there is a second moment
+struct Rule {
+  float momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon;
+
+  SHARED_MATH float next_velocity(float velocity, float g) const { return within_largest(momentum * velocity + fresh * g); }
+  SHARED_MATH float next_second(float second, float g) const {
+    return within_largest(decay * second + fresh_square * (g * g));
+  }
+  SHARED_MATH float ahead(float g, float velocity) const { return of_gradient * g + of_velocity * velocity; }
+  SHARED_MATH float ahead(float g, float velocity, float second) const {
+    return ahead(g, velocity) / (root_scale * sqrtf(second) + epsilon);
+  }
+};
+
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
 // The order of top-k: a larger key is a larger magnitude, for all finite floats and infinity. Ties go to the lower index.

@@ -34,14 +34,30 @@ HOT bool add(const float* __restrict g, float* __restrict residual, int64_t n) {
 
 // Do the same with momentum.
 HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual, float* __restrict velocity, int64_t n,
-                           float momentum, float ahead_gradient, float ahead_velocity) {
+                           Rule rule) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float u = within_largest(momentum * velocity[i] + g[i]);
-    const float sum = within_largest(residual[i] + (ahead_gradient * g[i] + ahead_velocity * u));
+    const float u = rule.next_velocity(velocity[i], g[i]);
+    const float sum = within_largest(residual[i] + rule.ahead(g[i], u));
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];
+    residual[i] = good ? sum : residual[i];
+  }
+  return refused != 0;
+}
+
+// Do the same with momentum and a second moment.
+HOT bool add_with_second(const float* __restrict g, float* __restrict residual, float* __restrict velocity,
+                         float* __restrict second, int64_t n, Rule rule) {
+  uint32_t refused = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float u = rule.next_velocity(velocity[i], g[i]), s = rule.next_second(second[i], g[i]);
+    const float sum = within_largest(residual[i] + rule.ahead(g[i], u, s));
+    const bool good = is_finite(g[i]);
+    refused |= good ? 0u : 1u;
+    velocity[i] = good ? u : velocity[i];
+    second[i] = good ? s : second[i];
     residual[i] = good ? sum : residual[i];
   }
   return refused != 0;
@@ -59,9 +75,11 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 }
 
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
-                Span<float> residual, OptionalSpan<float> velocity, Span<int32_t> flag, OptionalSpan<double> moments,
-                OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float momentum, bool nesterov, bool raw,
-                Queue queue) {
+                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, Span<int32_t> flag,
+                OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float momentum,
+                float fresh, float of_gradient, float of_velocity, float decay, float fresh_square, float root_scale,
+                float epsilon, bool raw, Queue queue) {
+  const Rule rule = {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon};
   const Runs runs(grads, scratch);
   const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;
   std::atomic<bool> refused = false;
@@ -75,9 +93,10 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
         g = buffer;
       }
       float* sums = residual.data + at;
-      const bool refused_here = velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, momentum,
-                                                                     nesterov ? 1.0f : 0.0f, nesterov ? momentum : 1.0f)
-                                                 : add(g, sums, count);
+      const bool refused_here =
+          second.given()     ? add_with_second(g, sums, velocity.data + at, second.data + at, count, rule)
+          : velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, rule)
+                             : add(g, sums, count);
       mine |= refused_here;
       if (peaks.given()) note_peaks(sums, at, count, peaks.data);
       if (!moments.given()) return;

@@ -1,6 +1,6 @@
 // Gradients in, on a GPU. A bucket's scattered pieces are read where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity), sum_squares 4. One launch each, for the whole
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 28 with second), sum_squares 4. One launch each, for the whole
 // bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for each part,
 // which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a run). Its
 // record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two rises from
@@ -23,13 +23,16 @@ __global__ void __launch_bounds__(kThreads) flatten_tiles(const __grid_constant_
   });
 }
 
-// residual += ahead_gradient * g + ahead_velocity * velocity. The two factors are 0 and 1, or 1 and m for Nesterov's momentum.
+// What a step keeps beside the residual.
+enum class Keeps { nothing, velocity, second };
+
 struct Feedback {
   const float* scales;
   const float* loss_scale;
   float* residual;
   float* velocity;
-  float momentum, ahead_gradient, ahead_velocity;
+  float* second;
+  Rule rule;
 };
 
 __device__ __forceinline__ float unscale_of(const Feedback& to) {
@@ -42,40 +45,46 @@ struct Added {
   bool refused;
 };
 
-template <bool kWithVelocity>
+template <Keeps kKeeps>
 __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to, float unscale, int piece, int64_t entry,
                                          int count) {
   const float scale = (to.scales != nullptr ? to.scales[piece] : 1.0f) * unscale;
   Added run = {read_piece(grads, piece, entry, count), load_four(to.residual + entry, count), false};
-  Four velocity = {};
-  if (kWithVelocity) velocity = load_four(to.velocity + entry, count);
+  Four velocity = {}, second = {};
+  if (kKeeps != Keeps::nothing) velocity = load_four(to.velocity + entry, count);
+  if (kKeeps == Keeps::second) second = load_four(to.second + entry, count);
   for (int i = 0; i < 4; ++i) {
     const float g = scale * run.gradient.x[i];
-    const float v = kWithVelocity ? within_largest(to.momentum * velocity.x[i] + g) : g;
-    const float ahead = kWithVelocity ? to.ahead_gradient * g + to.ahead_velocity * v : g;
+    const float u = kKeeps == Keeps::nothing ? g : to.rule.next_velocity(velocity.x[i], g);
+    const float s = kKeeps == Keeps::second ? to.rule.next_second(second.x[i], g) : 0.0f;
+    const float ahead = kKeeps == Keeps::nothing    ? g
+                        : kKeeps == Keeps::velocity ? to.rule.ahead(g, u)
+                                                    : to.rule.ahead(g, u, s);
     const float sum = within_largest(run.residual.x[i] + ahead);
     const bool good = is_finite(g);
     run.refused |= !good;
     run.gradient.x[i] = good ? g : 0.0f;
-    velocity.x[i] = good ? v : velocity.x[i];
+    velocity.x[i] = good ? u : velocity.x[i];
+    second.x[i] = good ? s : second.x[i];
     run.residual.x[i] = good ? sum : run.residual.x[i];
   }
-  if (kWithVelocity) store_four(to.velocity + entry, count, velocity);
+  if (kKeeps != Keeps::nothing) store_four(to.velocity + entry, count, velocity);
+  if (kKeeps == Keeps::second) store_four(to.second + entry, count, second);
   store_four(to.residual + entry, count, run.residual);
   return run;
 }
 
-template <bool kWithVelocity>
+template <Keeps kKeeps>
 __global__ void __launch_bounds__(kThreads) add_tiles(const __grid_constant__ Pieces grads, Feedback to, int32_t* flag) {
   const float unscale = unscale_of(to);
   bool refused = false;
   for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    refused |= add_run<kWithVelocity>(grads, to, unscale, piece, entry, count).refused;
+    refused |= add_run<kKeeps>(grads, to, unscale, piece, entry, count).refused;
   });
   if (__syncthreads_or(refused) && threadIdx.x == 0) atomicOr(flag, 1);
 }
 
-template <bool kWithVelocity>
+template <Keeps kKeeps>
 __global__ void __launch_bounds__(kThreads)
     add_and_measure_tiles(const __grid_constant__ Pieces grads, Feedback to, bool raw, int32_t* flag, MomentsRecord* records) {
   const float unscale = unscale_of(to);
@@ -83,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   for_each_part(grads, [&](int piece, int64_t begin, int64_t end) {
     Shifted<float> mine = {};
     for_each_run_of(begin, end, [&](int64_t entry, int count) {
-      const Added run = add_run<kWithVelocity>(grads, to, unscale, piece, entry, count);
+      const Added run = add_run<kKeeps>(grads, to, unscale, piece, entry, count);
       refused |= run.refused;
       Four of = run.residual;
       for (int i = 0; i < 4; ++i) of.x[i] = raw ? run.gradient.x[i] : of.x[i];
@@ -135,13 +144,13 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) squares[blockIdx.x] = all;
 }
 
-template <bool kWithVelocity>
+template <Keeps kKeeps>
 void launch_add(unsigned blocks, const Pieces& grads, const Feedback& to, bool raw, int32_t* flag, MomentsRecord* records,
                 Queue queue) {
   if (records != nullptr) {
-    LAUNCH(add_and_measure_tiles<kWithVelocity>, blocks, kThreads, 0, queue, grads, to, raw, flag, records);
+    LAUNCH(add_and_measure_tiles<kKeeps>, blocks, kThreads, 0, queue, grads, to, raw, flag, records);
   } else {
-    LAUNCH(add_tiles<kWithVelocity>, blocks, kThreads, 0, queue, grads, to, flag);
+    LAUNCH(add_tiles<kKeeps>, blocks, kThreads, 0, queue, grads, to, flag);
   }
 }
 
@@ -164,9 +173,10 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
 }
 
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
-                Span<float> residual, OptionalSpan<float> velocity, Span<int32_t> flag, OptionalSpan<double> moments,
-                OptionalSpan<uint32_t> /* peaks */, OptionalSpan<uint32_t> scratch, float momentum, bool nesterov, bool raw,
-                Queue queue) {
+                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, Span<int32_t> flag,
+                OptionalSpan<double> moments, OptionalSpan<uint32_t> /* peaks */, OptionalSpan<uint32_t> scratch, float momentum,
+                float fresh, float of_gradient, float of_velocity, float decay, float fresh_square, float root_scale,
+                float epsilon, bool raw, Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
@@ -176,10 +186,12 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
                          loss_scale.data,
                          residual.data,
                          velocity.data,
-                         momentum,
-                         nesterov ? 1.0f : 0.0f,
-                         nesterov ? momentum : 1.0f};
-    (velocity.given() ? launch_add<true> : launch_add<false>)(blocks, grads, to, raw, flag.data, records, queue);
+                         second.data,
+                         {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon}};
+    const auto launch = second.given()     ? launch_add<Keeps::second>
+                        : velocity.given() ? launch_add<Keeps::velocity>
+                                           : launch_add<Keeps::nothing>;
+    launch(blocks, grads, to, raw, flag.data, records, queue);
   }
   if (measured) LAUNCH(join_moments, grads.count, kThreads, 0, queue, grads, records, moments.data);
 }

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradcomp.native.kernels import Adaptive
+
 # The largest magnitude in a residual or a velocity: 0.4 % below the largest float.
 LARGEST = 255 * 2.0**120
 
@@ -29,6 +31,22 @@ def accumulate(
     u = (momentum * velocity + g).clamp(-LARGEST, LARGEST)
     new = (residual + (g + momentum * u if nesterov else u)).clamp(-LARGEST, LARGEST)
     return torch.where(good, new, residual), torch.where(good, u, velocity), int(not good.all())
+
+
+def accumulate_adaptive(
+    grads: list[Tensor], residual: Tensor, velocity: Tensor, momentum: float, adaptive: Adaptive
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the new residual, velocity and second moment, each operation in float32."""
+    g = flatten(grads)
+    good = g.isfinite()
+    assert isinstance(adaptive.second, Tensor)
+    second, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon = adaptive
+    u = (momentum * velocity + fresh * g).clamp(-LARGEST, LARGEST)
+    s = (decay * second + fresh_square * (g * g)).clamp(-LARGEST, LARGEST)
+    root = torch.from_numpy(np.sqrt(s.cpu().numpy())).to(s.device)  # torch's own is not always the nearest float
+    ahead = (of_gradient * g + of_velocity * u) / (root_scale * root + epsilon)
+    new = (residual + ahead).clamp(-LARGEST, LARGEST)
+    return torch.where(good, new, residual), torch.where(good, u, velocity), torch.where(good, s, second)
 
 
 def moments(x: Tensor) -> list[float]:

@@ -83,21 +83,22 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     g, start = torch.randn(n), torch.randn(n)
     results = []
     for count in (1, threads):
-        residual, velocity = start.clone(), start.clone()
+        residual, velocity, second = start.clone(), start.clone(), start.abs()
         flag = torch.zeros(1, dtype=torch.int32)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
         peaks = kernels.peaks(n, g.device)
         words = torch.empty(extension.native.accumulate_scratch(False, n, 1), dtype=torch.int32)
-        settings = (0.9, True, False)
-        extension.native.accumulate([g], None, None, residual, velocity, flag, moments, peaks, words, *settings, threads=count)
+        settings = (0.9, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, False)
+        arrays = (residual, velocity, second, flag, moments, peaks, words)
+        extension.native.accumulate([g], None, None, *arrays, *settings, threads=count)
         extension.native.take_topk(residual, velocity, flag, peaks, k, *payload, scratch, threads=count)
         layers = torch.tensor([n], dtype=torch.int32), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_above_scratch(False, n, k), dtype=torch.int32)
         extension.native.take_above(residual, velocity, flag, peaks, *layers, *above, scratch, threads=count)
-        results.append((residual, velocity, moments, peaks, *payload, *above))
+        results.append((residual, velocity, second, moments, peaks, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

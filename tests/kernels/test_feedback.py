@@ -50,6 +50,38 @@ def test_accumulate_is_its_definition(
     assert flag.item() == 0
 
 
+@pytest.mark.parametrize("of_gradient", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_second_moment_divides_what_is_added(
+    device: torch.device, sizes: list[int], dtype: torch.dtype, of_gradient: float
+) -> None:
+    grads = pieces(sizes, dtype, device)
+    n = sum(sizes)
+    if n > 1:
+        grads[-1].view(-1)[-1] = float("inf")
+    residual, velocity, second = (torch.randn(n, device=device) for _ in range(3))
+    second = second.abs()
+    second[: n // 2] = 0
+    adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    expected = reference.accumulate_adaptive(grads, residual, velocity, 0.9, adaptive)
+    kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive)
+    assert all(reference.same(*pair) for pair in zip((residual, velocity, second), expected, strict=True))
+    assert flag.item() == (1 if n > 1 else 0)
+
+
+@pytest.mark.parametrize("size", [1e38, 1e20, 1e-20, 1e-38, 0.0])
+def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, size: float) -> None:
+    residual, velocity, second = (torch.zeros(100, device=device) for _ in range(3))
+    adaptive = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8)
+    for sign in (1, -1, 1):
+        grad = torch.full((100,), sign * size, device=device)
+        kernels.accumulate([grad], residual, velocity, torch.zeros(1, dtype=torch.int32, device=device), 0.9, adaptive=adaptive)
+        assert all(array.isfinite().all() for array in (residual, velocity, second))
+        assert residual.abs().max() <= 1e20  # a direction, whatever the gradient
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("with_velocity", [False, True])
 @pytest.mark.parametrize("where", [0, 4999, 9999])

@@ -4,6 +4,7 @@ memory: the lender of a kernel's scratch; None takes fresh memory in every call.
 """
 
 from gradcomp.native.kernels.gradients import (
+    Adaptive,
     accumulate,
     add_back,
     flatten,
@@ -39,6 +40,7 @@ from gradcomp.native.kernels.sparse import (
 )
 
 __all__ = [
+    "Adaptive",
     "LEVEL_RULES",
     "PER_WORD",
     "accumulate",

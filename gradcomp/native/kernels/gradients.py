@@ -53,6 +53,25 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
         extension.native.sum_squares(part, squares[layers], _lend_scratch(part, squares, memory), **queue(squares))
 
 
+class Adaptive(NamedTuple):
+    """What a step by Adam's kind has beside the momentum.
+
+    velocity <- momentum * velocity + fresh * g;  second <- decay * second + fresh_square * g * g
+    residual <- residual + (of_gradient * g + of_velocity * velocity) / (root_scale * sqrt(second) + epsilon)
+
+    second: the second moment; None = there is none, nor the division.
+    """
+
+    second: Array | None
+    fresh: float = 1.0
+    of_gradient: float = 0.0
+    of_velocity: float = 1.0
+    decay: float = 0.0
+    fresh_square: float = 0.0
+    root_scale: float = 1.0
+    epsilon: float = 0.0
+
+
 def accumulate(
     grads: Sequence[Array],
     residual: Array,
@@ -66,15 +85,18 @@ def accumulate(
     moments: Array | None = None,
     raw: bool = False,
     peaks: Array | None = None,
+    adaptive: Adaptive | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Add gradients to a residual: velocity <- momentum * velocity + scales * grads; residual <- residual + velocity.
 
+    adaptive: what Adam keeps beside; nesterov must then be False.
     loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
     peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
     """
     memory = memory or Memory()
+    rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or Adaptive(None)
     chunks = _chunks(grads)
     if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
@@ -87,12 +109,13 @@ def accumulate(
             loss_scale,
             residual[place],
             None if velocity is None else velocity[place],
+            None if rule.second is None else rule.second[place],
             flags[i : i + 1],
             None if moments is None else moments[layers],
             peaks,
             None if moments is None else _lend_scratch(part, residual, memory),
             momentum,
-            nesterov,
+            *rule[1:],
             raw,
             **queue(residual),
         )

@@ -52,6 +52,8 @@ def cases(arrays: Arrays) -> list[Case]:
 def passes(arrays: Arrays) -> list[Case]:
     """Return the kernels that pass over all entries."""
     n, flat, value, pushed, velocity, whole, taken, wide = arrays.n, *(arrays.zeros() for _ in range(7))
+    moved, first, second = (arrays.zeros() for _ in range(3))
+    adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8)
     seen = torch.zeros(len(arrays.sizes), MOMENTS, dtype=torch.float64, device=arrays.device)
     squares = torch.zeros(len(arrays.sizes), dtype=torch.float64, device=arrays.device)
     out = [list(arrays.zeros().split(arrays.sizes)) for _ in arrays.inputs]
@@ -60,6 +62,7 @@ def passes(arrays: Arrays) -> list[Case]:
         Case("flatten", lambda i: kernels.flatten(arrays.grads(i), flat), 8 * n),
         Case("accumulate", lambda i: kernels.accumulate(arrays.grads(i), value, None, arrays.flag), 12 * n),
         Case("accumulate, momentum", lambda i: kernels.accumulate(arrays.grads(i), pushed, velocity, arrays.flag, 0.9), 20 * n),
+        Case("accumulate, Adam", lambda i: kernels.accumulate(arrays.grads(i), moved, first, arrays.flag, 0.9, adaptive=adam), 28 * n),
         Case(
             "accumulate, moments",
             lambda i: kernels.accumulate(arrays.grads(i), wide, None, arrays.flag, moments=seen, memory=arrays.memory),
