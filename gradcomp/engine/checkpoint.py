@@ -18,8 +18,9 @@ from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Compressor
 
-# The arrays of a share.
-ARRAYS = ("residual", "velocity")
+# The arrays that are made once the optimizer has them, and all arrays of a share.
+MOMENTS = ("velocity", "second")
+ARRAYS = ("residual", *MOMENTS)
 
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
@@ -34,14 +35,14 @@ def save(
     """Copy all that the next step depends on.
 
     shapes: the shape and the order of memory of every layer. sums: the updates are sums over the ranks, not means. copy: copies
-    a layer's residual or velocity.
+    a layer's residual or moment.
     """
     return {
         "steps": reducer.steps_done,
+        "adam_steps": _adam_steps(reducer),
         "sums": sums,
         "shapes": dict(shapes),
-        "residual": _copies(reducer, "residual", copy),
-        "velocity": _copies(reducer, "velocity", copy),
+        **{array: _copies(reducer, array, copy) for array in ARRAYS},
         "buckets": [
             {"layers": list(bucket.layout.names), "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets
         ],
@@ -59,12 +60,13 @@ def prepare(
 ) -> Callable[[], None]:
     """Check shares of the same layers and spec, by rank. Return a function that copies them, after which nothing can fail.
 
-    The residual and the velocity become the sum of the shares' times the factor. A compressor's own state comes from the first
+    The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own state comes from the first
     share, and only if a bucket has the same layers; other buckets keep the state that they have. Without shares all is zero.
     trusted: the shares come from this process, and need not be finite.
     """
     sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}
     trials = [(bucket, _trial(bucket)) for bucket in reducer.buckets] if not shares else []
+    adam_steps = 0
     for i, (rank, share) in enumerate(shares.items()):
         try:
             _check_shapes(shapes, share)
@@ -74,19 +76,22 @@ def prepare(
         except ValueError as error:
             raise ValueError(f"{f'rank {rank}: ' if len(shares) > 1 else ''}{error}") from error
         if i == 0:
-            trials = loaded
+            trials, adam_steps = loaded, saved.whole(share, "adam_steps")
 
     def copy() -> None:
-        _make_velocities(reducer, {name for source in sources["velocity"] for name in source})
+        for array in MOMENTS:
+            _make_moments(reducer, array, {name for source in sources[array] for name in source})
+        of_adam = {name for source in sources["second"] for name in source}
         for array in ARRAYS:
             for name, view in _views(reducer, array).items():
                 view.zero_()
+                of_one = 1 / len(sources[array]) if array in MOMENTS and name in of_adam else factor
                 for source in sources[array]:
                     if name in source:
-                        view.add_(source[name].to(view.device), alpha=factor).clamp_(-LARGEST, LARGEST)
+                        view.add_(source[name].to(view.device), alpha=of_one).clamp_(-LARGEST, LARGEST)
         reducer.steps_done = steps
         for bucket in reducer.buckets:
-            bucket.state.steps = steps
+            bucket.state.steps, bucket.state.adam_steps = steps, adam_steps
         for bucket, trial in trials:
             bucket.state.inner = trial.inner
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
@@ -110,9 +115,11 @@ def in_main_memory(value: Any) -> Any:
 
 def scale(reducer: Reducer, factor: float) -> None:
     """Multiply what waits. What exceeds the largest magnitude is lost."""
+    of_adam = _views(reducer, "second")
     for array in ARRAYS:
-        for view in _views(reducer, array).values():
-            view.mul_(factor).clamp_(-LARGEST, LARGEST)
+        for name, view in _views(reducer, array).items():
+            if array == "residual" or name not in of_adam:
+                view.mul_(factor).clamp_(-LARGEST, LARGEST)
 
 
 def successor(compressor: Compressor, old: Reducer) -> Compressor:
@@ -132,37 +139,49 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
 
 
 def carry(old: Reducer, new: Reducer) -> None:
-    """Copy residuals, and velocities if both keep them, from one reducer to another with the same layers."""
-    _make_velocities(new, _views(old, "velocity"))
+    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers.
+
+    A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
+    """
+    for array in MOMENTS:
+        _make_moments(new, array, _views(old, array))
+    directions = _views(old, "second").keys() - _views(new, "second").keys()
     for array in ARRAYS:
         copies = _copies(old, array)
         for name, view in _views(new, array).items():
-            if name in copies:
+            if name in copies and not (array == "residual" and name in directions):
                 view.copy_(copies[name])
     new.steps_done = old.steps_done
+    for bucket in new.buckets:
+        bucket.state.adam_steps = _adam_steps(old)
+
+
+def _adam_steps(reducer: Reducer) -> int:
+    return max((bucket.state.adam_steps for bucket in reducer.buckets), default=0)
 
 
 def _views(reducer: Reducer, array: str) -> dict[str, Tensor]:
-    """Slice residuals or velocities into layers, by name. Buckets that do not keep the array between steps are left out."""
+    """Slice residuals or moments into layers, by name. Buckets that do not keep the array between steps are left out."""
     views: dict[str, Tensor] = {}
     for bucket in reducer.buckets:
         flat: Tensor | None = getattr(bucket.state, array)
-        if flat is not None and (bucket.collector.keeps_residual or array == "velocity"):
+        if flat is not None and (bucket.collector.keeps_residual or array in MOMENTS):
             views |= bucket.layout.views(flat)
     return views
 
 
-def _later_velocities(reducer: Reducer) -> dict[str, torch.Size]:
-    """Return the layers whose velocity is made once the optimizer has a momentum, with the velocities' shapes."""
+def _later_moments(reducer: Reducer) -> dict[str, torch.Size]:
+    """Return the layers whose moments are made once the optimizer has some, with the moments' shapes."""
     layouts = [bucket.layout for bucket in reducer.buckets if bucket.collector.takes_momentum]
     return {name: torch.Size([size]) for layout in layouts for name, size in zip(layout.names, layout.sizes, strict=True)}
 
 
-def _make_velocities(reducer: Reducer, names: Container[str]) -> None:
-    """Make the velocities of these layers, where the optimizer's momentum would."""
+def _make_moments(reducer: Reducer, array: str, names: Container[str]) -> None:
+    """Make a moment of these layers, where the optimizer's momentum would."""
     for bucket in reducer.buckets:
-        if bucket.collector.takes_momentum and bucket.state.velocity is None and any(n in names for n in bucket.layout.names):
-            bucket.state.velocity = torch.zeros_like(bucket.state.residual)
+        missing = bucket.collector.takes_momentum and getattr(bucket.state, array) is None
+        if missing and any(name in names for name in bucket.layout.names):
+            setattr(bucket.state, array, torch.zeros_like(bucket.state.residual))
 
 
 def _copies(reducer: Reducer, array: str, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Tensor]:
@@ -191,7 +210,7 @@ def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trusted: bool) -> Mapping[str, Tensor]:
     """Refuse arrays that do not fit the layers, or that are not finite."""
-    later = _later_velocities(reducer) if array == "velocity" else {}
+    later = _later_moments(reducer) if array in MOMENTS else {}
     shapes = {name: view.shape for name, view in _views(reducer, array).items()} | later
     shapes = {name: shape for name, shape in shapes.items() if name in theirs or name not in later}
     _check_names(shapes, theirs)

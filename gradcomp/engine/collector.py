@@ -26,7 +26,7 @@ class BucketState:
 
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
     flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
-    velocity: the local momentum. moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
+    velocity: the local momentum. second: Adam's second moment. adam_steps: the steps that the two have seen. moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping.
     """
 
@@ -38,6 +38,8 @@ class BucketState:
     squares: Tensor | None = None
     peaks: Tensor | None = None
     steps: int = 0
+    second: Tensor | None = None
+    adam_steps: int = 0
 
 
 class Momentum(NamedTuple):
@@ -54,6 +56,23 @@ class Momentum(NamedTuple):
     seeds: Sequence[Tensor | None]
 
 
+class AdamStep(NamedTuple):
+    """The settings of Adam's moments in a step of a bucket. momentum_decay: NAdam's; None for the others.
+
+    share: what a direction is multiplied by. sizes: of the layers. seeds: for each layer both moments that its own are to
+    continue from, or None. steps: the steps that the seeds have seen.
+    """
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    momentum_decay: float | None
+    share: float
+    sizes: Sequence[int]
+    seeds: Sequence[tuple[Tensor, ...] | None]
+    steps: int
+
+
 class StepFacts(NamedTuple):
     """What a bucket's step depends on, beside its gradients and its state.
 
@@ -66,7 +85,7 @@ class StepFacts(NamedTuple):
     ranks: int
     rates: Rates = None
     loss_scale: Tensor | None = None
-    momentum: Momentum | None = None
+    momentum: Momentum | AdamStep | None = None
 
 
 class Collector(Wrapper):

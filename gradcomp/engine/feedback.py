@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
-from gradcomp.engine.collector import BucketState, Collector, Momentum, StepFacts
+from gradcomp.engine import adam_moments, sgd_momentum
+from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
 from gradcomp.knobs import knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
@@ -132,10 +133,14 @@ class Feedback(Collector):
             state.residual.zero_()
         if step.rates is not None:
             self.revise(state.residual, state.velocity, state, step.rates)
-        momentum, nesterov = self.set_momentum, self.nesterov
-        if step.momentum is not None:
-            momentum, nesterov = step.momentum.value, step.momentum.nesterov
-            _begin_momentum(step.momentum, state)
+        momentum, nesterov, adaptive = self.set_momentum, self.nesterov, None
+        match step.momentum:
+            case Momentum(value, ahead):
+                momentum, nesterov = value, ahead
+                sgd_momentum.begin(step.momentum, state)
+            case AdamStep(beta1):
+                momentum, nesterov = beta1, False
+                adaptive = adam_moments.begin(step.momentum, state)
         kernels.accumulate(
             grads,
             state.residual,
@@ -148,6 +153,7 @@ class Feedback(Collector):
             moments=state.moments,
             raw=self.inner.traits.moments == "raw",
             peaks=state.peaks,
+            adaptive=adaptive,
             memory=step.memory,
         )
         masked = state.velocity if self.masking else None
@@ -178,26 +184,6 @@ class Feedback(Collector):
         if step.loss_scale is not None:
             norms = norms / step.loss_scale
         return (self.clip / math.sqrt(step.ranks) / (norms + 1e-6)).clamp(max=1).float()
-
-
-def _begin_momentum(momentum: Momentum, state: BucketState) -> None:
-    """Prepare the velocity for a step of the optimizer's momentum m and weight decay d.
-
-    The optimizer adds d times the weights to the gradient. Here m times the velocity is added; so d / m times the weights go
-    into it before. Nesterov's form adds the gradient once more, which the residual gets.
-    """
-    if state.velocity is None:
-        state.velocity = torch.zeros_like(state.residual)
-    sizes = [weight.numel() for weight in momentum.weights]
-    velocities, residuals = state.velocity.split(sizes), state.residual.split(sizes)
-    for velocity, seed in zip(velocities, momentum.seeds, strict=True):
-        if seed is not None:
-            velocity.copy_(seed)
-    for i, decay in enumerate(momentum.decays):
-        if decay:
-            velocities[i].add_(momentum.weights[i], alpha=decay / momentum.value)
-            if momentum.nesterov:
-                residuals[i].add_(momentum.weights[i], alpha=decay)
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:

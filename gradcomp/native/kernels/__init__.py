@@ -40,9 +40,9 @@ from gradcomp.native.kernels.sparse import (
 )
 
 __all__ = [
-    "Adaptive",
     "LEVEL_RULES",
     "PER_WORD",
+    "Adaptive",
     "accumulate",
     "add_back",
     "add_levels",

@@ -62,7 +62,11 @@ def passes(arrays: Arrays) -> list[Case]:
         Case("flatten", lambda i: kernels.flatten(arrays.grads(i), flat), 8 * n),
         Case("accumulate", lambda i: kernels.accumulate(arrays.grads(i), value, None, arrays.flag), 12 * n),
         Case("accumulate, momentum", lambda i: kernels.accumulate(arrays.grads(i), pushed, velocity, arrays.flag, 0.9), 20 * n),
-        Case("accumulate, Adam", lambda i: kernels.accumulate(arrays.grads(i), moved, first, arrays.flag, 0.9, adaptive=adam), 28 * n),
+        Case(
+            "accumulate, Adam",
+            lambda i: kernels.accumulate(arrays.grads(i), moved, first, arrays.flag, 0.9, adaptive=adam),
+            28 * n,
+        ),
         Case(
             "accumulate, moments",
             lambda i: kernels.accumulate(arrays.grads(i), wide, None, arrays.flag, moments=seen, memory=arrays.memory),

@@ -1,0 +1,110 @@
+"""The moments of torch's Adam, AdamW and NAdam, kept by each rank of its own gradients. The ranks exchange directions.
+
+Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam that
+looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction of its
+own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.collector import AdamStep, BucketState
+from gradcomp.engine.loaded_moments import LoadedMoments
+from gradcomp.native import kernels
+
+# Settings with which the optimizer does something else than begin() and hide().
+UNLIKE = ("amsgrad", "differentiable")
+# A product of momenta below which more of them change nothing.
+NOTHING = 1e-30
+# The base of the growth of NAdam's momentum.
+GROWTH = 0.96
+
+
+class AdamMoments:
+    """Steps in Adam's place: weights decay, and directions are added. Gradients are hidden from Adam meanwhile."""
+
+    def __init__(self, loaded: LoadedMoments):
+        self._loaded = loaded
+        self._hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
+
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether the moments can be taken over: one kind of them, and a weight decay that stays out of them."""
+        if not isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam):
+            return False
+        groups = optimizer.param_groups
+        kinds = {(*map(float, group["betas"]), group["eps"], group.get("momentum_decay")) for group in groups}
+        apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
+        return len(kinds) == 1 and groups[0]["eps"] > 0 and apart and not any(g.get(each) for g in groups for each in UNLIKE)
+
+    def of(self, optimizer: torch.optim.Optimizer, names: tuple[str, ...], share: float, weights: list[Any]) -> AdamStep:
+        """Take the moments over for some layers in this step. See SgdMomentum.of()."""
+        group = optimizer.param_groups[0]
+        seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in names]
+        steps = max(map(self._loaded.steps, names), default=0)
+        sizes = [values.numel() for _, values in weights]
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, sizes, seeds, steps)
+
+    @torch.no_grad()
+    def hide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step, and hide the gradients from the optimizer, which then finds nothing to do."""
+        for group in optimizer.param_groups:
+            own = [parameter for parameter in group["params"] if parameter.grad is not None]
+            grads = [parameter.grad for parameter in own]
+            if not own:
+                continue
+            rate = float(group["lr"])
+            if group["weight_decay"]:
+                torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
+            torch._foreach_add_(own, grads, alpha=rate if group.get("maximize") else -rate)
+            for parameter, grad in zip(own, grads, strict=True):
+                self._hidden.append((parameter, grad))
+                parameter.grad = None
+
+    def show(self) -> None:
+        """Show the gradients again."""
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+
+
+def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
+    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction."""
+    if state.velocity is None:
+        state.velocity = torch.zeros_like(state.residual)
+    if state.second is None:
+        state.second = torch.zeros_like(state.residual)
+    velocities, seconds = state.velocity.split(adam.sizes), state.second.split(adam.sizes)
+    for velocity, second, seed in zip(velocities, seconds, adam.seeds, strict=True):
+        if seed is not None:
+            velocity.copy_(seed[0])
+            second.copy_(seed[1])
+            state.adam_steps = max(state.adam_steps, adam.steps)
+    state.adam_steps += 1
+    of_gradient, of_velocity = _factors(adam, state.adam_steps)
+    root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
+    factors = adam.share * of_gradient, adam.share * of_velocity
+    return kernels.Adaptive(state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
+
+
+def _factors(adam: AdamStep, steps: int) -> tuple[float, float]:
+    """Return the shares of the gradient and of the first moment in a direction."""
+    if adam.momentum_decay is None:
+        return 0.0, 1 / (1 - adam.beta1**steps)
+    product = 1.0
+    for step in range(1, steps + 1):
+        product *= _nadam_momentum(adam, step)
+        if product < NOTHING:
+            break
+    now, later = _nadam_momentum(adam, steps), _nadam_momentum(adam, steps + 1)
+    return (1 - now) / (1 - product), later / (1 - product * later)
+
+
+def _nadam_momentum(adam: AdamStep, step: int) -> float:
+    assert adam.momentum_decay is not None
+    return adam.beta1 * (1 - 0.5 * GROWTH ** (step * adam.momentum_decay))

@@ -1,0 +1,42 @@
+"""The moments that a loaded state of an optimizer holds: velocities continue from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class LoadedMoments:
+    """Moments of an optimizer's state. Each rank gets those of a parameter once; the optimizer loses them.
+
+    parameters: by name. flatten: puts a tensor of a parameter's shape, given the name, in the order of entries.
+    simulated: the number of ranks that ask for each parameter.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], flatten: Callable[[str, Tensor], Tensor], simulated: int = 1
+    ):
+        self._parameters, self._flatten, self._simulated = parameters, flatten, simulated
+        self._waiting: dict[str, list[tuple[Tensor, ...]]] = {}
+        self._steps: dict[str, int] = {}
+
+    def take(self, optimizer: torch.optim.Optimizer, name: str, keys: Sequence[str]) -> tuple[Tensor, ...] | None:
+        """Take a parameter's moments out of the optimizer's state. The keys name them there.
+
+        None if there are none, or all are zeros: hvd.broadcast_optimizer_state() makes such ones, beside velocities that were
+        loaded.
+        """
+        state = optimizer.state.get(self._parameters[name], {})
+        found = [state.pop(key, None) for key in keys]
+        if all(moment is not None for moment in found) and any(bool(moment.any()) for moment in found):
+            flat = tuple(self._flatten(name, moment).float() for moment in found)
+            self._waiting[name] = [flat] * self._simulated
+            self._steps[name] = int(state.get("step", 0))
+        waiting = self._waiting.get(name)
+        return waiting.pop() if waiting else None
+
+    def steps(self, name: str) -> int:
+        """Return the steps that a parameter's moments had seen, for an optimizer that counts them."""
+        return self._steps.get(name, 0)

@@ -1,0 +1,81 @@
+"""The momentum of torch.optim.SGD, taken over by the exchange and hidden from the optimizer while it steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.collector import BucketState, Momentum
+from gradcomp.engine.loaded_moments import LoadedMoments
+
+# Settings that an optimizer must not apply again, since updates hold what they do.
+HIDDEN = ("momentum", "weight_decay")
+
+
+class SgdMomentum:
+    """Hides momentum and weight decay within step(), so that schedulers read and write them at any other time."""
+
+    def __init__(self, loaded: LoadedMoments):
+        self._loaded = loaded
+        self._shown: list[tuple[dict[str, Any], dict[str, float]]] = []
+
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether the momentum can be taken over: there is one, and no dampening."""
+        if not isinstance(optimizer, torch.optim.SGD):
+            return False
+        first = optimizer.param_groups[0]
+        kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
+        return len(kinds) == 1 and first["dampening"] == 0 and first["momentum"] > 0
+
+    def of(self, optimizer: torch.optim.Optimizer, names: tuple[str, ...], share: float, weights: list[Any]) -> Momentum:
+        """Take the momentum over for some layers in this step.
+
+        share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1.
+        weights: of each layer, its parameter and the weights in the order of entries.
+        """
+        first = optimizer.param_groups[0]
+        decays = {
+            id(each): share * (-group["weight_decay"] if group.get("maximize") else group["weight_decay"])
+            for group in optimizer.param_groups
+            for each in group["params"]
+        }
+        seeds: list[Tensor | None] = []
+        for name in names:
+            found = self._loaded.take(optimizer, name, ["momentum_buffer"])
+            seeds.append(None if found is None else share * found[0])
+        own = tuple(decays[id(parameter)] for parameter, _ in weights)
+        return Momentum(first["momentum"], first["nesterov"], own, [values for _, values in weights], seeds)
+
+    def hide(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hide from an optimizer that is about to step what its updates hold."""
+        for group in optimizer.param_groups:
+            self._shown.append((group, {name: group[name] for name in HIDDEN}))
+            group.update(dict.fromkeys(HIDDEN, 0.0))
+
+    def show(self) -> None:
+        """Show what hide() has hidden, also after a step that raised an error."""
+        for group, values in self._shown:
+            group.update({name: value for name, value in values.items() if group[name] == 0.0})
+        self._shown.clear()
+
+
+def begin(momentum: Momentum, state: BucketState) -> None:
+    """Prepare the velocity for a step of the optimizer's momentum m and weight decay d.
+
+    The optimizer adds d times the weights to the gradient. Here m times the velocity is added; so d / m times the weights go
+    into it before. Nesterov's form adds the gradient once more, which the residual gets.
+    """
+    if state.velocity is None:
+        state.velocity = torch.zeros_like(state.residual)
+    sizes = [weight.numel() for weight in momentum.weights]
+    velocities, residuals = state.velocity.split(sizes), state.residual.split(sizes)
+    for velocity, seed in zip(velocities, momentum.seeds, strict=True):
+        if seed is not None:
+            velocity.copy_(seed)
+    for i, decay in enumerate(momentum.decays):
+        if decay:
+            velocities[i].add_(momentum.weights[i], alpha=decay / momentum.value)
+            if momentum.nesterov:
+                residuals[i].add_(momentum.weights[i], alpha=decay)

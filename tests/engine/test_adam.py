@@ -1,0 +1,187 @@
+"""momentum=auto with Adam's kind: each rank makes directions of its own gradients, and the ranks exchange them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, NAdam, Optimizer
+
+import gradcomp
+
+STEPS = 12
+SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adam": (Adam, {}),
+    "adamw": (AdamW, {"weight_decay": 0.1}),
+    "betas": (AdamW, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.05}),
+    "maximize": (AdamW, {"maximize": True}),
+    "nadam": (NAdam, {}),
+    "nadam, decoupled": (NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True, "momentum_decay": 0.1}),
+    # What is left to the optimizer, which then gets gradients.
+    "amsgrad": (AdamW, {"amsgrad": True}),
+    "decay in the gradient": (Adam, {"weight_decay": 0.1}),
+}
+LEFT_TO_TORCH = ("amsgrad", "decay in the gradient")
+EXACT = ["topk:ratio=1,wire=exact", "topk:ratio=1,wire=exact,route=split", "dense:feedback=true"]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+
+
+def gradient(step: int, model: nn.Module) -> dict[str, Tensor]:
+    torch.manual_seed(100 + step)
+    return {name: torch.randn_like(each) for name, each in model.named_parameters()}
+
+
+def made(case: str, model: nn.Module) -> Optimizer:
+    kind, settings = SETTINGS[case]
+    optimizer: Optimizer = kind(model.parameters(), lr=0.01, **settings)
+    return optimizer
+
+
+def simulation_of(spec: str, model: nn.Module, optimizer: Optimizer, ranks: int = 1) -> gradcomp.Simulation:
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    return gradcomp.Simulation(spec, shapes, ranks, optimizer=optimizer, named_parameters=list(model.named_parameters()))
+
+
+def step(model: nn.Module, optimizer: Optimizer, simulation: gradcomp.Simulation | None, number: int, ranks: int = 1) -> None:
+    """All ranks have the same gradient: the mean of their directions is then Adam's of the mean."""
+    grads = gradient(number, model)
+    updates = grads if simulation is None else simulation.step([grads] * ranks)
+    for name, parameter in model.named_parameters():
+        parameter.grad = updates[name].clone()
+    optimizer.step()
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+def train(spec: str | None, case: str, ranks: int = 1) -> tuple[nn.Module, Optimizer, gradcomp.Simulation | None]:
+    model = net()
+    optimizer = made(case, model)
+    simulation = None if spec is None else simulation_of(spec, model, optimizer, ranks)
+    for number in range(STEPS):
+        step(model, optimizer, simulation, number, ranks)
+    return model, optimizer, simulation
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("spec", EXACT)
+@pytest.mark.parametrize("case", SETTINGS)
+def test_with_everything_sent_training_is_torchs_own(spec: str, case: str, ranks: int) -> None:
+    ours, optimizer, simulation = train(spec, case, ranks)
+    same(ours, train(None, case)[0])
+    assert simulation is not None
+    has_moments = all(share["second"] for share in simulation.state_dict()["of_rank"].values())
+    assert has_moments == (case not in LEFT_TO_TORCH)
+    assert bool(optimizer.state) == (case in LEFT_TO_TORCH), "the optimizer keeps no moments beside the ranks' own"
+
+
+def test_the_weight_decay_of_each_group_acts_on_it() -> None:
+    def prepared() -> tuple[nn.Module, Optimizer]:
+        model = net()
+        (a, b, *rest) = model.parameters()
+        groups: Any = [{"params": [a], "weight_decay": 0.3}, {"params": [b], "lr": 0.1}, {"params": rest, "weight_decay": 0}]
+        return model, AdamW(groups, lr=0.01)
+
+    ours, optimizer = prepared()
+    theirs, plain = prepared()
+    simulation = simulation_of(EXACT[0], ours, optimizer)
+    for number in range(STEPS):
+        step(ours, optimizer, simulation, number)
+        step(theirs, plain, None, number)
+    same(ours, theirs)
+
+
+def test_a_schedule_of_rate_and_betas_is_followed() -> None:
+    ends = []
+    for spec in (EXACT[0], None):
+        model = net()
+        optimizer = made("adamw", model)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1)
+        simulation = None if spec is None else simulation_of(spec, model, optimizer)
+        for number in range(STEPS):
+            step(model, optimizer, simulation, number)
+            schedule.step()
+        ends.append(model)
+    same(*ends)
+
+
+@pytest.mark.parametrize("case", ["adamw", "nadam"])
+def test_loaded_moments_are_gone_on_with(case: str) -> None:
+    """Torch's training goes on with gradcomp from torch's own checkpoint."""
+    half, trained, _ = train(None, case)
+    whole, optimizer = copy.deepcopy(half), None
+    ends = []
+    for spec in (EXACT[0], None):
+        model = copy.deepcopy(whole)
+        optimizer = made(case, model)
+        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+        simulation = None if spec is None else simulation_of(spec, model, optimizer)
+        for number in range(STEPS, 2 * STEPS):
+            step(model, optimizer, simulation, number)
+        ends.append(model)
+    same(*ends)
+
+
+@pytest.mark.parametrize("case", ["adamw", "nadam"])
+def test_a_checkpoint_holds_the_moments(case: str) -> None:
+    spec = "topk:ratio=0.2"
+    whole, optimizer, simulation = train(spec, case, ranks=2)
+    model = copy.deepcopy(whole)
+    own = made(case, model)
+    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again = simulation_of(spec, model, own, 2)
+    assert simulation is not None
+    again.load_state_dict(simulation.state_dict())
+    for number in range(STEPS, 2 * STEPS):
+        step(whole, optimizer, simulation, number, 2)
+        step(model, own, again, number, 2)
+    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_directions_are_not_carried_over_as_gradients() -> None:
+    model, optimizer, simulation = train("topk:ratio=0.05", "adamw", ranks=2)
+    assert simulation is not None
+    simulation.change("topk:ratio=0.2")
+    assert any(bool(each.any()) for each in simulation.residual(0).values())
+    simulation.change("topk:ratio=0.2,momentum=0")
+    assert not any(bool(each.any()) for each in simulation.residual(0).values())
+    step(model, optimizer, simulation, 50, 2)
+    assert optimizer.state, "the optimizer has its moments again"
+
+
+def test_gradients_are_shown_again_and_a_closure_is_refused() -> None:
+    model = net()
+    optimizer = made("adamw", model)
+    simulation = simulation_of("topk:ratio=0.5", model, optimizer)
+    updates = simulation.step([gradient(0, model)])
+    for name, parameter in model.named_parameters():
+        parameter.grad = updates[name].clone()
+    with pytest.raises(RuntimeError, match=r"step\(closure\) cannot work with momentum=auto.*momentum=0"):
+        optimizer.step(lambda: 0.0)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and torch.equal(parameter.grad, updates[name])
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    model = net()
+    optimizer = made("adamw", model)
+    simulation = simulation_of("topk:ratio=1", model, optimizer)
+    before = [each.detach().clone() for each in model.parameters()]
+    updates = simulation.step([gradient(0, model)])
+    first, *others = model.named_parameters()
+    for name, parameter in others:
+        parameter.grad = updates[name].clone()
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert moved == [False, True, True, True]
