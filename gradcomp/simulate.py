@@ -76,7 +76,7 @@ class Simulation:
             self._own_momentum = OwnMomentum(
                 lambda: self._optimizer, self._named, lambda name, tensor: tensor.reshape(-1), simulated=len(self._networks)
             )
-            momentum = self._own_momentum.of
+            momentum = self._own_momentum
         reducers: list[Reducer] = []
         for rank, network in enumerate(self._networks):
             options: dict[str, Any] = {"rates": rates, "memory": self._memory, "momentum": momentum}

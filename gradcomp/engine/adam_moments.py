@@ -1,19 +1,20 @@
 """The moments of torch's Adam, AdamW and NAdam, kept by each rank of its own gradients. The ranks exchange directions.
 
-Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam that
-looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction of its
-own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the learning rate.
+Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam
+that looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction of
+its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradcomp.engine.collector import AdamStep, BucketState
+from gradcomp.engine.delivered_sample import Holds
 from gradcomp.engine.loaded_moments import LoadedMoments
 from gradcomp.native import kernels
 
@@ -27,6 +28,8 @@ GROWTH = 0.96
 
 class AdamMoments:
     """Steps in Adam's place: weights decay, and directions are added. Gradients are hidden from Adam meanwhile."""
+
+    holds: ClassVar[Holds] = "direction"
 
     def __init__(self, loaded: LoadedMoments):
         self._loaded = loaded
@@ -53,6 +56,11 @@ class AdamMoments:
     @torch.no_grad()
     def hide(self, optimizer: torch.optim.Optimizer) -> None:
         """Step, and hide the gradients from the optimizer, which then finds nothing to do."""
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler leaves it to an optimizer with fused=True to look for infinities, which momentum=auto cannot: it "
+                "steps in Adam's place. Make the optimizer with fused=False, or write momentum=0 into the spec"
+            )
         for group in optimizer.param_groups:
             own = [parameter for parameter in group["params"] if parameter.grad is not None]
             grads = [parameter.grad for parameter in own]
@@ -107,4 +115,5 @@ def _factors(adam: AdamStep, steps: int) -> tuple[float, float]:
 
 def _nadam_momentum(adam: AdamStep, step: int) -> float:
     assert adam.momentum_decay is not None
-    return adam.beta1 * (1 - 0.5 * GROWTH ** (step * adam.momentum_decay))
+    grown: float = GROWTH ** (step * adam.momentum_decay)
+    return adam.beta1 * (1 - 0.5 * grown)

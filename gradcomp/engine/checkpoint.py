@@ -60,8 +60,8 @@ def prepare(
 ) -> Callable[[], None]:
     """Check shares of the same layers and spec, by rank. Return a function that copies them, after which nothing can fail.
 
-    The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own state comes from the first
-    share, and only if a bucket has the same layers; other buckets keep the state that they have. Without shares all is zero.
+    The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own
+    state comes from the first share, and only if a bucket has the same layers; other buckets keep the state that they have. Without shares all is zero.
     trusted: the shares come from this process, and need not be finite.
     """
     sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}

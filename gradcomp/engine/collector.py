@@ -26,7 +26,8 @@ class BucketState:
 
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
     flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
-    velocity: the local momentum. second: Adam's second moment. adam_steps: the steps that the two have seen. moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
+    velocity: the local momentum. second: Adam's second moment. adam_steps: the steps that the two have seen.
+    moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradcomp.engine import optimizers
 from gradcomp.engine.adam_moments import AdamMoments
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import AdamStep, Momentum
+from gradcomp.engine.delivered_sample import DeliveredSample
 from gradcomp.engine.loaded_moments import LoadedMoments
 from gradcomp.engine.sgd_momentum import SgdMomentum
 from gradcomp.protocol import Layout
@@ -32,7 +34,8 @@ class OwnMomentum:
 
     optimizer: returns the optimizer, or None if none is known. parameters: those that are exchanged, by name.
     flatten: puts a tensor of a parameter's shape, given the name, in the order of entries. sums: updates are sums over this
-    many ranks; 1 if they are means. simulated: the number of ranks that ask of() for each bucket.
+    many ranks; 1 if they are means. simulated: the number of ranks that ask of() for each bucket. sample: finds changes of
+    updates before the optimizer steps; None = nobody looks for them.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class OwnMomentum:
         flatten: Callable[[str, Tensor], Tensor],
         sums: Callable[[], int] = lambda: 1,
         simulated: int = 1,
+        sample: DeliveredSample | None = None,
     ):
+        self._sample = sample
         self._optimizer, self._parameters, self._flatten, self._sums = optimizer, parameters, flatten, sums
         self._ids = {id(parameter) for parameter in parameters.values()}
         self._trained: tuple[Any, list[int], bool] = (None, [], False)
@@ -71,6 +76,11 @@ class OwnMomentum:
         weights = [(each, self._flatten(name, each.detach()).float()) for name, each in zip(layout.names, own, strict=True)]
         return self._kind.of(optimizer, layout.names, 1 / self._sums(), weights)
 
+    def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None) -> None:
+        """Note a step's updates, which the buckets' gradients hold."""
+        if self._sample is not None and self.taken:
+            self._sample.keep(buckets, loss_scale)
+
     def hide(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Hide from an optimizer that is about to step what its updates hold."""
         if self._kind is not None and optimizer is self._optimizer():
@@ -80,6 +90,8 @@ class OwnMomentum:
                     "step() without it, or set momentum=0 in the spec"
                 )
             self.show()
+            if self._sample is not None:
+                self._sample.check(self._kind.holds)
             self._kind.hide(optimizer)
 
     def show(self) -> None:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.collector import Momentum, StepFacts
+from gradcomp.engine.collector import StepFacts
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.loss_scale import LossScale
+from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.plan import plan
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
-from gradcomp.protocol import Compressor, Layer, Layout
+from gradcomp.protocol import Compressor, Layer
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send
 
 # The types of gradients that kernels read.
@@ -36,7 +37,7 @@ class Reducer:
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
     rates: a function from a layer's name to its learning rate. memory: the owner of scratch and updates, a new one by default.
-    loss_scale: that of the gradients, if they are scaled. momentum: returns the optimizer's for the layers of a bucket.
+    loss_scale: that of the gradients, if they are scaled. momentum: the optimizer's, if it is known.
     targets: finds the arrays that a bucket's update is written into; by default its gradients.
     delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
     the call; by default the delivery writes it.
@@ -52,7 +53,7 @@ class Reducer:
         *,
         rates: Callable[[str], float] | None = None,
         loss_scale: LossScale | None = None,
-        momentum: Callable[[Layout], Momentum | None] | None = None,
+        momentum: OwnMomentum | None = None,
         targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
         delivery: Delivery | None = None,
         deliver: Callable[[Bucket, Update], None] | None = None,
@@ -135,6 +136,8 @@ class Reducer:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         if self._takes_back:
             self.delivery.add_back(self.buckets, self.scale, self._step)
+        if self._momentum is not None and self.buckets:
+            self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]))
         for bucket in self.buckets:
             bucket.grads.clear()
         self._step += 1
@@ -158,7 +161,7 @@ class Reducer:
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
         rates = None if self.rates is None else tuple(map(self.rates, layout.names))
-        momentum = None if self._momentum is None else self._momentum(layout)
+        momentum = None if self._momentum is None else self._momentum.of(layout)
         facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
         bucket.round = 0

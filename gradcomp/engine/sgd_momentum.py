@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gradcomp.engine.collector import BucketState, Momentum
+from gradcomp.engine.delivered_sample import Holds
 from gradcomp.engine.loaded_moments import LoadedMoments
 
 # Settings that an optimizer must not apply again, since updates hold what they do.
@@ -16,6 +17,8 @@ HIDDEN = ("momentum", "weight_decay")
 
 class SgdMomentum:
     """Hides momentum and weight decay within step(), so that schedulers read and write them at any other time."""
+
+    holds: ClassVar[Holds] = "velocity"
 
     def __init__(self, loaded: LoadedMoments):
         self._loaded = loaded

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradcomp.engine.delivered_sample import DeliveredSample
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
@@ -15,8 +16,8 @@ from gradcomp.engine.parameters import Parameters
 from gradcomp.protocol import Compressor
 
 _SUM = (
-    "op=Sum came as a surprise to momentum=auto, which adds the weight decay on every rank: use "
-    "gradcomp.horovod.DistributedOptimizer, which knows op, or momentum=0 in the spec, which leaves momentum to the optimizer"
+    "op=Sum came as a surprise to momentum=auto, which took the updates for means: use gradcomp.horovod.DistributedOptimizer, "
+    "which knows op, or write momentum=0 into the spec, which leaves momentum to the optimizer"
 )
 
 
@@ -49,6 +50,7 @@ class Training:
             {name: slot.parameter for name, slot in slots.items()},
             lambda name, tensor: slots[name].flat(tensor),
             sums,
+            sample=DeliveredSample(slots),
         )
 
     def check_scale(self, scale: float, sums: bool) -> None:
@@ -73,7 +75,7 @@ class Training:
         if (optimizer := self._check.optimizer) is not None:
             check_momentum(compressor, optimizer)
             rates = self._check.rate
-        return {"rates": rates, "loss_scale": self._loss_scale, "momentum": self._momentum.of}
+        return {"rates": rates, "loss_scale": self._loss_scale, "momentum": self._momentum}
 
     def note_residual(self, keeps: bool) -> None:
         """Note whether entries wait from step to step, so that an unknown loss scale matters."""

@@ -179,7 +179,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     simulation = simulation_of("topk:ratio=1", model, optimizer)
     before = [each.detach().clone() for each in model.parameters()]
     updates = simulation.step([gradient(0, model)])
-    first, *others = model.named_parameters()
+    _, *others = model.named_parameters()
     for name, parameter in others:
         parameter.grad = updates[name].clone()
     optimizer.step()

@@ -1,0 +1,79 @@
+"""Entries of what a step delivered, kept until the optimizer steps, to find what changed them: a clip, usually."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.parameters import Slot
+from gradcomp.exchanges.delayed_counts import Counts
+
+# What updates hold.
+Holds = Literal["direction", "velocity"]
+# The most entries that are kept. Few of a sparse update's are not 0.
+ENTRIES = 4096
+# A change by less than this share is rounding: by unscaling, for example.
+SMALLEST_CHANGE = 0.01
+
+_CHANGED = (
+    "the gradients were changed between their exchange and step(), as clip_grad_norm_() does. With momentum=auto they hold "
+)
+_REMEDY = (
+    ". Write clip=1.0, or whatever the norm is, into the spec, which then clips each rank's own gradient, and remove the other "
+    "clip; or write momentum=0, and the exchange is of gradients"
+)
+_TEXTS: dict[Holds, str] = {
+    "direction": f"{_CHANGED}Adam's directions, whose length says nothing about the gradient's{_REMEDY}",
+    "velocity": f"{_CHANGED}SGD's velocity, which is several times as long as the gradient{_REMEDY}",
+}
+
+
+class DeliveredSample:
+    """A sample of the largest layer's update, without the loss scale.
+
+    A change of directions is refused; one of a velocity is warned of, once. On a GPU it is found one step later, so that nobody
+    waits for the device.
+    """
+
+    def __init__(self, slots: Mapping[str, Slot]):
+        self._slots, self._warned = slots, False
+        self._largest = max(slots.values(), key=lambda slot: slot.layer.size, default=None)
+        self._kept: Tensor | None = None
+        self._late: tuple[Holds, Counts] | None = None
+
+    def keep(self, buckets: Sequence[Bucket], loss_scale: Tensor | None) -> None:
+        """Keep a sample of a step's updates, which the buckets' gradients hold."""
+        self._kept = None
+        for bucket in buckets:
+            if self._largest is not None and (grad := bucket.grads.get(self._largest.name)) is not None:
+                sample = self._sample(grad.view(-1))
+                self._kept = sample.clone() if loss_scale is None else sample / loss_scale
+
+    def check(self, holds: Holds) -> None:
+        """Compare the gradients with the sample, before the optimizer's step. holds: what updates hold."""
+        late, self._late = self._late, None
+        if late is not None and late[1].largest():
+            self._say(late[0])
+        kept, self._kept = self._kept, None
+        if kept is None or self._largest is None or self._largest.parameter.grad is None:
+            return
+        now = self._sample(self._largest.flat(self._largest.parameter.grad))
+        changed = ((now - kept).abs().sum() > SMALLEST_CHANGE * kept.abs().sum()).int().view(1)
+        if changed.is_cuda:
+            self._late = holds, Counts(changed)
+        elif changed.item():
+            self._say(holds)
+
+    def _sample(self, flat: Tensor) -> Tensor:
+        return flat.detach()[:: max(1, flat.numel() // ENTRIES)].float()
+
+    def _say(self, holds: Holds) -> None:
+        if holds == "direction":
+            raise RuntimeError(_TEXTS[holds])
+        if not self._warned:
+            self._warned = True
+            warnings.warn(_TEXTS[holds], stacklevel=2)
