@@ -60,6 +60,20 @@ struct Rule {
   }
 };
 
+// The velocity of entries that are sent: 0 for one that had waited, which is then a sum of many gradients. An entry that was sent
+// in the step before has not waited. sent_in holds the step in which each entry was last sent, modulo 256; 0 before the first.
+struct Mask {
+  float* velocity;
+  uint8_t* sent_in;
+  uint8_t step;
+
+  SHARED_MATH void note(int64_t entry) const {
+    if (velocity == nullptr) return;
+    if (sent_in[entry] != static_cast<uint8_t>(step - 1)) velocity[entry] = 0.0f;
+    sent_in[entry] = step;
+  }
+};
+
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
 // The order of top-k: a larger key is a larger magnitude, for all finite floats and infinity. Ties go to the lower index.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
+from gradcomp.native.kernels import Mask
 from gradcomp.native.memory import Memory, Update
 from gradcomp.requests import Requests, World
 
@@ -61,7 +62,7 @@ class Acc:
 
     residual: accumulates the gradient and the unsent entries of earlier steps, flat, in float32; after a step, the error.
     memory: lends updates, and scratch to kernels.
-    velocity: the local momentum; a take clears it where it takes an entry. None without momentum or with masking=false.
+    mask: clears the velocity where an entry is sent that had waited. None without momentum or with masking=false.
     flag: int32[1], not 0 where a gradient was not finite; None where gradients were not checked.
     moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor that needs them.
     rates: the learning rate of each layer; None where no optimizer is known.
@@ -70,7 +71,7 @@ class Acc:
 
     residual: Tensor
     memory: Memory
-    velocity: Tensor | None = None
+    mask: Mask | None = None
     flag: Tensor | None = None
     moments: Tensor | None = None
     rates: tuple[float, ...] | None = None

@@ -64,22 +64,21 @@ class Simulation:
         self._update: dict[str, Tensor] = {}
         self._options, self._board, self._memory = (bucket_mb, seed), Board(world), Memory()
         self._networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
+        self._momentum: OwnMomentum | None = None
+        if optimizer is not None and self._named is not None:
+            self._momentum = OwnMomentum(lambda: optimizer, self._named, _flat, simulated=world)
         self._compressor = make(spec)
         self._reducers = self._make_reducers(self._compressor)
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates = momentum = None
+        rates = None
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)
-            self._own_momentum = OwnMomentum(
-                lambda: self._optimizer, self._named, lambda name, tensor: tensor.reshape(-1), simulated=len(self._networks)
-            )
-            momentum = self._own_momentum
         reducers: list[Reducer] = []
         for rank, network in enumerate(self._networks):
-            options: dict[str, Any] = {"rates": rates, "memory": self._memory, "momentum": momentum}
+            options: dict[str, Any] = {"rates": rates, "memory": self._memory, "momentum": self._momentum}
             if reducers:  # the update of rank 0 is returned, and the others' are compared with it
                 options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
             reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))
@@ -189,6 +188,10 @@ class Simulation:
                 raise RuntimeError(
                     f"rank {rank} has another update of {name!r} than rank 0: {self._compressor} is not deterministic"
                 )
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)
 
 
 class _ReusedArray:

@@ -16,7 +16,7 @@ struct ResidualReader {
 
 struct MovingHand {
   float* residual;
-  float* velocity;
+  Mask mask;
   float* values;
   int32_t* indices;
   const int32_t* flag;
@@ -31,7 +31,7 @@ struct MovingHand {
     values[place] = x;
     indices[place] = static_cast<int32_t>(index);
     residual[index] = 0.0f;
-    if (velocity != nullptr) velocity[index] = 0.0f;
+    mask.note(index);
   }
 };
 

@@ -31,5 +31,5 @@ class TopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         k = count_of(self.ratio, acc.residual.numel())
-        taken = routes.codec_of(self.wire, self.route).take(acc, k, routes.velocity_to_mask(acc, self.route))
+        taken = routes.codec_of(self.wire, self.route).take(acc, k, routes.mask_of(acc, self.route))
         return (yield from routes.exchange(acc, taken, world, self.route))

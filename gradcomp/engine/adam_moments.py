@@ -1,8 +1,8 @@
 """The moments of torch's Adam, AdamW and NAdam, kept by each rank of its own gradients. The ranks exchange directions.
 
 Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam
-that looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction of
-its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
+that looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction
+of its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class ByHost(Wrapper):
         part = state.slice(acc.residual, position.part)
         torch.mul(host_acc.residual[: len(part)], 1 / position.host_world.share, out=part).clamp_(-LARGEST, LARGEST)
         update = yield from _gather_parts(part_update, state, position, acc.memory)
-        if acc.velocity is not None:
-            acc.velocity.masked_fill_((update != 0) & update.isfinite(), 0.0)
+        if acc.mask is not None:
+            acc.mask.note_all((update != 0) & update.isfinite())
         return Update(update)
 
 

@@ -61,7 +61,8 @@ def prepare(
     """Check shares of the same layers and spec, by rank. Return a function that copies them, after which nothing can fail.
 
     The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own
-    state comes from the first share, and only if a bucket has the same layers; other buckets keep the state that they have. Without shares all is zero.
+    state comes from the first share, and only if a bucket has the same layers; other buckets keep the state that they have.
+    Without shares all is zero.
     trusted: the shares come from this process, and need not be finite.
     """
     sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}
@@ -93,7 +94,7 @@ def prepare(
         for bucket in reducer.buckets:
             bucket.state.steps, bucket.state.adam_steps = steps, adam_steps
         for bucket, trial in trials:
-            bucket.state.inner = trial.inner
+            bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
 
     return copy

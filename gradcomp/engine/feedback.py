@@ -18,7 +18,7 @@ from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
-from gradcomp.saved import table_or_empty, whole
+from gradcomp.saved import entry, table_or_empty, tensor, whole
 
 # The value of momentum that stands for the optimizer's.
 AUTO = "auto"
@@ -44,7 +44,7 @@ class Feedback(Collector):
         word=AUTO,
     )
     nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
-    masking: bool = knob(False, "clear the velocity of entries that were sent, as published")
+    masking: bool = knob(True, "clear the velocity of an entry that is sent after it has waited; never Adam's")
     clip: float = knob(
         0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
     )
@@ -115,10 +115,14 @@ class Feedback(Collector):
         return state
 
     def save(self, state: BucketState) -> dict[str, Any]:
-        return {"steps": state.steps, "inner": super().save(state)}
+        sent_in = None if state.sent_in is None else state.sent_in.clone()
+        return {"steps": state.steps, "sent_in": sent_in, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
+        state.sent_in = None
+        if entry(saved, "sent_in") is not None:
+            state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
         super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:
@@ -156,8 +160,17 @@ class Feedback(Collector):
             adaptive=adaptive,
             memory=step.memory,
         )
-        masked = state.velocity if self.masking else None
-        return Acc(state.residual, step.memory, masked, state.flag, state.moments, step.rates, state.peaks)
+        mask = self._mask(state) if momentum and adaptive is None else None
+        return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
+
+    def _mask(self, state: BucketState) -> kernels.Mask | None:
+        if not self.masking or state.velocity is None:
+            return None
+        if state.sent_in is None:
+            state.sent_in = torch.zeros(state.velocity.shape, dtype=torch.uint8, device=state.velocity.device)
+            if state.steps:  # the momentum came late: nothing has been sent with it yet
+                state.sent_in.fill_(state.steps % 256)
+        return kernels.Mask(state.velocity, state.sent_in, state.steps + 1)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)

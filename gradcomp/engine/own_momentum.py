@@ -76,6 +76,11 @@ class OwnMomentum:
         weights = [(each, self._flatten(name, each.detach()).float()) for name, each in zip(layout.names, own, strict=True)]
         return self._kind.of(optimizer, layout.names, 1 / self._sums(), weights)
 
+    def leave(self) -> None:
+        """Leave the momentum to the optimizer from now on."""
+        self.show()
+        self._kind = None
+
     def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None) -> None:
         """Note a step's updates, which the buckets' gradients hold."""
         if self._sample is not None and self.taken:

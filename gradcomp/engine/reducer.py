@@ -73,7 +73,10 @@ class Reducer:
             for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
         ]
         # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
-        self._momentum = momentum if all(bucket.collector.takes_momentum for bucket in self.buckets) else None
+        self._momentum = momentum
+        if momentum is not None and not all(bucket.collector.takes_momentum for bucket in self.buckets):
+            momentum.leave()
+            self._momentum = None
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
         self._deliver = deliver or self._write
         self._takes_back = delivery is not None or deliver is None

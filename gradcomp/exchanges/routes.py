@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from gradcomp.exchanges import split, tree
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, EXACT, Codec, Taken
+from gradcomp.native.kernels import Mask
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import World, gather
@@ -31,9 +30,9 @@ def codec_of(wire: str, route: str) -> Codec:
     return EXACT if route == "tree" else CODECS[wire]
 
 
-def velocity_to_mask(acc: Acc, route: str) -> Tensor | None:
-    """Return the velocity that a take must mask. A tree masks later: only its root knows which entries were used."""
-    return None if route == "tree" else acc.velocity
+def mask_of(acc: Acc, route: str) -> Mask | None:
+    """Return the mask of a take. A tree masks later: only its root knows which entries were used."""
+    return None if route == "tree" else acc.mask
 
 
 def exchange(

@@ -153,6 +153,6 @@ def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, share: fl
     error = torch.zeros_like(values) if exact else values - update.flat.index_select(0, index)
     error.clamp_(-LARGEST, LARGEST)
     acc.residual.index_copy_(0, index, torch.where(failed, values, error))
-    if acc.velocity is not None:
-        acc.velocity.index_copy_(0, index, acc.velocity.index_select(0, index).masked_fill(~failed, 0.0))
+    if acc.mask is not None:
+        acc.mask.note(index, ~failed.expand(len(index)))
     return update

@@ -147,9 +147,8 @@ def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, u
     sent = is_in(taken.indices, result["indices"]) & ~failed
     returned = torch.where(sent, kept_share * taken.values, taken.values)
     acc.residual.index_add_(0, places, returned.masked_fill(~used, 0.0))
-    if acc.velocity is not None:
-        masked = acc.velocity.index_select(0, places).masked_fill(~(sent & used), 0.0)
-        acc.velocity.index_add_(0, places, masked, alpha=-1)
+    if acc.mask is not None:
+        acc.mask.note(places, sent & used)
     for values, indices in dropped:
         otherwise_lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
         places = indices.clamp(max=n - 1).long()

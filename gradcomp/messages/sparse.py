@@ -80,10 +80,10 @@ class Codec(ABC):
     def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         """Return the places that a payload names. They are unchecked and may lie outside the bucket."""
 
-    def take(self, acc: Acc, k: int, velocity: Tensor | None = None) -> Taken:
-        """Move the k largest entries out of acc, in index order. The velocity, if given, is masked at their places."""
+    def take(self, acc: Acc, k: int, mask: kernels.Mask | None = None) -> Taken:
+        """Move the k largest entries out of acc, in index order. The mask, if given, notes them."""
         taken = self.allocate(acc, k)
-        kernels.take_topk(acc.residual, k, *taken.entries, velocity, acc.flag, acc.peaks, acc.memory)
+        kernels.take_topk(acc.residual, k, *taken.entries, mask, acc.flag, acc.peaks, acc.memory)
         return taken
 
     def check(self, received: Mapping[int, Payload], update: Update, n: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,43 @@ def test_with_everything_sent_training_is_torchs_own(spec: str, settings: str) -
     same(ours, theirs)
     (group,) = optimizer.param_groups
     assert {name: group[name] for name in SETTINGS[settings]} == SETTINGS[settings]
+
+
+# Specs that send the large half of SHAPES in every step: with gentler steps at first, flushes, dense layers, bursts, sums.
+HOT = [
+    "topk:ratio=0.5,wire=exact",
+    "topk:ratio=0.5,wire=exact,warmup=6",
+    "topk:ratio=0.5,route=tree",
+    "topk:ratio=0.5,wire=exact,route=split",
+    "topk:ratio=0.5,wire=exact,by_host=true",
+    "sdagc:lam=0.5,sigma=zero,wire=exact,flush=4,cap=1",
+    "sdagc:lam=0.5,sigma=zero,wire=exact,small=none,cap=1",
+    "sdagc:lam=0.5,sigma=zero,wire=exact,warmup=6,cap=1",
+    "gtopk:ratio=0.5",
+    "gs_sgd:ratio=0.5",
+    "sketched_sgd:ratio=0.5",
+]
+SHAPES = {"a": (40, 50), "b": (48,)}
+
+
+@pytest.mark.parametrize("momentum", ["auto", "0.9"])
+@pytest.mark.parametrize("spec", HOT)
+def test_entries_that_never_wait_have_the_optimizers_momentum(spec: str, momentum: str) -> None:
+    """The small half waits, and now and then a flush or a gentler step sends it. That must not disturb the large half."""
+    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    optimizer = SGD(weights.values(), lr=1.0, momentum=0.9 if momentum == "auto" else 0.0)
+    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": weights.items(), "ranks_per_host": 2}
+    simulation = gradcomp.Simulation(f"{spec},momentum={momentum}", SHAPES, 4, **options)
+    large = {name: torch.arange(math.prod(shape)).view(shape) % 2 == 0 for name, shape in SHAPES.items()}
+    velocity = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        grads = {name: 1 + torch.rand(shape, generator=generator) for name, shape in SHAPES.items()}
+        grads = {name: torch.where(large[name], own, 1e-6 * own) for name, own in grads.items()}
+        updates = simulation.step([grads] * 4)
+        for name, hot in large.items():
+            velocity[name] = 0.9 * velocity[name] + grads[name]
+            torch.testing.assert_close(updates[name][hot], velocity[name][hot], rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("spec", EXACT)

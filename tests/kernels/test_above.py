@@ -151,7 +151,7 @@ def test_steering(device: torch.device) -> None:
 
 
 def take_above(
-    residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int, velocity: Tensor | None = None
+    residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int, mask: kernels.Mask | None = None
 ) -> dict[str, Tensor]:
     device = residual.device
     taken = {
@@ -160,20 +160,23 @@ def take_above(
         "header": torch.full((2,), -1, dtype=torch.int32, device=device),
     }
     layers = torch.tensor(sizes).cumsum(0).to(torch.int32).to(device), torch.tensor(thresholds, device=device)
-    kernels.take_above(residual, *layers, **taken, velocity=velocity)
+    kernels.take_above(residual, *layers, **taken, mask=mask)
     return taken
 
 
 def check_above(residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int) -> None:
     before, velocity = residual.clone(), torch.ones_like(residual)
-    taken = take_above(residual, sizes, thresholds, capacity, velocity)
+    sent_in = torch.arange(residual.numel(), device=residual.device).to(torch.uint8)
+    wanted, _ = reference.above(before, sizes, thresholds, capacity)
+    masked = reference.mask(velocity, sent_in, 8, wanted)
+    taken = take_above(residual, sizes, thresholds, capacity, kernels.Mask(velocity, sent_in, 8))
     wanted, passing = reference.above(before, sizes, thresholds, capacity)
     assert taken["header"].tolist() == [passing, 0]
     assert torch.equal(taken["indices"][: wanted.numel()].long(), wanted)
     assert reference.same(taken["values"][: wanted.numel()], before[wanted])
-    left, masked = before.clone(), torch.ones_like(residual)
-    left[wanted] = masked[wanted] = 0
-    assert reference.same(residual, left) and reference.same(velocity, masked)
+    left = before.clone()
+    left[wanted] = 0
+    assert reference.same(residual, left) and reference.same(velocity, masked[0]) and torch.equal(sent_in, masked[1])
 
 
 @pytest.mark.parametrize("kind", gradients.KINDS)

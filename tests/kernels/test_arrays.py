@@ -84,7 +84,7 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     results = []
     for count in (1, threads):
         residual, velocity, second = start.clone(), start.clone(), start.abs()
-        flag = torch.zeros(1, dtype=torch.int32)
+        flag, sent_in = torch.zeros(1, dtype=torch.int32), torch.zeros(n, dtype=torch.uint8)
         payload = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_topk_scratch(False, n, k), dtype=torch.int32)
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
@@ -93,12 +93,12 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         settings = (0.9, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, False)
         arrays = (residual, velocity, second, flag, moments, peaks, words)
         extension.native.accumulate([g], None, None, *arrays, *settings, threads=count)
-        extension.native.take_topk(residual, velocity, flag, peaks, k, *payload, scratch, threads=count)
+        extension.native.take_topk(residual, velocity, sent_in, 3, flag, peaks, k, *payload, scratch, threads=count)
         layers = torch.tensor([n], dtype=torch.int32), torch.tensor([3.0])
         above = torch.empty(k), torch.empty(k, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
         scratch = torch.empty(extension.native.take_above_scratch(False, n, k), dtype=torch.int32)
-        extension.native.take_above(residual, velocity, flag, peaks, *layers, *above, scratch, threads=count)
-        results.append((residual, velocity, second, moments, peaks, *payload, *above))
+        extension.native.take_above(residual, velocity, sent_in, 4, flag, peaks, *layers, *above, scratch, threads=count)
+        results.append((residual, velocity, second, sent_in, moments, peaks, *payload, *above))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -158,13 +158,15 @@ def test_a_number_that_is_none_is_named(k: object) -> None:
     arrays = torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     scratch = torch.zeros(100_000, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"take_topk: k=.* must be a whole number"):
-        extension.native.take_topk(torch.zeros(10), None, None, None, k, *arrays, scratch, stream=0, threads=1)
+        extension.native.take_topk(torch.zeros(10), None, None, 0, None, None, k, *arrays, scratch, stream=0, threads=1)
 
 
 def test_an_empty_velocity_is_one_of_the_wrong_size() -> None:
     entries = torch.zeros(3), torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="take_topk: velocity has 0 entries"):
-        kernels.take_topk(torch.ones(1000), 3, *entries, velocity=torch.zeros(0))
+        kernels.take_topk(
+            torch.ones(1000), 3, *entries, mask=kernels.Mask(torch.zeros(0), torch.zeros(0, dtype=torch.uint8), 1)
+        )
 
 
 def test_payloads_of_different_numbers_of_ranks_are_refused() -> None:

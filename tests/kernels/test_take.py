@@ -15,13 +15,13 @@ from gradcomp.native import kernels
 Taken = dict[str, Tensor]
 
 
-def take_topk(residual: Tensor, k: int, velocity: Tensor | None = None, flag: Tensor | None = None) -> Taken:
+def take_topk(residual: Tensor, k: int, mask: kernels.Mask | None = None, flag: Tensor | None = None) -> Taken:
     taken = {
         "values": torch.full((k,), 9.0, device=residual.device),
         "indices": torch.full((k,), -1, dtype=torch.int32, device=residual.device),
         "header": torch.full((2,), -1, dtype=torch.int32, device=residual.device),
     }
-    kernels.take_topk(residual, k, **taken, velocity=velocity, flag=flag)
+    kernels.take_topk(residual, k, **taken, mask=mask, flag=flag)
     return taken
 
 
@@ -64,12 +64,29 @@ def test_topk_of_few_among_zeros(device: torch.device) -> None:
     check_topk(residual, 50)
 
 
-def test_topk_masks_the_velocity(device: torch.device) -> None:
+@pytest.mark.parametrize("step", [1, 2, 255, 256, 257, 70_000])
+def test_topk_masks_the_velocity_of_what_had_waited(device: torch.device, step: int) -> None:
     residual, velocity = torch.randn(5000, device=device), torch.randn(5000, device=device)
-    before = velocity.clone()
-    taken = take_topk(residual, 50, velocity=velocity)
-    before[taken["indices"].long()] = 0
-    assert reference.same(velocity, before)
+    sent_in = torch.randint(256, (5000,), device=device).to(torch.uint8)
+    sent_in[::2] = (step - 1) % 256
+    wanted = reference.mask(velocity, sent_in, step, reference.topk(residual, 50))
+    take_topk(residual, 50, kernels.Mask(velocity, sent_in, step))
+    assert reference.same(velocity, wanted[0]) and torch.equal(sent_in, wanted[1])
+
+
+def test_the_masks_of_torch_are_those_of_the_kernels(device: torch.device) -> None:
+    velocity, sent_in = torch.randn(1000, device=device), torch.randint(256, (1000,), device=device).to(torch.uint8)
+    places = torch.cat([torch.randperm(999)[:300], torch.tensor([999, 999, 999])]).to(device)
+    sent = torch.rand(303, device=device) < 0.5
+    sent[-3:] = torch.tensor([False, True, False])
+    wanted = reference.mask(velocity, sent_in, 77, places[sent])
+    mask = kernels.Mask(velocity, sent_in, 77)
+    mask.note(places, sent)
+    assert reference.same(velocity, wanted[0]) and torch.equal(sent_in, wanted[1])
+    everything = torch.arange(1000, device=device)
+    wanted = reference.mask(velocity, sent_in, 78, everything[500:])
+    mask._replace(step=78).note_all(everything >= 500)
+    assert reference.same(velocity, wanted[0]) and torch.equal(sent_in, wanted[1])
 
 
 def test_topk_passes_the_flag_on(device: torch.device) -> None:

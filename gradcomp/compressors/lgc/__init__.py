@@ -152,7 +152,7 @@ class Lgc(Compressor):
         if len(first.residual):
             kernels.settle_all(first.residual, first_update)
             update[state.first] = first_update
-        entries.settle(middle.residual, middle.velocity, middle_update, shared, check)
+        entries.settle(middle.residual, middle.mask, middle_update, shared, check)
 
     def _select_entries(
         self, middle: Acc, zeros: Tensor, state: LgcState, coder: Autoencoder, world: World
@@ -213,7 +213,7 @@ class Lgc(Compressor):
         """Send this rank's largest entries as they are. The update must be zero."""
         n = len(acc.residual)
         if n:
-            taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.velocity)
+            taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.mask)
             yield from routes.allgather(acc, taken, world, into=update)
 
     def _share_places(self, acc: Acc, selection: PlaceSelection, coder: Autoencoder, coded: bool) -> Requests[CommonPlaces]:
@@ -237,7 +237,7 @@ class Lgc(Compressor):
 
 def _slice(acc: Acc, span: slice) -> Acc:
     """Slice acc, without the statistics of the whole."""
-    return Acc(acc.residual[span], acc.memory, None if acc.velocity is None else acc.velocity[span], acc.flag)
+    return Acc(acc.residual[span], acc.memory, None if acc.mask is None else acc.mask.part(span), acc.flag)
 
 
 def _join(first: Acc, summary: Tensor, buffer: Tensor, share: float) -> Tensor:

@@ -88,7 +88,7 @@ class CommonEntries(NamedTuple):
         cut = CommonPlaces(places[rows, columns], scales[rows], leaders[rows])
         return CommonEntries(self.values[rows, columns], cut, self.world, innovations)
 
-    def settle(self, residual: Tensor, velocity: Tensor | None, update: Tensor, shared: SharedMean, check: CodeCheck) -> None:
+    def settle(self, residual: Tensor, mask: kernels.Mask | None, update: Tensor, shared: SharedMean, check: CodeCheck) -> None:
         """Write the mean into the update and the error into the residual, if the codes are accepted.
 
         The update is not finite and the residual keeps all entries if a gradient is not finite.
@@ -97,15 +97,15 @@ class CommonEntries(NamedTuple):
         mean = torch.where(check.failed, torch.nan, torch.where(check.accepted, shared.mean, 0.0))
         self.places.write(update, mean)
         self.places.write(residual, torch.where(taken, shared.error, self.values))
-        if velocity is not None:
-            self.places.write(velocity, self.places.read(velocity).masked_fill(taken, 0.0))
+        if mask is not None:
+            mask.note(self.places.places.flatten(), taken.expand(self.values.shape).flatten())
         for rank, (places, values) in enumerate([] if self.innovations is None else self.innovations.outside):
             sent = values.masked_fill(check.failed, 0.0)
             update.index_add_(0, places, sent / self.world.size)
             if rank == self.world.rank:
                 residual.index_add_(0, places, -sent)
-                if velocity is not None:
-                    velocity.index_copy_(0, places, velocity.index_select(0, places).masked_fill(sent != 0, 0.0))
+                if mask is not None:
+                    mask.note(places, sent != 0)
 
 
 def gather_innovations(acc: Acc, common: CommonPlaces, count: int, codec: Codec, zeros: Tensor) -> Requests[Innovations]:

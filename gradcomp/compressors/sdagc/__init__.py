@@ -134,8 +134,8 @@ class Sdagc(Compressor):
             return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam, mask=True))
         self._set_thresholds(moments, state)
         taken = routes.codec_of(self.wire, self.route).allocate(acc, capacity.entries)
-        layers, velocity = (state.ends, state.thresholds), routes.velocity_to_mask(acc, self.route)
-        kernels.take_above(acc.residual, *layers, *taken.entries, velocity, acc.flag, acc.peaks, acc.memory)
+        layers, mask = (state.ends, state.thresholds), routes.mask_of(acc, self.route)
+        kernels.take_above(acc.residual, *layers, *taken.entries, mask, acc.flag, acc.peaks, acc.memory)
         if target is not None:
             kernels.steer(state.lam, taken.entries.header, target)
         if self.lr_revision in AGE_REVISIONS:

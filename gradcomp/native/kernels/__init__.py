@@ -27,6 +27,7 @@ from gradcomp.native.kernels.levels import (
 )
 from gradcomp.native.kernels.sketches import heaviest, sketch
 from gradcomp.native.kernels.sparse import (
+    Mask,
     add_packed,
     add_sparse,
     pack_sparse,
@@ -43,6 +44,7 @@ __all__ = [
     "LEVEL_RULES",
     "PER_WORD",
     "Adaptive",
+    "Mask",
     "accumulate",
     "add_back",
     "add_levels",

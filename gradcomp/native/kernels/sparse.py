@@ -3,10 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from gradcomp.native import extension
 from gradcomp.native.extension import Array, count, launches, on_cuda, queue
 from gradcomp.native.memory import Memory
+
+
+class Mask(NamedTuple):
+    """The velocity, which becomes 0 wherever an entry is sent that had waited. One that was sent a step before has not.
+
+    sent_in: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. step: this step's number.
+    """
+
+    velocity: Tensor
+    sent_in: Tensor
+    step: int
+
+    def note(self, places: Tensor, sent: Tensor) -> None:
+        """Note which of these entries are sent. A place may come twice if it is sent once at most."""
+        last, velocity = self.sent_in.index_select(0, places), self.velocity.index_select(0, places)
+        waited = sent & (last != (self.step - 1) % 256)
+        self.velocity.index_add_(0, places, velocity.masked_fill(~waited, 0.0), alpha=-1)
+        self.sent_in.index_add_(0, places, torch.where(sent, self.step % 256 - last, 0).to(torch.uint8))
+
+    def note_all(self, sent: Tensor) -> None:
+        """Note which of all entries are sent. sent: for each entry, or one for all."""
+        self.velocity.masked_fill_(sent & (self.sent_in != (self.step - 1) % 256), 0.0)
+        self.sent_in.masked_fill_(sent, self.step % 256)
+
+    def part(self, span: slice) -> Mask:
+        """Return the mask of some of the entries."""
+        return Mask(self.velocity[span], self.sent_in[span], self.step)
+
+
+# The three arguments of a take without a mask.
+_NO_MASK = (None, None, 0)
 
 
 def take_topk(
@@ -15,18 +50,20 @@ def take_topk(
     values: Array,
     indices: Array,
     header: Array,
-    velocity: Array | None = None,
+    mask: Mask | None = None,
     flag: Array | None = None,
     peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Take the k entries of largest magnitude out of the residual, in index order, ties to the lower index.
 
-    header <- (k, flag).
+    mask: sets the velocity to 0 where the entry waited. header <- (k, flag).
     """
     words = extension.native.take_topk_scratch(on_cuda(residual), count(residual), k)
     scratch = (memory or Memory()).scratch("topk", words, residual)
-    extension.native.take_topk(residual, velocity, flag, peaks, k, values, indices, header, scratch, **queue(residual))
+    extension.native.take_topk(
+        residual, *(mask or _NO_MASK), flag, peaks, k, values, indices, header, scratch, **queue(residual)
+    )
 
 
 def take_above(
@@ -36,18 +73,18 @@ def take_above(
     values: Array,
     indices: Array,
     header: Array,
-    velocity: Array | None = None,
+    mask: Mask | None = None,
     flag: Array | None = None,
     peaks: Array | None = None,
     memory: Memory | None = None,
 ) -> None:
     """Take the entries whose magnitude exceeds their layer's threshold out of the residual, in index order.
 
-    The capacity is that of values; if more pass, the largest are taken. header <- (how many pass, flag).
+    The capacity is that of values; if more pass, the largest are taken. mask: see take_topk(). header <- (how many pass, flag).
     """
     words = extension.native.take_above_scratch(on_cuda(residual), count(residual), count(values))
     arrays = (ends, thresholds, values, indices, header, (memory or Memory()).scratch("above", words, residual))
-    extension.native.take_above(residual, velocity, flag, peaks, *arrays, **queue(residual))
+    extension.native.take_above(residual, *(mask or _NO_MASK), flag, peaks, *arrays, **queue(residual))
 
 
 def set_thresholds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Arrays:
         """Make an array of zeros."""
         return torch.zeros(self.n, device=self.device)
 
-    def payload(self) -> dict[str, Tensor]:
+    def payload(self) -> dict[str, Any]:
         """Make arrays for k sparse entries."""
         return {
             "values": torch.zeros(self.k, device=self.device),

@@ -93,6 +93,7 @@ def sparse(arrays: Arrays) -> list[Case]:
     plain, pushed, velocity, payload = arrays.zeros(), arrays.zeros(), arrays.zeros(), arrays.payload()
 
     peaks, memory = kernels.peaks(n, arrays.device), arrays.memory
+    sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
 
     def feedback(i: int) -> None:
         kernels.accumulate(arrays.grads(i), plain, None, arrays.flag, peaks=peaks)
@@ -100,7 +101,9 @@ def sparse(arrays: Arrays) -> list[Case]:
 
     def with_momentum(i: int) -> None:
         kernels.accumulate(arrays.grads(i), pushed, velocity, arrays.flag, 0.9, peaks=peaks)
-        kernels.take_topk(pushed, k, **payload, velocity=velocity, flag=arrays.flag, peaks=peaks, memory=memory)
+        kernels.take_topk(
+            pushed, k, **payload, mask=kernels.Mask(velocity, sent_in, i), flag=arrays.flag, peaks=peaks, memory=memory
+        )
 
     return [
         Case(
@@ -131,9 +134,11 @@ def above(arrays: Arrays) -> list[Case]:
     values, indices = arrays.payload()["values"], arrays.payload()["indices"]
     failed = torch.full((n,), math.nan, device=arrays.device)
 
-    def take(acc: Tensor, velocity: Tensor | None) -> None:
+    sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
+
+    def take(acc: Tensor, mask: kernels.Mask | None) -> None:
         kernels.set_thresholds(moments, ends, lam, thresholds)
-        kernels.take_above(acc, *chosen, **payload, velocity=velocity, flag=flag, peaks=peaks, memory=memory)
+        kernels.take_above(acc, *chosen, **payload, mask=mask, flag=flag, peaks=peaks, memory=memory)
 
     def plain(i: int) -> None:
         kernels.accumulate(arrays.grads(i), value, None, flag, moments=moments, peaks=peaks, memory=memory)
@@ -141,7 +146,7 @@ def above(arrays: Arrays) -> list[Case]:
 
     def with_momentum(i: int) -> None:
         kernels.accumulate(arrays.grads(i), pushed, velocity, flag, 0.9, moments=moments, peaks=peaks, memory=memory)
-        take(pushed, velocity)
+        take(pushed, kernels.Mask(velocity, sent_in, i))
 
     def pack(i: int) -> None:
         kernels.pack_sparse(**payload, residual=target, blocks=packed["blocks"], entries=packed["entries"])
