@@ -213,10 +213,12 @@ def test_local_momentum_without_masking_is_momentum_of_the_mean(nesterov: bool) 
     torch.testing.assert_close(ours, w.detach(), rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_masking_stops_the_momentum_of_sent_entries() -> None:
-    simulation = gradcomp.Simulation("topk:ratio=0.1,momentum=0.5,masking=true", {"w": (10,)}, 1)
-    simulation.step([{"w": torch.arange(10.0)}])  # sends entry 9
+def test_masking_stops_the_momentum_of_what_waited_and_is_sent() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.1,momentum=0.5", {"w": (10,)}, 1)
+    simulation.step([{"w": torch.arange(10.0)}])  # sends entry 9, which had not waited
     update = simulation.step([{"w": torch.zeros(10)}])
     assert update["w"].nonzero().item() == 8
     assert update["w"][8] == 8 + 4  # the residual, and half of the velocity
-    assert simulation.residual(0)["w"][9] == 0
+    simulation.step([{"w": torch.zeros(10)}])  # sends entry 7
+    assert simulation.residual(0)["w"][8] == 0
+    assert simulation.residual(0)["w"][9] == 9 / 2 + 9 / 4

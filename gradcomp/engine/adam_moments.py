@@ -55,7 +55,9 @@ class AdamMoments:
 
     @torch.no_grad()
     def hide(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step, and hide the gradients from the optimizer, which then finds nothing to do."""
+        """Step, and hide the gradients from the optimizer, which then finds nothing to do. A step may call another one."""
+        if self._hidden:
+            return
         if getattr(optimizer, "found_inf", None) is not None:
             raise RuntimeError(
                 "a GradScaler leaves it to an optimizer with fused=True to look for infinities, which momentum=auto cannot: it "

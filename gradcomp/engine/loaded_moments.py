@@ -29,11 +29,12 @@ class LoadedMoments:
         loaded.
         """
         state = optimizer.state.get(self._parameters[name], {})
-        found = [state.pop(key, None) for key in keys]
-        if all(moment is not None for moment in found) and any(bool(moment.any()) for moment in found):
-            flat = tuple(self._flatten(name, moment).float() for moment in found)
-            self._waiting[name] = [flat] * self._simulated
-            self._steps[name] = int(state.get("step", 0))
+        if all(state.get(key) is not None for key in keys):
+            del optimizer.state[self._parameters[name]]  # all of it: Adam makes its state anew only where there is none
+            if any(bool(state[key].any()) for key in keys):
+                flat = tuple(self._flatten(name, state[key]).float() for key in keys)
+                self._waiting[name] = [flat] * self._simulated
+                self._steps[name] = int(state.get("step", 0))
         waiting = self._waiting.get(name)
         return waiting.pop() if waiting else None
 

@@ -35,7 +35,8 @@ class OwnMomentum:
     optimizer: returns the optimizer, or None if none is known. parameters: those that are exchanged, by name.
     flatten: puts a tensor of a parameter's shape, given the name, in the order of entries. sums: updates are sums over this
     many ranks; 1 if they are means. simulated: the number of ranks that ask of() for each bucket. sample: finds changes of
-    updates before the optimizer steps; None = nobody looks for them.
+    updates before the optimizer steps; None = nobody looks for them. under_way: an exchange has begun and not ended: Horovod's
+    step() ends it, and then calls the optimizer's own.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class OwnMomentum:
         sums: Callable[[], int] = lambda: 1,
         simulated: int = 1,
         sample: DeliveredSample | None = None,
+        under_way: Callable[[], bool] = lambda: False,
     ):
+        self._under_way = under_way
         self._sample = sample
         self._optimizer, self._parameters, self._flatten, self._sums = optimizer, parameters, flatten, sums
         self._ids = {id(parameter) for parameter in parameters.values()}
@@ -88,13 +91,12 @@ class OwnMomentum:
 
     def hide(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Hide from an optimizer that is about to step what its updates hold."""
-        if self._kind is not None and optimizer is self._optimizer():
+        if self._kind is not None and optimizer is self._optimizer() and not self._under_way():
             if closure and isinstance(self._kind, AdamMoments):
                 raise RuntimeError(
                     "step(closure) cannot work with momentum=auto, which steps in Adam's place; call the closure before, and "
                     "step() without it, or set momentum=0 in the spec"
                 )
-            self.show()
             if self._sample is not None:
                 self._sample.check(self._kind.holds)
             self._kind.hide(optimizer)

@@ -54,6 +54,7 @@ class Session:
             lambda: own._compressor,
             self._guard.before_optimizer,
             lambda: own.network.world.size if own._membership.sums else 1,
+            lambda: own._guard.under_way,
         )
         self._reducer = self._make_reducer(compressor)
 

@@ -52,7 +52,8 @@ class SgdMomentum:
         return Momentum(first["momentum"], first["nesterov"], own, [values for _, values in weights], seeds)
 
     def hide(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hide from an optimizer that is about to step what its updates hold."""
+        """Hide from an optimizer that is about to step what its updates hold. A step may call another one."""
+        self.show()
         for group in optimizer.param_groups:
             self._shown.append((group, {name: group[name] for name in HIDDEN}))
             group.update(dict.fromkeys(HIDDEN, 0.0))

@@ -25,7 +25,7 @@ class Training:
     """The optimizer and the GradScaler of a session's parameters.
 
     compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
-    sums: updates are sums over this many ranks; 1 if they are means.
+    sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Training:
         compressor: Callable[[], Compressor],
         before_step: Callable[[], None],
         sums: Callable[[], int],
+        under_way: Callable[[], bool],
     ):
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
         self._unknown_scaler = UnknownScaler(options.scaler)
@@ -51,6 +52,7 @@ class Training:
             lambda name, tensor: slots[name].flat(tensor),
             sums,
             sample=DeliveredSample(slots),
+            under_way=under_way,
         )
 
     def check_scale(self, scale: float, sums: bool) -> None:

@@ -1,0 +1,113 @@
+"""momentum=auto with Adam under DDP: directions, loss scales, and clips after the exchange."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import adam_twin
+import pytest
+import ranks
+import sgd_twin
+import torch
+import torch.distributed as dist
+from adam_twin import SETTINGS
+from sgd_twin import SPEC, STEPS, Two, gradients
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+
+
+def prepared(optimizer_of: Any, spec: str = SPEC, **options: Any) -> tuple[Two, DistributedDataParallel, torch.optim.Optimizer]:
+    model = Two()
+    wrapped = DistributedDataParallel(model)
+    optimizer = optimizer_of(model)
+    gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer, **options)
+    return model, wrapped, optimizer
+
+
+def train(case: str) -> list[Tensor]:
+    model, wrapped, optimizer = prepared(lambda model: adam_twin.made(model, case))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        wrapped(gradients(dist.get_rank(), step)).backward()
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def train_scaled() -> list[Tensor]:
+    """Train with a loss scale that doubles on the way."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    model, wrapped, optimizer = prepared(lambda model: adam_twin.made(model, "adamw"), scaler=scaler)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(wrapped(gradients(dist.get_rank(), step))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def clipped(optimizer_of: Any, longest: float, spec: str = SPEC) -> list[str]:
+    """Clip after the exchange. Return the text of the error, or of all warnings."""
+    model, wrapped, optimizer = prepared(optimizer_of, spec)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(3):
+            optimizer.zero_grad()
+            wrapped(gradients(dist.get_rank(), step)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), longest)
+            try:
+                optimizer.step()
+            except RuntimeError as error:
+                return [str(error)]
+    return [str(each.message) for each in seen]
+
+
+def program() -> dict[str, Any]:
+    ranks.join()
+    found: dict[str, Any] = {case: train(case) for case in SETTINGS}
+    found["scaled"] = train_scaled()
+    adam, sgd = (lambda model: adam_twin.made(model, "adamw")), (lambda model: sgd_twin.sgd(model, "nesterov"))
+    found["clips"] = {
+        "adam": clipped(adam, 1.0),
+        "adam, sparse": clipped(adam, 0.01, "topk:ratio=0.01"),
+        "adam, longer than any": clipped(adam, 1e9),
+        "adam, gradients": clipped(adam, 1.0, f"{SPEC},momentum=0"),
+        "sgd": clipped(sgd, 1.0),
+        "sgd, longer than any": clipped(sgd, 1e9),
+    }
+    return found
+
+
+outcomes = ranks.once(lambda: ranks.launch(program, RANKS))
+
+
+@pytest.mark.parametrize("case", [*SETTINGS, "scaled"])
+def test_training_is_by_the_mean_of_the_ranks_directions(case: str) -> None:
+    for found in outcomes():
+        adam_twin.check(found[case], "adamw" if case == "scaled" else case, RANKS)
+
+
+@pytest.mark.parametrize("case", ["adam", "adam, sparse"])
+def test_a_clip_of_directions_is_refused(case: str) -> None:
+    for found in outcomes():
+        (text,) = found["clips"][case]
+        assert "changed between their exchange and step(), as clip_grad_norm_() does" in text
+        assert "Adam's directions" in text and "clip=1.0" in text and "momentum=0" in text
+
+
+def test_a_clip_of_velocities_is_warned_of_once() -> None:
+    for found in outcomes():
+        (text,) = found["clips"]["sgd"]
+        assert "SGD's velocity" in text and "clip=1.0" in text
+
+
+@pytest.mark.parametrize("case", ["adam, longer than any", "adam, gradients", "sgd, longer than any"])
+def test_a_clip_that_changes_nothing_or_gradients_is_fine(case: str) -> None:
+    for found in outcomes():
+        assert found["clips"][case] == []
