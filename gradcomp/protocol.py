@@ -62,7 +62,7 @@ class Acc:
 
     residual: accumulates the gradient and the unsent entries of earlier steps, flat, in float32; after a step, the error.
     memory: lends updates, and scratch to kernels.
-    mask: clears the velocity where an entry is sent that had waited. None without momentum or with masking=false.
+    mask: notes which entries are sent, for momentum; None where nobody needs it.
     flag: int32[1], not 0 where a gradient was not finite; None where gradients were not checked.
     moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor that needs them.
     rates: the learning rate of each layer; None where no optimizer is known.
@@ -86,7 +86,8 @@ class Traits:
     unbiased: its updates have the right expectation without error feedback.
     outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
     moments: it reads statistics of each layer, either of the accumulated residual or of the raw gradient.
-    sparse: it takes the few largest entries, and uses the peaks to find them. momentum: the momentum that it keeps itself.
+    selects: it sends some entries in a step and leaves the others. sparse: it uses the peaks to find them.
+    momentum: the momentum that it keeps itself.
     rates: it uses the learning rates where they are known, or it needs them.
     ends: it treats the model's first and last layers differently from the others.
     """
@@ -95,6 +96,7 @@ class Traits:
     unbiased: bool = False
     outermost: bool = False
     moments: Literal["accumulated", "raw"] | None = None
+    selects: bool = False
     sparse: bool = False
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"

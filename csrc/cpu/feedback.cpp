@@ -47,13 +47,18 @@ HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual
   return refused != 0;
 }
 
+// Find out which entries have waited, in words as wide as the entries, so that the loop below is vectorised.
+HOT void find_waiting(const uint8_t* __restrict sent_in, uint32_t* __restrict waited, int64_t n, uint8_t step) {
+  for (int64_t i = 0; i < n; ++i) waited[i] = has_waited(sent_in[i], step);
+}
+
 // Do the same with momentum and a second moment.
 HOT bool add_with_second(const float* __restrict g, float* __restrict residual, float* __restrict velocity,
-                         float* __restrict second, int64_t n, Rule rule) {
+                         float* __restrict second, const uint32_t* __restrict waited, int64_t n, Rule rule) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float u = rule.next_velocity(velocity[i], g[i]), s = rule.next_second(second[i], g[i]);
-    const float sum = within_largest(residual[i] + rule.ahead(g[i], u, s));
+    const float sum = within_largest(residual[i] + rule.ahead(g[i], u, s, waited[i] != 0));
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];
@@ -75,16 +80,18 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 }
 
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
-                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, Span<int32_t> flag,
-                OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float momentum,
-                float fresh, float of_gradient, float of_velocity, float decay, float fresh_square, float root_scale,
-                float epsilon, bool raw, Queue queue) {
-  const Rule rule = {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon};
+                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second,
+                OptionalSpan<const uint8_t> sent_in, Span<int32_t> flag, OptionalSpan<double> moments,
+                OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float momentum, float fresh, float of_gradient,
+                float of_velocity, float decay, float fresh_square, float root_scale, float epsilon, float waiting,
+                int64_t step, bool raw, Queue queue) {
+  const Rule rule = {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting};
   const Runs runs(grads, scratch);
   const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;
   std::atomic<bool> refused = false;
   parallel_over(grads, queue, [&](int64_t begin, int64_t end) {
     float buffer[kBlock];
+    uint32_t waited[kBlock] = {};
     bool mine = false;
     blocks(grads, begin, end, [&](int piece, int64_t offset, int64_t at, int64_t count) {
       const float* g = read(grads, piece, offset, count, buffer);
@@ -93,8 +100,9 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
         g = buffer;
       }
       float* sums = residual.data + at;
+      if (sent_in.given()) find_waiting(sent_in.data + at, waited, count, static_cast<uint8_t>(step));
       const bool refused_here =
-          second.given()     ? add_with_second(g, sums, velocity.data + at, second.data + at, count, rule)
+          second.given()     ? add_with_second(g, sums, velocity.data + at, second.data + at, waited, count, rule)
           : velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, rule)
                              : add(g, sums, count);
       mine |= refused_here;

@@ -26,7 +26,7 @@ class GTopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(whole_model=True, sparse=True)
+        return Traits(whole_model=True, selects=True, sparse=True)
 
     def ease(self, progress: float) -> GTopK:
         return replace(self, ratio=self.ratio**progress)

@@ -24,7 +24,7 @@ class TopK(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(sparse=True)
+        return Traits(selects=True, sparse=True)
 
     def ease(self, progress: float) -> TopK:
         return replace(self, ratio=self.ratio**progress)

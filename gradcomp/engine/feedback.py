@@ -44,7 +44,7 @@ class Feedback(Collector):
         word=AUTO,
     )
     nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
-    masking: bool = knob(True, "clear the velocity of an entry that is sent after it has waited; never Adam's")
+    masking: bool = knob(True, "no momentum for entries that waited: their residual is one; false: momentum for all")
     clip: float = knob(
         0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
     )
@@ -142,9 +142,13 @@ class Feedback(Collector):
             case Momentum(value, ahead):
                 momentum, nesterov = value, ahead
                 sgd_momentum.begin(step.momentum, state)
+                mask = self._mask(state, state.velocity)
             case AdamStep(beta1):
                 momentum, nesterov = beta1, False
-                adaptive = adam_moments.begin(step.momentum, state)
+                mask = self._mask(state, None)
+                adaptive = adam_moments.begin(step.momentum, state, mask)
+            case None:
+                mask = self._mask(state, state.velocity) if momentum else None
         kernels.accumulate(
             grads,
             state.residual,
@@ -160,17 +164,15 @@ class Feedback(Collector):
             adaptive=adaptive,
             memory=step.memory,
         )
-        mask = self._mask(state) if momentum and adaptive is None else None
         return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
 
-    def _mask(self, state: BucketState) -> kernels.Mask | None:
-        if not self.masking or state.velocity is None:
+    def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
+        """Return what notes the entries that are sent in this step; None if all are, or nobody asks."""
+        if not self.masking or not self.inner.traits.selects:
             return None
-        if state.sent_in is None:
-            state.sent_in = torch.zeros(state.velocity.shape, dtype=torch.uint8, device=state.velocity.device)
-            if state.steps:  # the momentum came late: nothing has been sent with it yet
-                state.sent_in.fill_(state.steps % 256)
-        return kernels.Mask(state.velocity, state.sent_in, state.steps + 1)
+        if state.sent_in is None:  # nothing has waited with a momentum yet
+            state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)
+        return kernels.Mask(velocity, state.sent_in, state.steps + 1)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)

@@ -14,15 +14,15 @@ from gradcomp.requests import Requests, World, reduce
 SUM_ROUTES = ("allreduce", "tree")
 
 
-def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0, mask: bool = False) -> Steps:
+def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0) -> Steps:
     """Send all entries of acc. All entries stay if the update is not finite.
 
-    buffer: as long as the bucket; it becomes the update. kept_share: this share of a sent entry stays. mask: note all as sent.
+    buffer: as long as the bucket; it becomes the update. kept_share: this share of a sent entry stays.
     """
     offered = kernels.offer_all(acc.residual, buffer, acc.flag, world.share)
     update = yield from reduce(offered, world.mean_of_shares)
     kernels.settle_all(acc.residual, update, kept_share)
-    if mask and acc.mask is not None:
+    if acc.mask is not None:
         acc.mask.note_all(update[:1].isfinite())
     return Update(update)
 

@@ -57,7 +57,7 @@ class Sketcher(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(whole_model=True)
+        return Traits(whole_model=True, selects=True)
 
     def sizes(self, n: int) -> Sizes:
         k = count_of(self.ratio, n)
@@ -73,7 +73,7 @@ class Sketcher(Compressor):
     def exchange(self, acc: Acc, state: SketchTable, world: World) -> Steps:
         if state.sizes.cells + state.sizes.candidates >= acc.residual.numel():  # a small model: dense is smaller
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
-            return (yield from dense.allreduce(acc, world, state.buffer, mask=True))
+            return (yield from dense.allreduce(acc, world, state.buffer))
         return (yield from self.exchange_sketch(acc, state, world))
 
     @abstractmethod

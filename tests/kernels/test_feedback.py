@@ -63,7 +63,8 @@ def test_a_second_moment_divides_what_is_added(
     residual, velocity, second = (torch.randn(n, device=device) for _ in range(3))
     second = second.abs()
     second[: n // 2] = 0
-    adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8)
+    sent_in = torch.randint(5, (n,), device=device).to(torch.uint8)
+    adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8, 0.75, sent_in, 260)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     expected = reference.accumulate_adaptive(grads, residual, velocity, 0.9, adaptive)
     kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive)
@@ -74,7 +75,8 @@ def test_a_second_moment_divides_what_is_added(
 @pytest.mark.parametrize("size", [1e38, 1e20, 1e-20, 1e-38, 0.0])
 def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, size: float) -> None:
     residual, velocity, second = (torch.zeros(100, device=device) for _ in range(3))
-    adaptive = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8)
+    sent_in = (torch.arange(100, device=device) % 2).to(torch.uint8)
+    adaptive = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, 1.0, sent_in, 1)
     for sign in (1, -1, 1):
         grad = torch.full((100,), sign * size, device=device)
         kernels.accumulate([grad], residual, velocity, torch.zeros(1, dtype=torch.int32, device=device), 0.9, adaptive=adaptive)

@@ -88,7 +88,7 @@ class Sdagc(Compressor):
     @property
     def traits(self) -> Traits:
         rates: Literal["needed", "unused"] = "needed" if self.lr_revision in RATE_REVISIONS else "unused"
-        return Traits(moments=self.stat, sparse=True, momentum=self.sam, rates=rates)
+        return Traits(moments=self.stat, sparse=True, selects=True, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
         needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in RESIDUAL_REVISIONS}
@@ -131,7 +131,7 @@ class Sdagc(Compressor):
         if (self.flush and state.steps % self.flush == 0) or costs_as_dense:
             # Most buckets never need this buffer.
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
-            return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam, mask=True))
+            return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam))
         self._set_thresholds(moments, state)
         taken = routes.codec_of(self.wire, self.route).allocate(acc, capacity.entries)
         layers, mask = (state.ends, state.thresholds), routes.mask_of(acc, self.route)

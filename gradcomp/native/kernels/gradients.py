@@ -59,6 +59,8 @@ class Adaptive(NamedTuple):
     velocity <- momentum * velocity + fresh * g;  second <- decay * second + fresh_square * g * g
     residual <- residual + (of_gradient * g + of_velocity * velocity) / (root_scale * sqrt(second) + epsilon)
 
+    waiting * g takes the numerator's place for an entry that was not sent in the step before this one (see Mask).
+
     second: the second moment; None = there is none, nor the division.
     """
 
@@ -70,6 +72,9 @@ class Adaptive(NamedTuple):
     fresh_square: float = 0.0
     root_scale: float = 1.0
     epsilon: float = 0.0
+    waiting: float = 0.0
+    sent_in: Array | None = None
+    step: int = 0
 
 
 def accumulate(
@@ -110,12 +115,14 @@ def accumulate(
             residual[place],
             None if velocity is None else velocity[place],
             None if rule.second is None else rule.second[place],
+            None if rule.sent_in is None else rule.sent_in[place],
             flags[i : i + 1],
             None if moments is None else moments[layers],
             peaks,
             None if moments is None else _lend_scratch(part, residual, memory),
             momentum,
-            *rule[1:],
+            *rule[1:9],
+            rule.step,
             raw,
             **queue(residual),
         )

@@ -14,30 +14,33 @@ from gradcomp.native.memory import Memory
 
 
 class Mask(NamedTuple):
-    """The velocity, which becomes 0 wherever an entry is sent that had waited. One that was sent a step before has not.
+    """Notes which entries are sent. The velocity, if given, becomes 0 where one had waited: it was not sent a step before.
 
     sent_in: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. step: this step's number.
     """
 
-    velocity: Tensor
+    velocity: Tensor | None
     sent_in: Tensor
     step: int
 
     def note(self, places: Tensor, sent: Tensor) -> None:
         """Note which of these entries are sent. A place may come twice if it is sent once at most."""
-        last, velocity = self.sent_in.index_select(0, places), self.velocity.index_select(0, places)
-        waited = sent & (last != (self.step - 1) % 256)
-        self.velocity.index_add_(0, places, velocity.masked_fill(~waited, 0.0), alpha=-1)
+        last = self.sent_in.index_select(0, places)
+        if self.velocity is not None:
+            waited = sent & (last != (self.step - 1) % 256)
+            masked = self.velocity.index_select(0, places).masked_fill(~waited, 0.0)
+            self.velocity.index_add_(0, places, masked, alpha=-1)
         self.sent_in.index_add_(0, places, torch.where(sent, self.step % 256 - last, 0).to(torch.uint8))
 
     def note_all(self, sent: Tensor) -> None:
         """Note which of all entries are sent. sent: for each entry, or one for all."""
-        self.velocity.masked_fill_(sent & (self.sent_in != (self.step - 1) % 256), 0.0)
+        if self.velocity is not None:
+            self.velocity.masked_fill_(sent & (self.sent_in != (self.step - 1) % 256), 0.0)
         self.sent_in.masked_fill_(sent, self.step % 256)
 
     def part(self, span: slice) -> Mask:
         """Return the mask of some of the entries."""
-        return Mask(self.velocity[span], self.sent_in[span], self.step)
+        return Mask(None if self.velocity is None else self.velocity[span], self.sent_in[span], self.step)
 
 
 # The three arguments of a take without a mask.

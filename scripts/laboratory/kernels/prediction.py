@@ -56,7 +56,7 @@ COSTS = {
     "flatten": Cost(8),
     "accumulate": Cost(12),
     "accumulate, momentum": Cost(20),
-    "accumulate, Adam": Cost(28),
+    "accumulate, Adam": Cost(29),
     "accumulate, moments": Cost(12, 2),
     "offer_all": Cost(8),
     "settle_all": Cost(4),
