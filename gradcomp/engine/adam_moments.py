@@ -95,6 +95,7 @@ def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kern
         state.velocity = torch.zeros_like(state.residual)
     if state.second is None:
         state.second = torch.zeros_like(state.residual)
+        state.residual.zero_()  # from before Adam was known: gradients, which may be much longer than directions
     velocities, seconds = state.velocity.split(adam.sizes), state.second.split(adam.sizes)
     for velocity, second, seed in zip(velocities, seconds, adam.seeds, strict=True):
         if seed is not None:

@@ -38,6 +38,7 @@ class OptimizerCheck:
     given: the source of learning rates, or None. check: called once with each optimizer, before its first step after an
     exchange. before_step: each is called before every such step.
     An optimizer that trains as much as the given one replaces it: hvd.DistributedOptimizer makes another object.
+    Without a given one, the first that trains all of the session's parameters is known from its first step on.
     exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters since.
     """
 
@@ -50,6 +51,7 @@ class OptimizerCheck:
     ):
         self.optimizer = given
         self.exchanged = self.replaced = False
+        self._found: weakref.ref[torch.optim.Optimizer] | None = None
         self._parameters, self._check, self._before_step = parameters, check, before_step
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         if given is not None:
@@ -90,11 +92,15 @@ class OptimizerCheck:
         if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
             self._read_rates(optimizer)
         else:
+            if len(trained) == len(self._parameters.slots) and (self._found is None or self._found() is None):
+                self._found = weakref.ref(optimizer)
             self._known[optimizer] = _Known(self._foreign(optimizer))
 
     def acting(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that applies the session's updates; None if it was not given, or another session does."""
-        return None if self.replaced else self.optimizer
+        """Return the optimizer that applies the session's updates; None if it is unknown, or applies another session's."""
+        if self.replaced:
+            return None
+        return self.optimizer or (None if self._found is None else self._found())
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""

@@ -52,6 +52,21 @@ def train_scaled() -> list[Tensor]:
     return [each.detach().clone() for each in model.parameters()]
 
 
+def train_found() -> tuple[list[Tensor], list[Tensor]]:
+    """Train with an optimizer that attach() was not given: it is known after its first step."""
+    model, plain = Two(), Two()
+    wrapped = DistributedDataParallel(model)
+    handle = gradcomp.ddp.attach(wrapped, SPEC)
+    optimizer, other = adam_twin.made(model, "adamw"), adam_twin.made(plain, "adamw")
+    for step in range(STEPS):  # with the same gradient on all ranks, the mean of directions is Adam's of the mean
+        for forward, by in ((wrapped, optimizer), (plain, other)):
+            by.zero_grad()
+            forward(gradients(0, step)).backward()
+            by.step()
+    assert all(bool(each.any()) for each in handle.state_dict()["of_rank"][str(dist.get_rank())]["second"].values())
+    return list(model.parameters()), list(plain.parameters())
+
+
 def clipped(optimizer_of: Any, longest: float, spec: str = SPEC) -> list[str]:
     """Clip after the exchange. Return the text of the error, or of all warnings."""
     model, wrapped, optimizer = prepared(optimizer_of, spec)
@@ -71,7 +86,7 @@ def clipped(optimizer_of: Any, longest: float, spec: str = SPEC) -> list[str]:
 def program() -> dict[str, Any]:
     ranks.join()
     found: dict[str, Any] = {case: train(case) for case in SETTINGS}
-    found["scaled"] = train_scaled()
+    found["scaled"], found["found"] = train_scaled(), train_found()
     adam, sgd = (lambda model: adam_twin.made(model, "adamw")), (lambda model: sgd_twin.sgd(model, "nesterov"))
     found["clips"] = {
         "adam": clipped(adam, 1.0),
@@ -91,6 +106,12 @@ outcomes = ranks.once(lambda: ranks.launch(program, RANKS))
 def test_training_is_by_the_mean_of_the_ranks_directions(case: str) -> None:
     for found in outcomes():
         adam_twin.check(found[case], "adamw" if case == "scaled" else case, RANKS)
+
+
+def test_an_optimizer_that_was_not_given_is_found() -> None:
+    for found in outcomes():
+        for own, wanted in zip(*found["found"], strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["adam", "adam, sparse"])

@@ -133,12 +133,16 @@ def test_other_hosts_take_over_the_residual() -> None:
 
 
 def test_momentum_is_masked_on_all_ranks_of_a_host() -> None:
-    spec = "topk:ratio=0.1,momentum=0.5,masking=true,by_host=true"
+    spec = "topk:ratio=0.1,momentum=0.5,by_host=true"
     simulation = gradcomp.Simulation(spec, {"w": (20,)}, 4, ranks_per_host=2)
     gradient, zeros = torch.zeros(20), torch.zeros(20)
-    gradient[[3, 13]] = 8.0  # one for each rank's part
-    simulation.step([{"w": gradient} for _ in range(4)])
-    assert not simulation.step([{"w": zeros} for _ in range(4)])["w"].any()
+    gradient[[3, 13]], gradient[[4, 14]] = 8.0, 2.0  # two for each rank's part
+    sent = [simulation.step([{"w": grad} for _ in range(4)])["w"].nonzero().flatten() for grad in (gradient, zeros, zeros)]
+    assert [each.tolist() for each in sent] == [[3, 13], [3, 13], [4, 14]]
+    for reducer in simulation._reducers:
+        velocity = reducer.buckets[0].state.velocity
+        assert velocity is not None
+        assert velocity[[3, 13]].tolist() == [2, 2] and velocity[[4, 14]].tolist() == [0, 0]
 
 
 def test_positions() -> None:
