@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradcomp.engine.collector import Collector, NoFeedback
-from gradcomp.engine.feedback import with_feedback
+from gradcomp.engine.feedback import Feedback, with_feedback
 from gradcomp.protocol import Compressor, Layer, Layout
 
 
@@ -49,10 +49,18 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
         raise ValueError(
             f"{compressor} needs the whole model in one bucket, but the model's layers are on several devices; move them to one"
         )
+    collectors = _with_one_momentum([collector_of(chosen) for chosen, _ in buckets])
     return [
-        Plan(collector_of(chosen), Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device))
-        for chosen, names in buckets
+        Plan(collector, Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device))
+        for collector, (_, names) in zip(collectors, buckets, strict=True)
     ]
+
+
+def _with_one_momentum(collectors: list[Collector]) -> list[Collector]:
+    """Let all collectors apply the optimizer's momentum if any does: it can be taken over only for all layers."""
+    if not any(collector.takes_momentum for collector in collectors):
+        return collectors
+    return [Feedback(each.inner, feedback=False) if isinstance(each, NoFeedback) else each for each in collectors]
 
 
 def collector_of(compressor: Compressor) -> Collector:
