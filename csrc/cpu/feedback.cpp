@@ -101,10 +101,10 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
       }
       float* sums = residual.data + at;
       if (sent_in.given()) find_waiting(sent_in.data + at, waited, count, static_cast<uint8_t>(step));
-      const bool refused_here =
-          second.given()     ? add_with_second(g, sums, velocity.data + at, second.data + at, waited, count, rule)
-          : velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, rule)
-                             : add(g, sums, count);
+      const bool refused_here = second.given()
+                                    ? add_with_second(g, sums, velocity.data + at, second.data + at, waited, count, rule)
+                                : velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, rule)
+                                                   : add(g, sums, count);
       mine |= refused_here;
       if (peaks.given()) note_peaks(sums, at, count, peaks.data);
       if (!moments.given()) return;

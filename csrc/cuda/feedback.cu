@@ -1,10 +1,10 @@
 // Gradients in, on a GPU. A bucket's scattered pieces are read where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 29 with second), sum_squares 4. One launch each, for the whole
-// bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for each part,
-// which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a run). Its
-// record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two rises from
-// part to part.
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 29 with second), sum_squares 4. One launch each,
+// for the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for
+// each part, which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a
+// run). Its record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two
+// rises from part to part.
 
 #include "../math.h"
 #include "../ops.h"
@@ -59,9 +59,11 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
     const float g = scale * run.gradient.x[i];
     const float u = kKeeps == Keeps::nothing ? g : to.rule.next_velocity(velocity.x[i], g);
     const float s = kKeeps == Keeps::second ? to.rule.next_second(second.x[i], g) : 0.0f;
-    const float ahead = kKeeps == Keeps::nothing    ? g
-                        : kKeeps == Keeps::velocity ? to.rule.ahead(g, u)
-                                                    : to.rule.ahead(g, u, s, to.sent_in != nullptr && i < count && has_waited(to.sent_in[entry + i], to.step));
+    const float ahead =
+        kKeeps == Keeps::nothing ? g
+        : kKeeps == Keeps::velocity
+            ? to.rule.ahead(g, u)
+            : to.rule.ahead(g, u, s, to.sent_in != nullptr && i < count && has_waited(to.sent_in[entry + i], to.step));
     const float sum = within_largest(run.residual.x[i] + ahead);
     const bool good = is_finite(g);
     run.refused |= !good;
@@ -177,9 +179,9 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
                 Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second,
                 OptionalSpan<const uint8_t> sent_in, Span<int32_t> flag, OptionalSpan<double> moments,
-                OptionalSpan<uint32_t> /* peaks */, OptionalSpan<uint32_t> scratch, float momentum, float fresh, float of_gradient,
-                float of_velocity, float decay, float fresh_square, float root_scale, float epsilon, float waiting,
-                int64_t step, bool raw, Queue queue) {
+                OptionalSpan<uint32_t> /* peaks */, OptionalSpan<uint32_t> scratch, float momentum, float fresh,
+                float of_gradient, float of_velocity, float decay, float fresh_square, float root_scale, float epsilon,
+                float waiting, int64_t step, bool raw, Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
