@@ -53,7 +53,8 @@ def passes(arrays: Arrays) -> list[Case]:
     """Return the kernels that pass over all entries."""
     n, flat, value, pushed, velocity, whole, taken, wide = arrays.n, *(arrays.zeros() for _ in range(7))
     moved, first, second = (arrays.zeros() for _ in range(3))
-    adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8, 1.0, torch.zeros(n, dtype=torch.uint8, device=arrays.device))
+    sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
+    adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8, 1.0, sent_in)
     seen = torch.zeros(len(arrays.sizes), MOMENTS, dtype=torch.float64, device=arrays.device)
     squares = torch.zeros(len(arrays.sizes), dtype=torch.float64, device=arrays.device)
     out = [list(arrays.zeros().split(arrays.sizes)) for _ in arrays.inputs]
