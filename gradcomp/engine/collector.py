@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.engine.health import Health
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
@@ -27,7 +28,7 @@ class BucketState:
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
     flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
     velocity: the local momentum. second: Adam's second moment. adam_steps: the steps that the two have seen.
-    sent_in: the step in which each entry was last sent (kernels.Mask).
+    sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping.
     """
@@ -43,6 +44,7 @@ class BucketState:
     second: Tensor | None = None
     adam_steps: int = 0
     sent_in: Tensor | None = None
+    health: Health | None = None
 
 
 class Momentum(NamedTuple):

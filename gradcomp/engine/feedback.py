@@ -13,6 +13,7 @@ from torch import Tensor
 from gradcomp import knobs
 from gradcomp.engine import adam_moments, sgd_momentum
 from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
+from gradcomp.engine.health import Health
 from gradcomp.knobs import knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
@@ -110,6 +111,8 @@ class Feedback(Collector):
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
         if self.inner.traits.sparse:
             state.peaks = kernels.peaks(layout.total, layout.device)
+        if self.feedback:
+            state.health = Health(str(self), layout.names)
         if self.clip > 0:
             state.squares = torch.zeros(layers, dtype=torch.float64, device=layout.device)
         return state
@@ -148,7 +151,7 @@ class Feedback(Collector):
                 mask = self._mask(state, None)
                 adaptive = adam_moments.begin(step.momentum, state, mask)
             case None:
-                mask = self._mask(state, state.velocity) if momentum else None
+                mask = self._mask(state, state.velocity if momentum else None)
         kernels.accumulate(
             grads,
             state.residual,
@@ -164,20 +167,29 @@ class Feedback(Collector):
             adaptive=adaptive,
             memory=step.memory,
         )
+        if state.health is not None and state.health.due(state.steps):
+            squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
+            kernels.sum_squares(grads, squares, step.memory)
+            if step.loss_scale is not None:
+                squares /= step.loss_scale.double().square()
+            state.health.before(squares, state.residual, state.sent_in, state.steps + 1)
         return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
-        """Return what notes the entries that are sent in this step; None if all are, or nobody asks."""
+        """Return what notes the entries that are sent in this step; None if all are, or masking=false."""
         if not self.masking or not self.inner.traits.selects:
             return None
-        if state.sent_in is None:  # nothing has waited with a momentum yet
+        if state.sent_in is None:  # nothing has waited yet
             state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)
         return kernels.Mask(velocity, state.sent_in, state.steps + 1)
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)
         state.steps += 1
-        return inner.exchange(acc, state.inner, world)
+        update = yield from inner.exchange(acc, state.inner, world)
+        if state.health is not None and state.health.measuring:
+            state.health.after(state.residual)
+        return update
 
     def stage(self, steps: int) -> Compressor:
         """Choose the compressor after this number of steps: a gentler form during the warm-up, then the wrapped one."""

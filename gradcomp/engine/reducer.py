@@ -194,11 +194,19 @@ class Reducer:
         self.delivery.write(bucket, update, self.scale, self._step)
 
     def stats(self) -> dict[str, Any]:
-        """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network."""
+        """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network.
+
+        health: of each bucket's residual, at the last measurement (Health).
+        """
         dense = 4 * sum(layer.size for layer in self.layers.values())
         by_bucket = [bucket.collector.stats(bucket.state) for bucket in self.buckets]
         return {
             **{name: figure for figures in by_bucket for name, figure in figures.items()},
+            "health": [
+                {"layers": list(bucket.layout.names), **bucket.state.health.figures}
+                for bucket in self.buckets
+                if bucket.state.health is not None and bucket.state.health.figures
+            ],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
             "overlap": not any(bucket.collector.traits.whole_model for bucket in self.buckets),

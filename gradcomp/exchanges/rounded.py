@@ -161,8 +161,12 @@ class Quantiser(Compressor):
         return self._clip(deviations)
 
     def _clip(self, deviations: Tensor) -> Tensor:
-        """Return the bounds -limit and limit for each group; none where entries are so large that squares overflow."""
-        limit = torch.where(deviations < LARGEST_DEVIATION, self.sigmas * deviations, math.inf)
+        """Return the bounds -limit and limit for each group.
+
+        There are none where entries are so large that squares overflow, and where all are equal: those would be clipped to 0.
+        """
+        sound = (deviations > 0) & (deviations < LARGEST_DEVIATION)
+        limit = torch.where(sound, self.sigmas * deviations, math.inf)
         return torch.stack([-limit, limit], 1).flatten()
 
 

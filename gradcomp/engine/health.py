@@ -1,0 +1,108 @@
+"""The health of a bucket's residual: measured now and then, shown by stats(), and warned of once if it grows without bound."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from gradcomp.native import kernels
+
+# Steps between two measurements. Each is three passes over the bucket.
+INTERVAL = 50
+# An entry is old if it was last sent this many steps ago, or more.
+OLD = 128
+# A take that leaves this share of the squares or more, in so many measurements, will not keep the residual from growing.
+TAKES_NOTHING, TIMES = 1.0, 3
+# A residual that grew by this factor between so many measurements on end grows exponentially.
+GROWTH, GROWTHS = 1.5, 8
+
+_WARNING = (
+    "{spec}: the residual of {layers} grows without bound: {why}. Gradients that wait in it will come late or never. Send more "
+    "(a higher ratio, a lower lam, more levels, a smaller group), clip with clip=, or write feedback=false; see "
+    'stats()["health"]'
+)
+
+
+class Health:
+    """Measurements of one bucket. On a GPU each is read at the next one, so that nobody waits for it.
+
+    subject: the spec and the layers, for the warning.
+    """
+
+    def __init__(self, spec: str, names: tuple[str, ...]):
+        self._spec, self._names = spec, names
+        self._measured: Tensor | None = None
+        self._left_most = self._grew = 0
+        self._last = 0.0
+        self._warned = self._under_way = False
+        self.figures: dict[str, float] = {}
+
+    @property
+    def measuring(self) -> bool:
+        """True from before() to after()."""
+        return self._under_way
+
+    @staticmethod
+    def due(steps: int) -> bool:
+        """Decide whether a step, counted from 0, is measured."""
+        return steps % INTERVAL == INTERVAL - 1
+
+    def before(self, squares: Tensor, residual: Tensor, sent_in: Tensor | None, step: int) -> None:
+        """Measure before a take. squares: of each layer's gradient, summed. step: see kernels.Mask."""
+        self._read()
+        self._under_way = True
+        device = residual.device
+        self._measured = torch.zeros(4, dtype=torch.float64, device=device)
+        self._measured[0] = squares.sum()
+        kernels.sum_squares([residual], self._measured[1:2])
+        if sent_in is not None:
+            self._measured[3] = _share_of_old(sent_in, step)
+
+    def after(self, residual: Tensor) -> None:
+        """Measure after the take."""
+        assert self._measured is not None
+        self._under_way = False
+        kernels.sum_squares([residual], self._measured[2:3])
+        if residual.is_cuda:
+            host = torch.empty(4, dtype=torch.float64, pin_memory=True)
+            self._measured = host.copy_(self._measured, non_blocking=True)
+        else:
+            self._read()
+
+    def _read(self) -> None:
+        if self._measured is None:
+            return
+        gradient, before, after, old = self._measured.tolist()
+        self._measured = None
+        share_left = after / before if before > 0 else 0.0
+        norm = gradient**0.5
+        self.figures = {
+            "residual_over_gradient": after**0.5 / norm if norm else 0.0,
+            "taken": 1 - share_left,
+            "older": old,
+        }
+        self._judge(share_left, after**0.5)
+
+    def _judge(self, share_left: float, residual: float) -> None:
+        self._left_most = self._left_most + 1 if share_left >= TAKES_NOTHING else 0
+        self._grew = self._grew + 1 if residual > GROWTH * self._last > 0 else 0
+        self._last = residual
+        if self._warned or (self._left_most < TIMES and self._grew < GROWTHS):
+            return
+        self._warned = True
+        takes_nothing = f"{TIMES} of {TIMES} measured steps took nothing out of it"
+        grew = f"it grew {GROWTH}-fold {GROWTHS} times on end, every {INTERVAL} steps"
+        first, *others = self._names
+        layers = repr(first) + (f" and {len(others)} more layers" if others else "")
+        why = takes_nothing if self._left_most >= TIMES else grew
+        warnings.warn(_WARNING.format(spec=self._spec, layers=layers, why=why), stacklevel=2)
+
+
+def _share_of_old(sent_in: Tensor, step: int) -> Tensor:
+    """Return the share of old entries. The steps of much older ones are moved up, so that modulo 256 they stay old."""
+    ages = step % 256 - sent_in  # modulo 256, too
+    is_old = ages >= OLD
+    sent_in.masked_fill_(is_old, (step - OLD) % 256)
+    return is_old.double().mean()

@@ -1,0 +1,104 @@
+"""The health of residuals: figures of stats(), and one warning about a residual that grows without bound."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradcomp
+from gradcomp.engine import health
+from gradcomp.engine.health import INTERVAL, OLD
+
+SHAPES = {"w": (60, 50), "b": (20,)}
+
+
+def train(spec: str, steps: int, grad: Callable[[int], dict[str, Tensor]]) -> tuple[gradcomp.Simulation, list[str]]:
+    """Simulate two ranks with equal gradients. Return the simulation and the texts of all warnings."""
+    simulation = gradcomp.Simulation(spec, SHAPES, 2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            simulation.step([grad(step)] * 2)
+    return simulation, [str(each.message) for each in seen]
+
+
+def drawn(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def figures(simulation: gradcomp.Simulation) -> dict[str, Any]:
+    (found,) = simulation.stats()["health"]
+    return dict(found)
+
+
+def test_the_figures_are_those_of_the_last_measured_step() -> None:
+    spec = "topk:ratio=0.02,wire=exact"
+    before, _ = train(spec, INTERVAL - 1, drawn)
+    assert before.stats()["health"] == []
+    waits = torch.cat([each.flatten() for each in before.residual(0).values()]).double()
+    simulation, _ = train(spec, INTERVAL, drawn)
+    left = torch.cat([each.flatten() for each in simulation.residual(0).values()]).double()
+    grad = torch.cat([drawn(INTERVAL - 1)[name].flatten() for name in SHAPES]).double()
+    found = figures(simulation)
+    assert found["layers"] == ["b", "w"]
+    assert found["residual_over_gradient"] == pytest.approx(float(left.norm() / grad.norm()))
+    assert found["taken"] == pytest.approx(1 - float(left.square().sum() / (waits + grad).square().sum()), rel=1e-5)
+    assert found["older"] == 0
+
+
+def test_old_entries_are_counted_for_hundreds_of_steps() -> None:
+    """A quarter of the entries is never sent: 1e-9 of the others' gradients."""
+
+    def grad(step: int) -> dict[str, Tensor]:
+        return {
+            name: torch.where(torch.arange(each.numel()).view(each.shape) % 4 == 0, 1e-9, each)
+            for name, each in drawn(step).items()
+        }
+
+    for steps in (2 * INTERVAL, 4 * INTERVAL, 8 * INTERVAL, 13 * INTERVAL):
+        simulation, _ = train("topk:ratio=0.2", steps, grad)
+        share = figures(simulation)["older"]
+        assert share == (0 if steps < OLD else pytest.approx(0.25, abs=0.01)), steps
+
+
+@pytest.mark.parametrize("momentum", ["0", "0.9"])
+def test_healthy_residuals_are_not_warned_of(momentum: str) -> None:
+    for spec in (f"topk:ratio=0.001,momentum={momentum}", f"sdagc:momentum={momentum}", f"bingrad:momentum={momentum}"):
+        assert train(spec, 12 * INTERVAL, drawn)[1] == []
+
+
+def test_a_residual_from_which_nothing_is_taken_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradcomp.exchanges.rounded.Quantiser._clip", lambda self, deviations: torch.zeros(2 * len(deviations)))
+    _, texts = train("terngrad:sigmas=2.5", 6 * INTERVAL, drawn)
+    (text,) = {*texts}
+    assert len(texts) == 2, "one on each rank"
+    assert "terngrad" in text and "'b' and 1 more layers grows without bound" in text
+    assert "3 of 3 measured steps took nothing out of it" in text and "feedback=false" in text
+
+
+def test_a_residual_that_grows_exponentially_is_warned_of_once() -> None:
+    _, texts = train("topk:ratio=0.001", 10 * INTERVAL, lambda step: {n: 1.1**step * each for n, each in drawn(step).items()})
+    (text,) = {*texts}
+    assert "it grew 1.5-fold 8 times on end" in text and "topk" in text and "clip=" in text
+
+
+def test_a_layer_of_equal_gradients_is_sent() -> None:
+    """Its standard deviation is 0, and clipping at multiples of it left nothing."""
+    for spec in ("terngrad:sigmas=2.5", "orq:levels=3,sigmas=1.5", "linear:sigmas=2", "bingrad:sigmas=2"):
+        simulation = gradcomp.Simulation(spec, SHAPES, 2)
+        grad = {name: torch.full(shape, 0.5) for name, shape in SHAPES.items()}
+        updates = [simulation.step([grad] * 2) for _ in range(5)]
+        mean = sum(float(update["w"].mean()) for update in updates) / 5
+        assert math.isclose(mean, 0.5, rel_tol=0.3), spec
+
+
+def test_a_measurement_costs_little() -> None:
+    """One step in INTERVAL is measured, and that by passes that read only."""
+    assert [step for step in range(200) if health.Health.due(step)] == [49, 99, 149, 199]
