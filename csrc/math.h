@@ -43,39 +43,6 @@ SHARED_MATH float within_largest(float x) {
   return -kLargest > below ? -kLargest : below;
 }
 
-// A step of error feedback: how a gradient g, a velocity and a second moment make what is added to the residual.
-//   velocity <- momentum * velocity + fresh * g
-//   second   <- decay * second + fresh_square * g * g
-//   ahead    =  of_gradient * g + of_velocity * velocity, over root_scale * sqrt(second) + epsilon if there is a second moment
-// waiting is the numerator's factor of g for an entry that has waited: its residual sums gradients up as a velocity would.
-struct Rule {
-  float momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting;
-
-  SHARED_MATH float next_velocity(float velocity, float g) const { return within_largest(momentum * velocity + fresh * g); }
-  SHARED_MATH float next_second(float second, float g) const { return within_largest(decay * second + fresh_square * (g * g)); }
-  SHARED_MATH float ahead(float g, float velocity) const { return of_gradient * g + of_velocity * velocity; }
-  SHARED_MATH float ahead(float g, float velocity, float second, bool waited) const {
-    return (waited ? waiting * g : ahead(g, velocity)) / (root_scale * sqrtf(second) + epsilon);
-  }
-};
-
-// An entry has waited unless it was sent in the step before. sent_in is the step in which it was last sent, modulo 256; 0
-// before the first.
-SHARED_MATH bool has_waited(uint8_t sent_in, uint8_t step) { return sent_in != static_cast<uint8_t>(step - 1); }
-
-// Notes that entries are sent. The velocity, if given, becomes 0 for one that had waited.
-struct Mask {
-  float* velocity;
-  uint8_t* sent_in;
-  uint8_t step;
-
-  SHARED_MATH void note(int64_t entry) const {
-    if (sent_in == nullptr) return;
-    if (velocity != nullptr && has_waited(sent_in[entry], step)) velocity[entry] = 0.0f;
-    sent_in[entry] = step;
-  }
-};
-
 SHARED_MATH float not_a_number() { return float_of(0x7fc00000u); }
 
 // The order of top-k: a larger key is a larger magnitude, for all finite floats and infinity. Ties go to the lower index.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine import checkpoint, states
+from gradcomp.engine import checkpoint, states, succession
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, rates_of
@@ -89,10 +89,10 @@ class Simulation:
 
         spec: "name:knob=value", or a compressor.
         """
-        compressor = checkpoint.successor(make(spec), self._reducers[0])
+        compressor = succession.successor(make(spec), self._reducers[0])
         changed = self._make_reducers(compressor)
         for old, new in zip(self._reducers, changed, strict=True):
-            checkpoint.carry(old, new)
+            succession.carry(old, new)
         self._reducers, self._compressor = changed, compressor
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:

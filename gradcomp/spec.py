@@ -163,7 +163,7 @@ def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
     if settings.pop("by_host", False):
         compressor = ByHost(compressor)
     made = with_feedback(compressor, **settings)
-    if isinstance(made, Feedback) and made.inner.traits.unbiased and made == Feedback(made.inner, feedback=False):
+    if isinstance(made, Feedback) and not made.inner.traits.fed_back and made == Feedback(made.inner, feedback=False):
         return made.inner  # feedback=false alone changes nothing for an unbiased compressor
     return made
 

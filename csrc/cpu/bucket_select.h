@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "../math.h"
+#include "../math_feedback.h"
 #include "../span.h"
 #include "lane_hot.h"
 #include "thread_parts.h"

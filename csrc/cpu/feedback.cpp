@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "../math.h"
+#include "../math_feedback.h"
 #include "../ops.h"
 #include "block_moments.h"
 #include "block_pieces.h"

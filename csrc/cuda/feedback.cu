@@ -6,7 +6,7 @@
 // run). Its record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two
 // rises from part to part.
 
-#include "../math.h"
+#include "../math_feedback.h"
 #include "../ops.h"
 #include "block_moments.cuh"
 #include "block_pieces.cuh"

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../math_feedback.h"
 #include "thread_four.cuh"
 
 namespace gradcomp::cuda {

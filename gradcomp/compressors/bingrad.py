@@ -2,7 +2,7 @@
 
 A. Xu, Z. Huo, H. Huang, "Optimal Gradient Quantization Condition for Communication-Efficient Distributed Training" (2020).
 form=pb, partially biased: the levels are -b and b, with random rounding between them.
-b = E[|v|; |v| > b] has the smallest error.
+b = E[|v|; |v| > b] has the smallest error. It goes without error feedback, as published: its error is as large as the gradient.
 form=b, fully biased: the levels are the means of the entries below and above a threshold. The threshold is the mean, or the
 best one, which fulfils Lloyd's conditions.
 """
@@ -32,4 +32,5 @@ class BinGrad(Quantiser):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, unbiased=False)
+        alone = self.form == "pb" and self.sigmas == 0
+        return replace(super().traits, unbiased=False, fed_back=not alone)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +11,16 @@ from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.by_layer import ByLayer
-from gradcomp.engine.collector import BucketState, Collector
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.collector import BucketState
+from gradcomp.engine.kept_arrays import ARRAYS, MOMENTS, adam_steps, copies, later_moments, make_moments, views
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
-from gradcomp.protocol import Compressor
-
-# The arrays that are made once the optimizer has them, and all arrays of a share.
-MOMENTS = ("velocity", "second")
-ARRAYS = ("residual", *MOMENTS)
 
 
 def residual(reducer: Reducer) -> dict[str, Tensor]:
     """Copy the residual of every layer, flat. It is zero where there is no error feedback."""
     zeros = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
-    return zeros | _copies(reducer, "residual")
+    return zeros | copies(reducer, "residual")
 
 
 def save(
@@ -39,10 +33,10 @@ def save(
     """
     return {
         "steps": reducer.steps_done,
-        "adam_steps": _adam_steps(reducer),
+        "adam_steps": adam_steps(reducer),
         "sums": sums,
         "shapes": dict(shapes),
-        **{array: _copies(reducer, array, copy) for array in ARRAYS},
+        **{array: copies(reducer, array, copy) for array in ARRAYS},
         "buckets": [
             {"layers": list(bucket.layout.names), "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets
         ],
@@ -67,7 +61,7 @@ def prepare(
     """
     sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}
     trials = [(bucket, _trial(bucket)) for bucket in reducer.buckets] if not shares else []
-    adam_steps = 0
+    steps_of_adam = 0
     for i, (rank, share) in enumerate(shares.items()):
         try:
             _check_shapes(shapes, share)
@@ -77,14 +71,14 @@ def prepare(
         except ValueError as error:
             raise ValueError(f"{f'rank {rank}: ' if len(shares) > 1 else ''}{error}") from error
         if i == 0:
-            trials, adam_steps = loaded, saved.whole(share, "adam_steps")
+            trials, steps_of_adam = loaded, saved.whole(share, "adam_steps")
 
     def copy() -> None:
         for array in MOMENTS:
-            _make_moments(reducer, array, {name for source in sources[array] for name in source})
+            make_moments(reducer, array, {name for source in sources[array] for name in source})
         of_adam = {name for source in sources["second"] for name in source}
         for array in ARRAYS:
-            for name, view in _views(reducer, array).items():
+            for name, view in views(reducer, array).items():
                 view.zero_()
                 of_one = 1 / len(sources[array]) if array in MOMENTS and name in of_adam else factor
                 for source in sources[array]:
@@ -92,7 +86,7 @@ def prepare(
                         view.add_(source[name].to(view.device), alpha=of_one).clamp_(-LARGEST, LARGEST)
         reducer.steps_done = steps
         for bucket in reducer.buckets:
-            bucket.state.steps, bucket.state.adam_steps = steps, adam_steps
+            bucket.state.steps, bucket.state.adam_steps = steps, steps_of_adam
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
@@ -112,81 +106,6 @@ def in_main_memory(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: in_main_memory(each) for key, each in value.items()}
     return [in_main_memory(each) for each in value] if isinstance(value, list) else value
-
-
-def scale(reducer: Reducer, factor: float) -> None:
-    """Multiply what waits. What exceeds the largest magnitude is lost."""
-    of_adam = _views(reducer, "second")
-    for array in ARRAYS:
-        for name, view in _views(reducer, array).items():
-            if array == "residual" or name not in of_adam:
-                view.mul_(factor).clamp_(-LARGEST, LARGEST)
-
-
-def successor(compressor: Compressor, old: Reducer) -> Compressor:
-    """Prepare a compressor to follow an old reducer: add error feedback if the old one has residuals to carry over."""
-    if not old.keeps_residual:
-        return compressor
-    if isinstance(compressor, Collector):
-        if not compressor.keeps_residual:
-            raise ValueError(
-                f"{compressor} would lose the residual, which has not been sent yet; use a spec with error feedback"
-            )
-        return compressor
-    if isinstance(compressor, ByLayer):
-        rules = tuple((pattern, successor(chosen, old)) for pattern, chosen in compressor.rules)
-        return ByLayer(rules, successor(compressor.default, old))
-    return Feedback(compressor)
-
-
-def carry(old: Reducer, new: Reducer) -> None:
-    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers.
-
-    A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
-    """
-    for array in MOMENTS:
-        _make_moments(new, array, _views(old, array))
-    directions = _views(old, "second").keys() - _views(new, "second").keys()
-    for array in ARRAYS:
-        copies = _copies(old, array)
-        for name, view in _views(new, array).items():
-            if name in copies and not (array == "residual" and name in directions):
-                view.copy_(copies[name])
-    new.steps_done = old.steps_done
-    for bucket in new.buckets:
-        bucket.state.adam_steps = _adam_steps(old)
-
-
-def _adam_steps(reducer: Reducer) -> int:
-    return max((bucket.state.adam_steps for bucket in reducer.buckets), default=0)
-
-
-def _views(reducer: Reducer, array: str) -> dict[str, Tensor]:
-    """Slice residuals or moments into layers, by name. Buckets that do not keep the array between steps are left out."""
-    views: dict[str, Tensor] = {}
-    for bucket in reducer.buckets:
-        flat: Tensor | None = getattr(bucket.state, array)
-        if flat is not None and (bucket.collector.keeps_residual or array in MOMENTS):
-            views |= bucket.layout.views(flat)
-    return views
-
-
-def _later_moments(reducer: Reducer) -> dict[str, torch.Size]:
-    """Return the layers whose moments are made once the optimizer has some, with the moments' shapes."""
-    layouts = [bucket.layout for bucket in reducer.buckets if bucket.collector.takes_momentum]
-    return {name: torch.Size([size]) for layout in layouts for name, size in zip(layout.names, layout.sizes, strict=True)}
-
-
-def _make_moments(reducer: Reducer, array: str, names: Container[str]) -> None:
-    """Make a moment of these layers, where the optimizer's momentum would."""
-    for bucket in reducer.buckets:
-        missing = bucket.collector.takes_momentum and getattr(bucket.state, array) is None
-        if missing and any(name in names for name in bucket.layout.names):
-            setattr(bucket.state, array, torch.zeros_like(bucket.state.residual))
-
-
-def _copies(reducer: Reducer, array: str, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Tensor]:
-    return {name: copy(view) for name, view in _views(reducer, array).items()}
 
 
 def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any]) -> None:
@@ -211,8 +130,8 @@ def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trusted: bool) -> Mapping[str, Tensor]:
     """Refuse arrays that do not fit the layers, or that are not finite."""
-    later = _later_moments(reducer) if array in MOMENTS else {}
-    shapes = {name: view.shape for name, view in _views(reducer, array).items()} | later
+    later = later_moments(reducer) if array in MOMENTS else {}
+    shapes = {name: view.shape for name, view in views(reducer, array).items()} | later
     shapes = {name: shape for name, shape in shapes.items() if name in theirs or name not in later}
     _check_names(shapes, theirs)
     for name, shape in shapes.items():

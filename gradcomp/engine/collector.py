@@ -131,7 +131,7 @@ class NoFeedback(Collector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.inner.traits.unbiased or self.inner.traits.moments:
+        if self.inner.traits.fed_back or self.inner.traits.moments:
             raise ValueError(f"{self.inner} needs error feedback; make() adds it")
 
     @property

@@ -69,9 +69,9 @@ class Feedback(Collector):
             raise ValueError(f"{self}: {reason}")
 
     def added_knobs(self) -> list[str]:
-        """List the knobs that differ from their defaults; for an unbiased compressor with none, list feedback=true."""
+        """List the knobs that differ from their defaults; with none, list feedback=true if that is not the default."""
         changed = knobs.changed(self)
-        return changed if changed or not self.inner.traits.unbiased else ["feedback=true"]
+        return changed if changed or self.inner.traits.fed_back else ["feedback=true"]
 
     @property
     def keeps_residual(self) -> bool:
@@ -215,6 +215,6 @@ class Feedback(Collector):
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
     """Wrap a compressor in error feedback if it needs that or if any of Feedback's knobs is set."""
-    if compressor.traits.outermost or (compressor.traits.unbiased and not settings):
+    if compressor.traits.outermost or not (compressor.traits.fed_back or settings):
         return compressor
     return Feedback(compressor, **settings)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from gradcomp.engine import checkpoint, states
+from gradcomp.engine import states, succession
 from gradcomp.engine.agreement import Facts
 from gradcomp.engine.meeting import Meeting
 from gradcomp.engine.reducer import Reducer
@@ -82,14 +82,14 @@ class Membership:
         steps = meeting.compare(terms, facts, leader).steps
         rank, size, _ = self._network.world
         if meeting.joins:
-            checkpoint.scale(reducer, 0.0)
+            succession.scale(reducer, 0.0)
             self.owner = Owner()
         elif steps != done and not go_back(steps) and done:
             log.warning("gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d", rank, done, steps)
         owner = self.owner
         meeting.share(reducer)
         if owner.scaled_for not in (0, size) and not self.sums:
-            checkpoint.scale(reducer, size / owner.scaled_for)
+            succession.scale(reducer, size / owner.scaled_for)
         self.owner = Owner(Place(rank, size), size)
         self._met_in, self._ever_met = generation, True
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp import _version
-from gradcomp.engine import checkpoint
+from gradcomp.engine import checkpoint, succession
 from gradcomp.engine.kept_entries import KeptEntries
 from gradcomp.engine.membership import Membership, Snapshot
 from gradcomp.engine.options import Options
@@ -145,10 +145,10 @@ class Session:
     def change(self, compressor: Compressor) -> None:
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
         self._guard.refuse_in_step("change()")
-        compressor = checkpoint.successor(compressor, self._reducer)
+        compressor = succession.successor(compressor, self._reducer)
         before = self._reducer, self._compressor
         changed = self._make_reducer(compressor)
-        checkpoint.carry(self._reducer, changed)
+        succession.carry(self._reducer, changed)
         self._reducer, self._compressor = changed, compressor
         if self.has_met:
             try:

@@ -73,7 +73,8 @@ class Quantiser(Compressor):
     @property
     def traits(self) -> Traits:
         moments: Literal["accumulated"] | None = "accumulated" if self.sigmas and self.per == "layer" else None
-        return Traits(unbiased=self.rule.stochastic and self.sigmas == 0, moments=moments)
+        unbiased = self.rule.stochastic and self.sigmas == 0
+        return Traits(unbiased=unbiased, fed_back=not unbiased, moments=moments)
 
     def refuses(self, feedback: bool) -> str | None:
         if not feedback or (error := rounding_error(self.rule, self.sigmas)) <= LARGEST_ERROR_FED_BACK:

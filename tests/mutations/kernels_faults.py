@@ -201,10 +201,10 @@ KERNEL_FAULTS = (
         ("test_take.py",),
     ),
     Fault(
-        "momentum is not masked where entries are taken",
-        "csrc/cpu",
-        "if (velocity.given()) velocity.data[i] = 0.0f;",
-        "",
+        "momentum is masked where entries had not waited",
+        "csrc",
+        "if (velocity != nullptr && has_waited(sent_in[entry], step)) velocity[entry] = 0.0f;",
+        "if (velocity != nullptr) velocity[entry] = 0.0f;",
         ("test_take.py", "test_above.py"),
     ),
     Fault(
@@ -216,9 +216,9 @@ KERNEL_FAULTS = (
     ),
     Fault(
         "a velocity overflows",
-        "csrc/cpu",
-        "const float u = within_largest(momentum * velocity[i] + g[i]);",
-        "const float u = momentum * velocity[i] + g[i];",
+        "csrc",
+        "{ return within_largest(momentum * velocity + fresh * g); }",
+        "{ return momentum * velocity + fresh * g; }",
         ("test_feedback.py",),
     ),
     Fault(
@@ -231,8 +231,8 @@ KERNEL_FAULTS = (
     Fault(
         "momentum adds the old velocity on a GPU",
         "csrc/cuda",
-        "to.ahead_gradient * g + to.ahead_velocity * v : g",
-        "to.ahead_gradient * g + to.ahead_velocity * velocity.x[i] : g",
+        "to.rule.ahead(g, u)",
+        "to.rule.ahead(g, velocity.x[i])",
         ("test_feedback.py",),
     ),
     Fault(

@@ -127,7 +127,11 @@ FEW = [3.0, -4.0, 1.0, 2.0]
         ("dense", [FEW], {"meant": [30], "left": [0]}),
         ("topk:ratio=0.5", [FEW], {"meant": [30], "left": [1 + 4]}),
         ("topk:ratio=0.5", [FEW, FEW], {"meant": [30, 9 + 16 + 4 + 16], "left": [5, 9 + 4]}),  # with the residual 0, 0, 1, 2
-        ("topk:ratio=0.5,momentum=0.5", [FEW, [0.0] * 4], {"meant": [30, 2.25 + 9], "left": [5, 0]}),  # 1 + 0.5, 2 + 1
+        (
+            "topk:ratio=0.5,momentum=0.5",
+            [FEW, [0.0] * 4],
+            {"meant": [30, 4 + 2.25 + 9 + 2.25], "left": [5, 4.5]},
+        ),  # 2, 1.5, 3, 1.5
         ("gs_sgd:ratio=0.5", [FEW], {"meant": [30], "left": [0]}),  # too small for a table: reduced whole
         ("sign", [FALLING], {"meant": [32 * 17], "left": [64 * 1.5**2]}),  # the mean magnitude is 2.5
         ("sign", [[-2.0, 2.0] * 32], {"meant": [256], "left": [0]}),

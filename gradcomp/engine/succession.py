@@ -1,0 +1,56 @@
+"""From one reducer to the next: what waits is carried over when the spec or the number of ranks changes."""
+
+from __future__ import annotations
+
+from gradcomp.engine.by_layer import ByLayer
+from gradcomp.engine.collector import Collector
+from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.kept_arrays import ARRAYS, MOMENTS, adam_steps, copies, make_moments, views
+from gradcomp.engine.reducer import Reducer
+from gradcomp.native.extension import LARGEST
+from gradcomp.protocol import Compressor
+
+
+def successor(compressor: Compressor, old: Reducer) -> Compressor:
+    """Prepare a compressor to follow an old reducer: add error feedback if the old one has residuals to carry over."""
+    if not old.keeps_residual:
+        return compressor
+    if isinstance(compressor, Collector):
+        if not compressor.keeps_residual:
+            raise ValueError(
+                f"{compressor} would lose the residual, which has not been sent yet; use a spec with error feedback"
+            )
+        return compressor
+    if isinstance(compressor, ByLayer):
+        rules = tuple((pattern, successor(chosen, old)) for pattern, chosen in compressor.rules)
+        return ByLayer(rules, successor(compressor.default, old))
+    return Feedback(compressor)
+
+
+def carry(old: Reducer, new: Reducer) -> None:
+    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers.
+
+    A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
+    """
+    for array in MOMENTS:
+        make_moments(new, array, views(old, array))
+    directions = views(old, "second").keys() - views(new, "second").keys()
+    for array in ARRAYS:
+        before = copies(old, array)
+        for name, view in views(new, array).items():
+            if name in before and not (array == "residual" and name in directions):
+                view.copy_(before[name])
+    new.steps_done = old.steps_done
+    for bucket in new.buckets:
+        bucket.state.adam_steps = adam_steps(old)
+
+
+def scale(reducer: Reducer, factor: float) -> None:
+    """Multiply what waits. What exceeds the largest magnitude is lost. Adam's moments stay, unless the factor is 0."""
+    of_adam = views(reducer, "second")
+    for array in ARRAYS:
+        for name, view in views(reducer, array).items():
+            if array == "residual" or name not in of_adam or factor == 0:
+                view.mul_(factor).clamp_(-LARGEST, LARGEST)
+    for bucket in reducer.buckets if factor == 0 else ():
+        bucket.state.adam_steps = 0
