@@ -28,7 +28,7 @@ LAYOUT = Layout(("a", "b"), (6, 4), torch.device("cpu"))
 OTHER = Layer(4, torch.device("cpu"))
 
 
-NONE = Traits(unbiased=True)
+NONE = Traits(unbiased=True, fed_back=False)
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,14 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
 
 REFUSED, RATES = "refused", "unused"
 TRAITS: dict[str, list[Any]] = {"moments": ["raw", "accumulated"], "momentum": [0.5], "rates": ["used", "needed"]}
-# The traits that a wrapper does not copy. Both feedbacks become outermost as well; the probe is unbiased, for NoFeedback.
+# The traits that a wrapper does not copy. Both feedbacks become outermost as well; the probe goes without feedback, for NoFeedback.
 AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
     (ByHost, "moments", "raw"): REFUSED,
     (ByHost, "rates", "needed"): REFUSED,
     (ByHost, "rates", "used"): RATES,
     (ByHost, "ends", True): REFUSED,
     **{(kind, "outermost", True): REFUSED for kind in wrappers()},
+    (NoFeedback, "fed_back", True): REFUSED,
     **{(NoFeedback, "moments", value): REFUSED for value in TRAITS["moments"]},
 }
 
