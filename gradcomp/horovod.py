@@ -209,6 +209,7 @@ def DistributedOptimizer(
             f"Horovod {version()} is untested (tested: 0.28.1); falling back to the slower carrier route",
             stacklevel=2,
         )
+    door._session.training.note_optimizer(stock)  # it is another object than the one that it was made of
     stock.compression = door
     stock.stats = door.stats
     return cast("CompressedOptimizer", stock)

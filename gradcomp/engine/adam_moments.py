@@ -57,8 +57,11 @@ class AdamMoments:
         return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, sizes, seeds, steps)
 
     @torch.no_grad()
-    def hide(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step, and hide the gradients from the optimizer, which then finds nothing to do. A step may call another one."""
+    def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
+        """Step, and hide the gradients from the optimizer, which then finds nothing to do. A step may call another one.
+
+        pending: there is an update to apply. Horovod, too, steps without one: to make a state that it can broadcast.
+        """
         if self._hidden:
             return
         if getattr(optimizer, "found_inf", None) is not None:
@@ -71,10 +74,11 @@ class AdamMoments:
             grads = [parameter.grad for parameter in own]
             if not own:
                 continue
-            rate = float(group["lr"])
-            if group["weight_decay"]:
-                torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(own, grads, alpha=rate if group.get("maximize") else -rate)
+            if pending:
+                rate = float(group["lr"])
+                if group["weight_decay"]:
+                    torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
+                torch._foreach_add_(own, grads, alpha=rate if group.get("maximize") else -rate)
             for parameter, grad in zip(own, grads, strict=True):
                 self._hidden.append((parameter, grad))
                 parameter.grad = None
@@ -108,6 +112,13 @@ def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kern
     factors = adam.share * of_gradient, adam.share * of_velocity
     second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
     return kernels.Adaptive(*second) if mask is None else kernels.Adaptive(*second, adam.share, mask.sent_in, mask.step)
+
+
+def forget(state: BucketState) -> None:
+    """Forget directions and moments, for an exchange of gradients from now on."""
+    state.residual.zero_()
+    state.second = state.velocity = None
+    state.adam_steps = 0
 
 
 def _factors(adam: AdamStep, steps: int) -> tuple[float, float]:

@@ -24,7 +24,7 @@ _CHANGED = (
 )
 _REMEDY = (
     ". Write clip=1.0, or whatever the norm is, into the spec, which then clips each rank's own gradient, and remove the other "
-    "clip; or write momentum=0, and the exchange is of gradients"
+    "clip; or write momentum=0, and the exchange is of gradients. If a GradScaler has changed them, pass it as scaler="
 )
 _TEXTS: dict[Holds, str] = {
     "direction": f"{_CHANGED}Adam's directions, whose length says nothing about the gradient's{_REMEDY}",
@@ -44,10 +44,11 @@ class DeliveredSample:
         self._largest = max(slots.values(), key=lambda slot: slot.layer.size, default=None)
         self._kept: Tensor | None = None
         self._late: tuple[Holds, Counts] | None = None
+        self._turn = 0
 
     def keep(self, buckets: Sequence[Bucket], loss_scale: Tensor | None) -> None:
         """Keep a sample of a step's updates, which the buckets' gradients hold."""
-        self._kept = None
+        self._kept, self._turn = None, self._turn + 1
         for bucket in buckets:
             if self._largest is not None and (grad := bucket.grads.get(self._largest.name)) is not None:
                 sample = self._sample(grad.view(-1))
@@ -69,7 +70,8 @@ class DeliveredSample:
             self._say(holds)
 
     def _sample(self, flat: Tensor) -> Tensor:
-        return flat.detach()[:: max(1, flat.numel() // ENTRIES)].float()
+        stride = max(1, flat.numel() // ENTRIES)
+        return flat.detach()[self._turn % stride :: stride].float()  # other entries in each step: few may be sent
 
     def _say(self, holds: Holds) -> None:
         if holds == "direction":

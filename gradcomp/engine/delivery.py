@@ -57,15 +57,18 @@ class Delivery:
             step=step,
         )
 
-    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> None:
-        """Add a step's updates back to the residuals if the step has failed. All of them have been written."""
+    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> bool:
+        """Add a step's updates back to the residuals if the step has failed. All of them have been written.
+
+        Return False if it is known not to have failed.
+        """
         verdicts = self._verdicts
         if len(verdicts) > 1:
             first = next(iter(verdicts))
             joined = torch.stack([own.to(first) for own in verdicts.values()]).amax(0)
             verdicts = {device: joined.to(device) for device in verdicts}
         elif not any(kernels.may_have_failed(own, step) for own in verdicts.values()):
-            return
+            return False
         for bucket in buckets:
             if bucket.collector.keeps_residual:
                 kernels.add_back(
@@ -77,3 +80,4 @@ class Delivery:
                     loss_scale=self.loss_scale(bucket),
                     step=step,
                 )
+        return True

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradcomp import knobs
 from gradcomp.engine import adam_moments, sgd_momentum
+from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
 from gradcomp.engine.health import Health
 from gradcomp.knobs import knob
@@ -139,7 +140,9 @@ class Feedback(Collector):
         if not self.feedback:
             state.residual.zero_()
         if step.rates is not None:
-            self.revise(state.residual, state.velocity, state, step.rates)
+            self.revise(state.residual, None if state.second is not None else state.velocity, state, step.rates)
+        if state.second is not None and not isinstance(step.momentum, AdamStep):
+            adam_moments.forget(state)
         momentum, nesterov, adaptive = self.set_momentum, self.nesterov, None
         match step.momentum:
             case Momentum(value, ahead):
@@ -167,7 +170,7 @@ class Feedback(Collector):
             adaptive=adaptive,
             memory=step.memory,
         )
-        if state.health is not None and state.health.due(state.steps):
+        if state.health is not None and state.health.due(state.steps) and not isinstance(self.inner, ByHost):
             squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
             kernels.sum_squares(grads, squares, step.memory)
             if step.loss_scale is not None:

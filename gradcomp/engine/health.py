@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -77,6 +78,8 @@ class Health:
         gradient, before, after, old = self._measured.tolist()
         self._measured = None
         share_left = after / before if before > 0 else 0.0
+        if not all(map(math.isfinite, (gradient, before, after))):
+            return  # a gradient was not finite
         norm = gradient**0.5
         self.figures = {
             "residual_over_gradient": after**0.5 / norm if norm else 0.0,

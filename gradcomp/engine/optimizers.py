@@ -38,7 +38,7 @@ class OptimizerCheck:
     given: the source of learning rates, or None. check: called once with each optimizer, before its first step after an
     exchange. before_step: each is called before every such step.
     An optimizer that trains as much as the given one replaces it: hvd.DistributedOptimizer makes another object.
-    Without a given one, the first that trains all of the session's parameters is known from its first step on.
+    The one that acts is the last that stepped and trains all of the session's parameters, or else the given one.
     exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters since.
     """
 
@@ -51,7 +51,7 @@ class OptimizerCheck:
     ):
         self.optimizer = given
         self.exchanged = self.replaced = False
-        self._found: weakref.ref[torch.optim.Optimizer] | None = None
+        self._acts: weakref.ref[torch.optim.Optimizer] | None = None
         self._parameters, self._check, self._before_step = parameters, check, before_step
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         if given is not None:
@@ -79,6 +79,7 @@ class OptimizerCheck:
         known = self._known[optimizer]
         self._update(known, optimizer)
         if known.trains:
+            self._note_acting(optimizer)
             for each in self._before_step:
                 each()
             self._refuse_unexchanged(known)
@@ -92,15 +93,19 @@ class OptimizerCheck:
         if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
             self._read_rates(optimizer)
         else:
-            if len(trained) == len(self._parameters.slots) and (self._found is None or self._found() is None):
-                self._found = weakref.ref(optimizer)
             self._known[optimizer] = _Known(self._foreign(optimizer))
 
     def acting(self) -> torch.optim.Optimizer | None:
         """Return the optimizer that applies the session's updates; None if it is unknown, or applies another session's."""
         if self.replaced:
             return None
-        return self.optimizer or (None if self._found is None else self._found())
+        return (None if self._acts is None else self._acts()) or self.optimizer
+
+    def _note_acting(self, optimizer: torch.optim.Optimizer) -> None:
+        if (self._acts is None or self._acts() is not optimizer) and len(self._trained_by(optimizer)) == len(
+            self._parameters.slots
+        ):
+            self._acts = weakref.ref(optimizer)
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,24 @@ from gradcomp.protocol import Layout
 
 # Those of all sessions and simulations that live.
 _every: weakref.WeakSet[OwnMomentum] = weakref.WeakSet()
+# Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
+KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw", "nadam")}
+
+_UNAPPLIED = (
+    "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
+    "the momentum: added to the next gradient, or dropped, it would spoil the training. To accumulate gradients, run all "
+    "backward passes but the last within no_sync(), or use Horovod's backward_passes_per_step. If updates are dropped, or if "
+    "gradients of several losses meet, write momentum=0 into the spec"
+)
+_CLOSURE = (
+    "step(closure) cannot work with momentum=auto: the closure would exchange gradients within the step. Call the closure "
+    "before, and step() without it, or write momentum=0 into the spec"
+)
+_OTHER_KIND = (
+    "{new} steps with updates that were made for {old}. Write momentum=0 into the spec before the kind of optimizer changes: "
+    'change("SPEC,momentum=0")'
+)
+_BETWEEN = "{call} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
 
 
 class OwnMomentum:
@@ -35,8 +54,8 @@ class OwnMomentum:
     optimizer: returns the optimizer, or None if none is known. parameters: those that are exchanged, by name.
     flatten: puts a tensor of a parameter's shape, given the name, in the order of entries. sums: updates are sums over this
     many ranks; 1 if they are means. simulated: the number of ranks that ask of() for each bucket. sample: finds changes of
-    updates before the optimizer steps; None = nobody looks for them. under_way: an exchange has begun and not ended: Horovod's
-    step() ends it, and then calls the optimizer's own.
+    updates before the optimizer steps; None = updates need not be applied at all, as in a simulation. under_way: an exchange
+    has begun and not ended: Horovod's step() ends it, and then calls the optimizer's own.
     """
 
     def __init__(
@@ -49,14 +68,14 @@ class OwnMomentum:
         sample: DeliveredSample | None = None,
         under_way: Callable[[], bool] = lambda: False,
     ):
-        self._under_way = under_way
-        self._sample = sample
+        self._under_way, self._sample = under_way, sample
         self._optimizer, self._parameters, self._flatten, self._sums = optimizer, parameters, flatten, sums
         self._ids = {id(parameter) for parameter in parameters.values()}
         self._trained: tuple[Any, list[int], bool] = (None, [], False)
         loaded = LoadedMoments(parameters, flatten, simulated)
         self._kinds = (SgdMomentum(loaded), AdamMoments(loaded))
         self._kind: SgdMomentum | AdamMoments | None = None
+        self._delivered = self._pending = False  # an update that no step has applied yet, surely or possibly
         _register_once()
         _every.add(self)
 
@@ -68,12 +87,12 @@ class OwnMomentum:
     def of(self, layout: Layout) -> Momentum | AdamStep | None:
         """Take the momentum over for a bucket's layers in this step. None if it is left to the optimizer, or is 0."""
         self.show()
+        if self._delivered and self._sample is not None:
+            self._delivered = False
+            raise RuntimeError(_UNAPPLIED)
         optimizer = self._optimizer()
-        if optimizer is None or not self._trains_just_these(optimizer):
-            self._kind = None
-            return None
-        self._kind = next((kind for kind in self._kinds if kind.fits(optimizer)), None)
-        if self._kind is None:
+        self._kind = None if optimizer is None else self._kind_of(optimizer)
+        if optimizer is None or self._kind is None:
             return None
         own = [self._parameters[name] for name in layout.names]
         weights = [(each, self._flatten(name, each.detach()).float()) for name, each in zip(layout.names, own, strict=True)]
@@ -82,37 +101,61 @@ class OwnMomentum:
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()
-        self._kind = None
+        self._kind, self._delivered, self._pending = None, False, False
 
-    def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None) -> None:
-        """Note a step's updates, which the buckets' gradients hold."""
+    def refuse_before_step(self, call: str) -> None:
+        """Raise an error if an update waits for the optimizer's step."""
+        if self._delivered and self._kind is not None:
+            raise RuntimeError(_BETWEEN.format(call=call))
+
+    def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None, may_have_failed: bool) -> None:
+        """Note a step's updates, which the buckets' gradients hold. A step that failed may not be applied."""
+        self._pending, self._delivered = True, self.taken and not may_have_failed
         if self._sample is not None and self.taken:
             self._sample.keep(buckets, loss_scale)
 
     def hide(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Hide from an optimizer that is about to step what its updates hold."""
-        if self._kind is not None and optimizer is self._optimizer() and not self._under_way():
-            if closure and isinstance(self._kind, AdamMoments):
-                raise RuntimeError(
-                    "step(closure) cannot work with momentum=auto, which steps in Adam's place; call the closure before, and "
-                    "step() without it, or set momentum=0 in the spec"
-                )
-            if self._sample is not None:
-                self._sample.check(self._kind.holds)
-            self._kind.hide(optimizer)
+        if self._kind is None or optimizer is not self._optimizer() or self._under_way():
+            return
+        if closure:
+            raise RuntimeError(_CLOSURE)
+        if self._kind_of(optimizer) is not self._kind:
+            old = "SGD" if isinstance(self._kind, SgdMomentum) else "Adam"
+            raise RuntimeError(_OTHER_KIND.format(new=type(optimizer).__name__, old=old))
+        scaled = getattr(optimizer, "found_inf", None) is not None  # fused=True under a GradScaler
+        if self._sample is not None and not scaled:
+            self._sample.check(self._kind.holds)
+        self._kind.hide(optimizer, self._pending)
+        self._delivered = self._pending = False
 
     def show(self) -> None:
         """Show what hide() has hidden, also after a step that raised an error."""
         if self._kind is not None:
             self._kind.show()
 
+    def _kind_of(self, optimizer: torch.optim.Optimizer) -> SgdMomentum | AdamMoments | None:
+        if not (_steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
+            return None
+        return next((kind for kind in self._kinds if kind.fits(optimizer)), None)
+
     def _trains_just_these(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Compare the optimizer's parameters with those that are exchanged."""
+        """Compare the optimizer's parameters with those that are exchanged. Others may be frozen."""
         counts = [len(group["params"]) for group in optimizer.param_groups]
         if self._trained[0] is not optimizer or self._trained[1] != counts:
-            every = {id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
-            self._trained = optimizer, counts, every == self._ids
+            every = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+            others = any(each.requires_grad for key, each in every.items() if key not in self._ids)
+            self._trained = optimizer, counts, not others and self._ids <= every.keys()
         return self._trained[2]
+
+
+def _steps_as_known(kind: type) -> bool:
+    """Decide whether step() of a class is one of torch's. Horovod's optimizer calls that of the class that it was made of."""
+    for each in kind.__mro__:
+        step = each.__dict__.get("step")
+        if step is not None and not (module := inspect.unwrap(step).__module__).startswith("horovod."):
+            return module in KNOWN_STEPS
+    return False
 
 
 @functools.cache

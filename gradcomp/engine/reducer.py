@@ -137,10 +137,9 @@ class Reducer:
 
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
-        if self._takes_back:
-            self.delivery.add_back(self.buckets, self.scale, self._step)
+        may_have_failed = self._takes_back and self.delivery.add_back(self.buckets, self.scale, self._step)
         if self._momentum is not None and self.buckets:
-            self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]))
+            self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), may_have_failed)
         for bucket in self.buckets:
             bucket.grads.clear()
         self._step += 1

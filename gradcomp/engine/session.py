@@ -145,6 +145,7 @@ class Session:
     def change(self, compressor: Compressor) -> None:
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
         self._guard.refuse_in_step("change()")
+        self.training.refuse_before_step("change()")
         compressor = succession.successor(compressor, self._reducer)
         before = self._reducer, self._compressor
         changed = self._make_reducer(compressor)

@@ -51,7 +51,7 @@ class SgdMomentum:
         own = tuple(decays[id(parameter)] for parameter, _ in weights)
         return Momentum(first["momentum"], first["nesterov"], own, [values for _, values in weights], seeds)
 
-    def hide(self, optimizer: torch.optim.Optimizer) -> None:
+    def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
         """Hide from an optimizer that is about to step what its updates hold. A step may call another one."""
         self.show()
         for group in optimizer.param_groups:

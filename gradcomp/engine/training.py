@@ -79,6 +79,10 @@ class Training:
             rates = self._check.rate
         return {"rates": rates, "loss_scale": self._loss_scale, "momentum": self._momentum}
 
+    def refuse_before_step(self, call: str) -> None:
+        """Raise an error if an update that holds momentum waits for the optimizer's step."""
+        self._momentum.refuse_before_step(call)
+
     def note_residual(self, keeps: bool) -> None:
         """Note whether entries wait from step to step, so that an unknown loss scale matters."""
         self._unknown_scaler.matters = keeps

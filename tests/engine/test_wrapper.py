@@ -156,7 +156,7 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
 
 REFUSED, RATES = "refused", "unused"
 TRAITS: dict[str, list[Any]] = {"moments": ["raw", "accumulated"], "momentum": [0.5], "rates": ["used", "needed"]}
-# The traits that a wrapper does not copy. Both feedbacks become outermost as well; the probe goes without feedback, for NoFeedback.
+# The traits that a wrapper does not copy. Both feedbacks become outermost as well. The probe goes without, for NoFeedback.
 AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
     (ByHost, "moments", "raw"): REFUSED,
     (ByHost, "rates", "needed"): REFUSED,
