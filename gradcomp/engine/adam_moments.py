@@ -56,14 +56,16 @@ class AdamMoments:
         betas = float(group["betas"][0]), float(group["betas"][1])
         return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, sizes, seeds, steps)
 
+    @property
+    def hides(self) -> bool:
+        return bool(self._hidden)
+
     @torch.no_grad()
     def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
-        """Step, and hide the gradients from the optimizer, which then finds nothing to do. A step may call another one.
+        """Step, and hide the gradients from the optimizer, which then finds nothing to do.
 
         pending: there is an update to apply. Horovod, too, steps without one: to make a state that it can broadcast.
         """
-        if self._hidden:
-            return
         if getattr(optimizer, "found_inf", None) is not None:
             raise RuntimeError(
                 "a GradScaler leaves it to an optimizer with fused=True to look for infinities, which momentum=auto cannot: it "

@@ -115,8 +115,8 @@ class OwnMomentum:
             self._sample.keep(buckets, loss_scale)
 
     def hide(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Hide from an optimizer that is about to step what its updates hold."""
-        if self._kind is None or optimizer is not self._optimizer() or self._under_way():
+        """Hide from an optimizer that is about to step what its updates hold. Its step may call another one."""
+        if self._kind is None or self._kind.hides or optimizer is not self._optimizer() or self._under_way():
             return
         if closure:
             raise RuntimeError(_CLOSURE)

@@ -51,9 +51,12 @@ class SgdMomentum:
         own = tuple(decays[id(parameter)] for parameter, _ in weights)
         return Momentum(first["momentum"], first["nesterov"], own, [values for _, values in weights], seeds)
 
+    @property
+    def hides(self) -> bool:
+        return bool(self._shown)
+
     def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
-        """Hide from an optimizer that is about to step what its updates hold. A step may call another one."""
-        self.show()
+        """Hide from an optimizer that is about to step what its updates hold."""
         for group in optimizer.param_groups:
             self._shown.append((group, {name: group[name] for name in HIDDEN}))
             group.update(dict.fromkeys(HIDDEN, 0.0))

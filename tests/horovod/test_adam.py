@@ -29,6 +29,8 @@ def train(door: str, case: str, prefix: str, **options: Any) -> tuple[list[Tenso
         own.zero_grad()
         model(gradients(hvd.rank(), step)).backward()
         own.step()
+        if step == 2:
+            hvd.broadcast_optimizer_state(own, root_rank=0)  # as after an elastic reset: no weight decay
     trained = [each.detach().clone() for each in model.parameters()]
     own.compression.change(f"{SPEC},momentum=0")  # and torch's own Adam goes on
     for step in range(2):

@@ -18,8 +18,11 @@ RANKS = 2
 both_doors = pytest.mark.parametrize("door", doors.DOORS)
 
 
-def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = False) -> list[Tensor]:
-    """Train with known gradients, from the start or from the middle of torch's own training."""
+def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = False, apart: bool = False) -> list[Tensor]:
+    """Train with known gradients, from the start or from the middle of torch's own training.
+
+    apart: end each exchange by synchronize(), before the step.
+    """
     model = Two()
     plain = sgd_twin.sgd(model, case, 0.05 if op is None else 0.05 / RANKS)
     named = [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters()]
@@ -37,8 +40,15 @@ def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = 
     for step in range(first, first + STEPS):
         own.zero_grad()
         model(gradients(hvd.rank(), step)).backward()
-        own.step()
+        if apart:
+            own.synchronize()
+            with own.skip_synchronize():
+                own.step()
+        else:
+            own.step()
         after_step()
+        if step == first + 2:
+            hvd.broadcast_optimizer_state(own, root_rank=0)  # as after an elastic reset
     groups = [{name: group[name] for name in ("momentum", "weight_decay")} for group in own.param_groups]
     assert all(group["momentum"] > 0 for group in groups), "the user's values are shown between steps"
     return [each.detach().clone() for each in model.parameters()]
@@ -47,6 +57,7 @@ def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = 
 def program(door: str) -> dict[str, Any]:
     hvd.init()
     found: dict[str, Any] = {case: train(door, case, f"{door} {case}") for case in SETTINGS}
+    found["resumed, apart"] = train(door, "nesterov", f"{door} apart", resumed=True, apart=True)
     found["resumed"] = train(door, "nesterov", f"{door} resumed", resumed=True)
     if door == doors.OWN:
         found["sum"] = train(door, "momentum and weight decay", f"{door} sum", op=hvd.Sum)
@@ -64,9 +75,10 @@ def test_training_is_torchs_own(door: str, case: str) -> None:
 
 
 @both_doors
-def test_a_training_of_torch_goes_on_with_its_momentum(door: str) -> None:
+@pytest.mark.parametrize("case", ["resumed", "resumed, apart"])
+def test_a_training_of_torch_goes_on_with_its_momentum(door: str, case: str) -> None:
     for found in outcomes(door):
-        sgd_twin.check(found["resumed"], "nesterov", RANKS, 2 * STEPS)
+        sgd_twin.check(found[case], "nesterov", RANKS, 2 * STEPS)
 
 
 def test_updates_that_are_sums() -> None:
