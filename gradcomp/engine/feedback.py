@@ -14,7 +14,7 @@ from gradcomp import knobs
 from gradcomp.engine import adam_moments, sgd_momentum
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
-from gradcomp.engine.health import Health
+from gradcomp.engine.health import INTERVAL, Health, measured
 from gradcomp.knobs import knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
@@ -112,7 +112,7 @@ class Feedback(Collector):
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
         if self.inner.traits.sparse:
             state.peaks = kernels.peaks(layout.total, layout.device)
-        if self.feedback:
+        if self.feedback and not isinstance(self.inner, ByHost):  # where the residual is not this rank's alone
             state.health = Health(str(self), layout.names)
         if self.clip > 0:
             state.squares = torch.zeros(layers, dtype=torch.float64, device=layout.device)
@@ -170,7 +170,7 @@ class Feedback(Collector):
             adaptive=adaptive,
             memory=step.memory,
         )
-        if state.health is not None and state.health.due(state.steps) and not isinstance(self.inner, ByHost):
+        if state.health is not None and (state.steps + 1) % INTERVAL == 0:
             squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
             kernels.sum_squares(grads, squares, step.memory)
             if step.loss_scale is not None:
@@ -189,10 +189,10 @@ class Feedback(Collector):
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)
         state.steps += 1
-        update = yield from inner.exchange(acc, state.inner, world)
-        if state.health is not None and state.health.measuring:
-            state.health.after(state.residual)
-        return update
+        steps = inner.exchange(acc, state.inner, world)
+        if state.health is None or state.steps % INTERVAL:
+            return steps
+        return measured(steps, state.health, state.residual)
 
     def stage(self, steps: int) -> Compressor:
         """Choose the compressor after this number of steps: a gentler form during the warm-up, then the wrapped one."""

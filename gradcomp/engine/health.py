@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import kernels
+from gradcomp.protocol import Steps
 
 # Steps between two measurements. Each is three passes over the bucket.
 INTERVAL = 50
 # An entry is old if it was last sent this many steps ago, or more.
 OLD = 128
-# A take that leaves this share of the squares or more, in so many measurements, will not keep the residual from growing.
-TAKES_NOTHING, TIMES = 1.0, 3
+# A take that leaves this share of the squares or more, in so many measurements, will not keep the residual from growing. With
+# few old entries, other steps have sent it: a flush.
+TAKES_NOTHING, TIMES, SOME_OLD = 1.0, 3, 0.5
 # A residual that grew by this factor between so many measurements on end grows exponentially.
 GROWTH, GROWTHS = 1.5, 8
 
@@ -37,25 +39,15 @@ class Health:
         self._measured: Tensor | None = None
         self._left_most = self._grew = 0
         self._last = 0.0
-        self._warned = self._under_way = False
+        self._warned = False
         self.figures: dict[str, float] = {}
-
-    @property
-    def measuring(self) -> bool:
-        """True from before() to after()."""
-        return self._under_way
-
-    @staticmethod
-    def due(steps: int) -> bool:
-        """Decide whether a step, counted from 0, is measured."""
-        return steps % INTERVAL == INTERVAL - 1
 
     def before(self, squares: Tensor, residual: Tensor, sent_in: Tensor | None, step: int) -> None:
         """Measure before a take. squares: of each layer's gradient, summed. step: see kernels.Mask."""
         self._read()
-        self._under_way = True
         device = residual.device
-        self._measured = torch.zeros(4, dtype=torch.float64, device=device)
+        self._measured = torch.full((4,), math.nan, dtype=torch.float64, device=device)
+        self._measured[1:3] = 0
         self._measured[0] = squares.sum()
         kernels.sum_squares([residual], self._measured[1:2])
         if sent_in is not None:
@@ -64,7 +56,6 @@ class Health:
     def after(self, residual: Tensor) -> None:
         """Measure after the take."""
         assert self._measured is not None
-        self._under_way = False
         kernels.sum_squares([residual], self._measured[2:3])
         if residual.is_cuda:
             host = torch.empty(4, dtype=torch.float64, pin_memory=True)
@@ -81,15 +72,13 @@ class Health:
         if not all(map(math.isfinite, (gradient, before, after))):
             return  # a gradient was not finite
         norm = gradient**0.5
-        self.figures = {
-            "residual_over_gradient": after**0.5 / norm if norm else 0.0,
-            "taken": 1 - share_left,
-            "older": old,
-        }
-        self._judge(share_left, after**0.5)
+        self.figures = {"residual_over_gradient": after**0.5 / norm if norm else 0.0, "taken": 1 - share_left}
+        if not math.isnan(old):
+            self.figures["older"] = old
+        self._judge(share_left >= TAKES_NOTHING and not old < SOME_OLD, after**0.5)
 
-    def _judge(self, share_left: float, residual: float) -> None:
-        self._left_most = self._left_most + 1 if share_left >= TAKES_NOTHING else 0
+    def _judge(self, took_nothing: bool, residual: float) -> None:
+        self._left_most = self._left_most + 1 if took_nothing else 0
         self._grew = self._grew + 1 if residual > GROWTH * self._last > 0 else 0
         self._last = residual
         if self._warned or (self._left_most < TIMES and self._grew < GROWTHS):
@@ -101,6 +90,13 @@ class Health:
         layers = repr(first) + (f" and {len(others)} more layers" if others else "")
         why = takes_nothing if self._left_most >= TIMES else grew
         warnings.warn(_WARNING.format(spec=self._spec, layers=layers, why=why), stacklevel=2)
+
+
+def measured(steps: Steps, health: Health, residual: Tensor) -> Steps:
+    """Run an exchange, and measure after it."""
+    update = yield from steps
+    health.after(residual)
+    return update
 
 
 def _share_of_old(sent_in: Tensor, step: int) -> Tensor:

@@ -14,7 +14,7 @@ import gradcomp
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "bingrad:group=64,route=allgather": rounded_bytes(64, 2, 2),
     "bingrad:threshold=lloyd,group=100,route=alltoall": rounded_bytes(100, 2, 2, "alltoall"),
-    "bingrad:form=pb,group=64,route=allgather": rounded_bytes(64, 2, 1),
+    "bingrad:form=pb,feedback=true,group=64,route=allgather": rounded_bytes(64, 2, 1),
 }
 
 

@@ -104,7 +104,7 @@ def test_a_layer_that_is_far_wider_has_bounds_of_its_own() -> None:
         assert update[name].abs().max() == pytest.approx(1.5 * float(grad.std()), rel=0.01)
 
 
-@pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb", "sign"])
+@pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb,feedback=true", "sign"])
 @pytest.mark.parametrize("route", ["allgather", "alltoall"])
 def test_the_residual_stays_bounded(spec: str, route: str) -> None:
     """Though the sums of parts are rounded, too, and one rank keeps what that leaves over."""

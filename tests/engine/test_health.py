@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine import health
 from gradcomp.engine.health import INTERVAL, OLD
 
 SHAPES = {"w": (60, 50), "b": (20,)}
@@ -99,6 +99,15 @@ def test_a_layer_of_equal_gradients_is_sent() -> None:
         assert math.isclose(mean, 0.5, rel_tol=0.3), spec
 
 
-def test_a_measurement_costs_little() -> None:
-    """One step in INTERVAL is measured, and that by passes that read only."""
-    assert [step for step in range(200) if health.Health.due(step)] == [49, 99, 149, 199]
+def test_a_layer_that_only_flushes_send_is_healthy() -> None:
+    assert train("sdagc:lam=16,small=none,live=false,flush=7", 6 * INTERVAL, drawn)[1] == []
+
+
+def test_a_measured_step_with_a_gradient_that_is_not_finite_is_left_out() -> None:
+    def grad(step: int) -> dict[str, Tensor]:
+        return {name: each * (math.nan if step == 2 * INTERVAL - 1 else 1) for name, each in drawn(step).items()}
+
+    simulation, _ = train("topk:ratio=0.02", 2 * INTERVAL, grad)
+    before, _ = train("topk:ratio=0.02", INTERVAL, grad)
+    assert figures(simulation) == figures(before)
+    json.dumps(simulation.stats(), allow_nan=False)
