@@ -11,7 +11,7 @@ entry that was not sent in the step before has its gradient in place of the firs
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from gradcomp.engine.collector import AdamStep, BucketState
 from gradcomp.engine.delivered_sample import Holds
 from gradcomp.engine.loaded_moments import LoadedMoments
 from gradcomp.native import kernels
+from gradcomp.protocol import Layout
 
 # Settings with which the optimizer does something else than begin() and hide().
 UNLIKE = ("amsgrad", "differentiable")
@@ -47,14 +48,13 @@ class AdamMoments:
         apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
         return len(kinds) == 1 and groups[0]["eps"] > 0 and apart and not any(g.get(each) for g in groups for each in UNLIKE)
 
-    def of(self, optimizer: torch.optim.Optimizer, names: tuple[str, ...], share: float, weights: list[Any]) -> AdamStep:
+    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> AdamStep:
         """Take the moments over for some layers in this step. See SgdMomentum.of()."""
         group = optimizer.param_groups[0]
-        seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in names]
-        steps = max(map(self._loaded.steps, names), default=0)
-        sizes = [values.numel() for _, values in weights]
+        seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in layout.names]
+        steps = max(map(self._loaded.steps, layout.names), default=0)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, sizes, seeds, steps)
+        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps)
 
     @property
     def hides(self) -> bool:

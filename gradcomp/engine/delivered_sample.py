@@ -40,7 +40,7 @@ class DeliveredSample:
     """
 
     def __init__(self, slots: Mapping[str, Slot]):
-        self._slots, self._warned = slots, False
+        self._warned = False
         self._largest = max(slots.values(), key=lambda slot: slot.layer.size, default=None)
         self._kept: Tensor | None = None
         self._late: tuple[Holds, Counts] | None = None

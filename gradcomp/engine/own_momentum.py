@@ -69,11 +69,11 @@ class OwnMomentum:
         under_way: Callable[[], bool] = lambda: False,
     ):
         self._under_way, self._sample = under_way, sample
-        self._optimizer, self._parameters, self._flatten, self._sums = optimizer, parameters, flatten, sums
+        self._optimizer, self._sums = optimizer, sums
         self._ids = {id(parameter) for parameter in parameters.values()}
         self._trained: tuple[Any, list[int], bool] = (None, [], False)
         loaded = LoadedMoments(parameters, flatten, simulated)
-        self._kinds = (SgdMomentum(loaded), AdamMoments(loaded))
+        self._kinds = (SgdMomentum(loaded, parameters, flatten), AdamMoments(loaded))
         self._kind: SgdMomentum | AdamMoments | None = None
         self._delivered = self._pending = False  # an update that no step has applied yet, surely or possibly
         _register_once()
@@ -94,9 +94,7 @@ class OwnMomentum:
         self._kind = None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None or self._kind is None:
             return None
-        own = [self._parameters[name] for name in layout.names]
-        weights = [(each, self._flatten(name, each.detach()).float()) for name, each in zip(layout.names, own, strict=True)]
-        return self._kind.of(optimizer, layout.names, 1 / self._sums(), weights)
+        return self._kind.of(optimizer, layout, 1 / self._sums())
 
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""

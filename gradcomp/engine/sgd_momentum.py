@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,18 +11,28 @@ from torch import Tensor
 from gradcomp.engine.collector import BucketState, Momentum
 from gradcomp.engine.delivered_sample import Holds
 from gradcomp.engine.loaded_moments import LoadedMoments
+from gradcomp.protocol import Layout
 
 # Settings that an optimizer must not apply again, since updates hold what they do.
 HIDDEN = ("momentum", "weight_decay")
 
 
 class SgdMomentum:
-    """Hides momentum and weight decay within step(), so that schedulers read and write them at any other time."""
+    """Hides momentum and weight decay within step(), so that schedulers read and write them at any other time.
+
+    parameters: those that are exchanged, by name. flatten: puts a tensor of a parameter's shape, given the name, in the order
+    of entries.
+    """
 
     holds: ClassVar[Holds] = "velocity"
 
-    def __init__(self, loaded: LoadedMoments):
-        self._loaded = loaded
+    def __init__(
+        self,
+        loaded: LoadedMoments,
+        parameters: Mapping[str, torch.nn.Parameter],
+        flatten: Callable[[str, Tensor], Tensor],
+    ):
+        self._loaded, self._parameters, self._flatten = loaded, parameters, flatten
         self._shown: list[tuple[dict[str, Any], dict[str, float]]] = []
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -32,11 +43,10 @@ class SgdMomentum:
         kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
         return len(kinds) == 1 and first["dampening"] == 0 and first["momentum"] > 0
 
-    def of(self, optimizer: torch.optim.Optimizer, names: tuple[str, ...], share: float, weights: list[Any]) -> Momentum:
-        """Take the momentum over for some layers in this step.
+    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Momentum:
+        """Take the momentum over for a bucket's layers in this step.
 
         share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1.
-        weights: of each layer, its parameter and the weights in the order of entries.
         """
         first = optimizer.param_groups[0]
         decays = {
@@ -45,11 +55,14 @@ class SgdMomentum:
             for each in group["params"]
         }
         seeds: list[Tensor | None] = []
-        for name in names:
+        for name in layout.names:
             found = self._loaded.take(optimizer, name, ["momentum_buffer"])
             seeds.append(None if found is None else share * found[0])
-        own = tuple(decays[id(parameter)] for parameter, _ in weights)
-        return Momentum(first["momentum"], first["nesterov"], own, [values for _, values in weights], seeds)
+        parameters = [self._parameters[name] for name in layout.names]
+        weights = [
+            self._flatten(*pair).float() for pair in zip(layout.names, (each.detach() for each in parameters), strict=True)
+        ]
+        return Momentum(first["momentum"], first["nesterov"], tuple(decays[id(each)] for each in parameters), weights, seeds)
 
     @property
     def hides(self) -> bool:
