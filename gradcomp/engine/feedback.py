@@ -40,7 +40,7 @@ class Feedback(Collector):
     feedback: bool = knob(True, "true: entries not sent wait for the next step; false: they are lost")
     momentum: float | str = knob(
         AUTO,
-        "local momentum; auto: the optimizer's own, if it is known and SGD; a number: the optimizer's must then be 0",
+        "local momentum; auto: the optimizer's own, of known SGD or Adam; a number: the optimizer's must then be 0",
         least=0,
         below=1,
         word=AUTO,
