@@ -190,18 +190,18 @@ def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None
 def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> None:
     own = TASKS[name].defaults
     with torch.device("meta"):
-        model = Transformer(0, own.width, own.depth) if own.beta2 else nets.residual(0, own.width, own.depth, 1)
+        model = Transformer(0, own.width, own.depth) if own.beta2 else nets.residual(0, own.width, own.depth)
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert f"{parameters / 1e6:.1f} million parameters" in TASKS[name].about
 
 
-@pytest.mark.parametrize(("stride", "depth"), [(1, 1), (2, 1), (1, 2)])
-def test_a_residual_net_halves_its_pictures(stride: int, depth: int) -> None:
-    model = nets.residual(0, 2, depth, stride)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_residual_net_halves_its_pictures(depth: int) -> None:
+    model = nets.residual(0, 2, depth)
     blocks = [each for each in model if isinstance(each, nets.Block)]
     assert len(blocks) == nets.STAGES * depth
     inside = model[:-3](torch.zeros(3, 3, 32, 32))
-    assert inside.shape == (3, 16, 4 // stride, 4 // stride)
+    assert inside.shape == (3, 16, 2, 2)
     assert model(torch.zeros(3, 3, 32, 32)).shape == (3, 10)
 
 
@@ -261,7 +261,7 @@ def test_ranks_take_different_pictures_with_their_labels() -> None:
 
 def test_a_model_is_tested_with_its_running_statistics_and_trains_on(data: Path) -> None:
     arrays = cifar.decode((data / "cifar10-25k.npz").read_bytes())
-    job = cifar.small(TASKS["cifar"].defaults._replace(width=2, batch=2), 0, 2, arrays)
+    job = cifar.job(TASKS["cifar"].defaults._replace(width=2, batch=2), 0, 2, arrays)
     before = {name: value.clone() for name, value in job.model.state_dict().items()}
     assert 0 <= job.score() <= 100 and job.model.training
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())

@@ -63,16 +63,16 @@ def resnet(seed: int, width: int) -> nn.Sequential:
     )
 
 
-def residual(seed: int, width: int, depth: int, stride: int) -> nn.Sequential:
+def residual(seed: int, width: int, depth: int) -> nn.Sequential:
     """Make a net from colour pictures to ten classes: four stages of `depth` residual blocks.
 
-    A stage has twice the channels of the one before, on pictures half as large. stride: of the first convolution.
+    The first convolution halves the pictures. A stage has twice the channels of the one before, on pictures half as large.
     """
     torch.manual_seed(seed)
     channels = [width, *(width << stage for stage in range(STAGES) for _ in range(depth))]
     strides = [2 if i and i % depth == 0 else 1 for i in range(STAGES * depth)]
     return nn.Sequential(
-        nn.Conv2d(3, width, 3, stride, padding=1, bias=False),
+        nn.Conv2d(3, width, 3, 2, padding=1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(),
         *(Block(a, b, each) for a, b, each in zip(channels[:-1], channels[1:], strides, strict=True)),

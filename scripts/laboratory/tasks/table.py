@@ -40,7 +40,7 @@ def text(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
 
 # The transformer's settings.
 OF_BYTES = Settings(
-    lr=0.001, steps=2000, momentum=0.9, batch=8, width=160, clip=1.0, weight_decay=0.1, warmup=0.05, beta2=0.95, depth=4
+    lr=0.001, steps=500, momentum=0.9, batch=8, width=160, clip=1.0, weight_decay=0.1, warmup=0.05, beta2=0.95, depth=4
 )
 
 TASKS = {
@@ -73,19 +73,19 @@ TASKS = {
         "the characters of Python's language reference with an LSTM",
     ),
     "cifar": Task(
-        Settings(lr=0.1, steps=2000, momentum=0.9, batch=32, width=16, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
+        Settings(lr=0.1, steps=800, momentum=0.9, batch=32, width=16, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
         "accuracy in %",
         True,
-        cifar.small,
+        cifar.job,
         "pictures of CIFAR-10 with a residual net of 0.3 million parameters",
         cifar.SOURCE,
         schedule="cosine",
     ),
     "cifar-large": Task(
-        Settings(lr=0.1, steps=2000, momentum=0.9, batch=32, width=48, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
+        Settings(lr=0.1, steps=500, momentum=0.9, batch=32, width=48, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
         "accuracy in %",
         True,
-        cifar.large,
+        cifar.job,
         "the same pictures with a residual net of 2.8 million parameters",
         cifar.SOURCE,
         schedule="cosine",
