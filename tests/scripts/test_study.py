@@ -1,8 +1,15 @@
 """The study: real runs, tiny, through the command line; its arithmetic against figures worked out by hand; its refusals."""
 
+import contextlib
 import json
 import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +120,52 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
     assert (b["seeds"], b["worse_at_most"], b["steps_to_loss"]) == ([0, 1], 0, None)
     assert c["curve"]["loss"] == [None] * 5
     table = summary.markdown("mlp", [dense, a, b]).splitlines()
-    assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x "]
-    assert table[-1].endswith("| never |")
+    assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x ", " 1.12 x "]
+    assert table[-1].endswith("| never | never |")
+
+
+def test_the_bound_of_the_steps_comes_from_leaving_seeds_out() -> None:
+    def slower(steps: float) -> dict[str, Any]:
+        return record(98.0, [100.0 + steps - step for step in range(1, 101)], 8)
+
+    dense = {seed: slower(0) for seed in range(3)}
+    one = summary.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 9))}})[1]
+    assert one["steps_to_loss"] == 85  # later by the mean, 5
+    pseudo = [3 * 85 - 2 * each for each in (80 + 7, 80 + 6, 80 + 3)]  # later by 6.5, 5.5, 3: whole steps
+    assert one["times_at_most"] == pytest.approx(stats.upper_bound(pseudo) / 80, abs=1e-6)
+    late = summary.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 38))}})[1]
+    assert late["steps_to_loss"] == 95 and late["times_at_most"] is None  # without the first it never gets there
+
+
+@pytest.mark.slow
+def test_a_study_that_is_asked_to_end_leaves_no_process(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "scripts" / "lab"), *command(tmp_path, "conv", jobs=2), "--set", "steps=1000000"]
+    study = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        waits_until(lambda: len(list((tmp_path / "cache").glob("studies/*.json"))) == 1 and len(session_of(study.pid)) >= 4)
+        study.terminate()
+        assert study.wait(30) == 130
+        waits_until(lambda: not session_of(study.pid))
+    finally:
+        for pid in session_of(study.pid):
+            os.kill(pid, signal.SIGKILL)
+        study.wait(10)
+
+
+def session_of(leader: int) -> list[int]:
+    """List the processes of a session: a study and its workers."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            found += [int(folder.name)] if os.getsid(int(folder.name)) == leader else []
+    return found
+
+
+def waits_until(true: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 FALLING = [4.0] * 32 + [1.0] * 32

@@ -15,7 +15,7 @@ import torch
 
 import gradcomp
 from laboratory import machine
-from laboratory.ranks import GLIBC_SETTINGS
+from laboratory.ranks import GLIBC_SETTINGS, termination_interrupts
 from laboratory.report import results
 from laboratory.report.progress import TimeLeft
 from laboratory.study import peers
@@ -126,10 +126,11 @@ def complete(runs: Sequence[Run], folder: Path, jobs: int, work: Callable[[Run],
     missing = [run for run in runs if run.load(folder) is None]
     finished, left = len(runs) - len(missing), TimeLeft(map(work, missing))
     print(f"{len(runs)} runs, {finished} of them finished", flush=True)
-    for run, record in (_in_processes if jobs > 1 else _here)(missing, folder, jobs, machine.commit()):
-        finished += 1
-        outcome = f"{run.task}  {run.spec}  seed {run.seed}  loss {record['losses'][-1]}  score {record['score']:.2f}"
-        print(f"run {finished} of {len(runs)}  {outcome}  {record['seconds']:.0f} s, {left.after(work(run))}", flush=True)
+    with termination_interrupts():
+        for run, record in (_in_processes if jobs > 1 else _here)(missing, folder, jobs, machine.commit()):
+            finished += 1
+            outcome = f"{run.task}  {run.spec}  seed {run.seed}  loss {record['losses'][-1]}  score {record['score']:.2f}"
+            print(f"run {finished} of {len(runs)}  {outcome}  {record['seconds']:.0f} s, {left.after(work(run))}", flush=True)
 
 
 def _here(runs: Sequence[Run], folder: Path, jobs: int, commit: str | None) -> Iterator[tuple[Run, Record]]:
@@ -160,6 +161,7 @@ def _in_processes(runs: Sequence[Run], folder: Path, jobs: int, commit: str | No
 
 
 def _begin() -> None:
-    """Prepare a worker: one thread, and Ctrl-C goes to the process that started it."""
+    """Prepare a worker: one thread; Ctrl-C goes to the process that started it, which ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

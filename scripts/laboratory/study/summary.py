@@ -35,9 +35,8 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     scores = [number(record["score"]) for record in own]
     sign = -1 if TASKS[task].higher_is_better else 1
     worse = [sign * (a - number(b["score"])) for a, b in zip(scores, others, strict=True)]
-    losses, dense_losses = (stats.smooth(stats.mean_curve([_losses(r) for r in records])) for records in (own, others))
-    steps = max(1, round(GOAL_AT * len(dense_losses)))
-    reached = stats.steps_to(losses, dense_losses[steps - 1])
+    losses = _curve(own)
+    steps, reached = max(1, round(GOAL_AT * len(losses))), _reached(own, others)
     bytes_sent = list(itertools.accumulate(stats.mean_curve([record["sent"] for record in own])))
     kept = sorted({*range(POINTS - 1, len(losses), POINTS), len(losses) - 1})
     return {
@@ -53,6 +52,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "compression": sum(r["dense_bytes"] for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": reached,
         "times_the_steps": reached / steps if reached is not None else None,
+        "times_at_most": _times_at_most(own, others, reached, steps) if spec != "dense" else 1.0,
         "seconds": round(statistics.median(record["seconds"] for record in own), 1),
         "curve": {
             "step": [i + 1 for i in kept],
@@ -60,6 +60,24 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
             "loss": [or_none(losses[i]) for i in kept],
         },
     }
+
+
+def _curve(records: Sequence[Record]) -> list[float]:
+    return stats.smooth(stats.mean_curve([_losses(record) for record in records]))
+
+
+def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
+    goals = _curve(dense)
+    return stats.steps_to(_curve(own), goals[max(1, round(GOAL_AT * len(goals))) - 1])
+
+
+def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int | None, steps: int) -> float | None:
+    """Bound the multiple of the steps, by the jackknife: what changes when a seed is left out. None if it may be "never"."""
+    without = [_reached([*own[:i], *own[i + 1 :]], [*dense[:i], *dense[i + 1 :]]) for i in range(len(own))]
+    found = [each for each in without if each is not None]
+    if reached is None or len(found) < len(without):
+        return None
+    return or_none(stats.upper_bound([len(own) * reached - (len(own) - 1) * each for each in found]) / steps)
 
 
 def number(value: float | None) -> float:
@@ -95,7 +113,15 @@ def _losses(record: Record) -> list[float]:
 def markdown(task: str, lines: Sequence[Line]) -> str:
     """Write the table of one task."""
     kind, seeds = TASKS[task], sorted({len(line["seeds"]) for line in lines})
-    heads = ["spec", kind.score_name, "worse than dense", "at most (95 %)", "bytes, dense / sent", "steps to dense's loss"]
+    heads = [
+        "spec",
+        kind.score_name,
+        "worse than dense",
+        "at most (95 %)",
+        "bytes, dense / sent",
+        "steps to dense's loss",
+        "at most (95 %)",
+    ]
     with_errors = any(line["squared_error"] is not None for line in lines)
     rows = [[*heads, "relative squared error"] if with_errors else heads]
     for line in lines:
@@ -107,6 +133,7 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
             "" if dense else figure(line["worse_at_most"], "{:+.3f}", "diverged"),
             f"{line['compression']:,.1f} x",
             figure(line["times_the_steps"], "{:.2f} x", "never"),
+            "" if dense else figure(line["times_at_most"], "{:.2f} x", "never"),
         ]
         rows.append([*cells, figure(line["squared_error"], "{:.3f}", "")] if with_errors else cells)
     return f"{task}: {kind.about}; {'/'.join(map(str, seeds))} seeds\n\n{markdown_table(rows)}"
