@@ -9,6 +9,7 @@
 
 #include "expects.h"
 #include "math_levels.h"
+#include "math_packed.h"
 #include "math_rounding.h"
 #include "math_sketch.h"
 #include "ops.h"
@@ -27,8 +28,7 @@
 #define AT_MOST(k, flat) \
   EXPECT(k >= 1 && k <= flat.size, #k "=", k, " must be in [1, ", flat.size, "], the number of entries of " #flat)
 #define LINES_OF(lines, flat) ::gradcomp::one_for_each(NAMED(lines), NAMED(flat), kLine)
-#define BLOCKS_OF(blocks, flat) \
-  (INDEXABLE(flat) && HOLDS(flat, 1) && ::gradcomp::one_for_each(NAMED(blocks), NAMED(flat), kBlockEntries))
+#define PACKED(blocks, entries, n, capacity) ::gradcomp::is_packed(NAMED(blocks), NAMED(entries), n, capacity)
 #define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
 #define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
 #define IS_STEP(step) EXPECT(step >= 1 && step < kMostEntries / 2, #step "=", step, " must be in [1, 2^30)")
@@ -104,6 +104,17 @@ inline bool is_grouped(const Named& flat, int64_t group, int64_t count) {
   if (group < Groups::kShortest) refuse(flat.kernel, ": group=", group, " must be at least ", Groups::kShortest);
   if (packing_of(count) == nullptr) refuse(flat.kernel, ": count=", count, " levels must be 2, 3, 5 or 9");
   return indexable(flat) && holds(flat, 1);
+}
+
+inline bool is_packed(const Named& blocks, const Named& entries, int64_t n, int64_t capacity) {
+  if (n < 1 || n >= kMostEntries) refuse(blocks.kernel, ": n=", n, " must be in [1, 2^31)");
+  if (capacity < 1 || capacity > n) refuse(blocks.kernel, ": capacity=", capacity, " must be in [1, ", n, "]");
+  const Packed form(n, capacity);
+  const auto needs = [&](const Named& array, int64_t size) {
+    return array.size == size || refuse(array.kernel, ": ", array.name, " has ", array.size, " words, but needs ", size,
+                                        " for ", capacity, " of ", n, " entries");
+  };
+  return needs(blocks, form.blocks()) && needs(entries, form.words());
 }
 
 // The numbers of groups, and of words for their codes, that a checked flat array makes.

@@ -90,41 +90,6 @@ SHARED_MATH int exponent_of(uint32_t magnitude) {
   return exponent < -126 ? -126 : exponent;
 }
 
-// An entry on the wire: the upper half is the value over a power of two, the lower half its place in a block of 2^16.
-constexpr int kBlockBits = 16;
-constexpr uint32_t kBlockEntries = 1u << kBlockBits;
-// The exponent of a block's largest half, which lies in [2^14, 2^15) and stays finite when it is rounded up.
-constexpr int kHalfExponent = 14;
-// The number of exponents of normal floats. A block word with this exponent or a larger one is unsound.
-constexpr uint32_t kExponents = 254;
-
-struct BlockWord {
-  uint32_t count;
-  int exponent;
-  bool sound;
-};
-
-SHARED_MATH uint32_t block_word(uint32_t count, uint32_t largest_magnitude) {
-  return count | static_cast<uint32_t>(exponent_of(largest_magnitude) + 126) << 24;
-}
-
-SHARED_MATH BlockWord read_block_word(uint32_t word) {
-  const uint32_t count = word & 0xffffffu, exponent = word >> 24;
-  return {count, static_cast<int>(exponent) - 126, count <= kBlockEntries && exponent < kExponents};
-}
-
-// Multiply in two steps, since a float may not hold the power. Each is exact, or loses no more than the half's rounding.
-SHARED_MATH uint32_t pack_entry(float x, int exponent, uint32_t index) {
-  const int up = kHalfExponent - exponent, first = up / 2;
-  const uint16_t half = float_to_f16(x * power_of_two(first) * power_of_two(up - first));
-  return static_cast<uint32_t>(half) << kBlockBits | (index & (kBlockEntries - 1));
-}
-
-SHARED_MATH float entry_value(uint32_t entry, int exponent) {
-  const int down = exponent - kHalfExponent, first = down / 2;
-  return f16_to_float(static_cast<uint16_t>(entry >> kBlockBits)) * power_of_two(first) * power_of_two(down - first);
-}
-
 // Count the entries of a payload: the header's count, at most its capacity. The count must not be negative.
 SHARED_MATH int64_t entries_there(int32_t count, int64_t capacity) { return count < capacity ? count : capacity; }
 

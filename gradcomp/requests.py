@@ -44,11 +44,12 @@ class World(NamedTuple):
 
 
 class Field(NamedTuple):
-    """One array inside a payload."""
+    """One array inside a payload. holds: the entries that it stands for, where they are packed."""
 
     name: str
     dtype: torch.dtype
     length: int
+    holds: int = 0
 
 
 # The fields of a payload. All ranks use the same form, so the length of a message never has to be sent.

@@ -1,10 +1,10 @@
-// Sparse entries in 32 bits, on a GPU: packing, adding up, and putting back. One launch each, with a block of threads for every
-// 2^16 entries of the bucket, which finds its part of the payload by itself.
+// Packed sparse entries on a GPU: packing, adding up, and putting back. A block of threads for every 2^16 entries of the bucket
+// finds its part of the payload by itself. Packing takes another launch, with a thread for each word of the payload.
 //
-// Bytes an entry of the payload: pack_sparse and unpack_sparse 12, add_packed and settle_packed 4. The entries of the bucket
-// that are written to cost a scattered read and write of 4 each.
+// Bytes an entry of the payload, which is some 2 bytes an entry itself: pack_sparse 20, unpack_sparse 10, add_packed and
+// settle_packed 2. The entries of the bucket that are written to cost a scattered read and write of 4 each.
 
-#include "../math.h"
+#include "../math_packed.h"
 #include "../ops.h"
 #include "block.cuh"
 #include "launch.cuh"
@@ -14,6 +14,8 @@ namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 512;
+// The bits of the row of high parts that a thread reads at once.
+constexpr unsigned kBits = 8;
 
 // Find the largest x of all threads.
 __device__ __forceinline__ uint32_t block_max(uint32_t x) {
@@ -26,8 +28,9 @@ __device__ __forceinline__ uint32_t block_max(uint32_t x) {
   return largest;
 }
 
-__global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values, const int32_t* indices, const int32_t* header,
-                                                        float* residual, uint32_t* blocks, uint32_t* entries) {
+// Write the blocks' words, and put the rounding errors back.
+__global__ void __launch_bounds__(kThreads)
+    pack_blocks(Span<const float> values, const int32_t* indices, const int32_t* header, float* residual, uint32_t* blocks) {
   const auto there = static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], values.size));
   const auto part_begin = [&](uint32_t low, uint32_t b) {
     return first_not(low, there, [&](uint32_t i) { return static_cast<uint32_t>(indices[i]) >> kBlockBits < b; });
@@ -36,57 +39,109 @@ __global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values
   uint32_t largest = 0;
   for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) largest = max(largest, magnitude_key(values.data[i]));
   largest = block_max(largest);
-  if (threadIdx.x == 0) blocks[blockIdx.x] = begin == end ? 0 : block_word(end - begin, largest);
-  const int exponent = exponent_of(largest);
+  const uint32_t word = begin == end ? 0 : block_word(end - begin, largest);
+  if (threadIdx.x == 0) blocks[blockIdx.x] = word;
+  if (residual == nullptr) return;
+  const int exponent = read_block_word(word).exponent;
   for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
     const float x = values.data[i];
-    const auto index = static_cast<uint32_t>(indices[i]);
-    const uint32_t entry = pack_entry(x, exponent, index);
-    entries[i] = entry;
-    if (residual != nullptr) residual[index] += x - entry_value(entry, exponent);
+    residual[indices[i]] += x - coded_value(value_code(x, exponent), exponent);
   }
+}
+
+// Write a word of the row of high parts, or of the row of codes, from the entries whose bits are in it. Each bit i + high lies
+// beyond the one before, so every thread halves its way to the first.
+__global__ void __launch_bounds__(kThreads) pack_words(Span<const float> values, const int32_t* indices, const int32_t* header,
+                                                       const Packed form, const uint32_t* blocks, Span<uint32_t> entries) {
+  const int64_t w = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (w >= entries.size) return;
+  const auto there = static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], values.size));
+  const int64_t high_words = form.high_words();
+  uint32_t word = 0;
+  if (w < high_words) {
+    const auto bit = [&](uint32_t i) { return (static_cast<uint32_t>(indices[i]) >> form.low) + int64_t{i}; };
+    const int64_t first = 32 * w;
+    uint32_t from = 0;
+    for (uint32_t end = there; from < end;) {
+      const uint32_t middle = from + (end - from) / 2;
+      if (bit(middle) < first) {
+        from = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    for (uint32_t i = from; i < there; ++i) {
+      const int64_t at = bit(i) - first;
+      if (at >= 32) break;
+      word |= 1u << at;
+    }
+  } else {
+    const int64_t first = 32 * (w - high_words);
+    const int width = form.width();
+    for (int64_t i = first / width; i < there && i * width < first + 32; ++i) {
+      const auto index = static_cast<uint32_t>(indices[i]);
+      const uint32_t code = form.code(values.data[i], index, read_block_word(blocks[index >> kBlockBits]).exponent);
+      const int64_t shift = i * width - first;
+      word |= shift < 0 ? code >> -shift : code << shift;
+    }
+  }
+  entries.data[w] = word;
 }
 
 // Call use(i, index, value) for the entries of this block's word. Returns false, in at least one thread of one block, if a use
 // returned false or the payload is malformed. Entries are used up to the first block with an unsound word or with too many
 // entries. Arbitrary bytes never make it touch anything outside the arrays.
 template <class Use>
-__device__ __forceinline__ bool for_block(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count,
+__device__ __forceinline__ bool for_block(const Packed& form, const uint32_t* blocks, const uint32_t* entries, int32_t count,
                                           const Use& use) {
   if (count < 0) return blockIdx.x + threadIdx.x != 0;
-  const auto there = static_cast<uint32_t>(entries_there(count, entries.size));
+  const auto there = static_cast<uint32_t>(entries_there(count, form.capacity));
   uint32_t sum = 0;  // at most 2^31: 2^15 words that count up to 2^16 each
   bool sound = true;
   for (uint32_t b = threadIdx.x; b <= blockIdx.x; b += kThreads) {
-    const BlockWord word = read_block_word(blocks.data[b]);
+    const BlockWord word = read_block_word(blocks[b]);
     sound = sound && word.sound;
     sum += word.sound ? word.count : 0;
   }
   uint32_t end;
   block_exclusive_sum<kThreads>(sum, end);
   if (__syncthreads_or(!sound) || end > there) return threadIdx.x != 0;
-  const BlockWord word = read_block_word(blocks.data[blockIdx.x]);
+  const BlockWord word = read_block_word(blocks[blockIdx.x]);
+  const uint32_t begin = end - word.count, highs = form.highs_in(blockIdx.x), length = highs + word.count;
+  const int64_t first = form.highs_before(blockIdx.x) + begin;
   bool well_formed = blockIdx.x + 1 < gridDim.x || end == there;
-  for (uint32_t i = end - word.count + threadIdx.x; i < end; i += kThreads) {
-    const uint32_t entry = __ldg(entries.data + i);
-    const uint32_t index = blockIdx.x << kBlockBits | (entry & (kBlockEntries - 1));
-    well_formed &= use(i, index, entry_value(entry, word.exponent));
+  uint32_t before = 0;
+  for (uint32_t round = 0; round < length; round += kThreads * kBits) {
+    const uint32_t at = round + threadIdx.x * kBits;
+    uint32_t bits = at < length ? bits_at(entries, first + at, static_cast<int>(min(kBits, length - at))) : 0;
+    uint32_t in_round;
+    uint32_t found = before + block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(bits)), in_round);
+    for (; bits != 0; bits &= bits - 1, ++found) {
+      const uint32_t high = at + static_cast<uint32_t>(__ffs(static_cast<int>(bits))) - 1 - found;
+      if (found >= word.count || high >= highs) {
+        well_formed = false;
+        break;
+      }
+      const uint32_t code = form.code_at(entries, begin + found);
+      well_formed &= use(begin + found, form.index_of(blockIdx.x, high, code), form.value_of(code, word.exponent));
+    }
+    before += in_round;
   }
-  return well_formed;
+  return well_formed && before == word.count;
 }
 
-__device__ bool add_block(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
-                          int32_t count, float scale) {
-  return for_block(blocks, entries, count,
-                   [&](uint32_t, uint32_t index, float x) { return add_at(target, marks, index, scale * x); });
+__device__ bool add_block(Span<float> target, Span<uint8_t> marks, const uint32_t* blocks, const uint32_t* entries,
+                          const Packed& form, int32_t count, float scale) {
+  return for_block(form, blocks, entries, count,
+                   [&](uint32_t, int64_t index, float x) { return add_at(target, marks, index, scale * x); });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    unpack_blocks(Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t* header, float* values, int32_t* indices) {
-  const bool well_formed = for_block(blocks, entries, header[0], [&](uint32_t i, uint32_t index, float x) {
+__global__ void __launch_bounds__(kThreads) unpack_blocks(const Packed form, const uint32_t* blocks, const uint32_t* entries,
+                                                          int32_t* header, float* values, int32_t* indices) {
+  const bool well_formed = for_block(form, blocks, entries, header[0], [&](uint32_t i, int64_t index, float x) {
     values[i] = x;
     indices[i] = static_cast<int32_t>(index);
-    return true;
+    return index < form.n;
   });
   if (!well_formed) header[1] = 1;
 }
@@ -95,49 +150,51 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     add_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
                const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
-               float scale) {
+               const Packed form, float scale) {
   for (int rank = 0; rank < headers.count; ++rank) {
     const int32_t* header = headers.data[rank];
     const bool flagged = header[1] != 0;
     const bool well_formed = flagged ? blockIdx.x + threadIdx.x != 0
-                                     : add_block(target, marks, {blocks.data[rank], blocks.size},
-                                                 {entries.data[rank], entries.size}, header[0], scale);
+                                     : add_block(target, marks, blocks.data[rank], entries.data[rank], form, header[0], scale);
     if (!well_formed) spoil(target, marks);
     __syncthreads();
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    settle_blocks(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, const int32_t* header,
-                  const float* update, float keep) {
+    settle_blocks(Span<float> residual, const uint32_t* blocks, const uint32_t* entries, const int32_t* header,
+                  const float* update, const Packed form, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_block(residual, {}, blocks, entries, header[0], share);
+  if (share != 0) add_block(residual, {}, blocks, entries, form, header[0], share);
 }
 
 }  // namespace
 
 void pack_sparse(OptionalSpan<float> residual, Span<const float> values, Span<const int32_t> indices,
-                 Span<const int32_t> header, Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
+                 Span<const int32_t> header, int64_t n, Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
   LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data, residual.data,
-         blocks.data, entries.data);
+         blocks.data);
+  LAUNCH(pack_words, blocks_for(entries.size, kThreads), kThreads, 0, queue, values, indices.data, header.data,
+         Packed(n, values.size), blocks.data, entries);
 }
 
-void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> header, Span<const uint32_t> blocks,
+void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> header, int64_t n, Span<const uint32_t> blocks,
                    Span<const uint32_t> entries, Queue queue) {
-  LAUNCH(unpack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, blocks, entries, header.data, values.data,
-         indices.data);
+  LAUNCH(unpack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, Packed(n, values.size), blocks.data,
+         entries.data, header.data, values.data, indices.data);
 }
 
 void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
-                const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, float scale, Queue queue) {
+                const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
+                Queue queue) {
   LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
-         scale);
+         Packed(target.size, capacity), scale);
 }
 
 void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
-                   Span<const float> update, float keep, Queue queue) {
-  LAUNCH(settle_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks, entries, header.data,
-         update.data, keep);
+                   Span<const float> update, int64_t capacity, float keep, Queue queue) {
+  LAUNCH(settle_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks.data, entries.data,
+         header.data, update.data, Packed(residual.size, capacity), keep);
 }
 
 }  // namespace gradcomp::cuda

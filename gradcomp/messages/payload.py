@@ -34,7 +34,7 @@ def read(form: Form, buffer: Tensor) -> Payload:
         )
     arrays: dict[str, Tensor] = {}
     begin = 0
-    for name, dtype, length in form:
+    for name, dtype, length, _ in form:
         end = begin + length * dtype.itemsize
         arrays[name] = buffer[begin:end].view(dtype)
         begin += _padded(end - begin)

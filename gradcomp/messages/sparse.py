@@ -1,11 +1,11 @@
-"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, 32 bits. wire.md gives the bytes."""
+"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, some 14. wire.md gives the bytes."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc
 from gradcomp.requests import Field, Form, Payload
 
-# Entries of a block. A place inside a block takes 16 bits.
-BLOCK = 1 << 16
 # The largest biased exponent of a block.
 LARGEST_EXPONENT = 253
 
@@ -44,9 +42,6 @@ class Taken(NamedTuple):
 
 class Codec(ABC):
     """A codec of sparse entries. The two subclasses hold all that differs between them."""
-
-    # Bytes of an entry on the wire, without the payload's fixed parts.
-    entry_bytes: ClassVar[int]
 
     @abstractmethod
     def form(self, n: int, capacity: int) -> Form:
@@ -105,8 +100,6 @@ class Codec(ABC):
 class Exact(Codec):
     """The codec of wire=exact: values and places of 32 bits each."""
 
-    entry_bytes = 8
-
     def form(self, n: int, capacity: int) -> Form:
         return (
             Field("header", torch.int32, 2),
@@ -140,15 +133,13 @@ class Exact(Codec):
 
 
 class Compact(Codec):
-    """The codec of wire=compact: entries of 32 bits, counted by blocks of 2^16."""
-
-    entry_bytes = 4
+    """The codec of wire=compact: places in the bits that they need, values as powers of two."""
 
     def form(self, n: int, capacity: int) -> Form:
         return (
             Field("header", torch.int32, 2),
-            Field("blocks", torch.int32, -(-n // BLOCK)),
-            Field("entries", torch.int32, capacity),
+            Field("blocks", torch.int32, -(-n // kernels.BLOCK), n),
+            Field("entries", torch.int32, kernels.packed_words(n, capacity), capacity),
         )
 
     def allocate(self, acc: Acc, capacity: int) -> Taken:
@@ -158,7 +149,8 @@ class Compact(Codec):
         return Taken(self, Entries(values, indices, payload["header"]), payload)
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
-        kernels.pack_sparse(values, indices, payload["header"], payload["blocks"], payload["entries"], residual)
+        n, _ = _sizes(payload)
+        kernels.pack_sparse(values, indices, payload["header"], n, payload["blocks"], payload["entries"], residual)
 
     def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
         self.write(taken.payload, taken.entries.values, taken.entries.indices, residual)
@@ -166,26 +158,40 @@ class Compact(Codec):
 
     def read(self, payload: Payload) -> Entries:
         header = payload["header"].clone()
-        values = torch.zeros(payload.form[-1].length, device=header.device)
-        indices = torch.zeros(values.shape, dtype=torch.int32, device=header.device)
-        kernels.unpack_sparse(values, indices, header, payload["blocks"], payload["entries"])
+        n, capacity = _sizes(payload)
+        values = torch.zeros(capacity, device=header.device)
+        indices = torch.zeros(capacity, dtype=torch.int32, device=header.device)
+        kernels.unpack_sparse(values, indices, header, n, payload["blocks"], payload["entries"])
         return Entries(values, indices, header)
 
     def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
         blocks, entries, headers = ([payload[name] for payload in received] for name in ("blocks", "entries", "header"))
-        kernels.add_packed(update.flat, blocks, entries, headers, scale, update.marks)
+        capacity = _sizes(received[0])[1] if received else 1
+        kernels.add_packed(update.flat, blocks, entries, headers, capacity, scale, update.marks)
 
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
-        kernels.settle_packed(residual, payload["blocks"], payload["entries"], payload["header"], update.flat, kept_share)
+        arrays = payload["blocks"], payload["entries"], payload["header"]
+        kernels.settle_packed(residual, *arrays, update.flat, _sizes(payload)[1], kept_share)
 
     def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
-        entries = payload["entries"][:wanted]
         counts, exponents = payload["blocks"] & 0xFFFFFF, (payload["blocks"] >> 24) & 0xFF
-        if (counts > BLOCK).any() or (exponents > LARGEST_EXPONENT).any():
-            raise _malformed(sender, f"a block holds more than {BLOCK} entries, or its exponent is above {LARGEST_EXPONENT}")
-        if int(counts.sum()) != entries.numel():
-            raise _malformed(sender, f"its blocks count {int(counts.sum())} entries, but it holds {entries.numel()}")
-        return torch.repeat_interleave(torch.arange(counts.numel()) * BLOCK, counts.long()) + (entries & 0xFFFF)
+        if (counts > kernels.BLOCK).any() or (exponents > LARGEST_EXPONENT).any():
+            raise _malformed(
+                sender, f"a block holds more than {kernels.BLOCK} entries, or its exponent is above {LARGEST_EXPONENT}"
+            )
+        held = min(wanted, _sizes(payload)[1])
+        if int(counts.sum()) != held:
+            raise _malformed(sender, f"its blocks count {int(counts.sum())} entries, but it holds {held}")
+        read = self.read(payload)
+        if int(read.header[1]) != int(payload["header"][1]):
+            raise _malformed(sender, "its places are not as many as its blocks count, or lie outside the bucket")
+        return read.indices[:held]
+
+
+def _sizes(payload: Payload) -> tuple[int, int]:
+    """Return the entries of a compact payload's bucket, and its capacity."""
+    _, blocks, entries = payload.form
+    return blocks.holds, entries.holds
 
 
 EXACT, COMPACT = Exact(), Compact()
@@ -195,7 +201,7 @@ CODECS: dict[str, Codec] = {"compact": COMPACT, "exact": EXACT}
 
 def wire_knob() -> Any:
     """Declare the knob that names a codec."""
-    return knob("compact", "compact: 32 bits an entry, rounding errors stay in the residual; exact: 64 bits", choices=CODECS)
+    return knob("compact", "compact: some 14 bits an entry, rounding errors wait; exact: 64 bits", choices=CODECS)
 
 
 def ratio_knob() -> Any:

@@ -79,22 +79,51 @@ def above(residual: Tensor, sizes: list[int], thresholds: list[float], capacity:
 
 
 def packed(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack entries into 32 bits: the words of the blocks, the entries, and the values that they stand for."""
-    block = indices.long() >> 16
-    blocks = -(-n // 65536)
-    counts = torch.bincount(block, minlength=blocks)
-    words, said = torch.zeros(blocks, dtype=torch.int64), torch.zeros_like(values)
-    entries = torch.zeros(values.numel(), dtype=torch.int64)
-    for b in counts.nonzero().view(-1).tolist():
-        mine = block == b
-        own = values[mine].double()
-        largest = float(own.abs().max())
-        exponent = max(-126, torch.frexp(torch.tensor(largest, dtype=torch.float64)).exponent.item() - 1) if largest else -126
-        halves = (own * 2.0 ** (14 - exponent)).to(torch.float16)
-        words[b] = int(counts[b]) | (exponent + 126) << 24
-        entries[mine] = (halves.view(torch.int16).long() & 0xFFFF) << 16 | (indices[mine].long() & 0xFFFF)
-        said[mine] = (halves.double() * 2.0 ** (exponent - 14)).float()
-    return words, entries, said
+    """Pack entries: the words of the blocks, the words of the two rows, and the values that the entries stand for."""
+    capacity, numbers, places = values.numel(), values.double().tolist(), indices.tolist()
+    low = low_bits(n, capacity)
+    exponents = [_nearest_exponent(value) for value in numbers]
+    words, said = [0] * -(-n // 65536), []
+    for b in {place >> 16 for place in places}:
+        mine = [exponent for exponent, place in zip(exponents, places, strict=True) if place >> 16 == b]
+        words[b] = len(mine) | max(-126, *mine) + 126 << 24
+    high_row = codes_row = 0
+    for i, (value, exponent, place) in enumerate(zip(numbers, exponents, places, strict=True)):
+        power = exponent - ((words[place >> 16] >> 24) - 126) + 15
+        power = 0 if power < 1 or exponent < -126 else power
+        negative = math.copysign(1, value) < 0
+        said.append((-1.0 if negative else 1.0) * 2.0**exponent if power else 0.0)
+        code = (power | negative << 4 if power else 0) << low | place % 2**low
+        high_row |= 1 << (place >> low) + i
+        codes_row |= code << i * (low + 5)
+    rows = zip((high_row, codes_row), row_words(n, capacity), strict=True)
+    split = [row >> 32 * word & 0xFFFFFFFF for row, count in rows for word in range(count)]
+    return torch.tensor(words), torch.tensor(split), torch.tensor(said)
+
+
+def low_bits(n: int, capacity: int) -> int:
+    """Return the bits of a place that are not in the row of high parts."""
+    return max(bits for bits in range(17) if bits == 0 or capacity * 2**bits <= n)
+
+
+def row_words(n: int, capacity: int) -> tuple[int, int]:
+    """Count the words of the two rows of packed entries."""
+    low = low_bits(n, capacity)
+    return -(-(((n - 1) >> low) + 1 + capacity) // 32), -(-capacity * (low + 5) // 32)
+
+
+def compact_bytes(n: int, capacity: int) -> int:
+    """Count a payload's bytes: the header's, a word for each block, and the two rows, each rounded up to 8."""
+    return 8 + 8 * math.ceil(math.ceil(n / 65536) / 2) + 8 * math.ceil(sum(row_words(n, capacity)) / 2)
+
+
+def _nearest_exponent(value: float) -> int:
+    """Return the exponent of the nearest power of two that a normal float can be; -127 where 0 is nearer. Ties go up."""
+    if abs(value) < 2.0**-127:
+        return -127
+    below = math.frexp(abs(value))[1] - 1
+    nearest = below + (abs(value) >= 1.5 * 2.0**below)
+    return -126 if abs(value) >= 2.0**-127 and nearest < -126 else min(nearest, 127)
 
 
 def topk(flat: Tensor, k: int) -> Tensor:

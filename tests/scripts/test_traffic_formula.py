@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from reference import compact_bytes
 
 import gradcomp
 from gradcomp.messages.payload import wrap
@@ -65,8 +66,9 @@ def split(k: int) -> Way:
     def own(rank: int, ranks: int) -> Own:
         certain = N // (64 * ranks) * 64
         if not certain:
-            return gather(8 + 8 + padded(k))(rank, ranks)
-        size = 8 + 8 + padded(min(certain, k, math.ceil(1.1 * k / ranks + 3 * math.sqrt(k / ranks))))
+            return gather(compact_bytes(N, k))(rank, ranks)
+        capacity = min(certain, k, math.ceil(1.1 * k / ranks + 3 * math.sqrt(k / ranks)))
+        size = compact_bytes(64 * math.ceil(N / (64 * ranks)), capacity)
         return Own(Counter(Send=1, Gather=1), 3 * (ranks - 1), 2 * (ranks - 1) * size)
 
     return own
@@ -124,12 +126,12 @@ LAYER = 8 * MOMENTS
 WAYS: dict[str, list[Way]] = {
     "dense": [reduce(4 * N)],
     "lgc": [reduce(4 * N)],  # in its first steps; of the others tests/compressors/lgc/test_lgc.py
-    "topk:ratio=0.01": [gather(8 + 8 + padded(K))],
+    "topk:ratio=0.01": [gather(compact_bytes(N, K))],
     "topk:ratio=0.01,wire=exact": [gather(8 + 2 * padded(K))],
     "topk:ratio=0.01,route=split": [split(K)],
     "topk:ratio=0.01,route=tree": [tree(8 + 2 * padded(K))],
     "topk:ratio=0.01,by_host=true": [  # with a host for each rank: nothing to move, and sends to all in a gather's stead
-        send(lambda rank, ranks: (ranks - 1) * (8 + 8 + padded(K)), lambda ranks: 3)
+        send(lambda rank, ranks: (ranks - 1) * (compact_bytes(N, K)), lambda ranks: 3)
     ],
     "sdagc:density=0.01,route=split": [split(CAPACITY)],
     "sdagc:density=0.01,route=tree": [tree(8 + 2 * padded(CAPACITY))],
@@ -140,9 +142,9 @@ WAYS: dict[str, list[Way]] = {
     "terngrad:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 2 * 64)],
     "sign:group=64,route=allgather": [gather(8 + 4 * 64 + 8 * 64)],
     "orq:group=64,route=alltoall": [shards(64, lambda groups: 8 + padded(3 * groups) + 8 * 2 * groups)],
-    "sdagc:density=0.01": [gather(8 + 8 + padded(CAPACITY))],
+    "sdagc:density=0.01": [gather(compact_bytes(N, CAPACITY))],
     "sdagc:density=0.01,wire=exact": [gather(8 + 2 * padded(CAPACITY))],
-    "sdagc:density=0.01,shared=true": [gather(LAYER), gather(8 + 8 + padded(CAPACITY))],
+    "sdagc:density=0.01,shared=true": [gather(LAYER), gather(compact_bytes(N, CAPACITY))],
     "sdagc:lam=0": [reduce(4 * N)],
     "gtopk:ratio=0.01": [tree(8 + 2 * padded(K))],
     "gs_sgd:ratio=0.01,sum=allreduce": [reduce(4 * (CELLS + 1)), reduce(4 * (CANDIDATES + 1))],

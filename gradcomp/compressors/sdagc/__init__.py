@@ -30,6 +30,7 @@ from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, RATE_REVISIO
 from gradcomp.compressors.sdagc.state import SdagcState
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
+from gradcomp.messages import payload as payloads
 from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import CODECS, wire_knob
 from gradcomp.native import kernels
@@ -127,8 +128,9 @@ class Sdagc(Compressor):
             # Before a dense exchange, too: a host's parts may differ in capacity, but all must yield the same requests.
             replies = yield from gather(wrap(moments.view(-1)))
             moments = merge_moments([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
-        costs_as_dense = CODECS[self.wire].entry_bytes * capacity.entries >= 4 * acc.residual.numel()
-        if (self.flush and state.steps % self.flush == 0) or costs_as_dense:
+        n = acc.residual.numel()
+        all_may_pass = capacity.entries >= n or payloads.size(CODECS[self.wire].form(n, capacity.entries)) >= 4 * n
+        if (self.flush and state.steps % self.flush == 0) or all_may_pass:
             # Most buckets never need this buffer.
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam))

@@ -27,10 +27,13 @@ from gradcomp.native.kernels.levels import (
 )
 from gradcomp.native.kernels.sketches import heaviest, sketch
 from gradcomp.native.kernels.sparse import (
+    BLOCK,
+    VALUE_BITS,
     Mask,
     add_packed,
     add_sparse,
     pack_sparse,
+    packed_words,
     set_thresholds,
     settle_packed,
     settle_sparse,
@@ -41,8 +44,10 @@ from gradcomp.native.kernels.sparse import (
 )
 
 __all__ = [
+    "BLOCK",
     "LEVEL_RULES",
     "PER_WORD",
+    "VALUE_BITS",
     "Adaptive",
     "Mask",
     "accumulate",
@@ -57,6 +62,7 @@ __all__ = [
     "may_have_failed",
     "offer_all",
     "pack_sparse",
+    "packed_words",
     "peaks",
     "set_thresholds",
     "settle_all",

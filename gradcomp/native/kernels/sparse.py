@@ -12,6 +12,9 @@ from gradcomp.native import extension
 from gradcomp.native.extension import Array, count, launches, on_cuda, queue
 from gradcomp.native.memory import Memory
 
+# Entries of a block of a packed payload, and the bits of a value: its sign, and its power of two.
+BLOCK, VALUE_BITS = 1 << 16, 5
+
 
 class Mask(NamedTuple):
     """Notes which entries are sent. The velocity, if given, becomes 0 where one had waited: it was not sent a step before.
@@ -124,16 +127,22 @@ def settle_sparse(residual: Array, values: Array, indices: Array, header: Array,
     extension.native.settle_sparse(residual, values, indices, header, update, keep, **queue(residual))
 
 
+def packed_words(n: int, capacity: int) -> int:
+    """Count the 32-bit words of packed entries, up to `capacity` of n: a row of high parts, and a row of codes."""
+    low = min((n // capacity).bit_length() - 1, BLOCK.bit_length() - 1)
+    return -(-((n - 1 >> low) + 1 + capacity) // 32) + -(-capacity * (low + VALUE_BITS) // 32)
+
+
 def pack_sparse(
-    values: Array, indices: Array, header: Array, blocks: Array, entries: Array, residual: Array | None = None
+    values: Array, indices: Array, header: Array, n: int, blocks: Array, entries: Array, residual: Array | None = None
 ) -> None:
-    """Pack entries into 32 bits each (gradcomp/messages/wire.md). The rounding error goes back into residual, if given."""
-    extension.native.pack_sparse(residual, values, indices, header, blocks, entries, **queue(values))
+    """Pack entries of a bucket of n (gradcomp/messages/wire.md). The rounding error goes back into residual, if given."""
+    extension.native.pack_sparse(residual, values, indices, header, n, blocks, entries, **queue(values))
 
 
-def unpack_sparse(values: Array, indices: Array, header: Array, blocks: Array, entries: Array) -> None:
+def unpack_sparse(values: Array, indices: Array, header: Array, n: int, blocks: Array, entries: Array) -> None:
     """Unpack entries into values and indices. A malformed payload sets the flag in header, which should be a copy."""
-    extension.native.unpack_sparse(values, indices, header, blocks, entries, **queue(values))
+    extension.native.unpack_sparse(values, indices, header, n, blocks, entries, **queue(values))
 
 
 def add_packed(
@@ -141,14 +150,17 @@ def add_packed(
     blocks: Sequence[Array],
     entries: Sequence[Array],
     headers: Sequence[Array],
+    capacity: int,
     scale: float = 1.0,
     marks: Array | None = None,
 ) -> None:
-    """Add packed entries of several ranks to the target, rank by rank, as add_sparse() does."""
+    """Add packed entries of several ranks to the target, rank by rank, as add_sparse() does. capacity: of each payload."""
     for few in launches("add_packed", blocks=blocks, entries=entries, headers=headers):
-        extension.native.add_packed(target, marks, blocks[few], entries[few], headers[few], scale, **queue(target))
+        extension.native.add_packed(target, marks, blocks[few], entries[few], headers[few], capacity, scale, **queue(target))
 
 
-def settle_packed(residual: Array, blocks: Array, entries: Array, header: Array, update: Array, keep: float = 0.0) -> None:
+def settle_packed(
+    residual: Array, blocks: Array, entries: Array, header: Array, update: Array, capacity: int, keep: float = 0.0
+) -> None:
     """Put packed entries back, as settle_sparse() does."""
-    extension.native.settle_packed(residual, blocks, entries, header, update, keep, **queue(residual))
+    extension.native.settle_packed(residual, blocks, entries, header, update, capacity, keep, **queue(residual))

@@ -132,7 +132,6 @@ def above(arrays: Arrays) -> list[Case]:
     packed = empty(form, arrays.device)
     value, pushed, velocity, target = (arrays.zeros() for _ in range(4))
     flag, peaks, memory, chosen = arrays.flag, kernels.peaks(n, arrays.device), arrays.memory, (ends, thresholds)
-    values, indices = arrays.payload()["values"], arrays.payload()["indices"]
     failed = torch.full((n,), math.nan, device=arrays.device)
 
     sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
@@ -150,7 +149,7 @@ def above(arrays: Arrays) -> list[Case]:
         take(pushed, kernels.Mask(velocity, sent_in, i))
 
     def pack(i: int) -> None:
-        kernels.pack_sparse(**payload, residual=target, blocks=packed["blocks"], entries=packed["entries"])
+        COMPACT.write(packed, payload["values"], payload["indices"], target)
 
     def only_take(i: int) -> None:
         kernels.take_above(target, *chosen, **payload, flag=flag, memory=memory)
@@ -160,10 +159,10 @@ def above(arrays: Arrays) -> list[Case]:
         Case(f"{SDAGC}, momentum", with_momentum, (20 + take_reads(arrays)) * n),
         Case("take_above", only_take, 4 * n, before=lambda i: target.copy_(arrays.input(i))),
         Case("pack_sparse", pack, 20 * arrays.k),
-        Case("unpack_sparse", lambda i: kernels.unpack_sparse(**packed.arrays, values=values, indices=indices), 12 * arrays.k),
-        Case("add_packed", lambda i: COMPACT.add(Update(target), [packed], 0.5), 12 * arrays.k),
-        Case(f"add_packed, {MANY} ranks", lambda i: COMPACT.add(Update(target), [packed] * MANY, 0.5), 12 * MANY * arrays.k),
-        Case("settle_packed", lambda i: kernels.settle_packed(target, **packed.arrays, update=failed, keep=0.0), 12 * arrays.k),
+        Case("unpack_sparse", lambda i: COMPACT.read(packed), 10 * arrays.k),
+        Case("add_packed", lambda i: COMPACT.add(Update(target), [packed], 0.5), 10 * arrays.k),
+        Case(f"add_packed, {MANY} ranks", lambda i: COMPACT.add(Update(target), [packed] * MANY, 0.5), 10 * MANY * arrays.k),
+        Case("settle_packed", lambda i: COMPACT.settle(target, packed, Update(failed)), 10 * arrays.k),
     ]
 
 

@@ -160,10 +160,11 @@ def code_bytes(instance: str, world: int = 4, half: bool = True, ratio: float = 
     """Count the bytes of a step with codes where every rank leads: places, codes, the last layer, innovations, the rest."""
     count, k, _ = rows(MIDDLE, ratio, world)
     numbers, each = 4 * autoencoder.code_length(k), 2 if half else 4
-    last = 8 + 8 + _padded(4 * math.ceil(ratio * 650))
+    last = reference.compact_bytes(650, math.ceil(ratio * 650))
     first_and_notes = 4 * (144 + SUMMARY_LENGTH)
     if instance == "server":
-        return last + lead_bytes(MIDDLE, ratio, world, code=each) + (8 + 8 + 8) + first_and_notes  # one innovation
+        innovation = reference.compact_bytes(MIDDLE, 1)
+        return last + lead_bytes(MIDDLE, ratio, world, code=each) + innovation + first_and_notes
     return last + lead_bytes(MIDDLE, ratio, world) + _padded(each * count * numbers) + first_and_notes
 
 
