@@ -5,7 +5,7 @@ that looks like one large gradient, and the entry moves hardly further than by o
 of its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
 
 The residual of an entry that waits sums directions up, as the first moment does. The two together would delay it twice; so an
-entry that was not sent in the step before has its gradient in place of the first moment. With everything sent, all is Adam's.
+entry that waited has its gradient in place of the first moment. With everything sent, all is Adam's.
 """
 
 from __future__ import annotations
@@ -92,11 +92,8 @@ class AdamMoments:
         self._hidden.clear()
 
 
-def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kernels.Adaptive:
-    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction.
-
-    mask: knows which entries have waited. Their gradients take the first moment's place.
-    """
+def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
+    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction."""
     if state.velocity is None:
         state.velocity = torch.zeros_like(state.residual)
     if state.second is None:
@@ -113,7 +110,7 @@ def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kern
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
     factors = adam.share * of_gradient, adam.share * of_velocity
     second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
-    return kernels.Adaptive(*second) if mask is None else kernels.Adaptive(*second, adam.share, mask.sent_in, mask.step)
+    return kernels.Adaptive(*second, adam.share)
 
 
 def forget(state: BucketState) -> None:
