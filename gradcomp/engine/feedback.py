@@ -186,8 +186,8 @@ class Feedback(Collector):
         return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
-        """Return what notes the entries that are sent in this step; None if all are, or masking=false."""
-        if not self.masking or not self.inner.traits.selects:
+        """Return what notes the entries that are sent in this step; None if none wait, or masking=false."""
+        if not self.masking or not self.feedback or not self.inner.traits.selects:
             return None
         if state.sent_in is None:  # nothing has waited yet
             state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)

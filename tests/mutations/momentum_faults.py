@@ -22,8 +22,8 @@ MOMENTUM_FAULTS = (
     Fault(
         "a knob is ignored: masking=false masks all the same",
         "gradcomp/engine",
-        "if not self.masking or not self.inner.traits.selects:",
-        "if not self.inner.traits.selects:",
+        "if not self.masking or not self.feedback or",
+        "if not self.feedback or",
         ("test_feedback.py",),
     ),
     Fault(
