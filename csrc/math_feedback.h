@@ -21,9 +21,12 @@ struct Rule {
   }
 };
 
-// An entry has waited unless it was sent in the step before. sent_in is the step in which it was last sent, modulo 256; 0
-// before the first.
+// An entry has waited unless it was sent in the step before, or was empty. sent_in is the step in which it was last sent,
+// modulo 256; 0 before the first. An entry that was empty before this step counts as sent in the step before.
 SHARED_MATH bool has_waited(uint8_t sent_in, uint8_t step) { return sent_in != static_cast<uint8_t>(step - 1); }
+SHARED_MATH uint8_t last_sent(uint8_t sent_in, uint8_t step, float old_residual) {
+  return old_residual == 0.0f ? static_cast<uint8_t>(step - 1) : sent_in;
+}
 
 // Notes that entries are sent. The velocity, if given, becomes 0 for one that had waited.
 struct Mask {

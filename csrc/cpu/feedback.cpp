@@ -47,6 +47,14 @@ HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual
   return refused != 0;
 }
 
+// Note which entries were empty, and write only where that is news.
+HOT void note_empty(const float* __restrict residual, uint8_t* __restrict sent_in, int64_t n, uint8_t step) {
+  uint32_t news = 0;
+  for (int64_t i = 0; i < n; ++i) news |= static_cast<uint32_t>(last_sent(sent_in[i], step, residual[i]) ^ sent_in[i]);
+  if (news == 0) return;
+  for (int64_t i = 0; i < n; ++i) sent_in[i] = last_sent(sent_in[i], step, residual[i]);
+}
+
 // Find out which entries have waited, in words as wide as the entries, so that the loop below is vectorised.
 HOT void find_waiting(const uint8_t* __restrict sent_in, uint32_t* __restrict waited, int64_t n, uint8_t step) {
   for (int64_t i = 0; i < n; ++i) waited[i] = has_waited(sent_in[i], step);
@@ -80,11 +88,10 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 }
 
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
-                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second,
-                OptionalSpan<const uint8_t> sent_in, Span<int32_t> flag, OptionalSpan<double> moments,
-                OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch, float momentum, float fresh, float of_gradient,
-                float of_velocity, float decay, float fresh_square, float root_scale, float epsilon, float waiting,
-                int64_t step, bool raw, Queue queue) {
+                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, OptionalSpan<uint8_t> sent_in,
+                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch,
+                float momentum, float fresh, float of_gradient, float of_velocity, float decay, float fresh_square,
+                float root_scale, float epsilon, float waiting, int64_t step, bool whole, bool raw, Queue queue) {
   const Rule rule = {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting};
   const Runs runs(grads, scratch);
   const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;
@@ -100,7 +107,8 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
         g = buffer;
       }
       float* sums = residual.data + at;
-      if (sent_in.given()) find_waiting(sent_in.data + at, waited, count, static_cast<uint8_t>(step));
+      if (sent_in.given() && whole) note_empty(sums, sent_in.data + at, count, static_cast<uint8_t>(step));
+      if (sent_in.given() && second.given()) find_waiting(sent_in.data + at, waited, count, static_cast<uint8_t>(step));
       const bool refused_here = second.given()
                                     ? add_with_second(g, sums, velocity.data + at, second.data + at, waited, count, rule)
                                 : velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, rule)

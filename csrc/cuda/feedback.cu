@@ -1,10 +1,10 @@
 // Gradients in, on a GPU. A bucket's scattered pieces are read where they lie.
 //
-// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 29 with second), sum_squares 4. One launch each,
-// for the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a record of 24 or 8 bytes in scratch for
-// each part, which one more launch joins. A part is a piece's share of a tile (the CPU twins call a piece's share of a block a
-// run). Its record's number is its tile's plus its piece's. No two parts have the same number, since at least one of the two
-// rises from part to part.
+// Bytes an entry (f32 pieces): flatten 8, accumulate 20 (12 without velocity, 28 with second, 1 more with sent_in),
+// sum_squares 4. One launch each, for the whole bucket; accumulate resets its flag by a memset. Moments and sums leave a record
+// of 24 or 8 bytes in scratch for each part, which one more launch joins. A part is a piece's share of a tile (the CPU twins
+// call a piece's share of a block a run). Its record's number is its tile's plus its piece's. No two parts have the same
+// number, since at least one of the two rises from part to part.
 
 #include "../math_feedback.h"
 #include "../ops.h"
@@ -32,9 +32,10 @@ struct Feedback {
   float* residual;
   float* velocity;
   float* second;
-  const uint8_t* sent_in;
+  uint8_t* sent_in;
   Rule rule;
   uint8_t step;
+  bool whole;
 };
 
 __device__ __forceinline__ float unscale_of(const Feedback& to) {
@@ -55,15 +56,20 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
   Four velocity = {}, second = {};
   if (kKeeps != Keeps::nothing) velocity = load_four(to.velocity + entry, count);
   if (kKeeps == Keeps::second) second = load_four(to.second + entry, count);
+  FourBytes sent_in = {};
+  if (kKeeps != Keeps::nothing && to.sent_in != nullptr) sent_in = load_four(to.sent_in + entry, count);
+  bool news = false;
   for (int i = 0; i < 4; ++i) {
     const float g = scale * run.gradient.x[i];
     const float u = kKeeps == Keeps::nothing ? g : to.rule.next_velocity(velocity.x[i], g);
     const float s = kKeeps == Keeps::second ? to.rule.next_second(second.x[i], g) : 0.0f;
-    const float ahead =
-        kKeeps == Keeps::nothing ? g
-        : kKeeps == Keeps::velocity
-            ? to.rule.ahead(g, u)
-            : to.rule.ahead(g, u, s, to.sent_in != nullptr && i < count && has_waited(to.sent_in[entry + i], to.step));
+    const uint8_t last = to.whole ? last_sent(sent_in.x[i], to.step, run.residual.x[i]) : sent_in.x[i];
+    news |= last != sent_in.x[i];
+    sent_in.x[i] = last;
+    const float ahead = kKeeps == Keeps::nothing ? g
+                        : kKeeps == Keeps::velocity
+                            ? to.rule.ahead(g, u)
+                            : to.rule.ahead(g, u, s, to.sent_in != nullptr && has_waited(last, to.step));
     const float sum = within_largest(run.residual.x[i] + ahead);
     const bool good = is_finite(g);
     run.refused |= !good;
@@ -74,6 +80,7 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
   }
   if (kKeeps != Keeps::nothing) store_four(to.velocity + entry, count, velocity);
   if (kKeeps == Keeps::second) store_four(to.second + entry, count, second);
+  if (kKeeps != Keeps::nothing && to.sent_in != nullptr && news) store_four(to.sent_in + entry, count, sent_in);
   store_four(to.residual + entry, count, run.residual);
   return run;
 }
@@ -177,11 +184,11 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
 }
 
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
-                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second,
-                OptionalSpan<const uint8_t> sent_in, Span<int32_t> flag, OptionalSpan<double> moments,
-                OptionalSpan<uint32_t> /* peaks */, OptionalSpan<uint32_t> scratch, float momentum, float fresh,
-                float of_gradient, float of_velocity, float decay, float fresh_square, float root_scale, float epsilon,
-                float waiting, int64_t step, bool raw, Queue queue) {
+                Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, OptionalSpan<uint8_t> sent_in,
+                Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> /* peaks */,
+                OptionalSpan<uint32_t> scratch, float momentum, float fresh, float of_gradient, float of_velocity, float decay,
+                float fresh_square, float root_scale, float epsilon, float waiting, int64_t step, bool whole, bool raw,
+                Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
@@ -194,7 +201,8 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
                          second.data,
                          sent_in.data,
                          {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting},
-                         static_cast<uint8_t>(step)};
+                         static_cast<uint8_t>(step),
+                         whole};
     const auto launch = second.given()     ? launch_add<Keeps::second>
                         : velocity.given() ? launch_add<Keeps::velocity>
                                            : launch_add<Keeps::nothing>;

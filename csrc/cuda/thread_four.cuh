@@ -65,4 +65,34 @@ static __device__ __forceinline__ void store_four(uint16_t* p, int count, const 
   }
 }
 
+// Four bytes.
+struct FourBytes {
+  uint8_t x[4];
+};
+
+static __device__ __forceinline__ FourBytes load_four(const uint8_t* p, int count) {
+  FourBytes four = {};
+  if (count >= 4 && reinterpret_cast<uintptr_t>(p) % sizeof(uint32_t) == 0) {
+    const uint32_t v = *reinterpret_cast<const uint32_t*>(p);
+    memcpy(four.x, &v, sizeof v);
+    return four;
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (i < count) four.x[i] = p[i];
+  }
+  return four;
+}
+
+static __device__ __forceinline__ void store_four(uint8_t* p, int count, const FourBytes& four) {
+  if (count >= 4 && reinterpret_cast<uintptr_t>(p) % sizeof(uint32_t) == 0) {
+    uint32_t v;
+    memcpy(&v, four.x, sizeof v);
+    *reinterpret_cast<uint32_t*>(p) = v;
+    return;
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (i < count) p[i] = four.x[i];
+  }
+}
+
 }  // namespace gradcomp::cuda

@@ -5,7 +5,7 @@ that looks like one large gradient, and the entry moves hardly further than by o
 of its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
 
 The residual of an entry that waits sums directions up, as the first moment does. The two together would delay it twice; so an
-entry that was not sent in the step before has its gradient in place of the first moment. With everything sent, all is Adam's.
+entry that waited has its gradient in place of the first moment. With everything sent, all is Adam's.
 """
 
 from __future__ import annotations
@@ -48,13 +48,15 @@ class AdamMoments:
         apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
         return len(kinds) == 1 and groups[0]["eps"] > 0 and apart and not any(g.get(each) for g in groups for each in UNLIKE)
 
-    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> AdamStep:
+    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool) -> AdamStep:
         """Take the moments over for some layers in this step. See SgdMomentum.of()."""
         group = optimizer.param_groups[0]
-        seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in layout.names]
-        steps = max(map(self._loaded.steps, layout.names), default=0)
+        seeds, steps = None, 0
+        if self._loaded.may_have(optimizer):
+            seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in layout.names]
+            steps = max(map(self._loaded.steps, layout.names), default=0)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps)
+        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps, skipped)
 
     @property
     def hides(self) -> bool:
@@ -92,28 +94,28 @@ class AdamMoments:
         self._hidden.clear()
 
 
-def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kernels.Adaptive:
-    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction.
-
-    mask: knows which entries have waited. Their gradients take the first moment's place.
-    """
+def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
+    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction."""
     if state.velocity is None:
         state.velocity = torch.zeros_like(state.residual)
     if state.second is None:
         state.second = torch.zeros_like(state.residual)
         state.residual.zero_()  # from before Adam was known: gradients, which may be much longer than directions
-    velocities, seconds = state.velocity.split(adam.sizes), state.second.split(adam.sizes)
-    for velocity, second, seed in zip(velocities, seconds, adam.seeds, strict=True):
-        if seed is not None:
-            velocity.copy_(seed[0])
-            second.copy_(seed[1])
-            state.adam_steps = max(state.adam_steps, adam.steps)
+    if adam.skipped:
+        state.adam_steps = state.steps_of_adam()
+    if adam.seeds is not None:
+        velocities, seconds = state.velocity.split(adam.sizes), state.second.split(adam.sizes)
+        for velocity, second, seed in zip(velocities, seconds, adam.seeds, strict=True):
+            if seed is not None:
+                velocity.copy_(seed[0])
+                second.copy_(seed[1])
+                state.adam_steps = max(state.adam_steps, adam.steps)
     state.adam_steps += 1
     of_gradient, of_velocity = _factors(adam, state.adam_steps)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
     factors = adam.share * of_gradient, adam.share * of_velocity
     second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
-    return kernels.Adaptive(*second) if mask is None else kernels.Adaptive(*second, adam.share, mask.sent_in, mask.step)
+    return kernels.Adaptive(*second, adam.share)
 
 
 def forget(state: BucketState) -> None:

@@ -75,6 +75,7 @@ class ByHost(Wrapper):
         position = position_of(world)
         state.move_to(self.inner, position)
         state.exchanges += 1
+        empty = None if acc.mask is None else acc.residual == 0  # what waits of other entries may lie on a neighbour
         host_acc = yield from _sum_in_host(acc, state, position)
         part_update = yield from _exchange_among_peers(
             self.inner.exchange(host_acc, state.inner, position.peer_world), position
@@ -82,8 +83,8 @@ class ByHost(Wrapper):
         part = state.slice(acc.residual, position.part)
         torch.mul(host_acc.residual[: len(part)], 1 / position.host_world.share, out=part).clamp_(-LARGEST, LARGEST)
         update = yield from _gather_parts(part_update, state, position, acc.memory)
-        if acc.mask is not None:
-            acc.mask.note_all((update != 0) & update.isfinite())
+        if acc.mask is not None and empty is not None:
+            acc.mask.note_all(empty | ((update != 0) & update.isfinite()))
         return Update(update)
 
 

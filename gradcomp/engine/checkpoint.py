@@ -87,6 +87,7 @@ def prepare(
         reducer.steps_done = steps
         for bucket in reducer.buckets:
             bucket.state.steps, bucket.state.adam_steps = steps, steps_of_adam
+            bucket.state.flag.zero_()
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew

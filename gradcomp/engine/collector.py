@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class BucketState:
 
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
     flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
-    velocity: the local momentum. second: Adam's second moment. adam_steps: the steps that the two have seen.
+    velocity: the local momentum. second: Adam's second moment. adam_steps: the steps begun with the two.
     sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping.
@@ -46,26 +46,31 @@ class BucketState:
     sent_in: Tensor | None = None
     health: Health | None = None
 
+    def steps_of_adam(self) -> int:
+        """Return the steps that Adam's moments have seen, without the last one if it was refused. This waits for the device."""
+        return max(0, self.adam_steps - int(self.flag))
+
 
 class Momentum(NamedTuple):
     """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
 
-    decays, weights: for each layer the weight decay, and the weights in the order of entries. seeds: for each layer what the
-    velocity is to continue from, or None.
+    sizes: of the layers. seeds: for each layer what the velocity is to continue from, or None; None if there are none at all.
+    decays: by weight decay, the numbers of the layers that it acts on, and their weights in the order of entries.
     """
 
     value: float
     nesterov: bool
-    decays: Sequence[float]
-    weights: Sequence[Tensor]
-    seeds: Sequence[Tensor | None]
+    sizes: Sequence[int]
+    seeds: Sequence[Tensor | None] | None
+    decays: Mapping[float, tuple[list[int], list[Tensor]]]
 
 
 class AdamStep(NamedTuple):
     """The settings of Adam's moments in a step of a bucket. momentum_decay: NAdam's; None for the others.
 
     share: what a direction is multiplied by. sizes: of the layers. seeds: for each layer both moments that its own are to
-    continue from, or None. steps: the steps that the seeds have seen.
+    continue from, or None; None if there are none at all. steps: the steps that the seeds have seen. skipped: the optimizer
+    skipped the last step, since a gradient was not finite.
     """
 
     beta1: float
@@ -74,8 +79,9 @@ class AdamStep(NamedTuple):
     momentum_decay: float | None
     share: float
     sizes: Sequence[int]
-    seeds: Sequence[tuple[Tensor, ...] | None]
+    seeds: Sequence[tuple[Tensor, ...] | None] | None
     steps: int
+    skipped: bool
 
 
 class StepFacts(NamedTuple):

@@ -79,6 +79,11 @@ class Feedback(Collector):
         return self.feedback
 
     @property
+    def _shares_residuals(self) -> bool:
+        """True if what waits of this rank's gradients may lie in another rank's residual."""
+        return isinstance(self.inner, ByHost)
+
+    @property
     def set_momentum(self) -> float:
         """The momentum of the spec; 0 where it is the optimizer's."""
         return 0.0 if isinstance(self.momentum, str) else self.momentum
@@ -112,7 +117,7 @@ class Feedback(Collector):
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
         if self.inner.traits.sparse:
             state.peaks = kernels.peaks(layout.total, layout.device)
-        if self.feedback and not isinstance(self.inner, ByHost):  # where the residual is not this rank's alone
+        if self.feedback and not self._shares_residuals:
             state.health = Health(str(self), layout.names)
         if self.clip > 0:
             state.squares = torch.zeros(layers, dtype=torch.float64, device=layout.device)
@@ -152,7 +157,7 @@ class Feedback(Collector):
             case AdamStep(beta1):
                 momentum, nesterov = beta1, False
                 mask = self._mask(state, None)
-                adaptive = adam_moments.begin(step.momentum, state, mask)
+                adaptive = adam_moments.begin(step.momentum, state)
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
         kernels.accumulate(
@@ -168,6 +173,8 @@ class Feedback(Collector):
             raw=self.inner.traits.moments == "raw",
             peaks=state.peaks,
             adaptive=adaptive,
+            mask=mask if momentum or adaptive else None,
+            whole=not self._shares_residuals,
             memory=step.memory,
         )
         if state.health is not None and (state.steps + 1) % INTERVAL == 0:
@@ -179,8 +186,8 @@ class Feedback(Collector):
         return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
-        """Return what notes the entries that are sent in this step; None if all are, or masking=false."""
-        if not self.masking or not self.inner.traits.selects:
+        """Return what notes the entries that are sent in this step; None if none wait, or masking=false."""
+        if not self.masking or not self.feedback or not self.inner.traits.selects:
             return None
         if state.sent_in is None:  # nothing has waited yet
             state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)

@@ -45,4 +45,4 @@ def make_moments(reducer: Reducer, array: str, names: Container[str]) -> None:
 
 def adam_steps(reducer: Reducer) -> int:
     """Return the steps that Adam's moments have seen."""
-    return max((bucket.state.adam_steps for bucket in reducer.buckets), default=0)
+    return max((bucket.state.steps_of_adam() for bucket in reducer.buckets), default=0)

@@ -38,6 +38,10 @@ class LoadedMoments:
         waiting = self._waiting.get(name)
         return waiting.pop() if waiting else None
 
+    def may_have(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether there may be moments to take."""
+        return bool(optimizer.state) or any(self._waiting.values())
+
     def steps(self, name: str) -> int:
         """Return the steps that a parameter's moments had seen, for an optimizer that counts them."""
         return self._steps.get(name, 0)

@@ -76,6 +76,7 @@ class OwnMomentum:
         self._kinds = (SgdMomentum(loaded, parameters, flatten), AdamMoments(loaded))
         self._kind: SgdMomentum | AdamMoments | None = None
         self._delivered = self._pending = False  # an update that no step has applied yet, surely or possibly
+        self._failed = False  # the step that delivered an update that holds momentum, possibly
         _register_once()
         _every.add(self)
 
@@ -94,7 +95,7 @@ class OwnMomentum:
         self._kind = None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None or self._kind is None:
             return None
-        return self._kind.of(optimizer, layout, 1 / self._sums())
+        return self._kind.of(optimizer, layout, 1 / self._sums(), self._pending and self._failed)
 
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
@@ -108,7 +109,8 @@ class OwnMomentum:
 
     def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None, may_have_failed: bool) -> None:
         """Note a step's updates, which the buckets' gradients hold. A step that failed may not be applied."""
-        self._pending, self._delivered = True, self.taken and not may_have_failed
+        self._pending, self._failed = True, self.taken and may_have_failed
+        self._delivered = self.taken and not may_have_failed
         if self._sample is not None and self.taken:
             self._sample.keep(buckets, loss_scale)
 

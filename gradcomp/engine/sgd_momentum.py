@@ -33,6 +33,8 @@ class SgdMomentum:
         flatten: Callable[[str, Tensor], Tensor],
     ):
         self._loaded, self._parameters, self._flatten = loaded, parameters, flatten
+        self._groups: tuple[list[tuple[dict[str, Any], int]], dict[int, dict[str, Any]]] = ([], {})
+        self._views: dict[str, Tensor] = {}
         self._shown: list[tuple[dict[str, Any], dict[str, float]]] = []
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -43,26 +45,55 @@ class SgdMomentum:
         kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
         return len(kinds) == 1 and first["dampening"] == 0 and first["momentum"] > 0
 
-    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Momentum:
+    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool) -> Momentum:
         """Take the momentum over for a bucket's layers in this step.
 
-        share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1.
+        share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1. skipped: the optimizer
+        skipped the last step. The velocity has its weight decay, and no other one is due.
         """
         first = optimizer.param_groups[0]
-        decays = {
-            id(each): share * (-group["weight_decay"] if group.get("maximize") else group["weight_decay"])
-            for group in optimizer.param_groups
-            for each in group["params"]
-        }
-        seeds: list[Tensor | None] = []
-        for name in layout.names:
-            found = self._loaded.take(optimizer, name, ["momentum_buffer"])
-            seeds.append(None if found is None else share * found[0])
-        parameters = [self._parameters[name] for name in layout.names]
-        weights = [
-            self._flatten(*pair).float() for pair in zip(layout.names, (each.detach() for each in parameters), strict=True)
-        ]
-        return Momentum(first["momentum"], first["nesterov"], tuple(decays[id(each)] for each in parameters), weights, seeds)
+        seeds: list[Tensor | None] | None = None
+        if self._loaded.may_have(optimizer):
+            taken = [self._loaded.take(optimizer, name, ["momentum_buffer"]) for name in layout.names]
+            seeds = [None if found is None else share * found[0] for found in taken]
+        decays = {} if skipped else self._decays(optimizer, layout, share)
+        return Momentum(first["momentum"], first["nesterov"], layout.sizes, seeds, decays)
+
+    def _decays(
+        self, optimizer: torch.optim.Optimizer, layout: Layout, share: float
+    ) -> dict[float, tuple[list[int], list[Tensor]]]:
+        """Gather the weights that decay, by weight decay. A frozen layer has none."""
+        found: dict[float, tuple[list[int], list[Tensor]]] = {}
+        if not any(group["weight_decay"] for group in optimizer.param_groups):
+            return found
+        groups = self._group_of(optimizer)
+        for i, name in enumerate(layout.names):
+            parameter = self._parameters[name]
+            group = groups[id(parameter)]
+            decay = share * group["weight_decay"]
+            if decay and parameter.requires_grad:
+                layers, weights = found.setdefault(-decay if group.get("maximize") else decay, ([], []))
+                layers.append(i)
+                weights.append(self._weights(name, parameter))
+        return found
+
+    def _group_of(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """Return the group of each parameter, by identity. It is kept as long as the optimizer has the same groups."""
+        kept, groups = self._groups
+        now = optimizer.param_groups
+        if len(kept) != len(now) or any(a is not b or n != len(b["params"]) for (a, n), b in zip(kept, now, strict=True)):
+            groups = {id(each): group for group in now for each in group["params"]}
+            self._groups = [(group, len(group["params"])) for group in now], groups
+        return groups
+
+    def _weights(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
+        """Put weights in the order of entries. The view is kept as long as they stay where they are."""
+        kept = self._views.get(name)
+        if kept is None or kept.data_ptr() != parameter.data_ptr():
+            kept = self._flatten(name, parameter.detach())
+            if kept.data_ptr() == parameter.data_ptr():  # a view, and no copy
+                self._views[name] = kept
+        return kept
 
     @property
     def hides(self) -> bool:
@@ -86,16 +117,19 @@ def begin(momentum: Momentum, state: BucketState) -> None:
 
     The optimizer adds d times the weights to the gradient. Here m times the velocity is added; so d / m times the weights go
     into it before. Nesterov's form adds the gradient once more, which the residual gets.
+
+    An entry whose gradient is refused keeps both: the decay of that step acts with the next gradient that is not.
     """
     if state.velocity is None:
         state.velocity = torch.zeros_like(state.residual)
-    sizes = [weight.numel() for weight in momentum.weights]
-    velocities, residuals = state.velocity.split(sizes), state.residual.split(sizes)
-    for velocity, seed in zip(velocities, momentum.seeds, strict=True):
+    if not (momentum.seeds or momentum.decays):
+        return
+    velocities = state.velocity.split(momentum.sizes)
+    for velocity, seed in zip(velocities, momentum.seeds or [], strict=False):
         if seed is not None:
             velocity.copy_(seed)
-    for i, decay in enumerate(momentum.decays):
-        if decay:
-            velocities[i].add_(momentum.weights[i], alpha=decay / momentum.value)
-            if momentum.nesterov:
-                residuals[i].add_(momentum.weights[i], alpha=decay)
+    for decay, (layers, weights) in momentum.decays.items():
+        torch._foreach_add_([velocities[i] for i in layers], weights, alpha=decay / momentum.value)
+        if momentum.nesterov:
+            residuals = state.residual.split(momentum.sizes)
+            torch._foreach_add_([residuals[i] for i in layers], weights, alpha=decay)

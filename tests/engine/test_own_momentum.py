@@ -126,24 +126,51 @@ HOT = [
 SHAPES = {"a": (40, 50), "b": (48,)}
 
 
-@pytest.mark.parametrize("momentum", ["auto", "0.9"])
+@pytest.mark.parametrize("momentum", ["auto", "0.9", "adam"])
 @pytest.mark.parametrize("spec", HOT)
 def test_entries_that_never_wait_have_the_optimizers_momentum(spec: str, momentum: str) -> None:
     """The small half waits, and now and then a flush or a gentler step sends it. That must not disturb the large half."""
-    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = SGD(weights.values(), lr=1.0, momentum=0.9 if momentum == "auto" else 0.0)
+
+    def made(weights: dict[str, nn.Parameter], momentum: float) -> torch.optim.Optimizer:
+        if adam:  # whose directions are as small as the gradients, by epsilon
+            return torch.optim.AdamW(weights.values(), lr=1.0, weight_decay=0, betas=(0.9, 0.95), eps=0.1)
+        return SGD(weights.values(), lr=1.0, momentum=momentum)
+
+    adam, momentum = momentum == "adam", momentum.replace("adam", "auto")
+    weights, plain = ({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()} for _ in range(2))
+    optimizer, theirs = made(weights, 0.9 if momentum == "auto" else 0.0), made(plain, 0.9)
     options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": weights.items(), "ranks_per_host": 2}
     simulation = gradcomp.Simulation(f"{spec},momentum={momentum}", SHAPES, 4, **options)
     large = {name: torch.arange(math.prod(shape)).view(shape) % 2 == 0 for name, shape in SHAPES.items()}
-    velocity = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
         grads = {name: 1 + torch.rand(shape, generator=generator) for name, shape in SHAPES.items()}
         grads = {name: torch.where(large[name], own, 1e-6 * own) for name, own in grads.items()}
         updates = simulation.step([grads] * 4)
+        for name, each in plain.items():
+            each.data.zero_()
+            each.grad = grads[name]
+        theirs.step()
         for name, hot in large.items():
-            velocity[name] = 0.9 * velocity[name] + grads[name]
-            torch.testing.assert_close(updates[name][hot], velocity[name][hot], rtol=2e-3, atol=1e-4)
+            torch.testing.assert_close(updates[name][hot], -plain[name].detach()[hot], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["lgc:dense=3,learn=3,first=dense", "lgc:dense=3,learn=3,first=dense,instance=server"])
+def test_the_dense_layer_of_lgc_has_the_optimizers_momentum(spec: str) -> None:
+    """It is sent in every step, and noted as sent."""
+    shapes = {"first": (30,), "middle": (40, 50), "last": (20,)}
+    weights, plain = ({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()} for _ in range(2))
+    optimizer, theirs = (torch.optim.AdamW(each.values(), lr=1.0, weight_decay=0) for each in (weights, plain))
+    simulation = gradcomp.Simulation(spec, shapes, 2, optimizer=optimizer, named_parameters=weights.items())
+    for step in range(10):
+        torch.manual_seed(step)
+        grads = {name: torch.randn(shape) for name, shape in shapes.items()}
+        plain["first"].data.zero_()
+        plain["first"].grad = grads["first"]
+        theirs.step()
+        torch.testing.assert_close(simulation.step([grads] * 2)["first"], -plain["first"].detach(), rtol=1e-4, atol=1e-5)
+        sent_in = [share["buckets"][0]["own"]["sent_in"] for share in simulation.state_dict()["of_rank"].values()]
+        assert all((each[-30:] == step + 1).all() for each in sent_in)
 
 
 @pytest.mark.parametrize("spec", EXACT)

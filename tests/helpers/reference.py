@@ -34,18 +34,17 @@ def accumulate(
 
 
 def accumulate_adaptive(
-    grads: list[Tensor], residual: Tensor, velocity: Tensor, momentum: float, adaptive: Adaptive
+    grads: list[Tensor], residual: Tensor, velocity: Tensor, momentum: float, adaptive: Adaptive, waited: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the new residual, velocity and second moment, each operation in float32."""
+    """Compute the new residual, velocity and second moment, each operation in float32. waited: which entries have."""
     g = flatten(grads)
     good = g.isfinite()
     assert isinstance(adaptive.second, Tensor)
-    second, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting, sent_in, step = adaptive
+    second, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting = adaptive
     u = (momentum * velocity + fresh * g).clamp(-LARGEST, LARGEST)
     s = (decay * second + fresh_square * (g * g)).clamp(-LARGEST, LARGEST)
     root = torch.from_numpy(np.sqrt(s.cpu().numpy())).to(s.device)  # torch's own is not always the nearest float
-    assert isinstance(sent_in, Tensor)
-    numerator = torch.where(sent_in.int() != (step - 1) % 256, waiting * g, of_gradient * g + of_velocity * u)
+    numerator = torch.where(waited, waiting * g, of_gradient * g + of_velocity * u)
     ahead = numerator / (root_scale * root + epsilon)
     new = (residual + ahead).clamp(-LARGEST, LARGEST)
     return torch.where(good, new, residual), torch.where(good, u, velocity), torch.where(good, s, second)

@@ -50,11 +50,12 @@ def test_accumulate_is_its_definition(
     assert flag.item() == 0
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("of_gradient", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_second_moment_divides_what_is_added(
-    device: torch.device, sizes: list[int], dtype: torch.dtype, of_gradient: float
+    device: torch.device, sizes: list[int], dtype: torch.dtype, of_gradient: float, whole: bool
 ) -> None:
     grads = pieces(sizes, dtype, device)
     n = sum(sizes)
@@ -63,23 +64,42 @@ def test_a_second_moment_divides_what_is_added(
     residual, velocity, second = (torch.randn(n, device=device) for _ in range(3))
     second = second.abs()
     second[: n // 2] = 0
+    residual[::3] = 0
     sent_in = torch.randint(5, (n,), device=device).to(torch.uint8)
-    adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8, 0.75, sent_in, 260)
+    noted = sent_in.masked_fill(residual == 0, 3) if whole else sent_in.clone()
+    adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8, 0.75)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    expected = reference.accumulate_adaptive(grads, residual, velocity, 0.9, adaptive)
-    kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive)
+    expected = reference.accumulate_adaptive(grads, residual, velocity, 0.9, adaptive, noted != 3)
+    mask = kernels.Mask(None, sent_in, 260)
+    kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask, whole=whole)
     assert all(reference.same(*pair) for pair in zip((residual, velocity, second), expected, strict=True))
+    assert torch.equal(sent_in, noted)
     assert flag.item() == (1 if n > 1 else 0)
+
+
+@pytest.mark.parametrize("step", [1, 2, 256, 257, 1000])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_empty_entries_are_noted_as_sent_in_the_step_before(device: torch.device, sizes: list[int], step: int) -> None:
+    n = sum(sizes)
+    sent_in = torch.randint(256, (n + 1,), device=device).to(torch.uint8)[1:]  # off a word's boundary
+    residual, velocity = torch.randn(n, device=device), torch.randn(n, device=device)
+    residual[::5] = 0
+    grads, flag = pieces(sizes, torch.float32, device), torch.zeros(1, dtype=torch.int32, device=device)
+    expected = reference.accumulate(grads, residual, velocity, 0.9, False)
+    noted = sent_in.masked_fill(residual == 0, (step - 1) % 256)
+    kernels.accumulate(grads, residual, velocity, flag, 0.9, mask=kernels.Mask(velocity, sent_in, step))
+    assert torch.equal(sent_in, noted) and reference.same(residual, expected[0])
 
 
 @pytest.mark.parametrize("size", [1e38, 1e20, 1e-20, 1e-38, 0.0])
 def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, size: float) -> None:
     residual, velocity, second = (torch.zeros(100, device=device) for _ in range(3))
     sent_in = (torch.arange(100, device=device) % 2).to(torch.uint8)
-    adaptive = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, 1.0, sent_in, 1)
+    adaptive, mask = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, 1.0), kernels.Mask(None, sent_in, 1)
     for sign in (1, -1, 1):
         grad = torch.full((100,), sign * size, device=device)
-        kernels.accumulate([grad], residual, velocity, torch.zeros(1, dtype=torch.int32, device=device), 0.9, adaptive=adaptive)
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        kernels.accumulate([grad], residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask)
         assert all(array.isfinite().all() for array in (residual, velocity, second))
         assert residual.abs().max() <= 1e20  # a direction, whatever the gradient
 

@@ -6,10 +6,24 @@ from mutations.fault import Fault
 
 MOMENTUM_FAULTS = (
     Fault(
+        "an entry that nothing came for counts as one that waited",
+        "csrc",
+        "old_residual == 0.0f ? static_cast<uint8_t>(step - 1) : sent_in",
+        "sent_in",
+        ("test_waited.py", "test_feedback.py"),
+    ),
+    Fault(
+        "a neighbour's share of what waits is forgotten",
+        "gradcomp/engine",
+        "whole=not self._shares_residuals,",
+        "whole=True,",
+        ("test_waited.py",),
+    ),
+    Fault(
         "a knob is ignored: masking=false masks all the same",
         "gradcomp/engine",
-        "if not self.masking or not self.inner.traits.selects:",
-        "if not self.inner.traits.selects:",
+        "if not self.masking or not self.feedback or",
+        "if not self.feedback or",
         ("test_feedback.py",),
     ),
     Fault(
@@ -22,9 +36,9 @@ MOMENTUM_FAULTS = (
     Fault(
         "Adam's direction has the first moment also where an entry waited",
         "gradcomp/engine",
-        "kernels.Adaptive(*second) if mask is None else",
-        "kernels.Adaptive(*second) if mask is not None else",
-        ("test_adam.py",),
+        "mask=mask if momentum or adaptive else None,",
+        "mask=None,",
+        ("test_waited.py", "test_adam.py"),
     ),
     Fault(
         "Adam steps a second time after the exchange has stepped in its place",

@@ -152,6 +152,8 @@ class Lgc(Compressor):
         if len(first.residual):
             kernels.settle_all(first.residual, first_update)
             update[state.first] = first_update
+            if first.mask is not None:
+                first.mask.note_all(first_update[:1].isfinite())
         entries.settle(middle.residual, middle.mask, middle_update, shared, check)
 
     def _select_entries(

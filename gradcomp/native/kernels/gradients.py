@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradcomp.native import extension
 from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue
+from gradcomp.native.kernels.sparse import Mask
 from gradcomp.native.memory import Memory
 
 
@@ -59,7 +60,7 @@ class Adaptive(NamedTuple):
     velocity <- momentum * velocity + fresh * g;  second <- decay * second + fresh_square * g * g
     residual <- residual + (of_gradient * g + of_velocity * velocity) / (root_scale * sqrt(second) + epsilon)
 
-    waiting * g takes the numerator's place for an entry that was not sent in the step before this one (see Mask).
+    waiting * g takes the numerator's place for an entry that has waited (see Mask).
 
     second: the second moment; None = there is none, nor the division.
     """
@@ -73,8 +74,6 @@ class Adaptive(NamedTuple):
     root_scale: float = 1.0
     epsilon: float = 0.0
     waiting: float = 0.0
-    sent_in: Array | None = None
-    step: int = 0
 
 
 def accumulate(
@@ -91,11 +90,14 @@ def accumulate(
     raw: bool = False,
     peaks: Array | None = None,
     adaptive: Adaptive | None = None,
+    mask: Mask | None = None,
+    whole: bool = True,
     memory: Memory | None = None,
 ) -> None:
     """Add gradients to a residual: velocity <- momentum * velocity + scales * grads; residual <- residual + velocity.
 
-    adaptive: what Adam keeps beside; nesterov must then be False.
+    adaptive: what Adam keeps beside; nesterov must then be False. mask: knows which entries have waited, and is told of those
+    that were empty; whole: an entry without residual was. False where what waits may lie on another rank.
     loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
     peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
@@ -115,14 +117,15 @@ def accumulate(
             residual[place],
             None if velocity is None else velocity[place],
             None if rule.second is None else rule.second[place],
-            None if rule.sent_in is None else rule.sent_in[place],
+            None if mask is None else mask.sent_in[place],
             flags[i : i + 1],
             None if moments is None else moments[layers],
             peaks,
             None if moments is None else _lend_scratch(part, residual, memory),
             momentum,
-            *rule[1:9],
-            rule.step,
+            *rule[1:],
+            0 if mask is None else mask.step,
+            whole,
             raw,
             **queue(residual),
         )

@@ -17,9 +17,10 @@ BLOCK, VALUE_BITS = 1 << 16, 5
 
 
 class Mask(NamedTuple):
-    """Notes which entries are sent. The velocity, if given, becomes 0 where one had waited: it was not sent a step before.
+    """Notes which entries are sent. The velocity, if given, becomes 0 where one had waited: not sent a step before, nor empty.
 
-    sent_in: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. step: this step's number.
+    sent_in: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. accumulate() notes
+    entries that were empty as sent in the step before. step: this step's number.
     """
 
     velocity: Tensor | None

@@ -54,7 +54,8 @@ def passes(arrays: Arrays) -> list[Case]:
     n, flat, value, pushed, velocity, whole, taken, wide = arrays.n, *(arrays.zeros() for _ in range(7))
     moved, first, second = (arrays.zeros() for _ in range(3))
     sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
-    adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8, 1.0, sent_in)
+    adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8, 1.0)
+    mask = kernels.Mask(None, sent_in, 1)
     seen = torch.zeros(len(arrays.sizes), MOMENTS, dtype=torch.float64, device=arrays.device)
     squares = torch.zeros(len(arrays.sizes), dtype=torch.float64, device=arrays.device)
     out = [list(arrays.zeros().split(arrays.sizes)) for _ in arrays.inputs]
@@ -65,7 +66,7 @@ def passes(arrays: Arrays) -> list[Case]:
         Case("accumulate, momentum", lambda i: kernels.accumulate(arrays.grads(i), pushed, velocity, arrays.flag, 0.9), 20 * n),
         Case(
             "accumulate, Adam",
-            lambda i: kernels.accumulate(arrays.grads(i), moved, first, arrays.flag, 0.9, adaptive=adam),
+            lambda i: kernels.accumulate(arrays.grads(i), moved, first, arrays.flag, 0.9, adaptive=adam, mask=mask),
             29 * n,
         ),
         Case(
