@@ -10,9 +10,11 @@ namespace gradcomp {
 //   second   <- decay * second + fresh_square * g * g
 //   ahead    =  of_gradient * g + of_velocity * velocity, over root_scale * sqrt(second) + epsilon if there is a second moment
 // waiting is the numerator's factor of g for an entry that has waited: its residual sums gradients up as a velocity would.
+// of_residual is the old residual's factor.
 struct Rule {
-  float momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting;
+  float of_residual, momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting;
 
+  SHARED_MATH float next_residual(float residual, float added) const { return within_largest(of_residual * residual + added); }
   SHARED_MATH float next_velocity(float velocity, float g) const { return within_largest(momentum * velocity + fresh * g); }
   SHARED_MATH float next_second(float second, float g) const { return within_largest(decay * second + fresh_square * (g * g)); }
   SHARED_MATH float ahead(float g, float velocity) const { return of_gradient * g + of_velocity * velocity; }

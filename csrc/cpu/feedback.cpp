@@ -21,13 +21,12 @@ HOT void multiply(const float* __restrict from, float* __restrict to, int64_t n,
 }
 
 // Add g to the residual. Returns whether an entry was refused because it is not finite.
-HOT bool add(const float* __restrict g, float* __restrict residual, int64_t n) {
+HOT bool add(const float* __restrict g, float* __restrict residual, int64_t n, Rule rule) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float sum = within_largest(residual[i] + g[i]);
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
-    residual[i] = good ? sum : residual[i];
+    residual[i] = rule.next_residual(residual[i], good ? g[i] : 0.0f);
   }
   return refused != 0;
 }
@@ -38,11 +37,11 @@ HOT bool add_with_momentum(const float* __restrict g, float* __restrict residual
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float u = rule.next_velocity(velocity[i], g[i]);
-    const float sum = within_largest(residual[i] + rule.ahead(g[i], u));
+    const float ahead = rule.ahead(g[i], u);
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];
-    residual[i] = good ? sum : residual[i];
+    residual[i] = rule.next_residual(residual[i], good ? ahead : 0.0f);
   }
   return refused != 0;
 }
@@ -66,12 +65,12 @@ HOT bool add_with_second(const float* __restrict g, float* __restrict residual, 
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float u = rule.next_velocity(velocity[i], g[i]), s = rule.next_second(second[i], g[i]);
-    const float sum = within_largest(residual[i] + rule.ahead(g[i], u, s, waited[i] != 0));
+    const float ahead = rule.ahead(g[i], u, s, waited[i] != 0);
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];
     second[i] = good ? s : second[i];
-    residual[i] = good ? sum : residual[i];
+    residual[i] = rule.next_residual(residual[i], good ? ahead : 0.0f);
   }
   return refused != 0;
 }
@@ -90,9 +89,10 @@ void flatten(const Pieces& grads, Span<float> flat, Queue queue) {
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
                 Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, OptionalSpan<uint8_t> sent_in,
                 Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> peaks, OptionalSpan<uint32_t> scratch,
-                float momentum, float fresh, float of_gradient, float of_velocity, float decay, float fresh_square,
-                float root_scale, float epsilon, float waiting, int64_t step, bool whole, bool raw, Queue queue) {
-  const Rule rule = {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting};
+                float of_residual, float momentum, float fresh, float of_gradient, float of_velocity, float decay,
+                float fresh_square, float root_scale, float epsilon, float waiting, int64_t step, bool whole, bool raw,
+                Queue queue) {
+  const Rule rule = {of_residual, momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting};
   const Runs runs(grads, scratch);
   const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;
   std::atomic<bool> refused = false;
@@ -112,7 +112,7 @@ void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalS
       const bool refused_here = second.given()
                                     ? add_with_second(g, sums, velocity.data + at, second.data + at, waited, count, rule)
                                 : velocity.given() ? add_with_momentum(g, sums, velocity.data + at, count, rule)
-                                                   : add(g, sums, count);
+                                                   : add(g, sums, count, rule);
       mine |= refused_here;
       if (peaks.given()) note_peaks(sums, at, count, peaks.data);
       if (!moments.given()) return;

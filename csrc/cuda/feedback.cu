@@ -70,13 +70,12 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
                         : kKeeps == Keeps::velocity
                             ? to.rule.ahead(g, u)
                             : to.rule.ahead(g, u, s, to.sent_in != nullptr && has_waited(last, to.step));
-    const float sum = within_largest(run.residual.x[i] + ahead);
     const bool good = is_finite(g);
     run.refused |= !good;
     run.gradient.x[i] = good ? g : 0.0f;
     velocity.x[i] = good ? u : velocity.x[i];
     second.x[i] = good ? s : second.x[i];
-    run.residual.x[i] = good ? sum : run.residual.x[i];
+    run.residual.x[i] = to.rule.next_residual(run.residual.x[i], good ? ahead : 0.0f);
   }
   if (kKeeps != Keeps::nothing) store_four(to.velocity + entry, count, velocity);
   if (kKeeps == Keeps::second) store_four(to.second + entry, count, second);
@@ -186,23 +185,24 @@ int64_t accumulate_scratch(int64_t n, int64_t pieces) {
 void accumulate(const Pieces& grads, OptionalSpan<const float> scales, OptionalSpan<const float> loss_scale,
                 Span<float> residual, OptionalSpan<float> velocity, OptionalSpan<float> second, OptionalSpan<uint8_t> sent_in,
                 Span<int32_t> flag, OptionalSpan<double> moments, OptionalSpan<uint32_t> /* peaks */,
-                OptionalSpan<uint32_t> scratch, float momentum, float fresh, float of_gradient, float of_velocity, float decay,
-                float fresh_square, float root_scale, float epsilon, float waiting, int64_t step, bool whole, bool raw,
-                Queue queue) {
+                OptionalSpan<uint32_t> scratch, float of_residual, float momentum, float fresh, float of_gradient,
+                float of_velocity, float decay, float fresh_square, float root_scale, float epsilon, float waiting,
+                int64_t step, bool whole, bool raw, Queue queue) {
   const bool measured = moments.given() && grads.count > 0;
   auto* const records = measured ? reinterpret_cast<MomentsRecord*>(scratch.data) : nullptr;
   CUDA_TRY(cudaMemsetAsync(flag.data, 0, sizeof(int32_t), static_cast<cudaStream_t>(queue.stream)));
   if (residual.size > 0) {
     const unsigned blocks = blocks_for(residual.size, kTile);
-    const Feedback to = {scales.data,
-                         loss_scale.data,
-                         residual.data,
-                         velocity.data,
-                         second.data,
-                         sent_in.data,
-                         {momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting},
-                         static_cast<uint8_t>(step),
-                         whole};
+    const Feedback to = {
+        scales.data,
+        loss_scale.data,
+        residual.data,
+        velocity.data,
+        second.data,
+        sent_in.data,
+        {of_residual, momentum, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting},
+        static_cast<uint8_t>(step),
+        whole};
     const auto launch = second.given()     ? launch_add<Keeps::second>
                         : velocity.given() ? launch_add<Keeps::velocity>
                                            : launch_add<Keeps::nothing>;

@@ -20,17 +20,18 @@ def flatten(grads: list[Tensor]) -> Tensor:
 
 
 def accumulate(
-    grads: list[Tensor], residual: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool
+    grads: list[Tensor], residual: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool, of_residual: float = 1.0
 ) -> tuple[Tensor, Tensor | None, int]:
     """Compute the new residual, the new velocity and the flag."""
-    g = flatten(grads)
+    g, residual = flatten(grads), residual * torch.tensor(of_residual)
     good = g.isfinite()
     if velocity is None:
         new = (residual + g).clamp(-LARGEST, LARGEST)
-        return torch.where(good, new, residual), None, int(not good.all())
+        return torch.where(good, new, residual.clamp(-LARGEST, LARGEST)), None, int(not good.all())
     u = (momentum * velocity + g).clamp(-LARGEST, LARGEST)
     new = (residual + (g + momentum * u if nesterov else u)).clamp(-LARGEST, LARGEST)
-    return torch.where(good, new, residual), torch.where(good, u, velocity), int(not good.all())
+    kept = residual.clamp(-LARGEST, LARGEST)
+    return torch.where(good, new, kept), torch.where(good, u, velocity), int(not good.all())
 
 
 def accumulate_adaptive(

@@ -90,7 +90,7 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
         moments = torch.empty(1, extension.MOMENTS, dtype=torch.float64)
         peaks = kernels.peaks(n, g.device)
         words = torch.empty(extension.native.accumulate_scratch(False, n, 1), dtype=torch.int32)
-        settings = (0.9, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, 1.0, 1, True, False)
+        settings = (1.0, 0.9, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, 1.0, 1, True, False)
         arrays = (residual, velocity, second, sent_in, flag, moments, peaks, words)
         extension.native.accumulate([g], None, None, *arrays, *settings, threads=count)
         extension.native.take_topk(residual, velocity, sent_in, 3, flag, peaks, k, *payload, scratch, threads=count)

@@ -50,6 +50,24 @@ def test_accumulate_is_its_definition(
     assert flag.item() == 0
 
 
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("of_residual", [0.3, 4.0, 1e30])
+def test_the_old_residual_has_a_factor(device: torch.device, of_residual: float, momentum: float | None) -> None:
+    """It acts where a gradient is refused, too, and nothing becomes infinite."""
+    grads = pieces([100, 4000], torch.float32, device)
+    grads[1][7] = torch.inf
+    residual = torch.randn(4100, device=device)
+    residual[:9] *= 1e37
+    velocity = None if momentum is None else torch.randn(4100, device=device)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    expected = reference.accumulate(grads, residual, velocity, momentum or 0.0, False, of_residual)
+    kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=of_residual)
+    assert reference.same(residual, expected[0]) and residual.isfinite().all() and flag.item() == 1
+    assert velocity is None or reference.same(velocity, expected[1])
+    with pytest.raises(ValueError, match=r"accumulate: of_residual=0 must be above 0"):
+        kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=0.0)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("of_gradient", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", TYPES)

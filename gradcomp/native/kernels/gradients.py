@@ -92,9 +92,12 @@ def accumulate(
     adaptive: Adaptive | None = None,
     mask: Mask | None = None,
     whole: bool = True,
+    of_residual: float = 1.0,
     memory: Memory | None = None,
 ) -> None:
-    """Add gradients to a residual: velocity <- momentum * velocity + scales * grads; residual <- residual + velocity.
+    """Add gradients to a residual.
+
+    velocity <- momentum * velocity + scales * grads;  residual <- of_residual * residual + velocity
 
     adaptive: what Adam keeps beside; nesterov must then be False. mask: knows which entries have waited, and is told of those
     that were empty; whole: an entry without residual was. False where what waits may lie on another rank.
@@ -122,6 +125,7 @@ def accumulate(
             None if moments is None else moments[layers],
             peaks,
             None if moments is None else _lend_scratch(part, residual, memory),
+            of_residual,
             momentum,
             *rule[1:],
             0 if mask is None else mask.step,
