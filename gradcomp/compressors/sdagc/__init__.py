@@ -7,10 +7,10 @@ a reconstruction, and every part can be switched:
 
     g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v), layer by layer;  v, u <- 0 there
 
-The knobs clip, momentum and warmup, which every compressor has, give clipping, momentum correction with masking, and warm-up.
-lr_revision=keep multiplies a layer's residual by old / new when its learning rate changes, rescale by new / old. density lowers
-the knob density, which must be above 0, as the rate falls. staleness and per_layer divide a sent entry by the steps that it
-waited, or by the mean over its layer's sent entries.
+The knobs clip, momentum, warmup and own_rate, which every compressor has, give clipping, momentum correction with masking,
+warm-up, and entries that act with the learning rate of their own step. lr_revision=density lowers the knob density, which must
+be above 0, as the rate falls. staleness and per_layer divide a sent entry by the steps that it waited, or by the mean over its
+layer's sent entries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from gradcomp import knobs
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.sdagc.capacity import Capacity
-from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, RATE_REVISIONS, REVISIONS, Ages, rescale
+from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, REVISIONS, Ages
 from gradcomp.compressors.sdagc.state import SdagcState
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
@@ -36,7 +36,7 @@ from gradcomp.messages.sparse import CODECS, wire_knob
 from gradcomp.native import kernels
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World, gather
-from gradcomp.saved import checked_whole, entry, number, numbers_of, sequence, table, tensor, whole
+from gradcomp.saved import checked_whole, entry, number, sequence, table, tensor, whole
 
 # A layer with fewer entries is small.
 SMALL_SIZE = 1024
@@ -48,8 +48,6 @@ MOST_STEPS = 2**31 - 1
 STATISTICS = ("accumulated", "raw")
 # The ways of small layers.
 SMALL_LAYER_MODES = ("dense", "pool", "none")
-# The revisions that change the residual, or entries that waited in it.
-RESIDUAL_REVISIONS = ("keep", "rescale", *AGE_REVISIONS)
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Sdagc(Compressor):
     sam: float = knob(0.0, "SAMomentum: share of a sent entry that stays in the residual; replaces momentum", least=0, below=1)
     lr_revision: str = knob(
         "none",
-        "keep, rescale: scale the residual; density: lower a set density; staleness, per_layer: divide by steps waited",
+        "density: lower a set density as the rate falls; staleness, per_layer: divide by steps waited",
         choices=REVISIONS,
     )
     route: str = routes.route_knob()
@@ -88,11 +86,11 @@ class Sdagc(Compressor):
 
     @property
     def traits(self) -> Traits:
-        rates: Literal["needed", "unused"] = "needed" if self.lr_revision in RATE_REVISIONS else "unused"
+        rates: Literal["needed", "unused"] = "needed" if self.lr_revision == "density" else "unused"
         return Traits(moments=self.stat, sparse=True, selects=True, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
-        needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in RESIDUAL_REVISIONS}
+        needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in AGE_REVISIONS}
         settings = [setting for setting in knobs.changed(self) if needs_residual.get(setting.partition("=")[0])]
         if feedback or not settings:
             return None
@@ -112,11 +110,6 @@ class Sdagc(Compressor):
 
     def init(self, layout: Layout, seed: int) -> SdagcState:
         return SdagcState(layout)
-
-    def revise(self, residual: Tensor, velocity: Tensor | None, state: SdagcState, rates: tuple[float, ...]) -> None:
-        before, state.rates = state.rates, rates
-        if before is not None and before != rates and self.lr_revision in ("keep", "rescale"):
-            rescale(self.lr_revision, (residual, velocity), state.begins, before, rates)
 
     def exchange(self, acc: Acc, state: SdagcState, world: World) -> Steps:
         state.steps += 1
@@ -156,7 +149,6 @@ class Sdagc(Compressor):
             "steps": state.steps,
             "lam": float(state.lam),
             "set_for": state.capacity_basis,
-            "rates": state.rates,
             "first_rate": state.first_rate,
             "capacity": None if state.capacity is None else state.capacity.save(),
             "ages": None if state.ages is None else state.ages.last_sent.clone(),
@@ -171,7 +163,7 @@ class Sdagc(Compressor):
 
     def save_shared(self, state: SdagcState) -> dict[str, Any]:
         saved = self.save(state)
-        return {name: saved[name] for name in ("steps", "set_for", "rates", "first_rate", "capacity")}
+        return {name: saved[name] for name in ("steps", "set_for", "first_rate", "capacity")}
 
     def load_shared(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
         is_new = state.steps == 0
@@ -187,9 +179,7 @@ class Sdagc(Compressor):
         lam, target = sequence(saved, "set_for") if len(sequence(saved, "set_for")) == 2 else (math.nan, 0)
         basis = (number({"set_for": lam}, "set_for", -1.0), checked_whole(target, "set_for", 0, state.n))
         state.steps, state.first_rate = whole(saved, "steps", most=MOST_STEPS), number(saved, "first_rate")
-        state.capacity_basis, state.capacity, state.rates = basis, None, None
-        if entry(saved, "rates") is not None:
-            state.rates = numbers_of(saved, "rates", len(state.begins) - 1)
+        state.capacity_basis, state.capacity = basis, None
         if entry(saved, "capacity") is not None:
             state.capacity = Capacity(*self._expected_capacity(basis, state.n))
             state.capacity.load(table(saved, "capacity"))

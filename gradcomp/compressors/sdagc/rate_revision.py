@@ -1,40 +1,18 @@
-"""Learning-rate revision: corrects waiting entries when the learning rate changes, or sent entries for the time they waited.
+"""Learning-rate revision: what a falling learning rate, or the time that an entry waited, changes.
 
-keep, rescale: the residual is multiplied when a layer's rate changes. density: fewer entries are sent as the rate falls.
-staleness, per_layer: sent entries are divided by the number of steps that they waited.
+density: fewer entries are sent as the rate falls. staleness, per_layer: sent entries are divided by the steps that they waited.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradcomp.messages.sparse import Entries
-from gradcomp.native.extension import LARGEST
 
-REVISIONS = ("none", "keep", "rescale", "density", "staleness", "per_layer")
-# The revisions that need the learning rates.
-RATE_REVISIONS = ("keep", "rescale", "density")
+REVISIONS = ("none", "density", "staleness", "per_layer")
 # The revisions that need the steps that entries waited.
 AGE_REVISIONS = ("staleness", "per_layer")
-
-
-def rescale(
-    revision: str, flats: Sequence[Tensor | None], begins: Sequence[int], before: Sequence[float], now: Sequence[float]
-) -> None:
-    """Scale the waiting entries of each layer that has a new learning rate.
-
-    keep: multiply by old / new, so that an entry keeps the rate of its own step. rescale: multiply by new / old.
-    flats: residual and velocity. begins: where layers begin in them. before, now: the rate of each layer.
-    """
-    for i, (old, new) in enumerate(zip(before, now, strict=True)):
-        if old != new and old > 0 and new > 0:
-            factor = old / new if revision == "keep" else new / old
-            for flat in flats:
-                if flat is not None:
-                    flat[begins[i] : begins[i + 1]].mul_(factor).clamp_(-LARGEST, LARGEST)
 
 
 class Ages:
