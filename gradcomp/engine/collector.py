@@ -19,6 +19,8 @@ from gradcomp.requests import World
 
 # The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None
+# By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
+Decays = Mapping[float, tuple[list[int], list[Tensor]]]
 
 
 @dataclass
@@ -55,14 +57,13 @@ class Momentum(NamedTuple):
     """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
 
     sizes: of the layers. seeds: for each layer what the velocity is to continue from, or None; None if there are none at all.
-    decays: by weight decay, the numbers of the layers that it acts on, and their weights in the order of entries.
     """
 
     value: float
     nesterov: bool
     sizes: Sequence[int]
     seeds: Sequence[Tensor | None] | None
-    decays: Mapping[float, tuple[list[int], list[Tensor]]]
+    decays: Decays
 
 
 class AdamStep(NamedTuple):
