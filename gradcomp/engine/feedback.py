@@ -20,7 +20,7 @@ from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
-from gradcomp.saved import entry, table_or_empty, tensor, whole
+from gradcomp.saved import entry, numbers_of, sequence, table_or_empty, tensor, whole
 
 # The value of momentum that stands for the optimizer's.
 AUTO = "auto"
@@ -125,13 +125,16 @@ class Feedback(Collector):
 
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
-        return {"steps": state.steps, "sent_in": sent_in, "inner": super().save(state)}
+        products = [list(each) for each in state.nadam_products.items()]
+        return {"steps": state.steps, "sent_in": sent_in, "nadam_products": products, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
         state.sent_in = None
         if entry(saved, "sent_in") is not None:
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
+        products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
+        state.nadam_products = {int(steps): product for steps, product in products}
         super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:
