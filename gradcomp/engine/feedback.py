@@ -163,6 +163,7 @@ class Feedback(Collector):
                 adaptive = adam_moments.begin(step.momentum, state)
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
+        scales = self._scales(grads, state, step)
         kernels.accumulate(
             grads,
             state.residual,
@@ -170,7 +171,7 @@ class Feedback(Collector):
             state.flag,
             momentum,
             nesterov,
-            scales=self._scales(grads, state, step),
+            scales=scales,
             loss_scale=step.loss_scale,
             moments=state.moments,
             raw=self.inner.traits.moments == "raw",
@@ -181,11 +182,13 @@ class Feedback(Collector):
             memory=step.memory,
         )
         if state.health is not None and (state.steps + 1) % INTERVAL == 0:
-            squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
-            kernels.sum_squares(grads, squares, step.memory)
-            if step.loss_scale is not None:
-                squares /= step.loss_scale.double().square()
-            state.health.before(squares, state.residual, state.sent_in, state.steps + 1)
+            squares = None
+            if not (momentum or adaptive):
+                squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
+                kernels.sum_squares(grads, squares, step.memory)
+                for factor in (scales, None if step.loss_scale is None else 1 / step.loss_scale):
+                    squares *= 1 if factor is None else factor.double().square()
+            state.health.before(squares, state.flag, state.residual, state.sent_in, state.steps + 1)
         return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
