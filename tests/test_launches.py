@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, AdamW, NAdam
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
@@ -77,20 +79,39 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("spec, ranks", [*((spec, 1) for spec in SPECS), ("topk", 5), ("orq:route=allgather", 5)])
+CASES = [
+    *((spec, 1, None) for spec in SPECS),
+    ("topk", 5, None),
+    ("orq:route=allgather", 5, None),
+    ("topk", 1, (SGD, {"momentum": 0.9})),
+    ("topk", 1, (SGD, {"momentum": 0.9, "weight_decay": 5e-4})),
+    ("topk", 1, (SGD, {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True})),
+    ("topk", 1, (AdamW, {})),
+    ("topk", 1, (NAdam, {})),
+]
+
+
+@pytest.mark.parametrize("spec, ranks, optimizer", CASES)
 def test_a_step_of_a_resnet_50_takes_few_launches(
-    spec: str, ranks: int, emulator: Any, monkeypatch: pytest.MonkeyPatch
+    spec: str, ranks: int, optimizer: Any, emulator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each rank, however many payloads it adds up."""
+    """Of each rank, however many payloads it adds up, and layers whose weights decay."""
     monkeypatch.setattr(extension, "native", emulator)
     monkeypatch.setattr(Codec, "check", lambda *arguments: None)  # looks at the update, on CPUs alone
     launches = ctypes.CDLL(emulator.__file__).simt_launches
     launches.restype = ctypes.c_uint64
     shapes = resnet50(4)
-    simulation = gradcomp.Simulation(spec, shapes, ranks, bucket_mb=1000)
+    weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    stepped = optimizer and optimizer[0](weights.values(), lr=0.1, **optimizer[1])
+    options: dict[str, Any] = {"optimizer": stepped, "named_parameters": weights.items()} if optimizer else {}
+    simulation = gradcomp.Simulation(spec, shapes, ranks, bucket_mb=1000, **options)
     grads = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(ranks)]
     for _ in range(3 if ranks == 1 else 1):
-        simulation.step(grads)
+        updates = simulation.step(grads)
+        for name, weight in weights.items():
+            weight.grad = updates[name]
+        if stepped is not None:
+            stepped.step()
     before = launches()
     with Operations() as torchs:
         simulation.step(grads)

@@ -24,8 +24,6 @@ from gradcomp.protocol import Layout
 
 # Settings with which the optimizer does something else than begin() and hide().
 UNLIKE = ("amsgrad", "differentiable")
-# A product of momenta below which more of them change nothing.
-NOTHING = 1e-30
 # The base of the growth of NAdam's momentum.
 GROWTH = 0.96
 
@@ -111,7 +109,7 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
                 second.copy_(seed[1])
                 state.adam_steps = max(state.adam_steps, adam.steps)
     state.adam_steps += 1
-    of_gradient, of_velocity = _factors(adam, state.adam_steps)
+    of_gradient, of_velocity = _factors(adam, state)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
     factors = adam.share * of_gradient, adam.share * of_velocity
     second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
@@ -122,19 +120,20 @@ def forget(state: BucketState) -> None:
     """Forget directions and moments, for an exchange of gradients from now on."""
     state.residual.zero_()
     state.second = state.velocity = None
-    state.adam_steps = 0
+    state.adam_steps, state.nadam_products = 0, {}
 
 
-def _factors(adam: AdamStep, steps: int) -> tuple[float, float]:
+def _factors(adam: AdamStep, state: BucketState) -> tuple[float, float]:
     """Return the shares of the gradient and of the first moment in a direction."""
+    steps = state.adam_steps
     if adam.momentum_decay is None:
         return 0.0, 1 / (1 - adam.beta1**steps)
-    product = 1.0
-    for step in range(1, steps + 1):
-        product *= _nadam_momentum(adam, step)
-        if product < NOTHING:
-            break
     now, later = _nadam_momentum(adam, steps), _nadam_momentum(adam, steps + 1)
+    before = state.nadam_products.get(steps - 1)
+    if before is None:  # the moments come from torch's NAdam
+        before = math.prod(_nadam_momentum(adam, step) for step in range(1, steps))
+    product = before * now
+    state.nadam_products = {steps - 1: before, steps: product}  # the former for a step that is refused, and counted again
     return (1 - now) / (1 - product), later / (1 - product * later)
 
 

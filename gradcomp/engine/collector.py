@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,8 @@ from gradcomp.requests import World
 
 # The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None
+# By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
+Decays = Mapping[float, tuple[list[int], list[Tensor]]]
 
 
 @dataclass
@@ -28,6 +30,7 @@ class BucketState:
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
     flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
     velocity: the local momentum. second: Adam's second moment. adam_steps: the steps begun with the two.
+    nadam_products: by steps, the product of NAdam's momenta in them.
     sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping.
@@ -43,6 +46,7 @@ class BucketState:
     steps: int = 0
     second: Tensor | None = None
     adam_steps: int = 0
+    nadam_products: Mapping[int, float] = field(default_factory=dict)
     sent_in: Tensor | None = None
     health: Health | None = None
 
@@ -55,14 +59,13 @@ class Momentum(NamedTuple):
     """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
 
     sizes: of the layers. seeds: for each layer what the velocity is to continue from, or None; None if there are none at all.
-    decays: by weight decay, the numbers of the layers that it acts on, and their weights in the order of entries.
     """
 
     value: float
     nesterov: bool
     sizes: Sequence[int]
     seeds: Sequence[Tensor | None] | None
-    decays: Mapping[float, tuple[list[int], list[Tensor]]]
+    decays: Decays
 
 
 class AdamStep(NamedTuple):

@@ -20,7 +20,7 @@ from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World
-from gradcomp.saved import entry, table_or_empty, tensor, whole
+from gradcomp.saved import entry, numbers_of, sequence, table_or_empty, tensor, whole
 
 # The value of momentum that stands for the optimizer's.
 AUTO = "auto"
@@ -125,13 +125,16 @@ class Feedback(Collector):
 
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
-        return {"steps": state.steps, "sent_in": sent_in, "inner": super().save(state)}
+        products = [list(each) for each in state.nadam_products.items()]
+        return {"steps": state.steps, "sent_in": sent_in, "nadam_products": products, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
         state.sent_in = None
         if entry(saved, "sent_in") is not None:
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
+        products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
+        state.nadam_products = {int(steps): product for steps, product in products}
         super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:
@@ -160,6 +163,7 @@ class Feedback(Collector):
                 adaptive = adam_moments.begin(step.momentum, state)
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
+        scales = self._scales(grads, state, step)
         kernels.accumulate(
             grads,
             state.residual,
@@ -167,7 +171,7 @@ class Feedback(Collector):
             state.flag,
             momentum,
             nesterov,
-            scales=self._scales(grads, state, step),
+            scales=scales,
             loss_scale=step.loss_scale,
             moments=state.moments,
             raw=self.inner.traits.moments == "raw",
@@ -178,11 +182,13 @@ class Feedback(Collector):
             memory=step.memory,
         )
         if state.health is not None and (state.steps + 1) % INTERVAL == 0:
-            squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
-            kernels.sum_squares(grads, squares, step.memory)
-            if step.loss_scale is not None:
-                squares /= step.loss_scale.double().square()
-            state.health.before(squares, state.residual, state.sent_in, state.steps + 1)
+            squares = None
+            if not (momentum or adaptive):
+                squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
+                kernels.sum_squares(grads, squares, step.memory)
+                for factor in (scales, None if step.loss_scale is None else 1 / step.loss_scale):
+                    squares *= 1 if factor is None else factor.double().square()
+            state.health.before(squares, state.flag, state.residual, state.sent_in, state.steps + 1)
         return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:

@@ -8,11 +8,14 @@ import warnings
 import torch
 from torch import Tensor
 
+from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.native import kernels
 from gradcomp.protocol import Steps
 
-# Steps between two measurements. Each is three passes over the bucket.
+# Steps between two measurements. Each is at most four passes over the bucket.
 INTERVAL = 50
+# Entries of which ages are computed at once.
+PART = 2**20
 # An entry is old if it was last sent this many steps ago, or more.
 OLD = 128
 # A take that leaves this share of the squares or more, in so many measurements, will not keep the residual from growing. With
@@ -36,43 +39,47 @@ class Health:
 
     def __init__(self, spec: str, names: tuple[str, ...]):
         self._spec, self._names = spec, names
-        self._measured: Tensor | None = None
+        self._measured: Counts | None = None
+        self._measuring = torch.empty(0)
         self._left_most = self._grew = 0
         self._last = 0.0
         self._warned = False
         self.figures: dict[str, float] = {}
 
-    def before(self, squares: Tensor, residual: Tensor, sent_in: Tensor | None, step: int) -> None:
-        """Measure before a take. squares: of each layer's gradient, summed. step: see kernels.Mask."""
+    def before(self, squares: Tensor | None, flag: Tensor, residual: Tensor, sent_in: Tensor | None, step: int) -> None:
+        """Measure before a take.
+
+        squares: of each layer's gradient, summed, where gradients are what is added to the residual. flag: not 0 where one was
+        not finite. step: see kernels.Mask.
+        """
         self._read()
-        device = residual.device
-        self._measured = torch.full((4,), math.nan, dtype=torch.float64, device=device)
-        self._measured[1:3] = 0
-        self._measured[0] = squares.sum()
-        kernels.sum_squares([residual], self._measured[1:2])
+        self._measuring = torch.full((5,), math.nan, dtype=torch.float64, device=residual.device)
+        self._measuring[1:3] = 0
+        if squares is not None:
+            self._measuring[0] = squares.sum()
+        kernels.sum_squares([residual], self._measuring[1:2])
         if sent_in is not None:
-            self._measured[3] = _share_of_old(sent_in, step)
+            self._measuring[3] = _count_old(sent_in, step).double() / max(1, len(sent_in))
+        self._measuring[4:] = flag
 
     def after(self, residual: Tensor) -> None:
         """Measure after the take."""
-        assert self._measured is not None
-        kernels.sum_squares([residual], self._measured[2:3])
-        if residual.is_cuda:
-            host = torch.empty(4, dtype=torch.float64, pin_memory=True)
-            self._measured = host.copy_(self._measured, non_blocking=True)
-        else:
+        kernels.sum_squares([residual], self._measuring[2:3])
+        self._measured = Counts(self._measuring)
+        if not residual.is_cuda:
             self._read()
 
     def _read(self) -> None:
         if self._measured is None:
             return
-        gradient, before, after, old = self._measured.tolist()
+        gradient, before, after, old, refused = self._measured.all()
         self._measured = None
         share_left = after / before if before > 0 else 0.0
-        if not all(map(math.isfinite, (gradient, before, after))):
-            return  # a gradient was not finite
-        norm = gradient**0.5
-        self.figures = {"residual_over_gradient": after**0.5 / norm if norm else 0.0, "taken": 1 - share_left}
+        if refused or not (math.isfinite(before) and math.isfinite(after)):
+            return
+        self.figures = {"taken": 1 - share_left}
+        if not math.isnan(gradient):
+            self.figures["residual_over_gradient"] = (after / gradient) ** 0.5 if gradient else 0.0
         if not math.isnan(old):
             self.figures["older"] = old
         self._judge(share_left >= TAKES_NOTHING and not old < SOME_OLD, after**0.5)
@@ -99,9 +106,11 @@ def measured(steps: Steps, health: Health, residual: Tensor) -> Steps:
     return update
 
 
-def _share_of_old(sent_in: Tensor, step: int) -> Tensor:
-    """Return the share of old entries. The steps of much older ones are moved up, so that modulo 256 they stay old."""
-    ages = step % 256 - sent_in  # modulo 256, too
-    is_old = ages >= OLD
-    sent_in.masked_fill_(is_old, (step - OLD) % 256)
-    return is_old.double().mean()
+def _count_old(sent_in: Tensor, step: int) -> Tensor:
+    """Count the old entries. The steps of much older ones are moved up, so that modulo 256 they stay old."""
+    count = torch.zeros((), dtype=torch.int64, device=sent_in.device)
+    for part in sent_in.split(PART):
+        is_old = step % 256 - part >= OLD  # modulo 256, too
+        part.masked_fill_(is_old, (step - OLD) % 256)
+        count += is_old.count_nonzero()
+    return count

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradcomp.engine.collector import BucketState, Momentum
+from gradcomp.engine.collector import BucketState, Decays, Momentum
 from gradcomp.engine.delivered_sample import Holds
 from gradcomp.engine.loaded_moments import LoadedMoments
 from gradcomp.protocol import Layout
@@ -33,8 +33,7 @@ class SgdMomentum:
         flatten: Callable[[str, Tensor], Tensor],
     ):
         self._loaded, self._parameters, self._flatten = loaded, parameters, flatten
-        self._groups: tuple[list[tuple[dict[str, Any], int]], dict[int, dict[str, Any]]] = ([], {})
-        self._views: dict[str, Tensor] = {}
+        self._kept: dict[tuple[str, ...], tuple[Any, list[Any], Decays]] = {}
         self._shown: list[tuple[dict[str, Any], dict[str, float]]] = []
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -59,41 +58,33 @@ class SgdMomentum:
         decays = {} if skipped else self._decays(optimizer, layout, share)
         return Momentum(first["momentum"], first["nesterov"], layout.sizes, seeds, decays)
 
-    def _decays(
-        self, optimizer: torch.optim.Optimizer, layout: Layout, share: float
-    ) -> dict[float, tuple[list[int], list[Tensor]]]:
-        """Gather the weights that decay, by weight decay. A frozen layer has none."""
-        found: dict[float, tuple[list[int], list[Tensor]]] = {}
-        if not any(group["weight_decay"] for group in optimizer.param_groups):
-            return found
-        groups = self._group_of(optimizer)
-        for i, name in enumerate(layout.names):
-            parameter = self._parameters[name]
-            group = groups[id(parameter)]
-            decay = share * group["weight_decay"]
+    def _decays(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Decays:
+        """Gather the weights that decay. They are kept as long as all stays as it is, but for their values."""
+        groups = optimizer.param_groups
+        if not any(group["weight_decay"] for group in groups):
+            return {}
+        parameters = [self._parameters[name] for name in layout.names]
+        facts = (
+            share,
+            [(id(each), len(each["params"]), each["weight_decay"], each.get("maximize")) for each in groups],
+            [(each.data_ptr(), each.requires_grad) for each in parameters],
+        )
+        kept = self._kept.get(layout.names)
+        if kept is not None and kept[0] == facts:
+            return kept[2]
+        decays: dict[float, tuple[list[int], list[Tensor]]] = {}
+        group_of = {id(each): group for group in groups for each in group["params"]}
+        for i, (name, parameter) in enumerate(zip(layout.names, parameters, strict=True)):
+            group = group_of[id(parameter)]
+            decay = share * (-group["weight_decay"] if group.get("maximize") else group["weight_decay"])
             if decay and parameter.requires_grad:
-                layers, weights = found.setdefault(-decay if group.get("maximize") else decay, ([], []))
+                layers, weights = decays.setdefault(decay, ([], []))
                 layers.append(i)
-                weights.append(self._weights(name, parameter))
-        return found
-
-    def _group_of(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-        """Return the group of each parameter, by identity. It is kept as long as the optimizer has the same groups."""
-        kept, groups = self._groups
-        now = optimizer.param_groups
-        if len(kept) != len(now) or any(a is not b or n != len(b["params"]) for (a, n), b in zip(kept, now, strict=True)):
-            groups = {id(each): group for group in now for each in group["params"]}
-            self._groups = [(group, len(group["params"])) for group in now], groups
-        return groups
-
-    def _weights(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
-        """Put weights in the order of entries. The view is kept as long as they stay where they are."""
-        kept = self._views.get(name)
-        if kept is None or kept.data_ptr() != parameter.data_ptr():
-            kept = self._flatten(name, parameter.detach())
-            if kept.data_ptr() == parameter.data_ptr():  # a view, and no copy
-                self._views[name] = kept
-        return kept
+                weights.append(self._flatten(name, parameter.detach()))
+        found = {weight.data_ptr() for _, weights in decays.values() for weight in weights}
+        if found <= {pointer for pointer, _ in facts[2]}:  # all are views, and none a copy
+            self._kept[layout.names] = facts, list(groups), decays  # with the groups, so that their ids stay theirs
+        return decays
 
     @property
     def hides(self) -> bool:
@@ -112,6 +103,7 @@ class SgdMomentum:
         self._shown.clear()
 
 
+@torch.no_grad()
 def begin(momentum: Momentum, state: BucketState) -> None:
     """Prepare the velocity for a step of the optimizer's momentum m and weight decay d.
 

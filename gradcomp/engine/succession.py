@@ -41,8 +41,9 @@ def carry(old: Reducer, new: Reducer) -> None:
             if name in before and not (array == "residual" and name in directions):
                 view.copy_(before[name])
     new.steps_done = old.steps_done
+    products = {steps: each for bucket in old.buckets for steps, each in bucket.state.nadam_products.items()}
     for bucket in new.buckets:
-        bucket.state.adam_steps = adam_steps(old)
+        bucket.state.adam_steps, bucket.state.nadam_products = adam_steps(old), products
 
 
 def scale(reducer: Reducer, factor: float) -> None:

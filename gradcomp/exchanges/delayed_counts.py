@@ -31,7 +31,10 @@ class Counts:
             self._host = counts.clone()
 
     def largest(self) -> int:
+        return int(max(self.all()))
+
+    def all(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()  # returns at once: the copy began steps ago
             self._event = None
-        return int(self._host.max())
+        return self._host.flatten().tolist()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 import gradcomp
+from gradcomp.engine import adam_moments
 
 STEPS = 12
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -100,11 +101,12 @@ def test_the_weight_decay_of_each_group_acts_on_it() -> None:
     same(ours, theirs)
 
 
-def test_a_schedule_of_rate_and_betas_is_followed() -> None:
+@pytest.mark.parametrize("case", ["adamw", "nadam"])
+def test_a_schedule_of_rate_and_betas_is_followed(case: str) -> None:
     ends = []
     for spec in (EXACT[0], None):
         model = net()
-        optimizer = made("adamw", model)
+        optimizer = made(case, model)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1)
         simulation = None if spec is None else simulation_of(spec, model, optimizer)
         for number in range(STEPS):
@@ -141,11 +143,25 @@ def test_a_checkpoint_holds_the_moments(case: str) -> None:
     again = simulation_of(spec, model, own, 2)
     assert simulation is not None
     again.load_state_dict(simulation.state_dict())
+    for each in (optimizer, own):
+        each.param_groups[0]["betas"] = (0.7, 0.99)
     for number in range(STEPS, 2 * STEPS):
         step(whole, optimizer, simulation, number, 2)
         step(model, own, again, number, 2)
     for a, b in zip(whole.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_nadams_product_of_momenta_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, simulation = train("topk:ratio=0.2", "nadam")
+    asked = []
+    whole = adam_moments._nadam_momentum
+    monkeypatch.setattr(adam_moments, "_nadam_momentum", lambda adam, step: asked.append(step) or whole(adam, step))
+    step(model, optimizer, simulation, STEPS)
+    assert simulation is not None
+    simulation.change("topk:ratio=0.1")
+    step(model, optimizer, simulation, STEPS + 1)
+    assert asked == [STEPS + 1, STEPS + 2, STEPS + 2, STEPS + 3]
 
 
 def test_directions_are_not_carried_over_as_gradients() -> None:

@@ -193,6 +193,24 @@ def test_a_schedule_of_the_momentum_is_followed(spec: str) -> None:
     assert seen[0] == seen[1] and len({*seen[0]}) > 4
 
 
+def test_weights_that_move_and_decays_that_change_are_followed() -> None:
+    """The exchange keeps views of the weights. It copies those that lie in another order, in each step."""
+
+    def prepare(optimizer: SGD) -> Any:
+        optimizer.param_groups[0].update(momentum=0.9, weight_decay=0.05)
+        first, *_ = optimizer.param_groups[0]["params"]
+        rest = iter([0.2, 0.0, 0.1])
+
+        def after_step() -> None:
+            optimizer.param_groups[0]["weight_decay"] = next(rest, 0.3)
+            transposed = optimizer.param_groups[0]["weight_decay"] == 0.1
+            first.data = first.data.t().contiguous().t() if transposed else first.data.clone()
+
+        return after_step
+
+    same(train(EXACT[0], prepare)[0], train(None, prepare)[0])
+
+
 def test_a_loaded_buffer_seeds_the_velocity() -> None:
     """Torch's training goes on with gradcomp from torch's own checkpoint."""
     prepare = with_settings({"momentum": 0.9, "weight_decay": 0.1})

@@ -6,6 +6,27 @@ from mutations.fault import Fault
 
 MOMENTUM_FAULTS = (
     Fault(
+        "the weight decay of a skipped step is added twice",
+        "gradcomp/engine",
+        "decays = {} if skipped else self._decays(optimizer, layout, share)",
+        "decays = self._decays(optimizer, layout, share)",
+        ("test_skipped_steps.py",),
+    ),
+    Fault(
+        "a frozen layer decays",
+        "gradcomp/engine",
+        "if decay and parameter.requires_grad:",
+        "if decay:",
+        ("test_skipped_steps.py",),
+    ),
+    Fault(
+        "Adam counts steps whose gradients were refused",
+        "gradcomp/engine",
+        "max(0, self.adam_steps - int(self.flag))",
+        "self.adam_steps",
+        ("test_skipped_steps.py",),
+    ),
+    Fault(
         "an entry that nothing came for counts as one that waited",
         "csrc",
         "old_residual == 0.0f ? static_cast<uint8_t>(step - 1) : sent_in",
