@@ -52,7 +52,8 @@ class AdamMoments:
         """Take the moments over for some layers in this step. See SgdMomentum.of()."""
         group = optimizer.param_groups[0]
         seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in layout.names]
-        steps = max(map(self._loaded.steps, layout.names), default=0)
+        seeded = [name for name, seed in zip(layout.names, seeds, strict=True) if seed is not None]
+        steps = max(map(self._loaded.steps, seeded), default=0)
         betas = float(group["betas"][0]), float(group["betas"][1])
         return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps)
 
@@ -107,7 +108,7 @@ def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kern
         if seed is not None:
             velocity.copy_(seed[0])
             second.copy_(seed[1])
-            state.adam_steps = max(state.adam_steps, adam.steps)
+            state.adam_steps = adam.steps
     state.adam_steps += 1
     of_gradient, of_velocity = _factors(adam, state.adam_steps)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
