@@ -54,6 +54,10 @@ class DeliveredSample:
                 sample = self._sample(grad.view(-1))
                 self._kept = sample.clone() if loss_scale is None else sample / loss_scale
 
+    def discard(self) -> None:
+        """Discard what was kept: no step follows."""
+        self._kept = self._late = None
+
     def check(self, holds: Holds) -> None:
         """Compare the gradients with the sample, before the optimizer's step. holds: what updates hold."""
         late, self._late = self._late, None

@@ -75,7 +75,7 @@ class OptimizerCheck:
         """Check an optimizer that is about to step."""
         if not self.exchanged or self.replaced:
             return
-        self.meet(optimizer)
+        self._meet(optimizer)
         known = self._known[optimizer]
         self._update(known, optimizer)
         if known.trains:
@@ -84,8 +84,12 @@ class OptimizerCheck:
                 each()
             self._refuse_unexchanged(known)
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Get to know an optimizer."""
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer that will apply the session's updates, before its first step."""
+        self._meet(optimizer)
+        self._note_acting(optimizer)
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._known:
             return
         if trained := self._trained_by(optimizer):

@@ -40,6 +40,16 @@ _OTHER_KIND = (
     "{new} steps with updates that were made for {old}. Write momentum=0 into the spec before the kind of optimizer changes: "
     'change("SPEC,momentum=0")'
 )
+_WITHOUT = (
+    "{name} steps without an exchange: its gradients come from no_sync() or from the model without DistributedDataParallel, or "
+    "it steps a second time. With momentum=auto the exchange has the momentum: such a step would do without it, or nothing at "
+    "all. Let the last backward pass before each step exchange its gradients, outside no_sync(). To train on without "
+    'exchanges, call change("SPEC,momentum=0") on all ranks first'
+)
+_UNKNOWN = (
+    "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
+    "lost: pass optimizer= to gradcomp.ddp.attach() or gradcomp.horovod.Compression"
+)
 _BETWEEN = "{call} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
 
 
@@ -75,7 +85,9 @@ class OwnMomentum:
         loaded = LoadedMoments(parameters, flatten, simulated)
         self._kinds = (SgdMomentum(loaded, parameters, flatten), AdamMoments(loaded))
         self._kind: SgdMomentum | AdamMoments | None = None
-        self._delivered = self._pending = False  # an update that no step has applied yet, surely or possibly
+        self._pending = self._delivered = False  # an update that no step has applied yet; one that holds momentum
+        self._failed: Callable[[], bool] = lambda: False  # decides whether the step that delivered it has failed
+        self._resumed = False  # moments were loaded, and no optimizer has been known since
         _register_once()
         _every.add(self)
 
@@ -87,10 +99,13 @@ class OwnMomentum:
     def of(self, layout: Layout) -> Momentum | AdamStep | None:
         """Take the momentum over for a bucket's layers in this step. None if it is left to the optimizer, or is 0."""
         self.show()
-        if self._delivered and self._sample is not None:
+        if self._waits():
             self._delivered = False
             raise RuntimeError(_UNAPPLIED)
         optimizer = self._optimizer()
+        if optimizer is None and self._resumed:
+            raise RuntimeError(_UNKNOWN)
+        self._delivered = self._resumed = False
         self._kind = None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None or self._kind is None:
             return None
@@ -99,16 +114,31 @@ class OwnMomentum:
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()
-        self._kind, self._delivered, self._pending = None, False, False
+        self._kind, self._pending, self._delivered = None, False, False
 
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update waits for the optimizer's step."""
-        if self._delivered and self._kind is not None:
+        if self._waits():
             raise RuntimeError(_BETWEEN.format(call=call))
 
-    def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None, may_have_failed: bool) -> None:
-        """Note a step's updates, which the buckets' gradients hold. A step that failed may not be applied."""
-        self._pending, self._delivered = True, self.taken and not may_have_failed
+    def note_loaded(self, moments: bool) -> None:
+        """Note that a state was loaded: no update waits any more. moments: the state has some."""
+        self.show()
+        self.forget_update()
+        self._resumed = moments
+
+    def forget_update(self) -> None:
+        """Forget the last step's update: nobody is to apply it."""
+        self._pending = self._delivered = False
+        if self._sample is not None:
+            self._sample.discard()
+
+    def note_delivered(self, buckets: Sequence[Bucket], loss_scale: Tensor | None, failed: Callable[[], bool]) -> None:
+        """Note a step's updates, which the buckets' gradients hold.
+
+        failed: decides whether the step has failed, so that nobody may apply it. It may wait for a device.
+        """
+        self._pending, self._delivered, self._failed = True, self.taken, failed
         if self._sample is not None and self.taken:
             self._sample.keep(buckets, loss_scale)
 
@@ -121,16 +151,22 @@ class OwnMomentum:
         if self._kind_of(optimizer) is not self._kind:
             old = "SGD" if isinstance(self._kind, SgdMomentum) else "Adam"
             raise RuntimeError(_OTHER_KIND.format(new=type(optimizer).__name__, old=old))
+        if not self._pending and any(bool(grad.any()) for grad in _gradients(optimizer)):
+            raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
         scaled = getattr(optimizer, "found_inf", None) is not None  # fused=True under a GradScaler
         if self._sample is not None and not scaled:
             self._sample.check(self._kind.holds)
         self._kind.hide(optimizer, self._pending)
-        self._delivered = self._pending = False
+        self._pending = self._delivered = False
 
     def show(self) -> None:
         """Show what hide() has hidden, also after a step that raised an error."""
         if self._kind is not None:
             self._kind.show()
+
+    def _waits(self) -> bool:
+        """Decide whether an update that holds momentum waits for the optimizer's step. It waits for a device if one does."""
+        return self._delivered and self._sample is not None and not self._failed()
 
     def _kind_of(self, optimizer: torch.optim.Optimizer) -> SgdMomentum | AdamMoments | None:
         if not (_steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
@@ -154,6 +190,10 @@ def _steps_as_known(kind: type) -> bool:
         if step is not None and not (module := inspect.unwrap(step).__module__).startswith("horovod."):
             return module in KNOWN_STEPS
     return False
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
 
 
 @functools.cache

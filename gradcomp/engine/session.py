@@ -181,6 +181,7 @@ class Session:
         self._discard_step()
         copy()
         self._membership.note_loaded(taken, loaded)
+        self.training.note_loaded(self._reducer)
         self._guard.forgive()
         if meet_again:
             with self._note_failure():
@@ -203,6 +204,7 @@ class Session:
         self._discard_step()
         copy()
         self._membership.restore(snapshot.owner, share["sums"])
+        self.training.note_loaded(self._reducer)
         self._guard.forgive()
 
     def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:

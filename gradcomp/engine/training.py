@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from gradcomp.engine.delivered_sample import DeliveredSample
+from gradcomp.engine.kept_arrays import views
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
 from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters
+from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
 _SUM = (
@@ -69,7 +71,7 @@ class Training:
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the optimizer that will step, before its first step."""
-        self._check.meet(optimizer)
+        self._check.note(optimizer)
 
     def of_reducer(self, compressor: Compressor) -> dict[str, Any]:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""
@@ -82,6 +84,14 @@ class Training:
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""
         self._momentum.refuse_before_step(call)
+
+    def note_loaded(self, reducer: Reducer) -> None:
+        """Note that the reducer's state was loaded: no update waits for the optimizer's step."""
+        self._momentum.note_loaded(bool(views(reducer, "velocity")))
+
+    def forget_update(self) -> None:
+        """Forget the last step's update: nobody is to apply it on this rank."""
+        self._momentum.forget_update()
 
     def note_residual(self, keeps: bool) -> None:
         """Note whether entries wait from step to step, so that an unknown loss scale matters."""
