@@ -65,7 +65,8 @@ class OwnMomentum:
     flatten: puts a tensor of a parameter's shape, given the name, in the order of entries. sums: updates are sums over this
     many ranks; 1 if they are means. simulated: the number of ranks that ask of() for each bucket. sample: finds changes of
     updates before the optimizer steps; None = updates need not be applied at all, as in a simulation. under_way: an exchange
-    has begun and not ended: Horovod's step() ends it, and then calls the optimizer's own.
+    has begun and not ended: Horovod's step() ends it, and then calls the optimizer's own. applies: decides whether the
+    optimizer steps with updates, and not with gradients of a training beside a simulation.
     """
 
     def __init__(
@@ -77,13 +78,14 @@ class OwnMomentum:
         simulated: int = 1,
         sample: DeliveredSample | None = None,
         under_way: Callable[[], bool] = lambda: False,
+        applies: Callable[[], bool] = lambda: True,
     ):
-        self._under_way, self._sample = under_way, sample
+        self._under_way, self._applies, self._sample = under_way, applies, sample
         self._optimizer, self._sums = optimizer, sums
         self._ids = {id(parameter) for parameter in parameters.values()}
         self._trained: tuple[Any, list[int], bool] = (None, [], False)
-        loaded = LoadedMoments(parameters, flatten, simulated)
-        self._kinds = (SgdMomentum(loaded, parameters, flatten), AdamMoments(loaded))
+        self._loaded = LoadedMoments(parameters, flatten, simulated)
+        self._kinds = (SgdMomentum(self._loaded, parameters, flatten), AdamMoments(self._loaded))
         self._kind: SgdMomentum | AdamMoments | None = None
         self._pending = self._delivered = False  # an update that no step has applied yet; one that holds momentum
         self._failed: Callable[[], bool] = lambda: False  # decides whether the step that delivered it has failed
@@ -146,6 +148,8 @@ class OwnMomentum:
         """Hide from an optimizer that is about to step what its updates hold. Its step may call another one."""
         if self._kind is None or self._kind.hides or optimizer is not self._optimizer() or self._under_way():
             return
+        if not self._applies():
+            return
         if closure:
             raise RuntimeError(_CLOSURE)
         if self._kind_of(optimizer) is not self._kind:
@@ -156,6 +160,7 @@ class OwnMomentum:
         scaled = getattr(optimizer, "found_inf", None) is not None  # fused=True under a GradScaler
         if self._sample is not None and not scaled:
             self._sample.check(self._kind.holds)
+        self._loaded.clear()
         self._kind.hide(optimizer, self._pending)
         self._pending = self._delivered = False
 

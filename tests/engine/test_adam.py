@@ -185,3 +185,36 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     optimizer.step()
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert moved == [False, True, True, True]
+
+
+@pytest.mark.parametrize("case", ["adamw", "sgd"])
+def test_a_simulation_beside_a_training_leaves_it_alone(case: str) -> None:
+    """The optimizer steps with gradients that are not the simulation's updates: it keeps its moments, and uses them."""
+    ends = []
+    for beside in (True, False):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9) if case == "sgd" else made(case, model)
+        simulation = simulation_of("topk:ratio=0.1", model, optimizer, 2) if beside else None
+        for number in range(STEPS):
+            if simulation is not None:
+                simulation.step([gradient(1000 + number + rank, model) for rank in range(2)])
+            step(model, optimizer, None, number)
+        ends.append(model)
+        assert optimizer.state
+    same(*ends)
+
+
+def test_updates_may_be_set_as_gradients_or_copied() -> None:
+    ends = []
+    for copies in (True, False):
+        model = net()
+        optimizer = made("adamw", model)
+        simulation = simulation_of(EXACT[0], model, optimizer)
+        for number in range(STEPS):
+            for name, update in simulation.step([gradient(number, model)]).items():
+                model.get_parameter(name).grad = update.clone() if copies else update
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(model)
+        assert not optimizer.state
+    same(*ends)
