@@ -113,7 +113,6 @@ class Session:
         for slot in held.values():
             self._hand_over(slot)
         with self._note_failure():
-            self.training.check_scale(scale, self._membership.sums)
             self._reducer.finish_step(scale)
         self._guard.end()
         self._membership.note_step(scale)

@@ -17,11 +17,6 @@ from gradcomp.engine.parameters import Parameters
 from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
-_SUM = (
-    "op=Sum came as a surprise to momentum=auto, which took the updates for means: use gradcomp.horovod.DistributedOptimizer, "
-    "which knows op, or write momentum=0 into the spec, which leaves momentum to the optimizer"
-)
-
 
 class Training:
     """The optimizer and the GradScaler of a session's parameters.
@@ -56,14 +51,6 @@ class Training:
             sample=DeliveredSample(slots),
             under_way=under_way,
         )
-
-    def check_scale(self, scale: float, sums: bool) -> None:
-        """Refuse updates that turn out to be sums after the optimizer's weight decay was added as if they were means.
-
-        scale: what updates are multiplied by, 1 for means. sums: they were known to be sums.
-        """
-        if scale != 1 and self._momentum.taken and not sums:
-            raise ValueError(_SUM)
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""

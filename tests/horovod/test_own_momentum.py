@@ -18,15 +18,17 @@ RANKS = 2
 both_doors = pytest.mark.parametrize("door", doors.DOORS)
 
 
-def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = False, apart: bool = False) -> list[Tensor]:
+def train(
+    door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = False, apart: bool = False, given: bool = True
+) -> list[Tensor]:
     """Train with known gradients, from the start or from the middle of torch's own training.
 
-    apart: end each exchange by synchronize(), before the step.
+    apart: end each exchange by synchronize(), before the step. given: pass optimizer=.
     """
     model = Two()
     plain = sgd_twin.sgd(model, case, 0.05 if op is None else 0.05 / RANKS)
     named = [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters()]
-    own = doors.wrapped(door, plain, named, SPEC, **({} if op is None else {"op": op}))
+    own = doors.wrapped(door, plain, named, SPEC, given=given, **({} if op is None else {"op": op}))
     after_step = sgd_twin.schedule(case, own)
     first = 0
     if resumed:
@@ -59,8 +61,8 @@ def program(door: str) -> dict[str, Any]:
     found: dict[str, Any] = {case: train(door, case, f"{door} {case}") for case in SETTINGS}
     found["resumed, apart"] = train(door, "nesterov", f"{door} apart", resumed=True, apart=True)
     found["resumed"] = train(door, "nesterov", f"{door} resumed", resumed=True)
-    if door == doors.OWN:
-        found["sum"] = train(door, "momentum and weight decay", f"{door} sum", op=hvd.Sum)
+    found["not given"] = train(door, "nesterov", f"{door} not given", given=False)
+    found["sum"] = train(door, "momentum and weight decay", f"{door} sum", op=hvd.Sum)
     return found
 
 
@@ -81,7 +83,14 @@ def test_a_training_of_torch_goes_on_with_its_momentum(door: str, case: str) -> 
         sgd_twin.check(found[case], "nesterov", RANKS, 2 * STEPS)
 
 
-def test_updates_that_are_sums() -> None:
+@both_doors
+def test_horovods_optimizer_is_known_from_the_first_gradient_on(door: str) -> None:
+    for found in outcomes(door):
+        sgd_twin.check(found["not given"], "nesterov", RANKS, broadcasts=True)
+
+
+@both_doors
+def test_updates_that_are_sums(door: str) -> None:
     """With half the learning rate a sum over two ranks is the mean, but the weight decay must count once."""
-    for found in outcomes(doors.OWN):
+    for found in outcomes(door):
         sgd_twin.check(found["sum"], "half the weight decay", RANKS, broadcasts=True)
