@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine import checkpoint, states, succession
+from gradcomp.engine import checkpoint, handed_back, states, succession
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, rates_of
@@ -96,6 +96,9 @@ class Simulation:
         changed = self._make_reducers(compressor)
         for old, new in zip(self._reducers, changed, strict=True):
             succession.carry(old, new)
+        if self._momentum and (arrays := handed_back.arrays_of(self._momentum, self._reducers[0], changed[0])):
+            wait, *_ = [handed_back.start(old, arrays) for old in self._reducers]
+            handed_back.finish(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
         self._reducers, self._compressor = changed, compressor
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:

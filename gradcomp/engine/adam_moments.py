@@ -11,7 +11,8 @@ entry that was not sent in the step before has its gradient in place of the firs
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +34,10 @@ GROWTH = 0.96
 class AdamMoments:
     """Steps in Adam's place: weights decay, and directions are added. Gradients are hidden from Adam meanwhile."""
 
+    name: ClassVar[str] = "Adam"
+    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam, torch.optim.NAdam)
     holds: ClassVar[Holds] = "direction"
+    arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "velocity", "exp_avg_sq": "second"}
 
     def __init__(self, loaded: LoadedMoments):
         self._loaded = loaded
@@ -41,7 +45,7 @@ class AdamMoments:
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Decide whether the moments can be taken over: one kind of them, and a weight decay that stays out of them."""
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam):
+        if not isinstance(optimizer, self.types):
             return False
         groups = optimizer.param_groups
         kinds = {(*map(float, group["betas"]), group["eps"], group.get("momentum_decay")) for group in groups}
@@ -51,11 +55,28 @@ class AdamMoments:
     def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> AdamStep:
         """Take the moments over for some layers in this step. See SgdMomentum.of()."""
         group = optimizer.param_groups[0]
-        seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in layout.names]
+        found = [self._loaded.take(optimizer, name, [*self.arrays]) for name in layout.names]
+        seeds = [None if pair is None else (share * pair[0], share**2 * pair[1]) for pair in found]
         seeded = [name for name, seed in zip(layout.names, seeds, strict=True) if seed is not None]
         steps = max(map(self._loaded.steps, seeded), default=0)
         betas = float(group["betas"][0]), float(group["betas"][1])
         return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps)
+
+    def state(
+        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
+    ) -> dict[str, Any]:
+        """Make the optimizer's state of a parameter. See SgdMomentum.state()."""
+        scaled = sums * kept[0], sums**2 * kept[1]
+        moments = {key: mean.to(parameter.dtype) for key, mean in zip(self.arrays, scaled, strict=True)}
+        on_device = group.get("capturable") or group.get("fused")
+        counts = {"step": float(steps)}
+        if (decay := group.get("momentum_decay")) is not None:
+            counts["mu_product"] = math.prod(_nadam_momentum(group["betas"][0], decay, step) for step in range(1, steps + 1))
+        return moments | {key: torch.tensor(n, device=parameter.device if on_device else "cpu") for key, n in counts.items()}
+
+    def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the share of directions that wait in the gradients of the next exchange. They have been dropped."""
+        return 1.0
 
     @property
     def hides(self) -> bool:
@@ -130,14 +151,13 @@ def _factors(adam: AdamStep, steps: int) -> tuple[float, float]:
         return 0.0, 1 / (1 - adam.beta1**steps)
     product = 1.0
     for step in range(1, steps + 1):
-        product *= _nadam_momentum(adam, step)
+        product *= _nadam_momentum(adam.beta1, adam.momentum_decay, step)
         if product < NOTHING:
             break
-    now, later = _nadam_momentum(adam, steps), _nadam_momentum(adam, steps + 1)
+    now, later = (_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in (steps, steps + 1))
     return (1 - now) / (1 - product), later / (1 - product * later)
 
 
-def _nadam_momentum(adam: AdamStep, step: int) -> float:
-    assert adam.momentum_decay is not None
-    grown: float = GROWTH ** (step * adam.momentum_decay)
-    return adam.beta1 * (1 - 0.5 * grown)
+def _nadam_momentum(beta1: float, decay: float, step: int) -> float:
+    grown: float = GROWTH ** (step * decay)
+    return beta1 * (1 - 0.5 * grown)

@@ -94,6 +94,11 @@ class Reducer:
         """True if entries of any bucket wait from step to step."""
         return any(bucket.collector.keeps_residual for bucket in self.buckets)
 
+    @property
+    def takes_momentum(self) -> bool:
+        """True if the optimizer's momentum is taken over."""
+        return self._momentum is not None
+
     def mark_ready(self, name: str, grad: Tensor) -> None:
         """Note a layer's gradient, and start its bucket if it is the last one.
 

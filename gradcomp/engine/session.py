@@ -149,10 +149,13 @@ class Session:
         before = self._reducer, self._compressor
         changed = self._make_reducer(compressor)
         succession.carry(self._reducer, changed)
+        handed_back = self.training.arrays_to_hand_back(self._reducer, changed)
         self._reducer, self._compressor = changed, compressor
-        if self.has_met:
+        if self.has_met or handed_back:
             try:
                 self._membership.meet(self._reducer, self._terms())
+                if handed_back:
+                    self.training.hand_back(before[0], changed, handed_back)
             except BaseException as error:
                 self._reducer, self._compressor = before
                 if not isinstance(error, ValueError):  # which all ranks get

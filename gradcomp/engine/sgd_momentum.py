@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,11 @@ class SgdMomentum:
     of entries.
     """
 
+    name: ClassVar[str] = "SGD"
+    types: ClassVar[tuple[type, ...]] = (torch.optim.SGD,)
     holds: ClassVar[Holds] = "velocity"
+    # The arrays of a bucket's state that stand for the optimizer's, by their names there.
+    arrays: ClassVar[Mapping[str, str]] = {"momentum_buffer": "velocity"}
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class SgdMomentum:
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Decide whether the momentum can be taken over: there is one, and no dampening."""
-        if not isinstance(optimizer, torch.optim.SGD):
+        if not isinstance(optimizer, self.types):
             return False
         first = optimizer.param_groups[0]
         kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
@@ -56,13 +60,26 @@ class SgdMomentum:
         }
         seeds: list[Tensor | None] = []
         for name in layout.names:
-            found = self._loaded.take(optimizer, name, ["momentum_buffer"])
+            found = self._loaded.take(optimizer, name, [*self.arrays])
             seeds.append(None if found is None else share * found[0])
         parameters = [self._parameters[name] for name in layout.names]
         weights = [
             self._flatten(*pair).float() for pair in zip(layout.names, (each.detach() for each in parameters), strict=True)
         ]
         return Momentum(first["momentum"], first["nesterov"], tuple(decays[id(each)] for each in parameters), weights, seeds)
+
+    def state(
+        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
+    ) -> dict[str, Any]:
+        """Make the optimizer's state of a parameter.
+
+        kept: means over the ranks, in the order of arrays. sums: the number of ranks if updates are their sums; otherwise 1.
+        """
+        return {key: (sums * mean).to(parameter.dtype) for key, mean in zip(self.arrays, kept, strict=True)}
+
+    def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return what velocities that wait are multiplied by to move weights as far, once the optimizer adds momentum."""
+        return 1 - float(optimizer.param_groups[0]["momentum"])
 
     @property
     def hides(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from gradcomp.engine import handed_back
 from gradcomp.engine.delivered_sample import DeliveredSample
 from gradcomp.engine.kept_arrays import views
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
@@ -43,6 +44,7 @@ class Training:
             [before_step, self._unknown_scaler.look],
         )
         slots = {slot.name: slot for slot in parameters.slots}
+        self._shaped = lambda name, flat: slots[name].shaped(flat)
         self._momentum = OwnMomentum(
             self._check.acting,
             {name: slot.parameter for name, slot in slots.items()},
@@ -71,6 +73,14 @@ class Training:
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""
         self._momentum.refuse_before_step(call)
+
+    def arrays_to_hand_back(self, old: Reducer, new: Reducer) -> Sequence[str]:
+        """List the arrays that the optimizer gets back when a new reducer follows an old one."""
+        return handed_back.arrays_of(self._momentum, old, new)
+
+    def hand_back(self, old: Reducer, new: Reducer, arrays: Sequence[str]) -> None:
+        """Give the optimizer the means of these arrays over the ranks. All ranks call this."""
+        handed_back.finish(self._momentum, handed_back.start(old, arrays)(), [new], self._shaped)
 
     def note_loaded(self, reducer: Reducer) -> None:
         """Note that the reducer's state was loaded: no update waits for the optimizer's step."""

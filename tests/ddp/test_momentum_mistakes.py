@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -125,6 +126,17 @@ def test_an_optimizer_of_another_kind_is_refused(given: bool) -> None:
         train(SPEC, sgd, body, given=given)
 
 
+def test_settings_that_change_before_the_step_are_named() -> None:
+    def body(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int) -> None:
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.param_groups[0]["dampening"] = 0.1
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"SGD has settings now .* dampening.*the update that it steps with was made before"):
+        train(SPEC, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), body)
+
+
 @both
 def test_of_two_optimizers_the_one_that_steps_is_asked(optimizer_of: Any) -> None:
     """Alternating optimizers of one kind must not leave a momentum that acts twice."""
@@ -160,7 +172,8 @@ def test_leaving_adam_in_mid_training_drops_directions() -> None:
         if step == 20:
             optimizer.param_groups[0]["amsgrad"] = True
         grads = {name: 1e-3 * torch.randn(shape) for name, shape in shapes.items()}
-        updates = simulation.step([grads])
+        with pytest.warns(UserWarning, match="AdamW has settings now") if step == 20 else contextlib.nullcontext():
+            updates = simulation.step([grads])
         if step >= 20:
             assert all(update.abs().max() < 0.1 for update in updates.values()), "a direction came as a gradient"
         for name, parameter in model.named_parameters():

@@ -20,13 +20,16 @@ pytestmark = pytest.mark.slow
 RANKS = 2
 
 
-def train(case: str) -> list[Tensor]:
+def train(case: str, leaves: bool = False) -> list[Tensor]:
+    """Train with known gradients. leaves: leave the momentum to the optimizer from the middle on, for three steps."""
     model = Two()
     wrapped = DistributedDataParallel(model)
     optimizer = sgd_twin.sgd(model, case)
-    gradcomp.ddp.attach(wrapped, SPEC, optimizer=optimizer)
+    handle = gradcomp.ddp.attach(wrapped, SPEC, optimizer=optimizer)
     after_step = sgd_twin.schedule(case, optimizer)
     for step in range(STEPS):
+        if leaves and step in (4, 7):
+            handle.change(f"{SPEC},momentum=0" if step == 4 else SPEC)
         optimizer.zero_grad()
         wrapped(gradients(dist.get_rank(), step)).backward()
         optimizer.step()
@@ -51,7 +54,8 @@ def uneven(spec: str | None) -> list[Tensor]:
 
 def program() -> dict[str, Any]:
     ranks.join()
-    return {case: train(case) for case in SETTINGS} | {"uneven": (uneven(SPEC), uneven(None))}
+    found: dict[str, Any] = {case: train(case) for case in SETTINGS}
+    return found | {"uneven": (uneven(SPEC), uneven(None)), "left": train("nesterov", leaves=True)}
 
 
 outcomes = ranks.once(lambda: ranks.launch(program, RANKS))
@@ -61,6 +65,11 @@ outcomes = ranks.once(lambda: ranks.launch(program, RANKS))
 def test_training_is_torchs_own(case: str) -> None:
     for found in outcomes():
         sgd_twin.check(found[case], case, RANKS)
+
+
+def test_a_change_hands_the_momentum_back_and_takes_it_again() -> None:
+    for found in outcomes():
+        sgd_twin.check(found["left"], "nesterov", RANKS)
 
 
 def test_a_rank_without_batches_exchanges_on() -> None:

@@ -19,11 +19,20 @@ both_doors = pytest.mark.parametrize("door", doors.DOORS)
 
 
 def train(
-    door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = False, apart: bool = False, given: bool = True
+    door: str,
+    case: str,
+    prefix: str,
+    *,
+    op: Any = None,
+    resumed: bool = False,
+    apart: bool = False,
+    given: bool = True,
+    leaves: bool = False,
 ) -> list[Tensor]:
     """Train with known gradients, from the start or from the middle of torch's own training.
 
-    apart: end each exchange by synchronize(), before the step. given: pass optimizer=.
+    apart: end each exchange by synchronize(), before the step. given: pass optimizer=. leaves: leave the momentum to the
+    optimizer from the middle on, for three steps.
     """
     model = Two()
     plain = sgd_twin.sgd(model, case, 0.05 if op is None else 0.05 / RANKS)
@@ -40,6 +49,8 @@ def train(
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(own, root_rank=0)
     for step in range(first, first + STEPS):
+        if leaves and step in (4, 7):
+            own.compression.change(f"{SPEC},momentum=0" if step == 4 else SPEC)
         own.zero_grad()
         model(gradients(hvd.rank(), step)).backward()
         if apart:
@@ -63,6 +74,8 @@ def program(door: str) -> dict[str, Any]:
     found["resumed"] = train(door, "nesterov", f"{door} resumed", resumed=True)
     found["not given"] = train(door, "nesterov", f"{door} not given", given=False)
     found["sum"] = train(door, "momentum and weight decay", f"{door} sum", op=hvd.Sum)
+    found["left"] = train(door, "momentum alone", f"{door} left", leaves=True)
+    found["left, sum"] = train(door, "momentum alone", f"{door} left, sum", op=hvd.Sum, leaves=True)
     return found
 
 
@@ -87,6 +100,13 @@ def test_a_training_of_torch_goes_on_with_its_momentum(door: str, case: str) -> 
 def test_horovods_optimizer_is_known_from_the_first_gradient_on(door: str) -> None:
     for found in outcomes(door):
         sgd_twin.check(found["not given"], "nesterov", RANKS, broadcasts=True)
+
+
+@both_doors
+@pytest.mark.parametrize("case", ["left", "left, sum"])
+def test_a_change_hands_the_momentum_back_and_takes_it_again(door: str, case: str) -> None:
+    for found in outcomes(door):
+        sgd_twin.check(found[case], "momentum alone", RANKS, broadcasts=True)
 
 
 @both_doors
