@@ -99,10 +99,7 @@ class AdamMoments:
             if not own:
                 continue
             if pending:
-                rate = float(group["lr"])
-                if group["weight_decay"]:
-                    torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
-                torch._foreach_add_(own, grads, alpha=rate if group.get("maximize") else -rate)
+                _descend(own, grads, group)
             for parameter, grad in zip(own, grads, strict=True):
                 self._hidden.append((parameter, grad))
                 parameter.grad = None
@@ -112,6 +109,19 @@ class AdamMoments:
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden.clear()
+
+
+def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
+    """Decay weights, and move them by directions. A rate on the device, as with capturable=True, is not waited for."""
+    on_device = isinstance(group["lr"], Tensor) and group["lr"].is_cuda
+    rate = group["lr"] if on_device else float(group["lr"])
+    if group["weight_decay"]:
+        torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
+    signed = rate if group.get("maximize") else -rate
+    if on_device:
+        torch._foreach_add_(own, torch._foreach_mul(directions, signed))
+    else:
+        torch._foreach_add_(own, directions, alpha=signed)
 
 
 def begin(adam: AdamStep, state: BucketState, mask: kernels.Mask | None) -> kernels.Adaptive:

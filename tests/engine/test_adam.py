@@ -114,6 +114,34 @@ def test_a_schedule_of_rate_and_betas_is_followed() -> None:
     same(*ends)
 
 
+class OnDevice(Tensor):
+    """A rate on a GPU: nobody may wait for its value. As a part of other arithmetic it is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in (Tensor.__float__, Tensor.item, Tensor.__bool__), "this waits for the device"
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_rate_on_the_device_is_not_waited_for(maximize: bool) -> None:
+    ends = []
+    for rate, spec in ((torch.tensor(0.02).as_subclass(OnDevice), EXACT[0]), (torch.tensor(0.02), None)):
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=0.02, weight_decay=0.1, maximize=maximize)
+        optimizer.param_groups[0]["lr"] = rate if spec else 0.02
+        simulation = None if spec is None else simulation_of(spec, model, optimizer)
+        for number in range(STEPS):
+            step(model, optimizer, simulation, number)
+        ends.append(model)
+    same(*ends)
+
+
 @pytest.mark.parametrize("case", ["adamw", "nadam"])
 def test_loaded_moments_are_gone_on_with(case: str) -> None:
     """Torch's training goes on with gradcomp from torch's own checkpoint."""
