@@ -108,9 +108,7 @@ class OwnMomentum:
         if self._waits():
             self._delivered = False
             raise RuntimeError(_UNAPPLIED)
-        optimizer = self._optimizer()
-        if optimizer is None and self._resumed:
-            raise RuntimeError(_UNKNOWN)
+        optimizer = self._known()
         self._delivered = self._resumed = False
         before, self._kind = self._kind, None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None:
@@ -128,7 +126,7 @@ class OwnMomentum:
 
     def handed_back(self) -> tuple[str, ...]:
         """List the arrays of a bucket's state that the optimizer gets back where a spec leaves its momentum to it."""
-        optimizer = self._optimizer() if self._drives else None
+        optimizer = self._known() if self._drives else None
         kind = None if optimizer is None else self._kind_of(optimizer)
         return () if kind is None else tuple(kind.arrays.values())
 
@@ -201,6 +199,13 @@ class OwnMomentum:
         """Show what was hidden, also after a step that raised an error."""
         if self._kind is not None:
             self._kind.show()
+
+    def _known(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer if it is known. Refuse to go on without it where moments were loaded."""
+        optimizer = self._optimizer()
+        if optimizer is None and self._resumed:
+            raise RuntimeError(_UNKNOWN)
+        return optimizer
 
     def _waits(self) -> bool:
         """Decide whether an update that holds momentum waits for the optimizer's step. It waits for a device if one does."""

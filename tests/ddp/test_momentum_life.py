@@ -71,7 +71,7 @@ def test_a_step_of_zeros_without_an_exchange_leaves_the_training_alone(optimizer
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
 
 
-def resumed(optimizer_of: Any, saved: list[Any] | None, given: bool, spec: str | None = SPEC) -> nn.Module:
+def resumed(optimizer_of: Any, given: bool, spec: str | None = SPEC) -> nn.Module:
     """Train 20 steps, and go on with new objects for 5."""
     model, optimizer, handle = train(spec, optimizer_of, plain, steps=20)
     weights = copy.deepcopy(model.state_dict())
@@ -92,18 +92,28 @@ def resumed(optimizer_of: Any, saved: list[Any] | None, given: bool, spec: str |
 @both
 def test_a_resumed_training_needs_its_optimizer(optimizer_of: Any) -> None:
     """Unknown in the first step, the optimizer would begin anew: what was loaded would be dropped without a word."""
-    ours, theirs = resumed(optimizer_of, None, True), resumed(optimizer_of, None, True, None)
+    ours, theirs = resumed(optimizer_of, True), resumed(optimizer_of, True, None)
     for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"the loaded state holds .* pass optimizer="):
-        resumed(optimizer_of, None, False)
+        resumed(optimizer_of, False)
+
+
+@both
+def test_a_change_of_a_resumed_training_needs_its_optimizer(optimizer_of: Any) -> None:
+    model, _, handle = train(SPEC, optimizer_of, plain, steps=3)
+    state = handle.state_dict()
+    handle = gradcomp.ddp.attach(DistributedDataParallel(model), SPEC)
+    handle.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"the loaded state holds .* pass optimizer="):
+        handle.change(f"{SPEC},momentum=0")
 
 
 def test_a_state_without_moments_needs_no_optimizer() -> None:
     def bare(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.05)
 
-    ours, theirs = resumed(bare, None, False), resumed(bare, None, False, None)
+    ours, theirs = resumed(bare, False), resumed(bare, False, None)
     for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
 
