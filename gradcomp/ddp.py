@@ -92,7 +92,9 @@ class _BackwardPass:
         self.session.finish_step()
         for future, result in self.promised:
             future.set_result(result)
-        if self.some_unused and torch._C._current_graph_task_id() >= 0:  # DDP.join() calls hooks outside a pass
+        if torch._C._current_graph_task_id() < 0:  # in DDP.join(), on a rank without batches: no step follows
+            self.session.training.forget_update()
+        elif self.some_unused:
             _after_ddp(self.write_unused)
 
     def write_unused(self) -> None:

@@ -102,6 +102,8 @@ class Compression(Handle):
             self._knows_optimizer = True
             if (optimizer := _calling_optimizer()) is not None:
                 self._session.training.note_optimizer(optimizer)
+                if getattr(optimizer, "op", None) == hvd.Sum:
+                    self._session.note_sums()
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
             raise self._session.failed(ValueError(self._why_unknown(tensor)))

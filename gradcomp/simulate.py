@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine import checkpoint, states, succession
+from gradcomp.engine import checkpoint, handed_back, states, succession
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, rates_of
@@ -29,7 +29,9 @@ class Simulation:
     spec: "name:knob=value", or a compressor. shapes: {name: shape} of the model's parameters. world: the number of ranks.
     seed: the seed of random draws. bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     device: the device of the gradients. ranks_per_host: the number of ranks on each simulated host.
-    optimizer, named_parameters: the source of learning rates, for specs that need them; the optimizer's momentum is checked.
+    optimizer, named_parameters: the source of learning rates, for specs that need them, and of the momentum. An optimizer that
+    steps with step()'s updates as its gradients, unchanged, leaves its momentum to the simulation. With other gradients, as in
+    a training that the simulation only watches, the optimizer steps as it would alone.
 
     bytes_sent holds the bytes that each rank handed to the network in the last step.
     """
@@ -66,7 +68,8 @@ class Simulation:
         self._networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
         self._momentum: OwnMomentum | None = None
         if optimizer is not None and self._named is not None:
-            self._momentum = OwnMomentum(lambda: optimizer, self._named, _flat, simulated=world)
+            applies = partial(_are_gradients, self._update_array, self._layout, self._named)
+            self._momentum = OwnMomentum(lambda: optimizer, self._named, _flat, simulated=world, applies=applies)
         self._compressor = make(spec)
         self._reducers = self._make_reducers(self._compressor)
 
@@ -93,6 +96,9 @@ class Simulation:
         changed = self._make_reducers(compressor)
         for old, new in zip(self._reducers, changed, strict=True):
             succession.carry(old, new)
+        if self._momentum and (arrays := handed_back.arrays_of(self._momentum, self._reducers[0], changed[0])):
+            wait, *_ = [handed_back.start(old, arrays) for old in self._reducers]
+            handed_back.finish(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
         self._reducers, self._compressor = changed, compressor
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
@@ -190,6 +196,16 @@ class Simulation:
                 )
 
 
+def _are_gradients(array: _ReusedArray, layout: Layout, named: Mapping[str, torch.nn.Parameter]) -> bool:
+    """Decide whether the last step's updates are the parameters' gradients. A gradient of None may be anything."""
+    for name, update in layout.views(array.flat).items():
+        if (grad := named[name].grad) is not None:
+            flat = grad.detach().reshape(-1).to(update.device)
+            if not torch.allclose(update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True):
+                return False
+    return True
+
+
 def _flat(name: str, tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
@@ -198,15 +214,15 @@ class _ReusedArray:
     """A flat array that is reused once nobody holds a view of it. A new one costs more in page faults than a step."""
 
     def __init__(self, layout: Layout):
-        self._flat = torch.empty(layout.total, device=layout.device)
+        self.flat = torch.empty(layout.total, device=layout.device)
         self._count_users = getattr(torch._C, "_storage_Use_Count", None)
         self._users_without_views = self._users()
 
     def _users(self) -> int:
-        return int(self._count_users(self._flat.untyped_storage()._cdata)) if self._count_users else 0
+        return int(self._count_users(self.flat.untyped_storage()._cdata)) if self._count_users else 0
 
     def take(self) -> Tensor:
         """Return the array if it is free, else a new one."""
         if not self._count_users or self._users() > self._users_without_views:
-            self._flat = torch.empty_like(self._flat)
-        return self._flat
+            self.flat = torch.empty_like(self.flat)
+        return self.flat

@@ -11,7 +11,8 @@ entry that waited has its gradient in place of the first moment. With everything
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,10 @@ GROWTH = 0.96
 class AdamMoments:
     """Steps in Adam's place: weights decay, and directions are added. Gradients are hidden from Adam meanwhile."""
 
+    name: ClassVar[str] = "Adam"
+    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam, torch.optim.NAdam)
     holds: ClassVar[Holds] = "direction"
+    arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "velocity", "exp_avg_sq": "second"}
 
     def __init__(self, loaded: LoadedMoments):
         self._loaded = loaded
@@ -39,7 +43,7 @@ class AdamMoments:
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Decide whether the moments can be taken over: one kind of them, and a weight decay that stays out of them."""
-        if not isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam):
+        if not isinstance(optimizer, self.types):
             return False
         groups = optimizer.param_groups
         kinds = {(*map(float, group["betas"]), group["eps"], group.get("momentum_decay")) for group in groups}
@@ -51,10 +55,28 @@ class AdamMoments:
         group = optimizer.param_groups[0]
         seeds, steps = None, 0
         if self._loaded.may_have(optimizer):
-            seeds = [self._loaded.take(optimizer, name, ["exp_avg", "exp_avg_sq"]) for name in layout.names]
-            steps = max(map(self._loaded.steps, layout.names), default=0)
+            found = [self._loaded.take(optimizer, name, [*self.arrays]) for name in layout.names]
+            seeds = [None if pair is None else (share * pair[0], share**2 * pair[1]) for pair in found]
+            seeded = [name for name, seed in zip(layout.names, seeds, strict=True) if seed is not None]
+            steps = max(map(self._loaded.steps, seeded), default=0)
         betas = float(group["betas"][0]), float(group["betas"][1])
         return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps, skipped)
+
+    def state(
+        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
+    ) -> dict[str, Any]:
+        """Make the optimizer's state of a parameter. See SgdMomentum.state()."""
+        scaled = sums * kept[0], sums**2 * kept[1]
+        moments = {key: mean.to(parameter.dtype) for key, mean in zip(self.arrays, scaled, strict=True)}
+        on_device = group.get("capturable") or group.get("fused")
+        counts = {"step": float(steps)}
+        if (decay := group.get("momentum_decay")) is not None:
+            counts["mu_product"] = math.prod(_nadam_momentum(group["betas"][0], decay, step) for step in range(1, steps + 1))
+        return moments | {key: torch.tensor(n, device=parameter.device if on_device else "cpu") for key, n in counts.items()}
+
+    def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the share of directions that wait in the gradients of the next exchange. They have been dropped."""
+        return 1.0
 
     @property
     def hides(self) -> bool:
@@ -77,10 +99,7 @@ class AdamMoments:
             if not own:
                 continue
             if pending:
-                rate = float(group["lr"])
-                if group["weight_decay"]:
-                    torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
-                torch._foreach_add_(own, grads, alpha=rate if group.get("maximize") else -rate)
+                _descend(own, grads, group)
             for parameter, grad in zip(own, grads, strict=True):
                 self._hidden.append((parameter, grad))
                 parameter.grad = None
@@ -90,6 +109,19 @@ class AdamMoments:
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden.clear()
+
+
+def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
+    """Decay weights, and move them by directions. A rate on the device, as with capturable=True, is not waited for."""
+    on_device = isinstance(group["lr"], Tensor) and group["lr"].is_cuda
+    rate = group["lr"] if on_device else float(group["lr"])
+    if group["weight_decay"]:
+        torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
+    signed = rate if group.get("maximize") else -rate
+    if on_device:
+        torch._foreach_add_(own, torch._foreach_mul(directions, signed))
+    else:
+        torch._foreach_add_(own, directions, alpha=signed)
 
 
 def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
@@ -107,7 +139,7 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
             if seed is not None:
                 velocity.copy_(seed[0])
                 second.copy_(seed[1])
-                state.adam_steps = max(state.adam_steps, adam.steps)
+                state.adam_steps = adam.steps
     state.adam_steps += 1
     of_gradient, of_velocity = _factors(adam, state)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
@@ -128,16 +160,15 @@ def _factors(adam: AdamStep, state: BucketState) -> tuple[float, float]:
     steps = state.adam_steps
     if adam.momentum_decay is None:
         return 0.0, 1 / (1 - adam.beta1**steps)
-    now, later = _nadam_momentum(adam, steps), _nadam_momentum(adam, steps + 1)
+    now, later = (_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in (steps, steps + 1))
     before = state.nadam_products.get(steps - 1)
     if before is None:  # the moments come from torch's NAdam
-        before = math.prod(_nadam_momentum(adam, step) for step in range(1, steps))
+        before = math.prod(_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in range(1, steps))
     product = before * now
     state.nadam_products = {steps - 1: before, steps: product}  # the former for a step that is refused, and counted again
     return (1 - now) / (1 - product), later / (1 - product * later)
 
 
-def _nadam_momentum(adam: AdamStep, step: int) -> float:
-    assert adam.momentum_decay is not None
-    grown: float = GROWTH ** (step * adam.momentum_decay)
-    return adam.beta1 * (1 - 0.5 * grown)
+def _nadam_momentum(beta1: float, decay: float, step: int) -> float:
+    grown: float = GROWTH ** (step * decay)
+    return beta1 * (1 - 0.5 * grown)

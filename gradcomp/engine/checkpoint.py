@@ -12,7 +12,7 @@ from torch import Tensor
 from gradcomp import saved
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import BucketState
-from gradcomp.engine.kept_arrays import ARRAYS, MOMENTS, adam_steps, copies, later_moments, make_moments, views
+from gradcomp.engine.kept_arrays import ARRAYS, OF_OPTIMIZER, adam_steps, copies, later_moments, make_moments, views
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
 
@@ -74,13 +74,13 @@ def prepare(
             trials, steps_of_adam = loaded, saved.whole(share, "adam_steps")
 
     def copy() -> None:
-        for array in MOMENTS:
+        for array in OF_OPTIMIZER:
             make_moments(reducer, array, {name for source in sources[array] for name in source})
         of_adam = {name for source in sources["second"] for name in source}
         for array in ARRAYS:
             for name, view in views(reducer, array).items():
                 view.zero_()
-                of_one = 1 / len(sources[array]) if array in MOMENTS and name in of_adam else factor
+                of_one = 1 / len(sources[array]) if array in OF_OPTIMIZER and name in of_adam else factor
                 for source in sources[array]:
                     if name in source:
                         view.add_(source[name].to(view.device), alpha=of_one).clamp_(-LARGEST, LARGEST)
@@ -132,7 +132,7 @@ def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
 
 def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trusted: bool) -> Mapping[str, Tensor]:
     """Refuse arrays that do not fit the layers, or that are not finite."""
-    later = later_moments(reducer) if array in MOMENTS else {}
+    later = later_moments(reducer) if array in OF_OPTIMIZER else {}
     shapes = {name: view.shape for name, view in views(reducer, array).items()} | later
     shapes = {name: shape for name, shape in shapes.items() if name in theirs or name not in later}
     _check_names(shapes, theirs)

@@ -23,8 +23,9 @@ _CHANGED = (
     "the gradients were changed between their exchange and step(), as clip_grad_norm_() does. With momentum=auto they hold "
 )
 _REMEDY = (
-    ". Write clip=1.0, or whatever the norm is, into the spec, which then clips each rank's own gradient, and remove the other "
-    "clip; or write momentum=0, and the exchange is of gradients. If a GradScaler has changed them, pass it as scaler="
+    ". Write clip=1.0,clip_by=model, or whatever the norm is, into the spec, which then clips each rank's own gradient, and "
+    "remove the other clip; or write momentum=0, and the exchange is of gradients. If a GradScaler has changed them, pass it "
+    "as scaler="
 )
 _TEXTS: dict[Holds, str] = {
     "direction": f"{_CHANGED}Adam's directions, whose length says nothing about the gradient's{_REMEDY}",
@@ -53,6 +54,10 @@ class DeliveredSample:
             if self._largest is not None and (grad := bucket.grads.get(self._largest.name)) is not None:
                 sample = self._sample(grad.view(-1))
                 self._kept = sample.clone() if loss_scale is None else sample / loss_scale
+
+    def discard(self) -> None:
+        """Discard what was kept: no step follows."""
+        self._kept = self._late = None
 
     def check(self, holds: Holds) -> None:
         """Compare the gradients with the sample, before the optimizer's step. holds: what updates hold."""

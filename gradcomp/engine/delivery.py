@@ -57,18 +57,19 @@ class Delivery:
             step=step,
         )
 
-    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> bool:
-        """Add a step's updates back to the residuals if the step has failed. All of them have been written.
+    def has_failed(self, step: int) -> bool:
+        """Decide whether the last step has failed. This waits for the device."""
+        return any(kernels.have_failed(own, step) for own in self._verdicts.values())
 
-        Return False if it is known not to have failed.
-        """
+    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> None:
+        """Add a step's updates back to the residuals if the step has failed. All of them have been written."""
         verdicts = self._verdicts
         if len(verdicts) > 1:
             first = next(iter(verdicts))
             joined = torch.stack([own.to(first) for own in verdicts.values()]).amax(0)
             verdicts = {device: joined.to(device) for device in verdicts}
         elif not any(kernels.may_have_failed(own, step) for own in verdicts.values()):
-            return False
+            return
         for bucket in buckets:
             if bucket.collector.keeps_residual:
                 kernels.add_back(
@@ -80,4 +81,3 @@ class Delivery:
                     loss_scale=self.loss_scale(bucket),
                     step=step,
                 )
-        return True

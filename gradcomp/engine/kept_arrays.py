@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gradcomp.engine.reducer import Reducer
 
-# The arrays that are made once the optimizer has them, and all arrays.
-MOMENTS = ("velocity", "second")
-ARRAYS = ("residual", *MOMENTS)
+# The moments that are kept in the optimizer's place, once it has them; and all arrays.
+OF_OPTIMIZER = ("velocity", "second")
+ARRAYS = ("residual", *OF_OPTIMIZER)
 
 
 def views(reducer: Reducer, array: str) -> dict[str, Tensor]:
@@ -19,7 +19,7 @@ def views(reducer: Reducer, array: str) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
     for bucket in reducer.buckets:
         flat: Tensor | None = getattr(bucket.state, array)
-        if flat is not None and (bucket.collector.keeps_residual or array in MOMENTS):
+        if flat is not None and (bucket.collector.keeps_residual or array in OF_OPTIMIZER):
             views |= bucket.layout.views(flat)
     return views
 

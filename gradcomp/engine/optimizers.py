@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradcomp.engine import step_watch
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 from gradcomp.protocol import Compressor
-
-# The checks of all sessions that live. torch calls _check_all before every step of any optimizer, once there has been one.
-_checks: weakref.WeakSet[OptimizerCheck] = weakref.WeakSet()
 
 
 @dataclass
@@ -42,6 +38,8 @@ class OptimizerCheck:
     exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters since.
     """
 
+    turn: ClassVar[int] = 1
+
     def __init__(
         self,
         parameters: Parameters,
@@ -59,23 +57,22 @@ class OptimizerCheck:
             if not self._trained_by(given):
                 raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
             self._read_rates(given)
-        register_once()
-        _checks.add(self)
+        step_watch.watch(self)
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. Another session's checks of the same parameters end with the first ones."""
         if self.exchanged:
             return
         self.exchanged = True
-        for other in list(_checks):
+        for other in step_watch.all_of(OptimizerCheck):
             if other is not self and other.exchanged:
                 other.replaced |= any(other.owns(slot.parameter) for slot in self._parameters.slots)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Check an optimizer that is about to step."""
         if not self.exchanged or self.replaced:
             return
-        self.meet(optimizer)
+        self._meet(optimizer)
         known = self._known[optimizer]
         self._update(known, optimizer)
         if known.trains:
@@ -84,8 +81,15 @@ class OptimizerCheck:
                 each()
             self._refuse_unexchanged(known)
 
-    def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Get to know an optimizer."""
+    def after_step(self) -> None:
+        """Do nothing: what could be wrong was refused before the step."""
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer that will apply the session's updates, before its first step."""
+        self._meet(optimizer)
+        self._note_acting(optimizer)
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer in self._known:
             return
         if trained := self._trained_by(optimizer):
@@ -133,7 +137,7 @@ class OptimizerCheck:
             return
         every = _parameters_of(optimizer)
         known.count, known.trains = len(every), any(map(self.owns, every))
-        others = [other for other in list(_checks) if other is not self and not other.replaced]
+        others = [other for other in step_watch.all_of(OptimizerCheck) if other is not self and not other.replaced]
         known.not_exchanged = [
             each
             for each in every
@@ -183,14 +187,3 @@ def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callab
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-@functools.cache
-def register_once() -> None:
-    """Register the hook for good: removing one fails while torch goes through all of them, and sessions end at any time."""
-    register_optimizer_step_pre_hook(_check_all)
-
-
-def _check_all(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    for each in list(_checks):
-        each.before_step(optimizer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,11 @@ class Reducer:
         """True if entries of any bucket wait from step to step."""
         return any(bucket.collector.keeps_residual for bucket in self.buckets)
 
+    @property
+    def takes_momentum(self) -> bool:
+        """True if the optimizer's momentum is taken over."""
+        return self._momentum is not None
+
     def mark_ready(self, name: str, grad: Tensor) -> None:
         """Note a layer's gradient, and start its bucket if it is the last one.
 
@@ -137,9 +143,11 @@ class Reducer:
 
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
-        may_have_failed = self._takes_back and self.delivery.add_back(self.buckets, self.scale, self._step)
+        if self._takes_back:
+            self.delivery.add_back(self.buckets, self.scale, self._step)
         if self._momentum is not None and self.buckets:
-            self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), may_have_failed)
+            failed = partial(self.delivery.has_failed, self._step)
+            self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), failed)
         for bucket in self.buckets:
             bucket.grads.clear()
         self._step += 1

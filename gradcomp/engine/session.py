@@ -113,7 +113,6 @@ class Session:
         for slot in held.values():
             self._hand_over(slot)
         with self._note_failure():
-            self.training.check_scale(scale, self._membership.sums)
             self._reducer.finish_step(scale)
         self._guard.end()
         self._membership.note_step(scale)
@@ -150,10 +149,13 @@ class Session:
         before = self._reducer, self._compressor
         changed = self._make_reducer(compressor)
         succession.carry(self._reducer, changed)
+        handed_back = self.training.arrays_to_hand_back(self._reducer, changed)
         self._reducer, self._compressor = changed, compressor
-        if self.has_met:
+        if self.has_met or handed_back:
             try:
                 self._membership.meet(self._reducer, self._terms())
+                if handed_back:
+                    self.training.hand_back(before[0], changed, handed_back)
             except BaseException as error:
                 self._reducer, self._compressor = before
                 if not isinstance(error, ValueError):  # which all ranks get
@@ -181,6 +183,7 @@ class Session:
         self._discard_step()
         copy()
         self._membership.note_loaded(taken, loaded)
+        self.training.note_loaded(self._reducer)
         self._guard.forgive()
         if meet_again:
             with self._note_failure():
@@ -203,6 +206,7 @@ class Session:
         self._discard_step()
         copy()
         self._membership.restore(snapshot.owner, share["sums"])
+        self.training.note_loaded(self._reducer)
         self._guard.forgive()
 
     def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,11 @@ class SgdMomentum:
     of entries.
     """
 
+    name: ClassVar[str] = "SGD"
+    types: ClassVar[tuple[type, ...]] = (torch.optim.SGD,)
     holds: ClassVar[Holds] = "velocity"
+    # The arrays of a bucket's state that stand for the optimizer's, by their names there.
+    arrays: ClassVar[Mapping[str, str]] = {"momentum_buffer": "velocity"}
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class SgdMomentum:
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Decide whether the momentum can be taken over: there is one, and no dampening."""
-        if not isinstance(optimizer, torch.optim.SGD):
+        if not isinstance(optimizer, self.types):
             return False
         first = optimizer.param_groups[0]
         kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
@@ -53,7 +57,7 @@ class SgdMomentum:
         first = optimizer.param_groups[0]
         seeds: list[Tensor | None] | None = None
         if self._loaded.may_have(optimizer):
-            taken = [self._loaded.take(optimizer, name, ["momentum_buffer"]) for name in layout.names]
+            taken = [self._loaded.take(optimizer, name, [*self.arrays]) for name in layout.names]
             seeds = [None if found is None else share * found[0] for found in taken]
         decays = {} if skipped else self._decays(optimizer, layout, share)
         return Momentum(first["momentum"], first["nesterov"], layout.sizes, seeds, decays)
@@ -85,6 +89,19 @@ class SgdMomentum:
         if found <= {pointer for pointer, _ in facts[2]}:  # all are views, and none a copy
             self._kept[layout.names] = facts, list(groups), decays  # with the groups, so that their ids stay theirs
         return decays
+
+    def state(
+        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
+    ) -> dict[str, Any]:
+        """Make the optimizer's state of a parameter.
+
+        kept: means over the ranks, in the order of arrays. sums: the number of ranks if updates are their sums; otherwise 1.
+        """
+        return {key: (sums * mean).to(parameter.dtype) for key, mean in zip(self.arrays, kept, strict=True)}
+
+    def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return what velocities that wait are multiplied by to move weights as far, once the optimizer adds momentum."""
+        return 1 - float(optimizer.param_groups[0]["momentum"])
 
     @property
     def hides(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradcomp.engine.by_layer import ByLayer
 from gradcomp.engine.collector import Collector
 from gradcomp.engine.feedback import Feedback
-from gradcomp.engine.kept_arrays import ARRAYS, MOMENTS, adam_steps, copies, make_moments, views
+from gradcomp.engine.kept_arrays import ARRAYS, OF_OPTIMIZER, adam_steps, copies, make_moments, views
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Compressor
@@ -32,7 +32,7 @@ def carry(old: Reducer, new: Reducer) -> None:
 
     A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
     """
-    for array in MOMENTS:
+    for array in OF_OPTIMIZER:
         make_moments(new, array, views(old, array))
     directions = views(old, "second").keys() - views(new, "second").keys()
     for array in ARRAYS:

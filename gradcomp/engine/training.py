@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from gradcomp.engine import handed_back
 from gradcomp.engine.delivered_sample import DeliveredSample
+from gradcomp.engine.kept_arrays import views
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
 from gradcomp.engine.options import Options
 from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters
+from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
-
-_SUM = (
-    "op=Sum came as a surprise to momentum=auto, which took the updates for means: use gradcomp.horovod.DistributedOptimizer, "
-    "which knows op, or write momentum=0 into the spec, which leaves momentum to the optimizer"
-)
 
 
 class Training:
@@ -46,6 +44,7 @@ class Training:
             [before_step, self._unknown_scaler.look],
         )
         slots = {slot.name: slot for slot in parameters.slots}
+        self._shaped = lambda name, flat: slots[name].shaped(flat)
         self._momentum = OwnMomentum(
             self._check.acting,
             {name: slot.parameter for name, slot in slots.items()},
@@ -55,21 +54,13 @@ class Training:
             under_way=under_way,
         )
 
-    def check_scale(self, scale: float, sums: bool) -> None:
-        """Refuse updates that turn out to be sums after the optimizer's weight decay was added as if they were means.
-
-        scale: what updates are multiplied by, 1 for means. sums: they were known to be sums.
-        """
-        if scale != 1 and self._momentum.taken and not sums:
-            raise ValueError(_SUM)
-
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""
         self._check.note_exchange()
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the optimizer that will step, before its first step."""
-        self._check.meet(optimizer)
+        self._check.note(optimizer)
 
     def of_reducer(self, compressor: Compressor) -> dict[str, Any]:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""
@@ -82,6 +73,22 @@ class Training:
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""
         self._momentum.refuse_before_step(call)
+
+    def arrays_to_hand_back(self, old: Reducer, new: Reducer) -> Sequence[str]:
+        """List the arrays that the optimizer gets back when a new reducer follows an old one."""
+        return handed_back.arrays_of(self._momentum, old, new)
+
+    def hand_back(self, old: Reducer, new: Reducer, arrays: Sequence[str]) -> None:
+        """Give the optimizer the means of these arrays over the ranks. All ranks call this."""
+        handed_back.finish(self._momentum, handed_back.start(old, arrays)(), [new], self._shaped)
+
+    def note_loaded(self, reducer: Reducer) -> None:
+        """Note that the reducer's state was loaded: no update waits for the optimizer's step."""
+        self._momentum.note_loaded(bool(views(reducer, "velocity")))
+
+    def forget_update(self) -> None:
+        """Forget the last step's update: nobody is to apply it on this rank."""
+        self._momentum.forget_update()
 
     def note_residual(self, keeps: bool) -> None:
         """Note whether entries wait from step to step, so that an unknown loss scale matters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -67,6 +68,29 @@ def train_found() -> tuple[list[Tensor], list[Tensor]]:
     return list(model.parameters()), list(plain.parameters())
 
 
+def train_left() -> list[Tensor]:
+    """Leave the moments to the optimizer from the middle on: it begins with their means over the ranks."""
+    model = Two()
+    wrapped = DistributedDataParallel(model)
+    optimizer = adam_twin.made(model, "adamw")
+    handle = gradcomp.ddp.attach(wrapped, SPEC, optimizer=optimizer)
+    for step in range(STEPS):
+        if step == 5:
+            own = handle.state_dict()["of_rank"][str(dist.get_rank())]
+            handle.change(f"{SPEC},momentum=0")
+            for (name, parameter), (key, array) in itertools.product(
+                model.named_parameters(), {"exp_avg": "velocity", "exp_avg_sq": "second"}.items()
+            ):
+                mean = own[array][name] / RANKS
+                dist.all_reduce(mean)
+                torch.testing.assert_close(optimizer.state[parameter][key].flatten(), mean)
+                assert optimizer.state[parameter]["step"] == 5
+        optimizer.zero_grad()
+        wrapped(gradients(dist.get_rank(), step)).backward()
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
 def clipped(optimizer_of: Any, longest: float, spec: str = SPEC) -> list[str]:
     """Clip after the exchange. Return the text of the error, or of all warnings."""
     model, wrapped, optimizer = prepared(optimizer_of, spec)
@@ -86,7 +110,7 @@ def clipped(optimizer_of: Any, longest: float, spec: str = SPEC) -> list[str]:
 def program() -> dict[str, Any]:
     ranks.join()
     found: dict[str, Any] = {case: train(case) for case in SETTINGS}
-    found["scaled"], found["found"] = train_scaled(), train_found()
+    found["scaled"], found["found"], found["left"] = train_scaled(), train_found(), train_left()
     adam, sgd = (lambda model: adam_twin.made(model, "adamw")), (lambda model: sgd_twin.sgd(model, "nesterov"))
     found["clips"] = {
         "adam": clipped(adam, 1.0),
@@ -114,18 +138,24 @@ def test_an_optimizer_that_was_not_given_is_found() -> None:
             torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_the_optimizer_gets_the_means_of_the_ranks_moments() -> None:
+    first, *others = (found["left"] for found in outcomes())
+    for other in others:
+        assert all(map(torch.equal, first, other)), "the replicas differ"
+
+
 @pytest.mark.parametrize("case", ["adam", "adam, sparse"])
 def test_a_clip_of_directions_is_refused(case: str) -> None:
     for found in outcomes():
         (text,) = found["clips"][case]
         assert "changed between their exchange and step(), as clip_grad_norm_() does" in text
-        assert "Adam's directions" in text and "clip=1.0" in text and "momentum=0" in text
+        assert "Adam's directions" in text and "clip=1.0,clip_by=model" in text and "momentum=0" in text
 
 
 def test_a_clip_of_velocities_is_warned_of_once() -> None:
     for found in outcomes():
         (text,) = found["clips"]["sgd"]
-        assert "SGD's velocity" in text and "clip=1.0" in text
+        assert "SGD's velocity" in text and "clip=1.0,clip_by=model" in text
 
 
 @pytest.mark.parametrize("case", ["adam, longer than any", "adam, gradients", "sgd, longer than any"])

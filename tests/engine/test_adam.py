@@ -116,6 +116,34 @@ def test_a_schedule_of_rate_and_betas_is_followed(case: str) -> None:
     same(*ends)
 
 
+class OnDevice(Tensor):
+    """A rate on a GPU: nobody may wait for its value. As a part of other arithmetic it is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function not in (Tensor.__float__, Tensor.item, Tensor.__bool__), "this waits for the device"
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_rate_on_the_device_is_not_waited_for(maximize: bool) -> None:
+    ends = []
+    for rate, spec in ((torch.tensor(0.02).as_subclass(OnDevice), EXACT[0]), (torch.tensor(0.02), None)):
+        model = net()
+        optimizer = AdamW(model.parameters(), lr=0.02, weight_decay=0.1, maximize=maximize)
+        optimizer.param_groups[0]["lr"] = rate if spec else 0.02
+        simulation = None if spec is None else simulation_of(spec, model, optimizer)
+        for number in range(STEPS):
+            step(model, optimizer, simulation, number)
+        ends.append(model)
+    same(*ends)
+
+
 @pytest.mark.parametrize("case", ["adamw", "nadam"])
 def test_loaded_moments_are_gone_on_with(case: str) -> None:
     """Torch's training goes on with gradcomp from torch's own checkpoint."""
@@ -156,7 +184,7 @@ def test_nadams_product_of_momenta_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
     model, optimizer, simulation = train("topk:ratio=0.2", "nadam")
     asked = []
     whole = adam_moments._nadam_momentum
-    monkeypatch.setattr(adam_moments, "_nadam_momentum", lambda adam, step: asked.append(step) or whole(adam, step))
+    monkeypatch.setattr(adam_moments, "_nadam_momentum", lambda *given: asked.append(given[-1]) or whole(*given))
     step(model, optimizer, simulation, STEPS)
     assert simulation is not None
     simulation.change("topk:ratio=0.1")
@@ -201,3 +229,36 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     optimizer.step()
     moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
     assert moved == [False, True, True, True]
+
+
+@pytest.mark.parametrize("case", ["adamw", "sgd"])
+def test_a_simulation_beside_a_training_leaves_it_alone(case: str) -> None:
+    """The optimizer steps with gradients that are not the simulation's updates: it keeps its moments, and uses them."""
+    ends = []
+    for beside in (True, False):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9) if case == "sgd" else made(case, model)
+        simulation = simulation_of("topk:ratio=0.1", model, optimizer, 2) if beside else None
+        for number in range(STEPS):
+            if simulation is not None:
+                simulation.step([gradient(1000 + number + rank, model) for rank in range(2)])
+            step(model, optimizer, None, number)
+        ends.append(model)
+        assert optimizer.state
+    same(*ends)
+
+
+def test_updates_may_be_set_as_gradients_or_copied() -> None:
+    ends = []
+    for copies in (True, False):
+        model = net()
+        optimizer = made("adamw", model)
+        simulation = simulation_of(EXACT[0], model, optimizer)
+        for number in range(STEPS):
+            for name, update in simulation.step([gradient(number, model)]).items():
+                model.get_parameter(name).grad = update.clone() if copies else update
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(model)
+        assert not optimizer.state
+    same(*ends)

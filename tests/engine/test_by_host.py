@@ -155,7 +155,7 @@ def test_positions() -> None:
 
 
 def test_its_spec() -> None:
-    for bad in ("sdagc:stat=raw", "sdagc:lr_revision=keep"):
+    for bad in ("sdagc:stat=raw", "sdagc:density=0.01,lr_revision=density"):
         with pytest.raises(ValueError, match="cannot use by_host: "):
             gradcomp.make(f"{bad},by_host=true")
     assert gradcomp.make("topk:by_host=false") == gradcomp.make("topk")

@@ -25,15 +25,17 @@ def wrapped(
     *,
     bucket_mb: float = 25,
     scaler: Any = None,
+    given: bool = True,
     **options: Any,
 ) -> Any:
-    """Wrap an optimizer for Horovod by one of the doors."""
+    """Wrap an optimizer for Horovod by one of the doors. given: pass it to Compression as optimizer=."""
     if door == ALONE:
         return hvd.DistributedOptimizer(optimizer, named, **options)
     if door == OWN:
         return gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, bucket_mb=bucket_mb, scaler=scaler, **options)
     checked = {"process_set": options["process_set"]} if "process_set" in options else {}
-    compression = gradcomp.horovod.Compression(spec, named, optimizer=optimizer, bucket_mb=bucket_mb, scaler=scaler, **checked)
+    checked |= {"optimizer": optimizer} if given else {}
+    compression = gradcomp.horovod.Compression(spec, named, bucket_mb=bucket_mb, scaler=scaler, **checked)
     made = hvd.DistributedOptimizer(optimizer, named, compression=compression, **options)
     made.compression = compression
     return made

@@ -16,6 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "schedule": {"momentum": 0.9, "weight_decay": 0.05},
     "half the weight decay": {"momentum": 0.9, "weight_decay": 0.05},
     "two groups": {"momentum": 0.9},
+    "momentum alone": {"momentum": 0.9},
 }
 
 

@@ -43,8 +43,7 @@ def train(door: str, case: str, prefix: str, **options: Any) -> tuple[list[Tenso
 def program(door: str) -> dict[str, Any]:
     hvd.init()
     found: dict[str, Any] = {case: train(door, case, f"{door} {case}") for case in SETTINGS}
-    if door == doors.OWN:
-        found["sum"] = train(door, "adamw", f"{door} sum", op=hvd.Sum)
+    found["sum"] = train(door, "adamw", f"{door} sum", op=hvd.Sum)
     return found
 
 
@@ -64,7 +63,8 @@ def test_after_a_change_the_optimizer_has_moments_of_its_own(door: str) -> None:
         assert found["adamw"][1] == 2
 
 
-def test_a_sum_of_updates_is_the_mean_of_directions() -> None:
+@both_doors
+def test_a_sum_of_updates_is_the_mean_of_directions(door: str) -> None:
     """Adam's step does not depend on the length of gradients: a sum must not move the weights further."""
-    for found in outcomes(doors.OWN):
+    for found in outcomes(door):
         adam_twin.check(found["sum"][0], "adamw", RANKS, broadcasts=True)

@@ -18,15 +18,26 @@ RANKS = 2
 both_doors = pytest.mark.parametrize("door", doors.DOORS)
 
 
-def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = False, apart: bool = False) -> list[Tensor]:
+def train(
+    door: str,
+    case: str,
+    prefix: str,
+    *,
+    op: Any = None,
+    resumed: bool = False,
+    apart: bool = False,
+    given: bool = True,
+    leaves: bool = False,
+) -> list[Tensor]:
     """Train with known gradients, from the start or from the middle of torch's own training.
 
-    apart: end each exchange by synchronize(), before the step.
+    apart: end each exchange by synchronize(), before the step. given: pass optimizer=. leaves: leave the momentum to the
+    optimizer from the middle on, for three steps.
     """
     model = Two()
     plain = sgd_twin.sgd(model, case, 0.05 if op is None else 0.05 / RANKS)
     named = [(f"{prefix}.{name}", parameter) for name, parameter in model.named_parameters()]
-    own = doors.wrapped(door, plain, named, SPEC, **({} if op is None else {"op": op}))
+    own = doors.wrapped(door, plain, named, SPEC, given=given, **({} if op is None else {"op": op}))
     after_step = sgd_twin.schedule(case, own)
     first = 0
     if resumed:
@@ -38,6 +49,8 @@ def train(door: str, case: str, prefix: str, *, op: Any = None, resumed: bool = 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(own, root_rank=0)
     for step in range(first, first + STEPS):
+        if leaves and step in (4, 7):
+            own.compression.change(f"{SPEC},momentum=0" if step == 4 else SPEC)
         own.zero_grad()
         model(gradients(hvd.rank(), step)).backward()
         if apart:
@@ -59,8 +72,10 @@ def program(door: str) -> dict[str, Any]:
     found: dict[str, Any] = {case: train(door, case, f"{door} {case}") for case in SETTINGS}
     found["resumed, apart"] = train(door, "nesterov", f"{door} apart", resumed=True, apart=True)
     found["resumed"] = train(door, "nesterov", f"{door} resumed", resumed=True)
-    if door == doors.OWN:
-        found["sum"] = train(door, "momentum and weight decay", f"{door} sum", op=hvd.Sum)
+    found["not given"] = train(door, "nesterov", f"{door} not given", given=False)
+    found["sum"] = train(door, "momentum and weight decay", f"{door} sum", op=hvd.Sum)
+    found["left"] = train(door, "momentum alone", f"{door} left", leaves=True)
+    found["left, sum"] = train(door, "momentum alone", f"{door} left, sum", op=hvd.Sum, leaves=True)
     return found
 
 
@@ -81,7 +96,21 @@ def test_a_training_of_torch_goes_on_with_its_momentum(door: str, case: str) -> 
         sgd_twin.check(found[case], "nesterov", RANKS, 2 * STEPS)
 
 
-def test_updates_that_are_sums() -> None:
+@both_doors
+def test_horovods_optimizer_is_known_from_the_first_gradient_on(door: str) -> None:
+    for found in outcomes(door):
+        sgd_twin.check(found["not given"], "nesterov", RANKS, broadcasts=True)
+
+
+@both_doors
+@pytest.mark.parametrize("case", ["left", "left, sum"])
+def test_a_change_hands_the_momentum_back_and_takes_it_again(door: str, case: str) -> None:
+    for found in outcomes(door):
+        sgd_twin.check(found[case], "momentum alone", RANKS, broadcasts=True)
+
+
+@both_doors
+def test_updates_that_are_sums(door: str) -> None:
     """With half the learning rate a sum over two ranks is the mean, but the weight decay must count once."""
-    for found in outcomes(doors.OWN):
+    for found in outcomes(door):
         sgd_twin.check(found["sum"], "half the weight decay", RANKS, broadcasts=True)
