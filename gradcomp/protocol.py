@@ -159,10 +159,6 @@ class Compressor(ABC):
         """Explain why the setting feedback=`feedback` is refused. Return None if it is allowed."""
         return None
 
-    def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
-        """Scale the residual for these learning rates, before the next gradient is added to it."""
-        return
-
     def save(self, state: Any) -> dict[str, Any]:
         """Copy the part of the state that a checkpoint must hold: numbers, texts, None and tensors in dicts and lists."""
         return {}

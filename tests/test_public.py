@@ -168,7 +168,7 @@ def test_a_simulation_reads_the_optimizers_rates() -> None:
     w = torch.nn.Parameter(torch.zeros(50))
     sgd = torch.optim.SGD([w], lr=0.5)
     simulation = gradcomp.Simulation(
-        "sdagc:lam=2,small=none,wire=exact,lr_revision=keep", {"w": (50,)}, 1, optimizer=sgd, named_parameters=[("w", w)]
+        "sdagc:lam=2,small=none,wire=exact", {"w": (50,)}, 1, optimizer=sgd, named_parameters=[("w", w)]
     )
     torch.manual_seed(0)
     simulation.step([{"w": torch.randn(50)}])
@@ -179,7 +179,7 @@ def test_a_simulation_reads_the_optimizers_rates() -> None:
     with pytest.raises(ValueError, match="needs named_parameters= with the same names as shapes"):
         gradcomp.Simulation("topk", {"w": (50,)}, 1, optimizer=sgd)
     with pytest.raises(ValueError, match="needs the learning rates: pass optimizer="):
-        gradcomp.Simulation("sdagc:lr_revision=keep", {"w": (50,)}, 1)
+        gradcomp.Simulation("sdagc:density=0.1,lr_revision=density", {"w": (50,)}, 1)
     with pytest.raises(ValueError, match="would act twice"):
         momentum = torch.optim.SGD([w], lr=0.5, momentum=0.9)
         gradcomp.Simulation("topk:momentum=0.9", {"w": (50,)}, 1, optimizer=momentum, named_parameters=[("w", w)])

@@ -90,7 +90,7 @@ def prepare(
             bucket.state.flag.zero_()
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
-            bucket.state.nadam_products = trial.nadam_products
+            bucket.state.nadam_products, bucket.state.rates = trial.nadam_products, trial.rates
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
 
     return copy

@@ -33,7 +33,7 @@ class BucketState:
     nadam_products: by steps, the product of NAdam's momenta in them.
     sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
-    squares: the sum of squares of each layer's gradient, for clipping.
+    squares: the sum of squares of each layer's gradient, for clipping. rates: those that what waits is meant for (own_rates).
     """
 
     residual: Tensor
@@ -49,6 +49,7 @@ class BucketState:
     nadam_products: Mapping[int, float] = field(default_factory=dict)
     sent_in: Tensor | None = None
     health: Health | None = None
+    rates: Rates = None
 
     def steps_of_adam(self) -> int:
         """Return the steps that Adam's moments have seen, without the last one if it was refused. This waits for the device."""

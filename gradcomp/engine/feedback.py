@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
-from gradcomp.engine import adam_moments, sgd_momentum
+from gradcomp.engine import adam_moments, own_rates, sgd_momentum
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
 from gradcomp.engine.health import INTERVAL, Health, measured
@@ -47,6 +47,9 @@ class Feedback(Collector):
     )
     nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
     masking: bool = knob(True, "no momentum for entries that waited: their residual is one; false: momentum for all")
+    own_rate: bool = knob(
+        True, "true: what waits acts with its own step's learning rate, if that is known; false: with the last"
+    )
     clip: float = knob(
         0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
     )
@@ -96,7 +99,8 @@ class Feedback(Collector):
     def traits(self) -> Traits:
         inner = super().traits
         whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
-        return replace(inner, whole_model=whole_model, momentum=self.set_momentum or inner.momentum)
+        rates = "used" if self.own_rate and self.feedback and inner.rates == "unused" else inner.rates
+        return replace(inner, whole_model=whole_model, momentum=self.set_momentum or inner.momentum, rates=rates)
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         if self.traits.whole_model:  # a norm or an algorithm over all layers keeps them together
@@ -126,13 +130,17 @@ class Feedback(Collector):
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
         products = [list(each) for each in state.nadam_products.items()]
-        return {"steps": state.steps, "sent_in": sent_in, "nadam_products": products, "inner": super().save(state)}
+        own = {"steps": state.steps, "rates": state.rates, "sent_in": sent_in, "nadam_products": products}
+        return {**own, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
         state.sent_in = None
         if entry(saved, "sent_in") is not None:
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
+        state.rates = None
+        if entry(saved, "rates") is not None:
+            state.rates = numbers_of(saved, "rates", len(sequence(saved, "rates")))
         products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
         state.nadam_products = {int(steps): product for steps, product in products}
         super().load(state, table_or_empty(saved, "inner"))
@@ -147,8 +155,6 @@ class Feedback(Collector):
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
         if not self.feedback:
             state.residual.zero_()
-        if step.rates is not None:
-            self.revise(state.residual, None if state.second is not None else state.velocity, state, step.rates)
         if state.second is not None and not isinstance(step.momentum, AdamStep):
             adam_moments.forget(state)
         momentum, nesterov, adaptive = self.set_momentum, self.nesterov, None
@@ -164,6 +170,7 @@ class Feedback(Collector):
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
         scales = self._scales(grads, state, step)
+        kept_for = step.rates if self.own_rate and self.feedback else None
         kernels.accumulate(
             grads,
             state.residual,
@@ -179,6 +186,7 @@ class Feedback(Collector):
             adaptive=adaptive,
             mask=mask if momentum or adaptive else None,
             whole=not self._shares_residuals,
+            of_residual=own_rates.begin(state, kept_for, grads),
             memory=step.memory,
         )
         if state.health is not None and (state.steps + 1) % INTERVAL == 0:

@@ -50,6 +50,7 @@ class OptimizerCheck:
         self.optimizer = given
         self.exchanged = self.replaced = False
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
+        self._rates: tuple[weakref.ref[torch.optim.Optimizer], Callable[[Sequence[str]], tuple[float, ...]]] | None = None
         self._parameters, self._check, self._before_step = parameters, check, before_step
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         if given is not None:
@@ -115,9 +116,16 @@ class OptimizerCheck:
         """Decide whether the session exchanges a parameter's gradient."""
         return self._parameters.slot(parameter) is not None
 
-    def rate(self, name: str) -> float:
-        """Return the current learning rate of a parameter. The optimizer must be known."""
-        return self._rate(name)
+    def rates(self, names: Sequence[str]) -> tuple[float, ...] | None:
+        """Return the current learning rates of parameters; None where no optimizer is known."""
+        if (acting := self.acting()) is None:
+            return None
+        if self._rates is None or self._rates[0]() is not acting:
+            self._rates = (
+                weakref.ref(acting),
+                rates_of(acting, [(slot.name, slot.parameter) for slot in self._parameters.slots]),
+            )
+        return self._rates[1](names)
 
     def _read_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the learning rates from an optimizer. What it has more than the given one was added since."""
@@ -125,7 +133,6 @@ class OptimizerCheck:
         first = self._known.get(self.optimizer)
         self._known[optimizer] = _Known(self._foreign(optimizer) if first is None else first.foreign)
         self.optimizer = optimizer
-        self._rate = rates_of(optimizer, [(slot.name, slot.parameter) for slot in self._parameters.slots])
 
     def _foreign(self, optimizer: torch.optim.Optimizer) -> set[int]:
         frozen = {id(parameter) for _, parameter in self._parameters.frozen}
@@ -170,19 +177,21 @@ def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> 
         )
 
 
-def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[str], float]:
-    """Return a function from a parameter's name to its current learning rate."""
+def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[Sequence[str]], tuple[float, ...]]:
+    """Return a function from parameters' names to their current learning rates.
+
+    The rate is 0 for a parameter that the optimizer does not have, and where it lies on a device, which nobody is to wait for.
+    """
     # The groups' numbers, since load_state_dict() of an optimizer replaces the groups.
     numbers = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     number_of = {name: numbers.get(id(parameter)) for name, parameter in named}
 
-    def rate(name: str) -> float:
-        number = number_of[name]
-        if number is None:
-            raise ValueError(f"optimizer= does not have the parameter {name!r}; pass the optimizer of all parameters")
-        return float(optimizer.param_groups[number]["lr"])
+    def rates(names: Sequence[str]) -> tuple[float, ...]:
+        given = [group["lr"] for group in optimizer.param_groups]
+        known = [0.0 if isinstance(each, torch.Tensor) and each.device.type != "cpu" else float(each) for each in given]
+        return tuple(0.0 if (number := number_of[name]) is None else known[number] for name in names)
 
-    return rate
+    return rates
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.collector import StepFacts
+from gradcomp.engine.collector import Rates, StepFacts
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.loss_scale import LossScale
 from gradcomp.engine.own_momentum import OwnMomentum
@@ -37,7 +37,7 @@ class Reducer:
 
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
-    rates: a function from a layer's name to its learning rate. memory: the owner of scratch and updates, a new one by default.
+    rates: a function from layers' names to learning rates. memory: the owner of scratch and updates, a new one by default.
     loss_scale: that of the gradients, if they are scaled. momentum: the optimizer's, if it is known.
     targets: finds the arrays that a bucket's update is written into; by default its gradients.
     delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
@@ -52,7 +52,7 @@ class Reducer:
         bucket_mb: float,
         seed: int,
         *,
-        rates: Callable[[str], float] | None = None,
+        rates: Callable[[Sequence[str]], Rates] | None = None,
         loss_scale: LossScale | None = None,
         momentum: OwnMomentum | None = None,
         targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
@@ -64,7 +64,7 @@ class Reducer:
         if not isinstance(given, numbers.Integral) or not abs(int(given)) < LARGEST_SEED:
             raise ValueError(f"seed={given!r} must be a whole number between -2**62 and 2**62")
         need = compressor.traits.rates
-        if need == "needed" and rates is None:
+        if need == "needed" and (rates is None or rates(list(layers)) is None):
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self.network, self.layers = network, dict(layers)
         self.rates = None if need == "unused" else rates
@@ -170,7 +170,7 @@ class Reducer:
         for name, size in zip(layout.names, layout.sizes, strict=True):
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
-        rates = None if self.rates is None else tuple(map(self.rates, layout.names))
+        rates = None if self.rates is None else self.rates(layout.names)
         momentum = None if self._momentum is None else self._momentum.of(layout)
         facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)

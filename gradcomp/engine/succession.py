@@ -40,6 +40,12 @@ def carry(old: Reducer, new: Reducer) -> None:
         for name, view in views(new, array).items():
             if name in before and not (array == "residual" and name in directions):
                 view.copy_(before[name])
+    rates: dict[str, float] = {}
+    for bucket in old.buckets:
+        rates |= zip(bucket.layout.names, bucket.state.rates or (), strict=False)
+    for bucket in new.buckets:
+        if all(name in rates for name in bucket.layout.names):
+            bucket.state.rates = tuple(rates[name] for name in bucket.layout.names)
     new.steps_done = old.steps_done
     products = {steps: each for bucket in old.buckets for steps, each in bucket.state.nadam_products.items()}
     for bucket in new.buckets:

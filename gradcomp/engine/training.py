@@ -64,11 +64,9 @@ class Training:
 
     def of_reducer(self, compressor: Compressor) -> dict[str, Any]:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""
-        rates = None
         if (optimizer := self._check.optimizer) is not None:
             check_momentum(compressor, optimizer)
-            rates = self._check.rate
-        return {"rates": rates, "loss_scale": self._loss_scale, "momentum": self._momentum}
+        return {"rates": self._check.rates, "loss_scale": self._loss_scale, "momentum": self._momentum}
 
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from gradcomp import knobs
 from gradcomp.protocol import Compressor, Layer, Layout, Traits
 
@@ -62,9 +60,6 @@ class Wrapper(Compressor):
 
     def refuses(self, feedback: bool) -> str | None:
         return self.inner.refuses(feedback)
-
-    def revise(self, residual: Tensor, velocity: Tensor | None, state: Any, rates: tuple[float, ...]) -> None:
-        self.inner.revise(residual, velocity, self.inner_state(state), rates)
 
     def save(self, state: Any) -> dict[str, Any]:
         return self.inner.save(self.inner_state(state))

@@ -81,9 +81,9 @@ def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much() -
     given, part, whole = (SGD(each.parameters(), lr=rate) for each, rate in ((model, 1.0), (model[0], 2.0), (model, 3.0)))
     check, found = checked(model, given)
     part.step()
-    assert check.optimizer is given and check.rate("0.weight") == 1.0
+    assert check.optimizer is given and check.rates(["0.weight"]) == (1.0,)
     exchange_and_step(check, whole)
-    assert check.optimizer is whole and found == [part, whole] and check.rate("0.weight") == 3.0
+    assert check.optimizer is whole and found == [part, whole] and check.rates(["0.weight"]) == (3.0,)
 
 
 def test_sessions_come_and_go_while_optimizers_step() -> None:
@@ -216,18 +216,22 @@ def test_rates_are_those_of_the_moment() -> None:
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
     optimizer = SGD(groups, lr=0.1)
-    rate = rates_of(optimizer, model.named_parameters())
-    assert rate("0.weight") == 0.5 and rate("1.bias") == 0.1
+    rates = rates_of(optimizer, model.named_parameters())
+    names = ["0.weight", "1.bias"]
+    assert rates(names) == (0.5, 0.1)
     optimizer.param_groups[0]["lr"] = 0.25
-    assert rate("0.weight") == 0.25
+    assert rates(names) == (0.25, 0.1)
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.125
     optimizer.load_state_dict(state)  # replaces the groups
     optimizer.param_groups[1]["lr"] = 0.0625
-    assert rate("0.weight") == 0.125 and rate("1.bias") == 0.0625
+    assert rates(names) == (0.125, 0.0625)
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+    assert rates(names) == (0.125, 0.5)
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.5, device="meta")
+    assert rates(names) == (0.125, 0), "nobody waits for a device"
     few = SGD(model[0].parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"does not have the parameter '1\.weight'"):
-        rates_of(few, model.named_parameters())("1.weight")
+    assert rates_of(few, model.named_parameters())(names) == (0.1, 0)
 
 
 def test_the_checks_of_a_session_end_once_another_one_exchanges_its_parameters() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import gradcomp
 import gradcomp.engine
@@ -59,9 +58,6 @@ class Probe(Compressor):
 
     def ease(self, progress: float) -> Compressor:
         return replace(self, number=int(100 * progress))
-
-    def revise(self, value: Tensor, velocity: Tensor | None, state: dict[str, Any], rates: tuple[float, ...]) -> None:
-        state["rates"] = rates
 
     def save(self, state: dict[str, Any]) -> dict[str, Any]:
         return {"saved": state["seed"]}
@@ -119,8 +115,6 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     assert wrapper.choose("a", OTHER) is wrapper
     assert wrapper.choose("b", OTHER) == replace(wrapper, inner=Probe(2))
     assert wrapper.ease(0.5) == replace(wrapper, inner=Probe(50))
-    wrapper.revise(torch.zeros(10), None, state, (0.1, 0.2))
-    assert inner["rates"] == (0.1, 0.2)
     saved = wrapper.save(state)
     assert "{'saved': 7}" in str(saved)
     wrapper.load(state, saved)
@@ -143,7 +137,6 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
         "refuses",
         "choose",
         "ease",
-        "revise",
         "save",
         "load",
         "save_shared",

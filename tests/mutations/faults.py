@@ -3,5 +3,6 @@
 from mutations.kernels_faults import KERNEL_FAULTS
 from mutations.momentum_faults import MOMENTUM_FAULTS
 from mutations.package_faults import PACKAGE_FAULTS
+from mutations.packed_faults import PACKED_FAULTS
 
-FAULTS = KERNEL_FAULTS + PACKAGE_FAULTS + MOMENTUM_FAULTS
+FAULTS = KERNEL_FAULTS + PACKAGE_FAULTS + MOMENTUM_FAULTS + PACKED_FAULTS

@@ -173,11 +173,11 @@ PACKAGE_FAULTS = (
         ("test_capacity.py", "test_sdagc.py"),
     ),
     Fault(
-        "SDAGC keeps nothing when the learning rate changes: it rescales",
-        "gradcomp/compressors",
-        'factor = old / new if revision == "keep" else new / old',
-        "factor = new / old",
-        ("test_rate_revision.py",),
+        "what waits is multiplied by new / old where old / new is right",
+        "gradcomp/engine",
+        "factors = [old / new if old > 0",
+        "factors = [new / old if old > 0",
+        ("test_own_rates.py",),
     ),
     Fault(
         "SDAGC's ages are off by one",

@@ -1,0 +1,110 @@
+"""Learning rates of what waits: weights move by the rate that each gradient came with, whenever it is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import gradcomp
+from gradcomp.native.extension import LARGEST
+
+SPECS = [
+    "topk:ratio=0.05",
+    "topk:ratio=0.05,wire=exact,route=split",
+    "sdagc:lam=2,small=none",
+    "gtopk:ratio=0.05",
+    "orq:sigmas=1.5",
+]
+SHAPES = {"a": (40, 30), "b": (50,)}
+STEPS, RANKS = 12, 2
+
+# Rates of the two groups in each step: a warm-up and a fall, alike; a fall of one alone; a rate of 0 and unlike changes.
+SCHEDULES: dict[str, list[tuple[float, float]]] = {
+    "alike": [(0.1 * f, 0.3 * f) for f in (0.1, 0.4, 1, 1, 0.7, 0.7, 0.3, 0.1, 0.01, 0.01, 2, 1)],
+    "one": [(0.1, 0.3 if step < 5 else 0.03) for step in range(STEPS)],
+    "unlike": [(0.1 * 1.3**step, 0.3 * 0.8**step) for step in range(STEPS)],
+}
+
+
+def gradient(rank: int, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def moved(spec: str, rates: list[tuple[float, float]], change: str = "", **settings: Any) -> tuple[dict[str, Tensor], ...]:
+    """Return how far weights moved, what waits of it, both as weights, and how far plain SGD moves them."""
+    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    optimizer = SGD([{"params": [each], "lr": 1.0} for each in weights.values()], lr=1.0, **settings)
+    simulation = gradcomp.Simulation(spec, SHAPES, RANKS, optimizer=optimizer, named_parameters=weights.items())
+    meant = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step, of_groups in enumerate(rates):
+        for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+            group["lr"] = rate
+        if change and step == len(rates) // 2:
+            simulation.change(change)
+        grads = [gradient(rank, step) for rank in range(RANKS)]
+        for (name, update), rate in zip(simulation.step(grads).items(), of_groups, strict=True):
+            weights[name].grad = update
+            meant[name] -= rate * torch.stack([grad[name] for grad in grads]).mean(0)
+        optimizer.step()
+    left = [simulation.residual(rank) for rank in range(RANKS)]
+    waits = {
+        name: -rate * torch.stack([each[name] for each in left]).mean(0) for name, rate in zip(SHAPES, rates[-1], strict=True)
+    }
+    return {name: each.detach() for name, each in weights.items()}, waits, meant
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("spec", SPECS)
+def test_weights_move_by_the_rates_of_the_gradients(spec: str, schedule: str) -> None:
+    rates = SCHEDULES[schedule]
+    ours, waits, meant = moved(spec, rates)
+    for name in SHAPES:
+        torch.testing.assert_close(ours[name] + waits[name], meant[name], rtol=1e-4, atol=1e-5)
+        assert waits[name].abs().max() > 0.01, "something waits indeed"
+    ours, waits, meant = moved(f"{spec},own_rate=false", rates)
+    assert any((ours[name] + waits[name] - meant[name]).abs().max() > 0.01 for name in SHAPES)
+
+
+def test_a_change_of_the_spec_keeps_the_rates() -> None:
+    ours, waits, meant = moved("topk:ratio=0.05", SCHEDULES["one"][:10], "sdagc:lam=2")
+    for name in SHAPES:
+        torch.testing.assert_close(ours[name] + waits[name], meant[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_rate_of_zero_changes_nothing() -> None:
+    """What waits is meant for the last rate before it, and keeps that."""
+    w = nn.Parameter(torch.zeros(100))
+    optimizer = SGD([w], lr=0.4)
+    simulation = gradcomp.Simulation(
+        "topk:ratio=0.01,wire=exact", {"w": (100,)}, 1, optimizer=optimizer, named_parameters=[("w", w)]
+    )
+    simulation.step([{"w": torch.arange(1.0, 101)}])
+    for rate, factor in ((0.0, 1), (0.2, 2), (0.0, 1), (0.0, 1), (0.4, 0.5), (1e-30, 4e29), (0.4, 2.5e-30)):
+        before = simulation.residual(0)["w"]
+        optimizer.param_groups[0]["lr"] = rate
+        update = simulation.step([{"w": torch.zeros(100)}])["w"]
+        torch.testing.assert_close(simulation.residual(0)["w"] + update, (factor * before).clamp(max=LARGEST))
+
+
+def test_a_saved_state_holds_the_rates() -> None:
+    def run(saved_at: int | None) -> Tensor:
+        w = nn.Parameter(torch.zeros(200))
+        optimizer = AdamW([w], lr=0.1)
+        options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("w", w)]}
+        simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (200,)}, 1, **options)
+        for step in range(6):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            if step == saved_at:
+                states = simulation.state_dict()
+                simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (200,)}, 1, **options)
+                simulation.load_state_dict(states)
+            w.grad = simulation.step([{"w": torch.randn(200, generator=torch.Generator().manual_seed(step))}])["w"]
+            optimizer.step()
+        return w.detach()
+
+    assert torch.equal(run(None), run(3))
