@@ -97,7 +97,7 @@ class Simulation:
         for old, new in zip(self._reducers, changed, strict=True):
             succession.carry(old, new)
         if self._momentum and (arrays := handed_back.arrays_of(self._momentum, self._reducers[0], changed[0])):
-            wait, *_ = [handed_back.start(old, arrays) for old in self._reducers]
+            wait, *_ = [handed_back.start(self._momentum, old, arrays) for old in self._reducers]
             handed_back.finish(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
         self._reducers, self._compressor = changed, compressor
 

@@ -95,6 +95,7 @@ class OwnMomentum:
         self._pending = self._delivered = False  # an update that no step has applied yet; one that holds momentum
         self._failed: Callable[[], bool] = lambda: False  # decides whether the step that delivered it has failed
         self._resumed = False  # moments were loaded, and no optimizer has been known since
+        self.left = False  # the moments were here when leave() was called
         step_watch.watch(self)
 
     @property
@@ -109,7 +110,7 @@ class OwnMomentum:
             self._delivered = False
             raise RuntimeError(_UNAPPLIED)
         optimizer = self._known()
-        self._delivered = self._resumed = False
+        self._delivered = self._resumed = self.left = False
         before, self._kind = self._kind, None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None:
             return None
@@ -122,6 +123,7 @@ class OwnMomentum:
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()
+        self.left |= self._kind is not None or self._resumed
         self._kind, self._pending, self._delivered = None, False, False
 
     def handed_back(self) -> tuple[str, ...]:
@@ -135,6 +137,7 @@ class OwnMomentum:
 
         means: over the ranks, by array of handed_back() and by parameter, in the parameters' shapes. steps: those of Adam.
         """
+        self.left = self._resumed = False
         optimizer = self._optimizer()
         kind = None if optimizer is None else self._kind_of(optimizer)
         assert optimizer is not None and kind is not None

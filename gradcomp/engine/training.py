@@ -78,7 +78,7 @@ class Training:
 
     def hand_back(self, old: Reducer, new: Reducer, arrays: Sequence[str]) -> None:
         """Give the optimizer the means of these arrays over the ranks. All ranks call this."""
-        handed_back.finish(self._momentum, handed_back.start(old, arrays)(), [new], self._shaped)
+        handed_back.finish(self._momentum, handed_back.start(self._momentum, old, arrays)(), [new], self._shaped)
 
     def note_loaded(self, reducer: Reducer) -> None:
         """Note that the reducer's state was loaded: no update waits for the optimizer's step."""

@@ -219,3 +219,35 @@ def test_a_step_that_failed_need_not_be_applied(
             optimizer.step()
     handle.change(f"{SPEC},momentum=0")
     assert all(bool(each.isfinite().all()) for each in model.parameters())
+
+
+@both
+@pytest.mark.parametrize("reason", ["unknown", "other settings"])
+def test_moments_that_the_optimizer_made_itself_stay(optimizer_of: Any, reason: str) -> None:
+    """An unknown optimizer, or one with settings that are left to it, has moments of its own when the spec changes."""
+    key, (odd, usual) = ("dampening", (0.3, 0)) if optimizer_of is sgd else ("amsgrad", (True, False))
+
+    def prepared(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = optimizer_of(parameters)
+        optimizer.param_groups[0]["nesterov"] = False
+        if reason == "other settings":
+            optimizer.param_groups[0][key] = odd
+        return optimizer
+
+    ends = []
+    for spec in (SPEC, None):
+        model = net()
+        wrapped, optimizer = DistributedDataParallel(model), prepared(model.parameters())
+        given = optimizer if reason == "other settings" else None
+        handle = None if spec is None else gradcomp.ddp.attach(wrapped, spec, optimizer=given)
+        steps = 1 if reason == "unknown" else 4
+        for step in range(steps):
+            plain(wrapped, optimizer, step)
+        optimizer.param_groups[0][key] = usual
+        if handle is not None:
+            handle.change(f"{SPEC},momentum=0")
+        for step in range(steps, 10):
+            plain(wrapped, optimizer, step)
+        ends.append(model)
+    for own, wanted in zip(*(end.parameters() for end in ends), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
