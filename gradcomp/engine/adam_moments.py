@@ -139,7 +139,7 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
             if seed is not None:
                 velocity.copy_(seed[0])
                 second.copy_(seed[1])
-                state.adam_steps = adam.steps
+                state.adam_steps, state.nadam_products = adam.steps, {}
     state.adam_steps += 1
     of_gradient, of_velocity = _factors(adam, state)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
