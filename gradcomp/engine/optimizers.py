@@ -188,7 +188,7 @@ def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callab
 
     def rates(names: Sequence[str]) -> tuple[float, ...]:
         given = [group["lr"] for group in optimizer.param_groups]
-        known = [0.0 if isinstance(each, torch.Tensor) and each.device.type != "cpu" else float(each) for each in given]
+        known = [0.0 if isinstance(each, torch.Tensor) and each.is_cuda else float(each) for each in given]
         return tuple(0.0 if (number := number_of[name]) is None else known[number] for name in names)
 
     return rates

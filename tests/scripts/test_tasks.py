@@ -74,7 +74,7 @@ def test_two_steps_of_every_task_through_the_command_line(
     assert {path: path.stat().st_mtime_ns for path in made} == made
 
 
-@pytest.mark.parametrize("spec", ["sdagc:lr_revision=keep", "topk:ratio=0.1,momentum=0.9"])
+@pytest.mark.parametrize("spec", ["sdagc:density=0.01,lr_revision=density", "topk:ratio=0.1,momentum=0.9"])
 def test_a_spec_that_needs_learning_rates_or_keeps_a_momentum_trains(spec: str, data: Path, tmp_path: Path) -> None:
     for name, width in (("cifar", 2), ("shakespeare", 32)):
         task = TASKS[name]
