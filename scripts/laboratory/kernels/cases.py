@@ -150,6 +150,7 @@ def above(arrays: Arrays) -> list[Case]:
         take(pushed, kernels.Mask(velocity, sent_in, i))
 
     def pack(i: int) -> None:
+        packed["header"].copy_(payload["header"])
         COMPACT.write(packed, payload["values"], payload["indices"], target)
 
     def only_take(i: int) -> None:
