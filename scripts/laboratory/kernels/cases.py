@@ -130,7 +130,9 @@ def above(arrays: Arrays) -> list[Case]:
     moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=arrays.device)
     lam = torch.full((1,), 3.3, device=arrays.device)
     payload, form = arrays.payload(), COMPACT.form(n, arrays.k)
-    packed = empty(form, arrays.device)
+    packed, entries = empty(form, arrays.device), arrays.payload()
+    kernels.take_topk(arrays.input(0).clone(), arrays.k, **entries, memory=arrays.memory)
+    packed["header"].copy_(entries["header"])
     value, pushed, velocity, target = (arrays.zeros() for _ in range(4))
     flag, peaks, memory, chosen = arrays.flag, kernels.peaks(n, arrays.device), arrays.memory, (ends, thresholds)
     failed = torch.full((n,), math.nan, device=arrays.device)
@@ -150,12 +152,12 @@ def above(arrays: Arrays) -> list[Case]:
         take(pushed, kernels.Mask(velocity, sent_in, i))
 
     def pack(i: int) -> None:
-        packed["header"].copy_(payload["header"])
-        COMPACT.write(packed, payload["values"], payload["indices"], target)
+        COMPACT.write(packed, entries["values"], entries["indices"], target)
 
     def only_take(i: int) -> None:
         kernels.take_above(target, *chosen, **payload, flag=flag, memory=memory)
 
+    pack(0)
     return [
         Case(SDAGC, plain, (12 + take_reads(arrays)) * n),
         Case(f"{SDAGC}, momentum", with_momentum, (20 + take_reads(arrays)) * n),
