@@ -163,8 +163,8 @@ def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:
     if settings.pop("by_host", False):
         compressor = ByHost(compressor)
     made = with_feedback(compressor, **settings)
-    if isinstance(made, Feedback) and not made.inner.traits.fed_back and made == Feedback(made.inner, feedback=False):
-        return made.inner  # feedback=false alone changes nothing for an unbiased compressor
+    if isinstance(made, Feedback) and made.inner.traits.exact and made == Feedback(made.inner, feedback=False):
+        return made.inner  # feedback=false alone changes nothing
     return made
 
 

@@ -140,7 +140,7 @@ def test_specs_that_mean_the_same_are_the_same(one: str, other: str) -> None:
     [
         ("orq:levels=9,feedback=true", "orq:levels=9,feedback=true"),
         ("dense:momentum=0.9", None),
-        ("dense:feedback=false,momentum=0.9", None),
+        ("dense:feedback=true,momentum=0.9", None),
     ],
 )
 def test_feedback_that_was_asked_for_is_in_the_canonical_spec(spec: str, canonical: str | None) -> None:
@@ -217,7 +217,7 @@ def test_messages_name_the_algorithm_through_wrappers() -> None:
     with pytest.raises(ValueError, match=r"^topk: clip=-1 must be at least 0$"):
         gradcomp.make("topk:by_host=true,clip=-1")
     with pytest.raises(ValueError, match="; set norm=max or more levels"):
-        gradcomp.make("qsgd:momentum=0.9")
+        gradcomp.make("qsgd:feedback=true")
 
 
 def test_a_knob_for_ablation_says_so() -> None:

@@ -218,7 +218,7 @@ def test_a_change_that_would_lose_the_residual_is_refused() -> None:
     with pytest.raises(ValueError, match="would lose the residual"):
         simulation.change("sign:feedback=false")
     simulation.change("orq:sigmas=1.5")
-    assert simulation.state_dict()["spec"] == "orq:sigmas=1.5"
+    assert simulation.state_dict()["spec"] == "orq:sigmas=1.5,feedback=true"
 
 
 def test_compression_is_dense_bytes_over_all_that_is_handed_to_the_network() -> None:

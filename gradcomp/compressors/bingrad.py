@@ -32,5 +32,4 @@ class BinGrad(Quantiser):
 
     @property
     def traits(self) -> Traits:
-        alone = self.form == "pb" and self.sigmas == 0
-        return replace(super().traits, unbiased=False, fed_back=not alone)
+        return replace(super().traits, unbiased=False, fed_back=False)

@@ -34,7 +34,7 @@ class Feedback(Collector):
 
     A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
     adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OwnMomentum).
-    With feedback=false the residual is cleared before every step, as in some papers.
+    With feedback=false nothing waits, as in some papers: the residual only holds what a step is to send.
     """
 
     feedback: bool = knob(True, "true: entries not sent wait for the next step; false: they are lost")
@@ -73,9 +73,10 @@ class Feedback(Collector):
             raise ValueError(f"{self}: {reason}")
 
     def added_knobs(self) -> list[str]:
-        """List the knobs that differ from their defaults; with none, list feedback=true if that is not the default."""
-        changed = knobs.changed(self)
-        return changed if changed or self.inner.traits.fed_back else ["feedback=true"]
+        """List the knobs that differ from their defaults. The default of feedback is the compressor's."""
+        changed = [each for each in knobs.changed(self) if not each.startswith("feedback=")]
+        given = [] if self.feedback == self.inner.traits.fed_back else [f"feedback={str(self.feedback).lower()}"]
+        return given + changed
 
     @property
     def keeps_residual(self) -> bool:
@@ -153,15 +154,14 @@ class Feedback(Collector):
         super().load_shared(state, saved["inner"])
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
-        if not self.feedback:
-            state.residual.zero_()
         if state.second is not None and not isinstance(step.momentum, AdamStep):
             adam_moments.forget(state)
+        of_residual = own_rates.begin(state, step.rates if self.own_rate else None, grads) if self.feedback else 0.0
         momentum, nesterov, adaptive = self.set_momentum, self.nesterov, None
         match step.momentum:
             case Momentum(value, ahead):
                 momentum, nesterov = value, ahead
-                sgd_momentum.begin(step.momentum, state)
+                of_residual = sgd_momentum.begin(step.momentum, state, of_residual)
                 mask = self._mask(state, state.velocity)
             case AdamStep(beta1):
                 momentum, nesterov = beta1, False
@@ -170,7 +170,6 @@ class Feedback(Collector):
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
         scales = self._scales(grads, state, step)
-        kept_for = step.rates if self.own_rate and self.feedback else None
         kernels.accumulate(
             grads,
             state.residual,
@@ -186,7 +185,7 @@ class Feedback(Collector):
             adaptive=adaptive,
             mask=mask if momentum or adaptive else None,
             whole=not self._shares_residuals,
-            of_residual=own_rates.begin(state, kept_for, grads),
+            of_residual=of_residual,
             memory=step.memory,
         )
         if state.health is not None and (state.steps + 1) % INTERVAL == 0:
@@ -238,7 +237,7 @@ class Feedback(Collector):
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
-    """Wrap a compressor in error feedback if it needs that or if any of Feedback's knobs is set."""
-    if compressor.traits.outermost or not (compressor.traits.fed_back or settings):
+    """Wrap a compressor in what collects gradients, unless it is exact and none of Feedback's knobs is set."""
+    if compressor.traits.outermost or (compressor.traits.exact and not settings):
         return compressor
-    return Feedback(compressor, **settings)
+    return Feedback(compressor, **{"feedback": compressor.traits.fed_back, **settings})

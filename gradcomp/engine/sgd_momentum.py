@@ -11,6 +11,7 @@ from torch import Tensor
 from gradcomp.engine.collector import BucketState, Decays, Momentum
 from gradcomp.engine.delivered_sample import Holds
 from gradcomp.engine.loaded_moments import LoadedMoments
+from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Layout
 
 # Settings that an optimizer must not apply again, since updates hold what they do.
@@ -121,8 +122,8 @@ class SgdMomentum:
 
 
 @torch.no_grad()
-def begin(momentum: Momentum, state: BucketState) -> None:
-    """Prepare the velocity for a step of the optimizer's momentum m and weight decay d.
+def begin(momentum: Momentum, state: BucketState, of_residual: float) -> float:
+    """Prepare the velocity for a step of the optimizer's momentum m and weight decay d. Return the old residual's factor.
 
     The optimizer adds d times the weights to the gradient. Here m times the velocity is added; so d / m times the weights go
     into it before. Nesterov's form adds the gradient once more, which the residual gets.
@@ -132,13 +133,17 @@ def begin(momentum: Momentum, state: BucketState) -> None:
     if state.velocity is None:
         state.velocity = torch.zeros_like(state.residual)
     if not (momentum.seeds or momentum.decays):
-        return
+        return of_residual
     velocities = state.velocity.split(momentum.sizes)
     for velocity, seed in zip(velocities, momentum.seeds or [], strict=False):
         if seed is not None:
             velocity.copy_(seed)
+    if momentum.nesterov and momentum.decays and of_residual != 1:
+        state.residual.mul_(of_residual).clamp_(-LARGEST, LARGEST)
+        of_residual = 1.0
     for decay, (layers, weights) in momentum.decays.items():
         torch._foreach_add_([velocities[i] for i in layers], weights, alpha=decay / momentum.value)
         if momentum.nesterov:
             residuals = state.residual.split(momentum.sizes)
             torch._foreach_add_([residuals[i] for i in layers], weights, alpha=decay)
+    return of_residual

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradcomp.engine.by_layer import ByLayer
 from gradcomp.engine.collector import Collector
 from gradcomp.engine.feedback import Feedback
@@ -16,6 +18,8 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
     if not old.keeps_residual:
         return compressor
     if isinstance(compressor, Collector):
+        if isinstance(compressor, Feedback) and not (compressor.feedback or compressor.inner.traits.fed_back):
+            return replace(compressor, feedback=True)  # it may say that this cannot be
         if not compressor.keeps_residual:
             raise ValueError(
                 f"{compressor} would lose the residual, which has not been sent yet; use a spec with error feedback"

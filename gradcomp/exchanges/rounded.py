@@ -74,7 +74,7 @@ class Quantiser(Compressor):
     def traits(self) -> Traits:
         moments: Literal["accumulated"] | None = "accumulated" if self.sigmas and self.per == "layer" else None
         unbiased = self.rule.stochastic and self.sigmas == 0
-        return Traits(unbiased=unbiased, fed_back=not unbiased, moments=moments)
+        return Traits(unbiased=unbiased, fed_back=not self.rule.stochastic, moments=moments)
 
     def refuses(self, feedback: bool) -> str | None:
         if not feedback or (error := rounding_error(self.rule, self.sigmas)) <= LARGEST_ERROR_FED_BACK:

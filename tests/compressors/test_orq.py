@@ -60,7 +60,8 @@ def test_unbiased_means_right_in_the_mean(spec: str, route: str) -> None:
     """Over many steps with the same gradients; ranks draw for themselves, so more of them err less."""
     n, steps = 256, 150
     spec += f"{',' if ':' in spec else ':'}group=64,route={route}"
-    assert not isinstance(gradcomp.make(spec), Feedback)
+    made = gradcomp.make(spec)
+    assert isinstance(made, Feedback) and not made.keeps_residual
     torch.manual_seed(1)
     grad = torch.distributions.Laplace(0.0, 1.0).sample((n,))
     errors = {}
@@ -104,12 +105,13 @@ def test_a_layer_that_is_far_wider_has_bounds_of_its_own() -> None:
         assert update[name].abs().max() == pytest.approx(1.5 * float(grad.std()), rel=0.01)
 
 
-@pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb,feedback=true", "sign"])
+@pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb", "sign"])
 @pytest.mark.parametrize("route", ["allgather", "alltoall"])
 def test_the_residual_stays_bounded(spec: str, route: str) -> None:
     """Though the sums of parts are rounded, too, and one rank keeps what that leaves over."""
     n, world = 2048, 4
-    simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}group=512,route={route}", {"w": (n,)}, world)
+    knobs = f"group=512,route={route},feedback=true"
+    simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}{knobs}", {"w": (n,)}, world)
     torch.manual_seed(0)
     left = []
     for _ in range(60):
@@ -129,12 +131,10 @@ def test_auto_rounds_once_where_rounding_hardly_shrinks_the_error() -> None:
         assert (simulation.bytes_sent[0] != whole) == by_parts
 
 
-@pytest.mark.parametrize(
-    "spec", ["orq:momentum=0.9", "qsgd:levels=9,masking=true", "terngrad:sigmas=4", "linear:levels=3,masking=true"]
-)
+@pytest.mark.parametrize("spec", ["orq", "qsgd:levels=9", "terngrad:sigmas=4", "linear:levels=3"])
 def test_feedback_that_would_grow_is_refused(spec: str) -> None:
     with pytest.raises(ValueError, match=r"would grow without end.* times the squares"):
-        gradcomp.make(spec)
+        gradcomp.make(f"{spec}{',' if ':' in spec else ':'}feedback=true")
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,14 @@ def test_entries_further_apart_than_the_largest_float(spec: str) -> None:
     assert all(left.isfinite().all() for left in simulation.residual(0).values())
 
 
-def test_clipping_by_layers_needs_feedback() -> None:
-    assert gradcomp.make(Orq(sigmas=1.5)) == Feedback(Orq(sigmas=1.5))
+def test_what_rounds_has_no_feedback_but_what_keeps_the_momentum() -> None:
+    assert gradcomp.make(Orq(sigmas=1.5)) == Feedback(Orq(sigmas=1.5), feedback=False)
 
 
 def test_its_spec() -> None:
-    assert gradcomp.make("orq:levels=5") == Orq(levels=5)
-    assert gradcomp.make("orq:sigmas=2") == Feedback(Orq(sigmas=2.0))
+    assert gradcomp.make("orq:levels=5") == Feedback(Orq(levels=5), feedback=False)
+    assert gradcomp.make("orq:sigmas=2,feedback=true") == Feedback(Orq(sigmas=2.0))
+    assert str(gradcomp.make("orq:levels=5")) == "orq:levels=5"
     for bad in ("levels=4", "group=8", "sigmas=-1", "per=model", "route=ring"):
         with pytest.raises(ValueError, match="orq: "):
             gradcomp.make(f"orq:{bad}")

@@ -113,13 +113,17 @@ def _clipped(grad: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("momentum", ["0", "0.9"])
 def test_healthy_residuals_are_not_warned_of(momentum: str) -> None:
-    for spec in (f"topk:ratio=0.001,momentum={momentum}", f"sdagc:momentum={momentum}", f"bingrad:momentum={momentum}"):
-        assert train(spec, 12 * INTERVAL, drawn)[1] == []
+    for spec in (
+        f"topk:ratio=0.001,momentum={momentum}",
+        f"sdagc:momentum={momentum}",
+        f"bingrad:momentum={momentum},feedback=true",
+    ):
+        assert train(f"{spec},momentum={momentum}", 12 * INTERVAL, drawn)[1] == []
 
 
 def test_a_residual_from_which_nothing_is_taken_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradcomp.exchanges.rounded.Quantiser._clip", lambda self, deviations: torch.zeros(2 * len(deviations)))
-    _, texts = train("terngrad:sigmas=2.5", 6 * INTERVAL, drawn)
+    _, texts = train("terngrad:sigmas=2.5,feedback=true", 6 * INTERVAL, drawn)
     (text,) = {*texts}
     assert len(texts) == 2, "one on each rank"
     assert "terngrad" in text and "'b' and 1 more layers grows without bound" in text

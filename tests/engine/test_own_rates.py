@@ -17,7 +17,7 @@ SPECS = [
     "topk:ratio=0.05,wire=exact,route=split",
     "sdagc:lam=2,small=none",
     "gtopk:ratio=0.05",
-    "orq:sigmas=1.5",
+    "orq:sigmas=1.5,feedback=true",
 ]
 SHAPES = {"a": (40, 30), "b": (50,)}
 STEPS, RANKS = 12, 2

@@ -51,7 +51,7 @@ def test_accumulate_is_its_definition(
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
-@pytest.mark.parametrize("of_residual", [0.3, 4.0, 1e30])
+@pytest.mark.parametrize("of_residual", [0.0, 0.3, 4.0, 1e30])
 def test_the_old_residual_has_a_factor(device: torch.device, of_residual: float, momentum: float | None) -> None:
     """It acts where a gradient is refused, too, and nothing becomes infinite."""
     grads = pieces([100, 4000], torch.float32, device)
@@ -64,8 +64,8 @@ def test_the_old_residual_has_a_factor(device: torch.device, of_residual: float,
     kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=of_residual)
     assert reference.same(residual, expected[0]) and residual.isfinite().all() and flag.item() == 1
     assert velocity is None or reference.same(velocity, expected[1])
-    with pytest.raises(ValueError, match=r"accumulate: of_residual=0 must be above 0"):
-        kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=0.0)
+    with pytest.raises(ValueError, match=r"accumulate: of_residual=-1 must be at least 0"):
+        kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=-1.0)
 
 
 @pytest.mark.parametrize("whole", [True, False])
