@@ -13,8 +13,8 @@ constexpr int kBlockBits = 16;
 constexpr uint32_t kBlockEntries = 1u << kBlockBits;
 // The number of exponents of normal floats. A block word with this exponent or a larger one is unsound.
 constexpr uint32_t kExponents = 254;
-// A value's sign and power: 1 to 15 for 2^(exponent - 14) to 2^exponent, 0 for nothing.
-constexpr int kPowerBits = 4, kValueBits = 1 + kPowerBits;
+// A value's sign and power: 1 to 31 for 2^(exponent - 30) to 2^exponent, 0 for nothing.
+constexpr int kPowerBits = 5, kValueBits = 1 + kPowerBits;
 constexpr int kPowers = (1 << kPowerBits) - 1;
 
 struct BlockWord {

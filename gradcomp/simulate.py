@@ -75,13 +75,13 @@ class Simulation:
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates = None
+        rates, linear = None, partial(isinstance, self._optimizer, torch.optim.SGD)
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)
         reducers: list[Reducer] = []
         for rank, network in enumerate(self._networks):
-            options: dict[str, Any] = {"rates": rates, "memory": self._memory, "momentum": self._momentum}
+            options: dict[str, Any] = {"rates": rates, "linear": linear, "memory": self._memory, "momentum": self._momentum}
             if reducers:  # the update of rank 0 is returned, and the others' are compared with it
                 options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
             reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))

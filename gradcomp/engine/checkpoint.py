@@ -12,7 +12,17 @@ from torch import Tensor
 from gradcomp import saved
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import BucketState
-from gradcomp.engine.kept_arrays import ARRAYS, OF_OPTIMIZER, adam_steps, copies, later_moments, make_moments, views
+from gradcomp.engine.kept_arrays import (
+    ARRAYS,
+    OF_OPTIMIZER,
+    adam_steps,
+    copies,
+    later_moments,
+    make_moments,
+    rates,
+    set_rates,
+    views,
+)
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
 
@@ -36,6 +46,7 @@ def save(
         "adam_steps": adam_steps(reducer),
         "sums": sums,
         "shapes": dict(shapes),
+        "rates": rates(reducer),
         **{array: copies(reducer, array, copy) for array in ARRAYS},
         "buckets": [
             {"layers": list(bucket.layout.names), "own": bucket.collector.save(bucket.state)} for bucket in reducer.buckets
@@ -61,7 +72,7 @@ def prepare(
     """
     sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}
     trials = [(bucket, _trial(bucket)) for bucket in reducer.buckets] if not shares else []
-    steps_of_adam = 0
+    steps_of_adam, of_layers = 0, rates(reducer) if not shares else {}
     for i, (rank, share) in enumerate(shares.items()):
         try:
             _check_shapes(shapes, share)
@@ -72,6 +83,8 @@ def prepare(
             raise ValueError(f"{f'rank {rank}: ' if len(shares) > 1 else ''}{error}") from error
         if i == 0:
             trials, steps_of_adam = loaded, saved.whole(share, "adam_steps")
+            theirs = saved.table(share, "rates")
+            of_layers = {name: saved.number(theirs, name) for name in shapes if name in theirs}
 
     def copy() -> None:
         for array in OF_OPTIMIZER:
@@ -85,12 +98,13 @@ def prepare(
                     if name in source:
                         view.add_(source[name].to(view.device), alpha=of_one).clamp_(-LARGEST, LARGEST)
         reducer.steps_done = steps
+        set_rates(reducer, of_layers)
         for bucket in reducer.buckets:
             bucket.state.steps, bucket.state.adam_steps = steps, steps_of_adam
             bucket.state.flag.zero_()
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
-            bucket.state.nadam_products, bucket.state.rates = trial.nadam_products, trial.rates
+            bucket.state.nadam_products = trial.nadam_products
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
 
     return copy

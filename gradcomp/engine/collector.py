@@ -99,6 +99,7 @@ class StepFacts(NamedTuple):
     memory: Memory
     ranks: int
     rates: Rates = None
+    own_rates: Rates = None
     loss_scale: Tensor | None = None
     momentum: Momentum | AdamStep | None = None
 

@@ -131,17 +131,13 @@ class Feedback(Collector):
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
         products = [list(each) for each in state.nadam_products.items()]
-        own = {"steps": state.steps, "rates": state.rates, "sent_in": sent_in, "nadam_products": products}
-        return {**own, "inner": super().save(state)}
+        return {"steps": state.steps, "sent_in": sent_in, "nadam_products": products, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
         state.sent_in = None
         if entry(saved, "sent_in") is not None:
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
-        state.rates = None
-        if entry(saved, "rates") is not None:
-            state.rates = numbers_of(saved, "rates", len(sequence(saved, "rates")))
         products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
         state.nadam_products = {int(steps): product for steps, product in products}
         super().load(state, table_or_empty(saved, "inner"))
@@ -156,7 +152,9 @@ class Feedback(Collector):
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
         if state.second is not None and not isinstance(step.momentum, AdamStep):
             adam_moments.forget(state)
-        of_residual = own_rates.begin(state, step.rates if self.own_rate else None, grads) if self.feedback else 0.0
+        # An update that is larger than its gradients may be too large for float16.
+        kept = self.own_rate and all(grad.dtype != torch.float16 for grad in grads)
+        of_residual = own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0
         momentum, nesterov, adaptive = self.set_momentum, self.nesterov, None
         match step.momentum:
             case Momentum(value, ahead):

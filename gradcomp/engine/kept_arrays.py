@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -41,6 +41,21 @@ def make_moments(reducer: Reducer, array: str, names: Container[str]) -> None:
         missing = bucket.collector.takes_momentum and getattr(bucket.state, array) is None
         if missing and any(name in names for name in bucket.layout.names):
             setattr(bucket.state, array, torch.zeros_like(bucket.state.residual))
+
+
+def rates(reducer: Reducer) -> dict[str, float]:
+    """Return the learning rate that each layer's residual is meant for, where it is known."""
+    found: dict[str, float] = {}
+    for bucket in reducer.buckets:
+        found |= zip(bucket.layout.names, bucket.state.rates or (), strict=False)
+    return found
+
+
+def set_rates(reducer: Reducer, known: Mapping[str, float]) -> None:
+    """Set the learning rates that residuals are meant for; 0 for a layer without one, of which nothing waits yet."""
+    for bucket in reducer.buckets:
+        names = bucket.layout.names
+        bucket.state.rates = tuple(known.get(name, 0.0) for name in names) if any(name in known for name in names) else None
 
 
 def adam_steps(reducer: Reducer) -> int:

@@ -116,6 +116,11 @@ class OptimizerCheck:
         """Decide whether the session exchanges a parameter's gradient."""
         return self._parameters.slot(parameter) is not None
 
+    @property
+    def is_linear(self) -> bool:
+        """True if the acting optimizer moves weights by multiples of its updates."""
+        return isinstance(self.acting(), torch.optim.SGD)
+
     def rates(self, names: Sequence[str]) -> tuple[float, ...] | None:
         """Return the current learning rates of parameters; None where no optimizer is known."""
         if (acting := self.acting()) is None:
@@ -182,11 +187,16 @@ def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callab
 
     The rate is 0 for a parameter that the optimizer does not have, and where it lies on a device, which nobody is to wait for.
     """
-    # The groups' numbers, since load_state_dict() of an optimizer replaces the groups.
-    numbers = {id(parameter): i for i, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    number_of = {name: numbers.get(id(parameter)) for name, parameter in named}
+    ids = {name: id(parameter) for name, parameter in named}
+    # The groups' numbers, since load_state_dict() of an optimizer replaces the groups; and the sizes that the groups had.
+    number_of: dict[str, int | None] = {}
+    read: list[int] = []
 
     def rates(names: Sequence[str]) -> tuple[float, ...]:
+        if (sizes := [len(group["params"]) for group in optimizer.param_groups]) != read:
+            read[:] = sizes
+            numbers = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
+            number_of.update({name: numbers.get(own) for name, own in ids.items()})
         given = [group["lr"] for group in optimizer.param_groups]
         known = [0.0 if isinstance(each, torch.Tensor) and each.is_cuda else float(each) for each in given]
         return tuple(0.0 if (number := number_of[name]) is None else known[number] for name in names)

@@ -2,15 +2,15 @@
 
 The optimizer multiplies an update by its rate of the moment. A residual that was found under another rate is therefore
 multiplied by old / new whenever the rate changes. Weights then move by the rates that every gradient came with, as they do
-without compression.
+without compression. This holds for an optimizer that moves weights by multiples of its updates: SGD, or directions of Adam.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor
-
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import BucketState, Rates
 from gradcomp.native.extension import LARGEST
 
@@ -20,26 +20,30 @@ ALIKE = 1e-6
 SMALLEST = 2.0**-126
 
 
-def begin(state: BucketState, rates: Rates, layers: Sequence[Tensor]) -> float:
-    """Note a step's rates, and return the factor of the whole residual. Layers with factors of their own get them here.
+def begin(state: BucketState, rates: Rates) -> float:
+    """Note a step's rates, and return the factor of the residual.
 
-    A rate that is 0 or unknown changes nothing: what waits is meant for the last one before it. layers: arrays of their sizes.
+    It is 1 where rates are unknown, and where those of a bucket's layers change unlike each other: layers with a factor of
+    their own would push others out of a selection by magnitude. Rates of 0 change nothing: what waits keeps the last one.
     """
-    if rates is None:
-        return 1.0
     before, state.rates = state.rates, rates
-    if before is None or before == rates:
+    if before is None or rates is None or before == rates:
         return 1.0
-    state.rates = tuple(new if new > 0 else old for old, new in zip(before, rates, strict=True))
-    factors = [old / new if old > 0 else 1.0 for old, new in zip(before, state.rates, strict=True) if new > 0]
-    if len(factors) == len(rates) and max(factors) <= (1 + ALIKE) * min(factors):
-        return _held(factors[0])
-    for view, old, new in zip(state.residual.split([each.numel() for each in layers]), before, state.rates, strict=True):
-        if old != new and old > 0 and new > 0:
-            view.mul_(_held(old / new)).clamp_(-LARGEST, LARGEST)
-    return 1.0
+    if not any(map(_is_known, rates)):
+        state.rates = before
+        return 1.0
+    factors = [old / new for old, new in zip(before, rates, strict=True) if _is_known(old) and _is_known(new)]
+    if not factors or max(factors) > (1 + ALIKE) * min(factors):
+        return 1.0
+    return min(max(factors[0], SMALLEST), LARGEST)
 
 
-def _held(factor: float) -> float:
-    """Return the factor as a kernel's float holds it."""
-    return min(max(factor, SMALLEST), LARGEST)
+def note(buckets: Iterable[Bucket], rates: Callable[[Sequence[str]], Rates]) -> None:
+    """Note the rates that the last step's residuals were found under, where nobody knew them then."""
+    for bucket in buckets:
+        if bucket.state.rates is None:
+            bucket.state.rates = rates(bucket.layout.names)
+
+
+def _is_known(rate: float) -> bool:
+    return 0 < rate < math.inf

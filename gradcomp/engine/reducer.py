@@ -37,7 +37,8 @@ class Reducer:
 
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
-    rates: a function from layers' names to learning rates. memory: the owner of scratch and updates, a new one by default.
+    rates: a function from layers' names to learning rates. linear: decides whether weights move by multiples of updates.
+    memory: the owner of scratch and updates, a new one by default.
     loss_scale: that of the gradients, if they are scaled. momentum: the optimizer's, if it is known.
     targets: finds the arrays that a bucket's update is written into; by default its gradients.
     delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
@@ -53,6 +54,7 @@ class Reducer:
         seed: int,
         *,
         rates: Callable[[Sequence[str]], Rates] | None = None,
+        linear: Callable[[], bool] = lambda: False,
         loss_scale: LossScale | None = None,
         momentum: OwnMomentum | None = None,
         targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
@@ -67,7 +69,7 @@ class Reducer:
         if need == "needed" and (rates is None or rates(list(layers)) is None):
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self.network, self.layers = network, dict(layers)
-        self.rates = None if need == "unused" else rates
+        self.rates, self._linear = None if need == "unused" else rates, linear
         self.memory = Memory() if memory is None else memory
         self.buckets = [
             Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
@@ -172,7 +174,8 @@ class Reducer:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
         rates = None if self.rates is None else self.rates(layout.names)
         momentum = None if self._momentum is None else self._momentum.of(layout)
-        facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum)
+        own_rates = rates if momentum is not None or self._linear() else None
+        facts = StepFacts(self.memory, world.size, rates, own_rates, self.delivery.loss_scale(bucket), momentum)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
         bucket.round = 0
         bucket.running = collector.exchange(acc, bucket.state, world)

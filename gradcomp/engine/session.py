@@ -42,8 +42,7 @@ class Session:
     ):
         self.parameters, self.network = parameters, network
         self._options, self._unknown_message = options, unknown_message
-        self._membership = Membership(network)
-        self._guard = StepGuard(network, ends_in_backward)
+        self._membership, self._guard = Membership(network), StepGuard(network, ends_in_backward)
         self._held: dict[str, Slot] = {}
         self._kept_entries = KeptEntries(len(parameters.slots))
         self._compressor = compressor
@@ -53,6 +52,7 @@ class Session:
             options,
             lambda: own._compressor,
             self._guard.before_optimizer,
+            lambda: own._reducer.buckets,
             lambda: own.network.world.size if own._membership.sums else 1,
             lambda: own._guard.under_way,
         )

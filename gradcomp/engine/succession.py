@@ -7,7 +7,7 @@ from dataclasses import replace
 from gradcomp.engine.by_layer import ByLayer
 from gradcomp.engine.collector import Collector
 from gradcomp.engine.feedback import Feedback
-from gradcomp.engine.kept_arrays import ARRAYS, OF_OPTIMIZER, adam_steps, copies, make_moments, views
+from gradcomp.engine.kept_arrays import ARRAYS, OF_OPTIMIZER, adam_steps, copies, make_moments, rates, set_rates, views
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Compressor
@@ -44,12 +44,7 @@ def carry(old: Reducer, new: Reducer) -> None:
         for name, view in views(new, array).items():
             if name in before and not (array == "residual" and name in directions):
                 view.copy_(before[name])
-    rates: dict[str, float] = {}
-    for bucket in old.buckets:
-        rates |= zip(bucket.layout.names, bucket.state.rates or (), strict=False)
-    for bucket in new.buckets:
-        if all(name in rates for name in bucket.layout.names):
-            bucket.state.rates = tuple(rates[name] for name in bucket.layout.names)
+    set_rates(new, rates(old))
     new.steps_done = old.steps_done
     products = {steps: each for bucket in old.buckets for steps, each in bucket.state.nadam_products.items()}
     for bucket in new.buckets:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine import handed_back
+from gradcomp.engine import handed_back, own_rates
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.delivered_sample import DeliveredSample
 from gradcomp.engine.kept_arrays import views
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
@@ -23,6 +24,7 @@ class Training:
     """The optimizer and the GradScaler of a session's parameters.
 
     compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
+    buckets: returns the session's.
     sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
     """
 
@@ -32,16 +34,18 @@ class Training:
         options: Options,
         compressor: Callable[[], Compressor],
         before_step: Callable[[], None],
+        buckets: Callable[[], Sequence[Bucket]],
         sums: Callable[[], int],
         under_way: Callable[[], bool],
     ):
+        self._buckets = buckets
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
         self._unknown_scaler = UnknownScaler(options.scaler)
         self._check = OptimizerCheck(
             parameters,
             options.optimizer,
             lambda found: check_momentum(compressor(), found),
-            [before_step, self._unknown_scaler.look],
+            [before_step, self._note_rates, self._unknown_scaler.look],
         )
         slots = {slot.name: slot for slot in parameters.slots}
         self._shaped = lambda name, flat: slots[name].shaped(flat)
@@ -66,7 +70,12 @@ class Training:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""
         if (optimizer := self._check.optimizer) is not None:
             check_momentum(compressor, optimizer)
-        return {"rates": self._check.rates, "loss_scale": self._loss_scale, "momentum": self._momentum}
+        known = {"rates": self._check.rates, "linear": lambda: self._check.is_linear}
+        return {**known, "loss_scale": self._loss_scale, "momentum": self._momentum}
+
+    def _note_rates(self) -> None:
+        if self._check.is_linear:
+            own_rates.note(self._buckets(), self._check.rates)
 
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""

@@ -1,4 +1,4 @@
-"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, some 14. wire.md gives the bytes."""
+"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, some 15. wire.md gives the bytes."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ CODECS: dict[str, Codec] = {"compact": COMPACT, "exact": EXACT}
 
 def wire_knob() -> Any:
     """Declare the knob that names a codec."""
-    return knob("compact", "compact: some 14 bits an entry, rounding errors wait; exact: 64 bits", choices=CODECS)
+    return knob("compact", "compact: some 15 bits an entry, rounding errors wait; exact: 64 bits", choices=CODECS)
 
 
 def ratio_knob() -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 import gradcomp
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "bingrad:group=64,route=allgather": rounded_bytes(64, 2, 2),
-    "bingrad:threshold=lloyd,group=100,route=alltoall": rounded_bytes(100, 2, 2, "alltoall"),
+    "bingrad:feedback=true,group=64,route=allgather": rounded_bytes(64, 2, 2),
+    "bingrad:threshold=lloyd,feedback=true,group=100,route=alltoall": rounded_bytes(100, 2, 2, "alltoall"),
     "bingrad:form=pb,feedback=true,group=64,route=allgather": rounded_bytes(64, 2, 1),
 }
 

@@ -11,8 +11,8 @@ from compressors.test_orq import rounded_bytes
 import gradcomp
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "linear:levels=9,group=64,masking=true,route=allgather": rounded_bytes(64, 9, 2),
-    "linear:levels=9,spacing=quantile,group=64,masking=true": rounded_bytes(64, 9, 9),
+    "linear:levels=9,group=64,feedback=true,route=allgather": rounded_bytes(64, 9, 2),
+    "linear:levels=9,spacing=quantile,group=64,feedback=true": rounded_bytes(64, 9, 9),
 }
 
 

@@ -33,10 +33,10 @@ def rounded_bytes(group: int, count: int, each: int, route: str = "allgather") -
 
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "orq:levels=9,group=64,masking=true,route=allgather": rounded_bytes(64, 9, 9),
-    "orq:levels=5,group=128,masking=true,route=alltoall": rounded_bytes(128, 5, 5, "alltoall"),
-    "orq:sigmas=1.5,group=64,route=alltoall": rounded_bytes(64, 3, 3, "alltoall"),
-    "orq:sigmas=1.5,group=512,per=group": rounded_bytes(512, 3, 3),
+    "orq:levels=9,group=64,feedback=true,route=allgather": rounded_bytes(64, 9, 9),
+    "orq:levels=5,group=128,feedback=true,route=alltoall": rounded_bytes(128, 5, 5, "alltoall"),
+    "orq:sigmas=1.5,feedback=true,group=64,route=alltoall": rounded_bytes(64, 3, 3, "alltoall"),
+    "orq:sigmas=1.5,feedback=true,group=512,per=group": rounded_bytes(512, 3, 3),
 }
 
 

@@ -11,7 +11,7 @@ from compressors.test_orq import rounded_bytes
 import gradcomp
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "qsgd:norm=max,levels=9,group=64,masking=true,route=allgather": rounded_bytes(64, 9, 1),
+    "qsgd:norm=max,levels=9,group=64,feedback=true,route=allgather": rounded_bytes(64, 9, 1),
 }
 
 

@@ -11,7 +11,7 @@ from compressors.test_orq import rounded_bytes
 import gradcomp
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "terngrad:sigmas=1.2,group=64,route=allgather": rounded_bytes(64, 3, 1),
+    "terngrad:sigmas=1.2,feedback=true,group=64,route=allgather": rounded_bytes(64, 3, 1),
 }
 
 

@@ -89,13 +89,13 @@ def packed(values: Tensor, indices: Tensor, n: int) -> tuple[Tensor, Tensor, Ten
         words[b] = len(mine) | max(-126, *mine) + 126 << 24
     high_row = codes_row = 0
     for i, (value, exponent, place) in enumerate(zip(numbers, exponents, places, strict=True)):
-        power = exponent - ((words[place >> 16] >> 24) - 126) + 15
+        power = exponent - ((words[place >> 16] >> 24) - 126) + 31
         power = 0 if power < 1 or exponent < -126 else power
         negative = math.copysign(1, value) < 0
         said.append((-1.0 if negative else 1.0) * 2.0**exponent if power else 0.0)
-        code = (power | negative << 4 if power else 0) << low | place % 2**low
+        code = (power | negative << 5 if power else 0) << low | place % 2**low
         high_row |= 1 << (place >> low) + i
-        codes_row |= code << i * (low + 5)
+        codes_row |= code << i * (low + 6)
     rows = zip((high_row, codes_row), row_words(n, capacity), strict=True)
     split = [row >> 32 * word & 0xFFFFFFFF for row, count in rows for word in range(count)]
     return torch.tensor(words), torch.tensor(split), torch.tensor(said)
@@ -109,7 +109,7 @@ def low_bits(n: int, capacity: int) -> int:
 def row_words(n: int, capacity: int) -> tuple[int, int]:
     """Count the words of the two rows of packed entries."""
     low = low_bits(n, capacity)
-    return -(-(((n - 1) >> low) + 1 + capacity) // 32), -(-capacity * (low + 5) // 32)
+    return -(-(((n - 1) >> low) + 1 + capacity) // 32), -(-capacity * (low + 6) // 32)
 
 
 def compact_bytes(n: int, capacity: int) -> int:

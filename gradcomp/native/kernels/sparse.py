@@ -13,7 +13,7 @@ from gradcomp.native.extension import Array, count, launches, on_cuda, queue
 from gradcomp.native.memory import Memory
 
 # Entries of a block of a packed payload, and the bits of a value: its sign, and its power of two.
-BLOCK, VALUE_BITS = 1 << 16, 5
+BLOCK, VALUE_BITS = 1 << 16, 6
 
 
 class Mask(NamedTuple):
