@@ -93,15 +93,15 @@ class StepFacts(NamedTuple):
 
     memory: the lender of scratch. ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
     loss_scale: what the loss was multiplied by, as one float on the bucket's device. momentum: the optimizer's, for
-    momentum=auto.
+    momentum=auto. own_rates: the rates that what waits is to keep; None where the optimizer would not bear it.
     """
 
     memory: Memory
     ranks: int
     rates: Rates = None
-    own_rates: Rates = None
     loss_scale: Tensor | None = None
     momentum: Momentum | AdamStep | None = None
+    own_rates: Rates = None
 
 
 class Collector(Wrapper):

@@ -175,7 +175,7 @@ class Reducer:
         rates = None if self.rates is None else self.rates(layout.names)
         momentum = None if self._momentum is None else self._momentum.of(layout)
         own_rates = rates if momentum is not None or self._linear() else None
-        facts = StepFacts(self.memory, world.size, rates, own_rates, self.delivery.loss_scale(bucket), momentum)
+        facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum, own_rates)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
         bucket.round = 0
         bucket.running = collector.exchange(acc, bucket.state, world)

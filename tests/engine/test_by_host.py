@@ -55,7 +55,7 @@ def test_a_host_is_one_sender(spec: str) -> None:
     shared = gradcomp.Simulation(f"{spec},by_host=true", {"w": (40, 100)}, 8, ranks_per_host=4)
     shared.step([{"w": torch.randn(40, 100)} for _ in range(8)])
     of_host = sum(reducer.bytes_between_hosts for reducer in shared._reducers[:4])
-    assert alone.bytes_sent[0] <= of_host <= 1.3 * alone.bytes_sent[0]
+    assert alone.bytes_sent[0] <= of_host <= 1.35 * alone.bytes_sent[0]
     stats = shared.stats()
     assert stats["compression"] == stats["bytes_dense"] / stats["bytes_sent"]
     assert stats["bytes_sent"] > stats["bytes_between_hosts"] + 4 * 4000
