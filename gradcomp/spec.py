@@ -92,7 +92,7 @@ def describe(name: str) -> str:
     if rules:
         make(name)  # refuses what make() refuses
     kind = kind_of(first.partition(":")[0].strip())
-    made: Compressor | None = make(first) if ":" in first else None
+    made: Compressor | None = make(first)
     shown: dict[type, Any] = {each: each for each in (kind, *KNOB_CLASSES)}
     while made is not None:
         shown |= {HostKnobs: HostKnobs(by_host=True)} if isinstance(made, ByHost) else {type(made): made}

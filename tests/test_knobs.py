@@ -165,8 +165,9 @@ def test_a_value_survives_its_canonical_form(value: float) -> None:
 @pytest.mark.parametrize("name", gradcomp.names())
 def test_a_description_has_every_knob_with_default_range_and_help(name: str) -> None:
     text = " ".join(gradcomp.describe(name).split())
+    made = gradcomp.make(name)
     for kind in (kind_of(name), *KNOB_CLASSES):
-        for knob_, default, range_, help_ in knobs.rows(kind):
+        for knob_, default, range_, help_ in knobs.rows(made if type(made) is kind else kind):
             assert f"{knob_}={default} {help_} [{range_}]" in text
 
 

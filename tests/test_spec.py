@@ -90,3 +90,9 @@ def test_a_class_in_place_of_an_object_is_refused() -> None:
 def test_a_wrong_spec_is_refused() -> None:
     with pytest.raises(TypeError, match="a spec such as"):
         gradcomp.make(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name,feedback", [("topk", "true"), ("sign", "true"), ("orq", "false"), ("bingrad", "false")])
+def test_the_default_of_feedback_is_the_compressors(name: str, feedback: str) -> None:
+    assert f"\n  feedback={feedback} " in gradcomp.describe(name)
+    assert str(gradcomp.make(f"{name}:feedback={feedback}")) == name

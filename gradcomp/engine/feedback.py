@@ -37,7 +37,9 @@ class Feedback(Collector):
     With feedback=false nothing waits, as in some papers: the residual only holds what a step is to send.
     """
 
-    feedback: bool = knob(True, "true: entries not sent wait for the next step; false: they are lost")
+    feedback: bool = knob(
+        True, "true: entries not sent wait for the next step; false, the default of what rounds but sign: they are lost"
+    )
     momentum: float | str = knob(
         AUTO,
         "local momentum; auto: the optimizer's own, of known SGD or Adam; a number: the optimizer's must then be 0",
