@@ -229,7 +229,10 @@ def test_rates_are_those_of_the_moment() -> None:
     optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
     assert rates(names) == (0.125, 0.5)
     few = SGD(model[0].parameters(), lr=0.1)
-    assert rates_of(few, model.named_parameters())(names) == (0.1, 0)
+    rates = rates_of(few, model.named_parameters())
+    assert rates(names) == (0.1, 0)
+    few.add_param_group({"params": model[1].parameters(), "lr": 0.5})
+    assert rates(names) == (0.1, 0.5)
 
 
 def test_the_checks_of_a_session_end_once_another_one_exchanges_its_parameters() -> None:

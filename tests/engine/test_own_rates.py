@@ -152,3 +152,32 @@ def test_a_saved_state_holds_the_rates() -> None:
         return w.detach()
 
     assert torch.equal(run(None), run(3))
+
+
+def test_rates_are_loaded_by_layer() -> None:
+    """Into other buckets, and on another number of ranks."""
+    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    optimizer = SGD(weights.values(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": weights.items()}
+    first = gradcomp.Simulation("topk:ratio=0.05,wire=exact", SHAPES, 2, **options)
+    first.step([gradient(rank, 0) for rank in range(2)])
+    optimizer.param_groups[0]["lr"] = 0.001
+    nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for ranks in (1, 2, 4):
+        second = gradcomp.Simulation("topk:ratio=0.05,wire=exact", SHAPES, ranks, bucket_mb=0.0001, **options)
+        second.load_state_dict(first.state_dict())
+        before = [second.residual(rank) for rank in range(ranks)]
+        update = second.step([nothing] * ranks)
+        for name in SHAPES:
+            sums = [sum(each[name] for each in left) for left in (before, [second.residual(rank) for rank in range(ranks)])]
+            torch.testing.assert_close(sums[1] + ranks * update[name], 100 * sums[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rates", [{"a": -1.0}, {"a": "much"}, {"a": float("inf")}, [0.1], None])
+def test_damaged_rates_are_refused(rates: Any) -> None:
+    simulation = gradcomp.Simulation("topk", SHAPES, 1)
+    simulation.step([gradient(0, 0)])
+    state = simulation.state_dict()
+    state["of_rank"]["0"]["rates"] = rates
+    with pytest.raises(ValueError, match=r"rates|a="):
+        gradcomp.Simulation("topk", SHAPES, 1).load_state_dict(state)
