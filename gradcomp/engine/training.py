@@ -38,7 +38,7 @@ class Training:
         sums: Callable[[], int],
         under_way: Callable[[], bool],
     ):
-        self._buckets = buckets
+        self._buckets, self._rates_noted = buckets, False
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
         self._unknown_scaler = UnknownScaler(options.scaler)
         self._check = OptimizerCheck(
@@ -70,12 +70,14 @@ class Training:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""
         if (optimizer := self._check.optimizer) is not None:
             check_momentum(compressor, optimizer)
+        self._rates_noted = False
         known = {"rates": self._check.rates, "linear": lambda: self._check.is_linear}
         return {**known, "loss_scale": self._loss_scale, "momentum": self._momentum}
 
     def _note_rates(self) -> None:
-        if self._check.is_linear:
+        if not self._rates_noted and self._check.is_linear:
             own_rates.note(self._buckets(), self._check.rates)
+            self._rates_noted = True
 
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""

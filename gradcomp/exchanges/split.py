@@ -118,7 +118,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     acc.residual.index_add_(0, dealt.places.flatten(), returned.masked_fill(~dealt.used, 0.0).flatten())
     acc.residual.index_add_(0, dealt.overflow_places, dealt.overflow_values)
     places = parts.places(world.rank, sent_on).long()
-    errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on)
+    errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on).double()
     add_within_largest(acc.residual, places, errors.masked_fill((update.flat[places] == 0) | failed, 0.0))
     if observe is not None:
         observe(results)

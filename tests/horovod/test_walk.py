@@ -51,6 +51,7 @@ COMPUTES_AND_RETURNS = (
     "engine/membership.py",
     "engine/optimizers.py",
     "engine/own_momentum.py",
+    "engine/own_rates.py",
     "engine/adam_moments.py",
     "engine/sgd_momentum.py",
     "engine/step_guard.py",

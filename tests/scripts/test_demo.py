@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 
 pytest.importorskip("sklearn", reason="the demo was NOT tested: scikit-learn is not installed")
@@ -93,10 +94,9 @@ def test_the_demo_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run.main(["--steps", "150", "--width", "64", "--spec", "topk:ratio=0.1", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     parameters = 64 * 64 + 2 * 64 * 64 + 3 * 64 + 64 * 10 + 10
-    padded = -(-4 * -(-parameters // 10) // 8) * 8  # a tenth of the entries in 32 bits each, up to a multiple of 8 bytes
     dense, compressed = (line for line in said.splitlines() if " ms " in line and " % " in line)
     assert f"{4 * parameters:,}" in dense
-    assert f"{8 + 8 + padded:,}" in compressed  # a header, one block's count, entries
+    assert f"{reference.compact_bytes(parameters, -(-parameters // 10)):,}" in compressed
     for line in (dense, compressed):
         accuracy = float(line.split(" %")[0].split()[-1])
         assert accuracy > 50

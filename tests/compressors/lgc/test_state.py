@@ -145,7 +145,7 @@ def test_a_falling_learning_rate_refreshes_the_code() -> None:
         MemoryNetwork(board, 0, 1),
         25,
         0,
-        rates=lambda name: rate[0],
+        rates=lambda names: (rate[0],) * len(names),
         deliver=lambda bucket, update: None,
     )
     phases = []
