@@ -12,7 +12,7 @@ from torch import Tensor
 from gradcomp.engine import checkpoint, handed_back, states, succession
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.meeting import adopt, shared_state
-from gradcomp.engine.optimizers import check_momentum, rates_of
+from gradcomp.engine.optimizers import check_momentum, is_linear, rates_of
 from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import checked
 from gradcomp.engine.reducer import Reducer, check_type
@@ -75,7 +75,7 @@ class Simulation:
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates, linear = None, partial(isinstance, self._optimizer, torch.optim.SGD)
+        rates, linear = None, partial(is_linear, self._optimizer)
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)

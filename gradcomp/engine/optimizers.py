@@ -119,7 +119,7 @@ class OptimizerCheck:
     @property
     def is_linear(self) -> bool:
         """True if the acting optimizer moves weights by multiples of its updates."""
-        return isinstance(self.acting(), torch.optim.SGD)
+        return is_linear(self.acting())
 
     def rates(self, names: Sequence[str]) -> tuple[float, ...] | None:
         """Return the current learning rates of parameters; None where no optimizer is known."""
@@ -180,6 +180,11 @@ def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> 
         raise ValueError(
             f"the momentum {momentum} of {compressor} and the optimizer's own would act twice; set one of them to 0"
         )
+
+
+def is_linear(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Decide whether an optimizer moves weights by multiples of its updates."""
+    return isinstance(optimizer, torch.optim.SGD)
 
 
 def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[Sequence[str]], tuple[float, ...]]:

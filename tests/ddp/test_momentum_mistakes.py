@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from one_rank import SPEC, Body, adamw, loss, net, plain, same, sgd, train
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
+pytestmark = pytest.mark.usefixtures("group_of_one")
 both = pytest.mark.parametrize("optimizer_of", [sgd, adamw])
 
 

@@ -118,8 +118,8 @@ KERNEL_FAULTS = (
     Fault(
         "off by one in a tail: the last three entries of a bucket are not stored on a GPU",
         "csrc/cuda",
-        "make_float4(four.x[0], four.x[1], four.x[2], four.x[3]);\n    return;\n  }\n  for (int i = 0; i < 4; ++i) {",
-        "make_float4(four.x[0], four.x[1], four.x[2], four.x[3]);\n    return;\n  }\n  for (int i = 0; i < 2; ++i) {",
+        "*reinterpret_cast<Word*>(p) = v;\n    return;\n  }\n  for (int i = 0; i < 4; ++i) {",
+        "*reinterpret_cast<Word*>(p) = v;\n    return;\n  }\n  for (int i = 0; i < 2; ++i) {",
         ("test_feedback.py", "test_take.py"),
     ),
     Fault(

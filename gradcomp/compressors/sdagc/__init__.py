@@ -31,7 +31,6 @@ from gradcomp.compressors.sdagc.state import SdagcState
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import CODECS, wire_knob
 from gradcomp.native import kernels
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
@@ -119,7 +118,7 @@ class Sdagc(Compressor):
         assert moments is not None
         if self.shared:
             # Before a dense exchange, too: a host's parts may differ in capacity, but all must yield the same requests.
-            replies = yield from gather(wrap(moments.view(-1)))
+            replies = yield from gather(payloads.wrap(moments.view(-1)))
             moments = merge_moments([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
         n = acc.residual.numel()
         all_may_pass = capacity.entries >= n or payloads.size(CODECS[self.wire].form(n, capacity.entries)) >= 4 * n

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ class SdagcState:
         self.n = layout.total
         self.sizes = torch.tensor(layout.sizes, dtype=torch.float64, device=layout.device)
         ends = torch.tensor(layout.sizes).cumsum(0)
-        self.begins: Sequence[int] = [0, *ends.tolist()]
         self.ends = ends.to(torch.int32).to(layout.device)
         self.thresholds = torch.zeros(len(layout.sizes), device=layout.device)
         self.lam = torch.zeros(1, device=layout.device)
