@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
     "traffic": "count the bytes that ranks send: by interface, by formula, simulated",
     "study": "train over many seeds and compare accuracy and loss with dense",
+    "confirm": "train one seed of a study over real Horovod processes, beside the simulated ranks",
     "compare": "compare specs by step time, throughput, and loss against seconds",
     "lgc": "measure the phases of lgc, and the redundancy between ranks",
 }
