@@ -51,10 +51,7 @@ _UNKNOWN = (
 # Callers of compress() among which Horovod's optimizer is looked for.
 MOST_CALLERS = 4
 
-_CLASS = (
-    "compression= is the class Compression; pass an object: "
-    "compression=Compression('topk:ratio=0.001', model.named_parameters())"
-)
+_CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
 
 
 class Compression(Handle):

@@ -119,10 +119,10 @@ def test_the_canonical_spec_means_the_same(spec: str) -> None:
 @pytest.mark.parametrize(
     "one,other",
     [
-        ("topk", "topk:ratio=0.001"),
+        ("topk", "topk:ratio=0.01"),
         ("topk:ratio=0.01,momentum=0.9", " topk : momentum=0.90 , ratio=1e-2"),
         ("orq", "orq:feedback=false"),
-        ("sdagc; *.bias=dense", "sdagc:lam=3.3 ;*.bias = dense:feedback=no"),
+        ("sdagc; *.bias=dense", "sdagc:lam=auto ;*.bias = dense:feedback=no"),
         ("dense", "dense:by_host=false"),
         ("sign", "sign:feedback=true"),
         ("sdagc:lam=0", "sdagc:lam=-0.0"),
@@ -214,6 +214,14 @@ def test_knobs_that_act_on_the_residual_need_one(knob_: str) -> None:
         gradcomp.make(f"sdagc:feedback=false,{knob_}")
 
 
+@pytest.mark.parametrize("setting", ["density=0.02", "lr_revision=density"])
+def test_what_is_fixed_is_not_steered(setting: str) -> None:
+    message = f": {setting} steers lam, and lam=3 fixes it; remove lam=3 or {setting}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gradcomp.make(f"sdagc:lam=3,{setting}")
+    gradcomp.make(f"sdagc:lam=auto,{setting}")
+
+
 def test_messages_name_the_algorithm_through_wrappers() -> None:
     with pytest.raises(ValueError, match=r"^topk: clip=-1 must be at least 0$"):
         gradcomp.make("topk:by_host=true,clip=-1")
@@ -253,7 +261,7 @@ def test_the_command_lists_and_describes() -> None:
     assert said("describe", "topk") == gradcomp.describe("topk") + "\n"
     own = said("describe", "topk:ratio=0.25,momentum=0.5,by_host=true")
     assert own == gradcomp.describe("topk:ratio=0.25,momentum=0.5,by_host=true") + "\n"
-    for part in ("  ratio=0.25  ", "(default 0.001)", "  momentum=0.5  ", "  by_host=true  ", "  masking=true  "):
+    for part in ("  ratio=0.25  ", "(default 0.01)", "  momentum=0.5  ", "  by_host=true  ", "  masking=true  "):
         assert part in own
     assert own.count("(default ") == 3
     wrong = subprocess.run([sys.executable, "-m", "gradcomp", "describe", "topkk"], capture_output=True, text=True)

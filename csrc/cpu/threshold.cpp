@@ -18,7 +18,9 @@ void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<c
 }
 
 void steer(Span<float> lam, Span<const int32_t> header, int64_t target, Queue) {
-  lam.data[0] = steered(lam.data[0], static_cast<double>(header.data[0]), static_cast<double>(target));
+  const Steered next = steered({lam.data[0], lam.data[1]}, static_cast<double>(header.data[0]), static_cast<double>(target));
+  lam.data[0] = next.lam;
+  lam.data[1] = next.gain;
 }
 
 }  // namespace gradcomp::cpu

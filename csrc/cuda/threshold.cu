@@ -1,6 +1,6 @@
 // Thresholds of a bucket's layers from their moments, on a GPU, and the steering of lam.
 //
-// Bytes: set_thresholds 48 a layer, steer 12. One launch each.
+// Bytes: set_thresholds 48 a layer, steer 20. One launch each.
 
 #include "../math.h"
 #include "../ops.h"
@@ -50,7 +50,9 @@ __global__ void __launch_bounds__(kThreads) set_pooled(Layers layers, const floa
 }
 
 __global__ void steer_lam(float* lam, const int32_t* header, double target) {
-  *lam = steered(*lam, static_cast<double>(header[0]), target);
+  const Steered next = steered({lam[0], lam[1]}, static_cast<double>(header[0]), target);
+  lam[0] = next.lam;
+  lam[1] = next.gain;
 }
 
 }  // namespace

@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 class Sketcher(Compressor):
     """Sends the k entries with the largest sums over the ranks: k = max(1, ceil(ratio * n)) of the model's n entries."""
 
-    ratio: float = ratio_knob()
+    ratio: float = ratio_knob(0.001)
     candidates: int = knob(
         4, "candidates with exact values for each entry sent; higher = fewer large ones missed; 0 = use estimates", least=0
     )

@@ -204,9 +204,9 @@ def wire_knob() -> Any:
     return knob("compact", "compact: some 15 bits an entry, rounding errors wait; exact: 64 bits", choices=CODECS)
 
 
-def ratio_knob() -> Any:
+def ratio_knob(default: float = 0.01) -> Any:
     """Declare the knob for the share of entries sent."""
-    return knob(0.001, "share of entries sent; lower = fewer bytes, staler gradients", above=0, most=1)
+    return knob(default, "share of entries sent; lower = fewer bytes, staler gradients", above=0, most=1)
 
 
 def count_of(ratio: float, n: int) -> int:

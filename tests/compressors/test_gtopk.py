@@ -20,7 +20,7 @@ def _bytes(ratio: float) -> Callable[[int, int, int], int]:
     return lambda n, rank, world: tree_bytes(n, max(1, math.ceil(ratio * n)), rank, world)
 
 
-PROMISED_BYTES = {"gtopk": _bytes(0.001), "gtopk:ratio=0.03": _bytes(0.03), "gtopk:ratio=0.4": _bytes(0.4)}
+PROMISED_BYTES = {"gtopk": _bytes(0.01), "gtopk:ratio=0.03": _bytes(0.03), "gtopk:ratio=0.4": _bytes(0.4)}
 
 
 def sparse(entries: dict[int, float], flag: int = 0) -> Payload:

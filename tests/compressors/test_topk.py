@@ -46,7 +46,7 @@ def _routed(ratio: float, route: str, wire: str = "compact") -> Callable[[int, i
 
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "topk": _bytes(0.001),
+    "topk": _bytes(0.01),
     "topk:ratio=0.03": _bytes(0.03),
     "topk:ratio=0.5": _bytes(0.5),
     "topk:ratio=1,wire=exact": _bytes(1.0, "exact"),

@@ -139,15 +139,28 @@ def test_pooled_layers_have_one_threshold(device: torch.device, layers: int) -> 
 
 
 def test_steering(device: torch.device) -> None:
-    def steered(lam: float, count: int, target: int) -> float:
-        x = torch.tensor([lam])
+    def steered(lam: float, count: int, target: int, gain: float = 0.1) -> list[float]:
+        x = torch.tensor([lam, gain])
         kernels.steer(x, torch.tensor([count, 0], dtype=torch.int32), target)
-        return x.item()
+        return [pytest.approx(value) for value in x.tolist()]
 
-    assert steered(3.0, 100, 100) == 3.0
-    assert steered(3.0, 10_000, 100) == steered(3.0, 200, 100) == pytest.approx(3.3)
-    assert steered(3.0, 0, 100) == pytest.approx(3.0 / 1.1)
-    assert steered(16.0, 900, 1) == 16.0 and steered(0.5, 0, 1) == 0.5
+    assert steered(3.0, 100, 100) == [3.0, 0.1]
+    assert steered(3.0, 10_000, 100) == steered(3.0, 200, 100) == [3.3, 0.1]
+    assert steered(3.0, 0, 100, -0.1) == [3.0 / 1.1, -0.1]
+    assert steered(3.0, 0, 100, 0.1) == [3.0 / 1.05, -0.05]  # on the other side: half the gain
+    assert steered(3.0, 150, 100, -0.1) == [3.0 * 1.025, 0.05]
+    assert steered(3.0, 200, 100, 0.04) == [3.15, 0.05]  # on the same side: a quarter more
+    assert steered(3.0, 200, 100, -0.015) == [3.03, 0.01]
+    assert steered(16.0, 900, 1)[0] == 16.0 and steered(0.5, 0, 1)[0] == 0.5
+
+
+def test_steering_ends_at_the_target_where_a_tenth_more_is_far_too_much(device: torch.device) -> None:
+    """Counts that fall by a factor of 100 over a tenth of lam, as a residual's do. Steering by a tenth swings for ever."""
+    lam, target, counts = torch.tensor([3.0, 0.1]), 1000, []
+    for _ in range(60):
+        counts.append(round(target * 100 ** ((2.5 - lam[0].item()) / 0.25)))
+        kernels.steer(lam, torch.tensor([counts[-1], 0], dtype=torch.int32), target)
+    assert all(0.8 * target < count < 1.25 * target for count in counts[-30:]), counts
 
 
 def take_above(

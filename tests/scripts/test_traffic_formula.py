@@ -193,7 +193,7 @@ def test_counting_a_step_cut_short_is_counting_a_step(spec: str) -> None:
 
 
 def test_buckets_that_end_in_different_rounds_are_counted_to_their_ends() -> None:
-    counted = formula.simulate("sdagc:density=0.01,shared=true", {"w": (64, 64), "bias": (64,)}, 4)
+    counted = formula.simulate("sdagc:density=0.01,shared=true,small=dense", {"w": (64, 64), "bias": (64,)}, 4)
     for rank, own in enumerate(counted):
         assert own.operations == {"Gather": 2, "Reduce": 1}
         assert own.sent.bytes == expected("sdagc:density=0.01,shared=true", rank, 4).bytes + gloo_ring(4 * 64, rank, 4)[1]

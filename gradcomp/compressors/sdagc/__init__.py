@@ -1,4 +1,4 @@
-"""SDAGC: each layer sends the entries above a multiple of its standard deviation; the other entries wait in the residual.
+"""SDAGC: the entries above a multiple of the standard deviation are sent; the other entries wait in the residual.
 
 M. Chen, Z. Yan, J. Ren, W. Wu, "Standard Deviation based Adaptive Gradient Compression for Distributed Deep Learning" (CCGRID
 2020). Only the paper's abstract was available. It names the parts: a threshold from each layer's standard deviation, residual
@@ -8,9 +8,11 @@ a reconstruction, and every part can be switched:
     g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v), layer by layer;  v, u <- 0 there
 
 The knobs clip, momentum, warmup and own_rate, which every compressor has, give clipping, momentum correction with masking,
-warm-up, and entries that act with the learning rate of their own step. lr_revision=density lowers the knob density, which must
-be above 0, as the rate falls. staleness and per_layer divide a sent entry by the steps that it waited, or by the mean over its
-layer's sent entries.
+warm-up, and entries that act with the learning rate of their own step. lr_revision=density lowers the knob density as the rate
+falls. staleness and per_layer divide a sent entry by the steps that it waited, or by the mean over its layer's sent entries.
+
+By default, lam is steered to send the share density, and one threshold serves a bucket: per=layer and small=dense, which the
+abstract's words come closest to, cost accuracy (docs/claims.md).
 """
 
 from __future__ import annotations
@@ -51,18 +53,24 @@ SMALL_LAYER_MODES = ("dense", "pool", "none")
 
 @dataclass(frozen=True)
 class Sdagc(Compressor):
-    """Sends entries above per-layer thresholds. lam=3.3 sends 0.1 % of normal entries, lam=4.9 of Laplace entries."""
+    """Sends entries above a threshold. lam=3.3 sends 0.1 % of normal entries, lam=4.9 of Laplace entries."""
 
-    lam: float = knob(3.3, "threshold in standard deviations; higher = fewer bytes, staler gradients", least=0, most=16)
-    density: float = knob(0.0, "share of entries that lam is steered to send; 0 = lam is fixed", least=0, below=1)
+    density: float = knob(0.01, "share of entries sent, with lam=auto; lower = fewer bytes, staler gradients", above=0, below=1)
+    lam: float | str = knob(
+        "auto",
+        "threshold in standard deviations; auto: steered to send density; a number: fixed",
+        least=0,
+        most=16,
+        word="auto",
+    )
     stat: Literal["accumulated", "raw"] = knob(
         "accumulated", "sigma of the accumulated gradient, or of the raw one", choices=STATISTICS, ablation=True
     )
     sigma: str = knob("mean", "deviation from the mean or from zero", choices=("mean", "zero"), ablation=True)
     shared: bool = knob(False, "one sigma for all ranks; costs a small exchange", ablation=True)
-    per: str = knob("layer", "scope of a threshold", choices=("layer", "bucket"), ablation=True)
+    per: str = knob("bucket", "scope of a threshold; layer: as published", choices=("layer", "bucket"))
     small: str = knob(
-        "dense",
+        "none",
         "tiny and one-dimensional layers: dense; pool = one threshold for all; none = like other layers",
         choices=SMALL_LAYER_MODES,
     )
@@ -89,6 +97,11 @@ class Sdagc(Compressor):
         return Traits(moments=self.stat, sparse=True, selects=True, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
+        if not isinstance(self.lam, str):
+            for setting in knobs.changed(self):
+                if setting.partition("=")[0] == "density" or setting == "lr_revision=density":
+                    fixed = f"lam={knobs.as_text(self.lam)}"
+                    return f"{setting} steers lam, and {fixed} fixes it; remove {fixed} or {setting}"
         needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in AGE_REVISIONS}
         settings = [setting for setting in knobs.changed(self) if needs_residual.get(setting.partition("=")[0])]
         if feedback or not settings:
@@ -105,7 +118,9 @@ class Sdagc(Compressor):
 
     def ease(self, progress: float) -> Sdagc:
         """Lower lam for a warm-up. A share p of lam sends density^p of Laplace entries: their tail is exp(-sqrt(2) lam)."""
-        return replace(self, lam=self.lam * progress, density=self.density**progress if self.density else 0.0)
+        if isinstance(self.lam, str):
+            return replace(self, density=self.density**progress)
+        return replace(self, lam=self.lam * progress)
 
     def init(self, layout: Layout, seed: int) -> SdagcState:
         return SdagcState(layout)
@@ -146,7 +161,7 @@ class Sdagc(Compressor):
     def save(self, state: SdagcState) -> dict[str, Any]:
         return {
             "steps": state.steps,
-            "lam": float(state.lam),
+            "lam": state.lam.clone(),
             "set_for": state.capacity_basis,
             "first_rate": state.first_rate,
             "capacity": None if state.capacity is None else state.capacity.save(),
@@ -155,7 +170,7 @@ class Sdagc(Compressor):
 
     def load(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
         self._load_common(state, saved)
-        state.lam.fill_(number(saved, "lam"))
+        state.lam.copy_(tensor(saved, "lam", state.lam.shape))
         if entry(saved, "ages") is not None:
             state.ages = Ages(state.n, state.ends)
             state.ages.last_sent.copy_(tensor(saved, "ages", state.ages.last_sent.shape))
@@ -168,7 +183,7 @@ class Sdagc(Compressor):
         is_new = state.steps == 0
         self._load_common(state, saved)
         if is_new:  # its own lam has not been set, and none of its entries waits yet
-            state.lam.fill_(max(0.0, state.capacity_basis[0]))
+            state.set_lam(max(0.0, state.capacity_basis[0]))
             if self.lr_revision in AGE_REVISIONS:
                 state.ages = Ages(state.n, state.ends)
                 state.ages.last_sent.fill_(state.steps)
@@ -185,7 +200,7 @@ class Sdagc(Compressor):
 
     def _target(self, acc: Acc, state: SdagcState) -> int | None:
         """Return the number of entries that lam is steered to send; None if lam is fixed."""
-        if not self.density:
+        if not isinstance(self.lam, str):
             return None
         share = self.density
         if self.lr_revision == "density" and acc.rates is not None:  # send less as the rate falls
@@ -195,10 +210,11 @@ class Sdagc(Compressor):
 
     def _capacity(self, state: SdagcState, target: int | None) -> Capacity:
         """Return the payload's capacity. It is reset whenever lam or the target changes, as in a warm-up."""
-        basis = (self.lam, target or 0)
+        lam = laplace_threshold(self.density) if isinstance(self.lam, str) else self.lam
+        basis = (lam, target or 0)
         if state.capacity is None or state.capacity_basis != basis:
-            if state.capacity_basis[:1] != basis[:1] or not self.density:
-                state.lam.fill_(self.lam)
+            if state.capacity_basis[:1] != basis[:1]:
+                state.set_lam(lam)
             state.capacity_basis = basis
             state.capacity = Capacity(*self._expected_capacity(basis, state.n))
         return state.capacity
@@ -216,6 +232,11 @@ class Sdagc(Compressor):
 def laplace_density(lam: float) -> float:
     """Return the share of Laplace-distributed entries beyond lam standard deviations."""
     return math.exp(-math.sqrt(2) * lam)
+
+
+def laplace_threshold(density: float) -> float:
+    """Return the number of standard deviations beyond which this share of Laplace-distributed entries lies."""
+    return -math.log(density) / math.sqrt(2)
 
 
 def merge_moments(moments: Sequence[Tensor], rank: int, sizes: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def set_thresholds(
 
 
 def steer(lam: Array, header: Array, target: int) -> None:
-    """Move lam a little, so that the number of entries that pass (header) comes closer to the target."""
+    """Move lam[0] by up to the gain lam[1], so that the number of entries that pass (header) comes closer to the target."""
     extension.native.steer(lam, header, target, **queue(lam))
 
 

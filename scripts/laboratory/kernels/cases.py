@@ -128,7 +128,7 @@ def above(arrays: Arrays) -> list[Case]:
     ends = torch.tensor(arrays.sizes).cumsum(0).to(torch.int32).to(arrays.device)
     thresholds = torch.zeros(layers, device=arrays.device)
     moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=arrays.device)
-    lam = torch.full((1,), 3.3, device=arrays.device)
+    lam = torch.tensor([3.3, 0.1], device=arrays.device)
     payload, form = arrays.payload(), COMPACT.form(n, arrays.k)
     packed, entries = empty(form, arrays.device), arrays.payload()
     kernels.take_topk(arrays.input(0).clone(), arrays.k, **entries, memory=arrays.memory)

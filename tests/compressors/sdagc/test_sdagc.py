@@ -28,7 +28,7 @@ def _sparse(n: int, lam: float, wire: str) -> int:
     return 4 * n if capacity >= n or payload(n, capacity, wire) >= 4 * n else payload(n, capacity, wire)
 
 
-def _bytes(lam: float, small: str = "dense", wire: str = "compact") -> Callable[[int], int]:
+def _bytes(lam: float, small: str = "none", wire: str = "compact") -> Callable[[int], int]:
     def promised(n: int) -> int:
         few = 0 if small == "none" else SMALL if n > 60 else n
         apart = 4 * few if small == "dense" else _sparse(few, lam, wire) if few else 0
@@ -42,16 +42,17 @@ def _density(share: float) -> Callable[[int], int]:
 
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "sdagc": _bytes(3.3),
+    "sdagc": _density(0.01),
+    "sdagc:lam=3.3,per=layer,small=dense": _bytes(3.3, "dense"),
     "sdagc:lam=2,small=pool": _bytes(2.0, "pool"),
-    "sdagc:lam=1.5,small=none,wire=exact": _bytes(1.5, "none", "exact"),
-    "sdagc:lam=2,small=none,sigma=zero,stat=raw": _bytes(2.0, "none"),
-    "sdagc:lam=2.5,small=none,live=false,flush=7": _bytes(2.5, "none"),
-    "sdagc:density=0.05,small=none": _density(0.05),
+    "sdagc:lam=1.5,wire=exact": _bytes(1.5, wire="exact"),
+    "sdagc:lam=2,sigma=zero,stat=raw": _bytes(2.0),
+    "sdagc:lam=2.5,live=false,flush=7": _bytes(2.5),
+    "sdagc:density=0.05": _density(0.05),
     "sdagc:lam=0": lambda n: 4 * n,
-    "sdagc:lam=2,small=none,route=split": lambda n, rank, world: split_bytes(n, _capacity(n, 2.0), world),
-    "sdagc:lam=2.5,small=none,route=tree": lambda n, rank, world: tree_bytes(n, _capacity(n, 2.5), rank, world),
-    "sdagc:lam=2,small=none,by_host=true": lambda n, rank, world: (world - 1) * payload(n, _capacity(n, 2.0)),
+    "sdagc:lam=2,route=split": lambda n, rank, world: split_bytes(n, _capacity(n, 2.0), world),
+    "sdagc:lam=2.5,route=tree": lambda n, rank, world: tree_bytes(n, _capacity(n, 2.5), rank, world),
+    "sdagc:lam=2,by_host=true": lambda n, rank, world: (world - 1) * payload(n, _capacity(n, 2.0)),
 }
 
 TABLE = {"normal": {100: 2.576, 433: 3.047, 600: 3.144, 1000: 3.291, 2021: 3.484}}
@@ -107,9 +108,9 @@ def test_each_layer_has_its_threshold() -> None:
     torch.manual_seed(0)
     shapes = {"loud": (200, 100), "quiet": (200, 100)}
     grads = {"loud": 1000 * torch.randn(200, 100), "quiet": torch.randn(200, 100)}
-    update = gradcomp.Simulation("sdagc:lam=2.5", shapes, 1).step([grads])
+    update = gradcomp.Simulation("sdagc:lam=2.5,per=layer", shapes, 1).step([grads])
     assert all(150 < update[name].count_nonzero() < 350 for name in shapes)
-    together = gradcomp.Simulation("sdagc:lam=2.5,per=bucket", shapes, 1).step([grads])
+    together = gradcomp.Simulation("sdagc:lam=2.5", shapes, 1).step([grads])
     assert together["quiet"].count_nonzero() == 0 < together["loud"].count_nonzero()
 
 
@@ -117,7 +118,7 @@ def test_small_layers_go_dense_or_in_a_pool() -> None:
     torch.manual_seed(0)
     shapes = {"w": (100, 100), "bias": (2000,), "tiny": (10, 10)}
     grads = {name: torch.randn(shape) for name, shape in shapes.items()}
-    dense = gradcomp.Simulation("sdagc", shapes, 1)
+    dense = gradcomp.Simulation("sdagc:small=dense", shapes, 1)
     update = dense.step([grads])
     assert torch.equal(update["bias"], grads["bias"]) and torch.equal(update["tiny"], grads["tiny"])
     assert len(dense._reducers[0].buckets) == 2  # both in one reduction
@@ -130,18 +131,18 @@ def test_small_layers_go_dense_or_in_a_pool() -> None:
 
 
 def test_a_long_vector_is_no_bias() -> None:
-    _, update = one("sdagc", torch.randn(70_000))
+    _, update = one("sdagc:lam=3.3,small=dense", torch.randn(70_000))
     assert 0 < update.count_nonzero() < 200
 
 
 @pytest.mark.parametrize("live,sent", [("true", 1), ("false", 0)])
 def test_liveness(live: str, sent: int) -> None:
     """Of ten entries none can be 3.3 deviations from their mean: without the rule the layer would never send."""
-    _, update = one(f"sdagc:small=none,live={live}", torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1.5, 1, -1]))
+    _, update = one(f"sdagc:lam=3.3,live={live}", torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1.5, 1, -1]))
     assert update.count_nonzero() == sent
 
 
-@pytest.mark.parametrize("spec", ["sdagc:small=none", "sdagc:lam=0.1,small=none,live=false"])
+@pytest.mark.parametrize("spec", ["sdagc", "sdagc:lam=0.1,live=false"])
 def test_a_layer_without_gradient_sends_nothing(spec: str) -> None:
     simulation, update = one(spec, torch.zeros(50, 50))
     assert not update.any()
@@ -150,7 +151,7 @@ def test_a_layer_without_gradient_sends_nothing(spec: str) -> None:
 
 def test_a_constant_layer_is_not_stuck() -> None:
     """sigma is 0 and everything exceeds it: as much as fits travels now, the rest in the next steps."""
-    simulation, update = one("sdagc:small=none,cap=0.1", torch.full((100, 100), 2.0))
+    simulation, update = one("sdagc:lam=3.3,cap=0.1", torch.full((100, 100), 2.0))
     first = int(update.count_nonzero())
     assert 0 < first < 10_000
     for _ in range(60):
@@ -183,20 +184,6 @@ def test_the_capacity_follows_the_entries_that_pass() -> None:
     assert len(set(sizes[:8])) == 1 and sizes[8] != sizes[0]
     buckets = [reducer.buckets[0].state.inner.capacity for reducer in simulation._reducers]
     assert len({capacity.entries for capacity in buckets}) == 1
-
-
-@pytest.mark.parametrize("wanted", [0.02, 0.001])
-def test_lam_is_steered_to_a_density(wanted: float) -> None:
-    simulation = gradcomp.Simulation(f"sdagc:density={wanted},lam=2.5", {"w": (500, 400)}, 2)
-    shares = []
-    for step in range(120):
-        torch.manual_seed(step)
-        simulation.step([{"w": torch.randn(500, 400)} for _ in range(2)])
-        shares.append(simulation._reducers[0].buckets[0].state.inner.lam.item())
-        assert simulation.bytes_sent[0] < 4 * 1.1 * wanted * 200_000 + 200
-    sent = simulation.step([{"w": torch.randn(500, 400)}, {"w": torch.zeros(500, 400)}])["w"].count_nonzero()
-    assert 0.6 * wanted < sent / 200_000 < 2.3 * wanted  # two ranks of at most 1.1 each, and a tie or two
-    assert max(shares[-20:]) / min(shares[-20:]) < 1.2
 
 
 def test_sigma_shared_over_ranks() -> None:
@@ -241,10 +228,10 @@ def test_sigma_from_zero() -> None:
 def test_sam_is_momentum_on_the_summed_gradient() -> None:
     """An entry sent every T steps moves as momentum SGD does on the sums of T gradients; one buffer is enough."""
     torch.manual_seed(0)
-    simulation = gradcomp.Simulation("sdagc:lam=0,sam=0.9,flush=0,wire=exact,small=none", {"w": (40, 40)}, 1)
+    simulation = gradcomp.Simulation("sdagc:lam=0,sam=0.9,flush=0,wire=exact", {"w": (40, 40)}, 1)
     assert simulation._reducers[0].buckets[0].state.velocity is None
     # lam=0 with room for all is a dense step; a threshold no entry reaches, and a flush, make steps of T = 3.
-    simulation = gradcomp.Simulation("sdagc:lam=16,live=false,sam=0.9,flush=3,small=none", {"w": (40, 40)}, 1)
+    simulation = gradcomp.Simulation("sdagc:lam=16,live=false,sam=0.9,flush=3", {"w": (40, 40)}, 1)
     velocity = torch.zeros(40, 40)
     for _ in range(4):
         grads = [torch.randn(40, 40) for _ in range(3)]
@@ -262,7 +249,7 @@ def test_flush_sends_everything() -> None:
 
 
 def test_staleness_divides_by_the_steps_an_entry_waited() -> None:
-    simulation = gradcomp.Simulation("sdagc:small=none,lam=16,lr_revision=staleness", {"w": (8, 8)}, 1)
+    simulation = gradcomp.Simulation("sdagc:lam=16,lr_revision=staleness", {"w": (8, 8)}, 1)
     grad = torch.zeros(8, 8)
     grad[2, 3] = 1.0
     other = torch.zeros(8, 8)
@@ -274,7 +261,7 @@ def test_staleness_divides_by_the_steps_an_entry_waited() -> None:
 
 
 def test_staleness_by_layer_divides_by_the_mean() -> None:
-    spec = "sdagc:small=none,lam=1.5,lr_revision=per_layer,cap=1,live=false,wire=exact"
+    spec = "sdagc:lam=1.5,lr_revision=per_layer,cap=1,live=false,wire=exact"
     simulation = gradcomp.Simulation(spec, {"w": (8, 8)}, 1)
     grad = torch.zeros(8, 8)
     grad[0, 0] = 4.0
