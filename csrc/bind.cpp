@@ -56,6 +56,7 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("line") = kLine;
   m.attr("largest") = kLargest;
   m.attr("tile") = kSketchTile;
+  m.attr("search_block") = SketchPart::kBlock;
   m.attr("built_with_cuda") = WITH_CUDA;
   m.attr("built_with_cpu") = WITH_CPU;
 #define KERNEL(name, arguments, ...)                                                               \

@@ -60,15 +60,17 @@ HOT void medians_of(int64_t rows, const float* read, int64_t count, float* to) {
   }
 }
 
-// The estimates of a sketch's entries, from a given one on.
+// The estimates of a sketch's entries. Those that follow the last ones cost least.
 class Estimates {
  public:
-  Estimates(Span<const float> table, int64_t rows, const SketchHash& hash, int64_t begin)
-      : table_(table.data), columns_(table.size / rows), walks_(walks(hash, 0, rows, begin / kSketchTile)) {}
+  Estimates(Span<const float> table, int64_t rows, const SketchHash& hash)
+      : table_(table.data), rows_(rows), columns_(table.size / rows), hash_(hash) {}
 
-  // Estimate the entries of the next tiles, at most a block of them.
-  void next(int64_t count, float* to) {
-    const auto rows = static_cast<int64_t>(walks_.size());
+  // Estimate the entries of some tiles, at most a block of them.
+  void estimate(int64_t tile, int64_t count, float* to) {
+    if (tile != next_) walks_ = walks(hash_, 0, rows_, tile);
+    next_ = tile + count;
+    const int64_t rows = rows_;
     for (int64_t row = 0; row < rows; ++row) {
       walks_[static_cast<size_t>(row)].next(count, places_);
       read_tiles(table_ + row * columns_, count, places_, read_ + row * kSketchBlock);
@@ -78,7 +80,8 @@ class Estimates {
 
  private:
   const float* table_;
-  int64_t columns_;
+  int64_t rows_, columns_, next_ = -1;
+  const SketchHash& hash_;
   std::vector<Walk> walks_;
   Places places_;
   float read_[kMostRows * kSketchBlock];
@@ -88,27 +91,32 @@ class Estimates {
 
 int64_t heaviest_scratch(int64_t n, int64_t k) { return select_words(n, k); }
 
-void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Span<int32_t> indices, Span<float> estimates,
-              Span<uint32_t> scratch, Queue queue) {
+void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, int64_t part, int64_t parts,
+              Span<int32_t> indices, Span<float> estimates, Span<uint32_t> scratch, Queue queue) {
+  static_assert(SketchPart::kBlock == kSketchBlock);
   const int64_t k = indices.size;
   const int64_t columns = table.size / rows;
   const SketchHash hash(columns, seed);
-  const auto sample = [&](int64_t entry, float* to) { Estimates(table, rows, hash, entry).next(1, to); };
+  const SketchPart own = {part, parts};
+  const auto sample = [&](int64_t entry, float* to) {
+    Estimates(table, rows, hash).estimate(own.entry(entry) / kSketchTile, 1, to);
+  };
   const auto look = [&](Shortlist& shortlist, int64_t begin, int64_t end, int32_t bar) {
-    Estimates estimates_from(table, rows, hash, begin);
+    Estimates estimates_of(table, rows, hash);
     uint8_t marks[kSketchBlock / kLine];
     float block[kSketchBlock];
-    for (int64_t at = begin; at < end; at += kSketchBlock) {
-      const int64_t to = std::min(at + kSketchBlock, end), lines = (to - at) / kLine;
-      estimates_from.next((to - at + kSketchTile - 1) / kSketchTile, block);
+    for (int64_t at = begin, to; at < end; at = to) {
+      to = std::min((at / kSketchBlock + 1) * kSketchBlock, end);
+      const int64_t lines = (to - at) / kLine;
+      estimates_of.estimate(own.entry(at) / kSketchTile, (to - at + kSketchTile - 1) / kSketchTile, block);
       mark_lines(block, lines, shortlist.least(bar), marks);
       if (at + lines * kLine < to) marks[lines] = 1;
       shortlist.look_at(marks, block, at, at, to, bar);
     }
   };
-  select_largest(n, k, scratch, queue.threads, sample, look);
+  select_largest(own.size(n), k, scratch, queue.threads, sample, look);
   const Candidates list = candidates(scratch);
-  std::copy_n(list.places, k, indices.data);
+  for (int64_t i = 0; i < k; ++i) indices.data[i] = static_cast<int32_t>(own.entry(list.places[i]));
   std::copy_n(list.entries, k, estimates.data);
 }
 

@@ -34,11 +34,13 @@ template <int kRows>
 struct EstimateReader {
   SketchHash hash;
   const float* table;
+  SketchPart part;
 
   // Four entries from a multiple of four on lie in one tile, and in each row in four columns from a multiple of four on.
-  __device__ __forceinline__ Four read(int64_t entry, int64_t count) const {
+  __device__ __forceinline__ Four read(int64_t own, int64_t count) const {
     Four four = {};
     if (count <= 0) return four;
+    const int64_t entry = part.entry(own);
     const auto tile = static_cast<uint32_t>(entry / kSketchTile), lane = static_cast<uint32_t>(entry % kSketchTile);
     const uint32_t round = tile / hash.tiles, place = tile % hash.tiles;
     float x[4][kRows];
@@ -68,11 +70,12 @@ struct EstimateReader {
 struct NotingHand {
   float* estimates;
   int32_t* indices;
+  SketchPart part;
 
   __device__ __forceinline__ void announce(uint32_t) const {}
   __device__ __forceinline__ void take(uint32_t place, uint32_t index, float x) const {
     estimates[place] = x;
-    indices[place] = static_cast<int32_t>(index);
+    indices[place] = static_cast<int32_t>(part.entry(index));
   }
 };
 
@@ -80,20 +83,21 @@ struct NotingHand {
 
 int64_t heaviest_scratch(int64_t n, int64_t k) { return Plan(n, k, nullptr).words; }
 
-void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, Span<int32_t> indices, Span<float> estimates,
-              Span<uint32_t> scratch, Queue queue) {
+void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, int64_t part, int64_t parts,
+              Span<int32_t> indices, Span<float> estimates, Span<uint32_t> scratch, Queue queue) {
   const SketchHash hash(table.size / rows, seed);
-  const NotingHand hand = {estimates.data, indices.data};
-  const auto take = [&](const auto& reader) { take_largest(reader, hand, n, indices.size, scratch, queue); };
+  const SketchPart own = {part, parts};
+  const NotingHand hand = {estimates.data, indices.data, own};
+  const auto take = [&](const auto& reader) { take_largest(reader, hand, own.size(n), indices.size, scratch, queue); };
   switch (rows) {
     case 3:
-      return take(EstimateReader<3>{hash, table.data});
+      return take(EstimateReader<3>{hash, table.data, own});
     case 5:
-      return take(EstimateReader<5>{hash, table.data});
+      return take(EstimateReader<5>{hash, table.data, own});
     case 7:
-      return take(EstimateReader<7>{hash, table.data});
+      return take(EstimateReader<7>{hash, table.data, own});
     default:
-      return take(EstimateReader<9>{hash, table.data});
+      return take(EstimateReader<9>{hash, table.data, own});
   }
 }
 

@@ -3,10 +3,11 @@
 X. Dai, X. Diao, Y. Li, C. Xu (2021). Only the paper's abstract was available. It names a sketch of the gradient, no server, and
 traffic of O(log d log P). The way the parts fit together here is a reconstruction:
 
-    u <- m u + g;  v <- v + u;  S <- sum of all ranks' sketch(v);  C <- the heaviest entries of S, the same on every rank
+    u <- m u + g;  v <- v + u;  S <- sum of all ranks' sketch(v);  C <- the heaviest entries of S, of each part by one rank
     e <- sum of all ranks' v[C];  the k largest of e are the update;  v, u <- 0 there
 
-The second round makes the values exact, and with them the error feedback.
+A round gathers C, unless it is short: then every rank finds all of it. The last round makes the values exact, and with them the
+error feedback.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ class GsSgd(sketched.Sketcher):
         "allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUM_ROUTES
     )
 
+    def places_sent(self, candidates: int) -> int:
+        return sketched.divided(candidates, 2)
+
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         total = yield from dense.sum_over_ranks(table.sketch(acc, world), world, self.sum)
         if not self.candidates:
-            places, estimates = table.heaviest(total, table.sizes.k, acc.memory)
+            places, estimates = yield from table.search(total, table.sizes.k, acc.memory, world, estimated=True)
             estimates = torch.cat([estimates, total[-1:]])
             return sketched.make_update(acc, places, estimates, world, table.share(world), exact=False)
-        places, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
+        places, *_ = yield from table.search(total, table.sizes.candidates, acc.memory, world)
         values = yield from reduce(sketched.values_at(acc, places, world))
         largest = sketched.select_largest(places, values, table.sizes.k, acc.memory)
         return sketched.make_update(acc, *largest, world, world.share)

@@ -12,15 +12,19 @@ from torch import Tensor
 
 from gradcomp.exchanges import dense
 from gradcomp.knobs import knob
+from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import count_of, ratio_knob
 from gradcomp.native import kernels
-from gradcomp.native.extension import LARGEST, TILE
+from gradcomp.native.extension import LARGEST, SEARCH_BLOCK, TILE
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import World
+from gradcomp.requests import Requests, World, gather
 
 # The default number of columns for each entry sent.
 COLUMNS_PER_ENTRY = 5
+
+# The fewest entries that a rank looks for in a part of a search. Parts' shares of few heavy entries would be too unequal.
+LEAST_OF_A_PART = 256
 
 
 class Sizes(NamedTuple):
@@ -64,8 +68,13 @@ class Sketcher(Compressor):
         candidates = min(n, self.candidates * k)
         columns = self.columns or COLUMNS_PER_ENTRY * k
         if self.compression:
-            columns = math.floor((n / self.compression - candidates - 1) / self.rows)
+            places = self.places_sent(candidates)
+            columns = math.floor((n / self.compression - candidates - places - 1) / self.rows)
         return Sizes(k, candidates, self.rows, max(1, columns // TILE) * TILE)
+
+    def places_sent(self, candidates: int) -> int:
+        """Return the most numbers that a rank sends to say where its part's candidates are."""
+        return 0
 
     def init(self, layout: Layout, seed: int) -> SketchTable:
         return SketchTable(layout.total, self.sizes(layout.total), seed, layout.device)
@@ -79,6 +88,12 @@ class Sketcher(Compressor):
     @abstractmethod
     def exchange_sketch(self, acc: Acc, table: SketchTable, world: World) -> Steps:
         """Exchange the heaviest entries, found with a sketch."""
+
+
+def divided(count: int, ranks: int) -> int:
+    """Return how many of the heaviest entries each rank looks for; 0 if every rank looks for all of them."""
+    each = -(-count // ranks)
+    return each if ranks > 1 and each >= LEAST_OF_A_PART else 0
 
 
 class SketchTable:
@@ -100,12 +115,30 @@ class SketchTable:
         _write_flag(acc, self.cells)
         return self.cells
 
-    def heaviest(self, total: Tensor, count: int, memory: Memory) -> tuple[Tensor, Tensor]:
-        """Return the places of the heaviest entries in a sum of tables, in ascending order, and estimates of their shares."""
+    def heaviest(self, total: Tensor, count: int, memory: Memory, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
+        """Return the places of the heaviest entries in a sum of tables, or in a part of it, and estimates of their shares."""
         places = torch.empty(count, dtype=torch.int32, device=total.device)
         estimates = torch.empty(count, device=total.device)
-        kernels.heaviest(total[:-1], self.sizes.rows, self.seed, self.n, places, estimates, memory)
+        sizes = (self.sizes.rows, self.seed, self.n)
+        kernels.heaviest(total[:-1], *sizes, places, estimates, memory, part=part, parts=parts)
         return places, estimates.nan_to_num_(0.0, 0.0, 0.0)  # a spoiled table gives no estimate
+
+    def search(
+        self, total: Tensor, count: int, memory: Memory, world: World, estimated: bool = False
+    ) -> Requests[list[Tensor]]:
+        """Find about as many heaviest entries, the same on all ranks: their places and, if wanted, estimates of their shares.
+
+        Each rank searches a part, if the entries are many. A part has small blocks from all layers, and so about its share of
+        the heaviest entries.
+        """
+        each, parts = divided(count, world.size), world.size
+        if not 0 < each <= self.n // (SEARCH_BLOCK * parts) * SEARCH_BLOCK:
+            return list(self.heaviest(total, count, memory))
+        gathered = []
+        for own in self.heaviest(total, each, memory, world.rank, parts)[: 1 + estimated]:
+            replies = yield from gather(payloads.wrap(own))
+            gathered.append(torch.cat([reply["bytes"] for reply in replies]))
+        return gathered
 
 
 def _write_flag(acc: Acc, buffer: Tensor) -> None:

@@ -35,6 +35,8 @@ MOMENTS: int = native.moments
 LINE: int = native.line
 # A sketch's columns are a multiple of this.
 TILE: int = native.tile
+# Entries of a block, of which a part of a search has every so many.
+SEARCH_BLOCK: int = native.search_block
 # The largest magnitude in a residual: a little below the largest float, so that rounding a sum of shares cannot overflow.
 LARGEST: float = native.largest
 # The peak of a line that may hold anything: infinity's key.

@@ -14,6 +14,8 @@ from gradcomp.native import kernels
 
 SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
 ROWS = [3, 5, 7, 9]
+# Entries of a block, of which each part of a search has every parts-th.
+BLOCK = 1024
 
 
 def sketch(flat: Tensor, rows: int, columns: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -22,17 +24,19 @@ def sketch(flat: Tensor, rows: int, columns: int, seed: int, scale: float = 1.0)
     return table
 
 
-def heaviest(table: Tensor, rows: int, seed: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+def heaviest(table: Tensor, rows: int, seed: int, n: int, k: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
     indices = torch.full((k,), -1, dtype=torch.int32, device=table.device)
     estimates = torch.full((k,), 9.0, device=table.device)
-    kernels.heaviest(table, rows, seed, n, indices, estimates)
+    kernels.heaviest(table, rows, seed, n, indices, estimates, part=part, parts=parts)
     return indices.long(), estimates
 
 
-def check_heaviest(table: Tensor, rows: int, seed: int, n: int, k: int) -> None:
+def check_heaviest(table: Tensor, rows: int, seed: int, n: int, k: int, part: int = 0, parts: int = 1) -> None:
     estimates = reference.estimates(table, rows, seed, n)
-    wanted = reference.topk(estimates, k)
-    indices, found = heaviest(table, rows, seed, n, k)
+    own = torch.arange(n, device=table.device)
+    own = own[own // BLOCK % parts == part]
+    wanted = own[reference.topk(estimates[own], k)]
+    indices, found = heaviest(table, rows, seed, n, k, part, parts)
     assert torch.equal(indices, wanted)
     assert torch.equal(found, estimates[wanted])  # 0 and -0 are equally heavy, and either may be a median
 
@@ -103,6 +107,27 @@ def test_heaviest_is_exact(device: torch.device, kind: str, rows: int) -> None:
         check_heaviest(sketch(flat, rows, columns, seed=k), rows, k, n, k)
 
 
+@pytest.mark.parametrize("n", [2 * BLOCK, 5000, 40_001])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_parts_of_a_search_are_the_search(device: torch.device, n: int, parts: int) -> None:
+    flat = gradients.draw("laplace", n, seed=parts)
+    table = sketch(flat.to(device), 5, 1008, seed=parts)
+    found = []
+    for part in range(parts):
+        size = sum(1 for i in range(n) if i // BLOCK % parts == part)
+        if size:
+            check_heaviest(table, 5, parts, n, min(size, 50), part, parts)
+            found.append(heaviest(table, 5, parts, n, size, part, parts)[0])
+    assert torch.equal(torch.cat(found).sort().values, torch.arange(n, device=device))
+
+
+@pytest.mark.parametrize("k,part,parts", [(1, 2, 2), (1, -1, 2), (1, 0, 0), (977, 1, 2), (1, 2, 3)])
+def test_a_part_that_does_not_exist_is_refused(device: torch.device, k: int, part: int, parts: int) -> None:
+    """Of 2,000 entries, the second of two parts has 976, and the third of three none."""
+    with pytest.raises(ValueError, match=r"heaviest: (part=|indices has)"):
+        heaviest(torch.zeros(3 * 48, device=device), 3, 5, 2000, k, part, parts)
+
+
 def test_a_scale_keeps_every_cell_finite(device: torch.device) -> None:
     """Also where the cell with the most entries adds them all up with one sign."""
     flat = torch.full((5000,), 3e38, device=device)
@@ -154,7 +179,7 @@ def test_bad_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="heaviest: table has 0 entries"):
         heaviest(torch.zeros(0, device=device), 3, 0, 100, 1)
     table = torch.zeros(3 * 48, device=device)
-    with pytest.raises(ValueError, match=r"heaviest: indices has 101 entries, but must have 1 to n=100"):
+    with pytest.raises(ValueError, match=r"heaviest: indices has 101 entries, but must have 1 to 100"):
         heaviest(table, 3, 0, 100, 101)
     with pytest.raises(ValueError, match="heaviest: indices has 0 entries"):
         heaviest(table, 3, 0, 100, 0)

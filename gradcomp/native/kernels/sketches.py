@@ -13,9 +13,18 @@ def sketch(flat: Array, rows: int, seed: int, table: Array, scale: float = 1.0) 
 
 
 def heaviest(
-    table: Array, rows: int, seed: int, n: int, indices: Array, estimates: Array, memory: Memory | None = None
+    table: Array,
+    rows: int,
+    seed: int,
+    n: int,
+    indices: Array,
+    estimates: Array,
+    memory: Memory | None = None,
+    *,
+    part: int = 0,
+    parts: int = 1,
 ) -> None:
-    """Find the entries, of n, with the largest estimated magnitudes, in index order, ties to the lower index."""
+    """Find the entries, of a part of n, with the largest estimated magnitudes, in index order, ties to the lower index."""
     words = extension.native.heaviest_scratch(on_cuda(table), n, count(indices))
     scratch = (memory or Memory()).scratch("heaviest", words, table)
-    extension.native.heaviest(table, rows, seed, n, indices, estimates, scratch, **queue(table))
+    extension.native.heaviest(table, rows, seed, n, part, parts, indices, estimates, scratch, **queue(table))
