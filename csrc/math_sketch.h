@@ -20,15 +20,18 @@ constexpr int64_t kSketchTile = 16;
 // A part of the entries, for a search that several ranks divide: every parts-th block, from block number part on. Blocks of all
 // layers are spread over the parts. A part's entries are counted through, which keeps their order.
 struct SketchPart {
-  static constexpr int64_t kBlock = 1024;
+  static constexpr uint32_t kBlock = 1024;
 
-  int64_t part, parts;
+  uint32_t part, parts;
 
-  SHARED_MATH int64_t size(int64_t n) const {
+  SketchPart(int64_t part_, int64_t parts_) : part(static_cast<uint32_t>(part_)), parts(static_cast<uint32_t>(parts_)) {}
+
+  int64_t size(int64_t n) const {
     const int64_t blocks = n / kBlock, own = (blocks + parts - 1 - part) / parts;
     return own * kBlock + (blocks % parts == part ? n % kBlock : 0);
   }
-  SHARED_MATH int64_t entry(int64_t own) const { return (own / kBlock * parts + part) * kBlock + own % kBlock; }
+  // Entries are fewer than 2^31.
+  SHARED_MATH uint32_t entry(uint32_t own) const { return (own / kBlock * parts + part) * kBlock + own % kBlock; }
 };
 
 // The permutation of a round.

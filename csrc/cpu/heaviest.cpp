@@ -99,7 +99,7 @@ void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, in
   const SketchHash hash(columns, seed);
   const SketchPart own = {part, parts};
   const auto sample = [&](int64_t entry, float* to) {
-    Estimates(table, rows, hash).estimate(own.entry(entry) / kSketchTile, 1, to);
+    Estimates(table, rows, hash).estimate(own.entry(static_cast<uint32_t>(entry)) / kSketchTile, 1, to);
   };
   const auto look = [&](Shortlist& shortlist, int64_t begin, int64_t end, int32_t bar) {
     Estimates estimates_of(table, rows, hash);
@@ -108,7 +108,8 @@ void heaviest(Span<const float> table, int64_t rows, int64_t seed, int64_t n, in
     for (int64_t at = begin, to; at < end; at = to) {
       to = std::min((at / kSketchBlock + 1) * kSketchBlock, end);
       const int64_t lines = (to - at) / kLine;
-      estimates_of.estimate(own.entry(at) / kSketchTile, (to - at + kSketchTile - 1) / kSketchTile, block);
+      estimates_of.estimate(own.entry(static_cast<uint32_t>(at)) / kSketchTile, (to - at + kSketchTile - 1) / kSketchTile,
+                            block);
       mark_lines(block, lines, shortlist.least(bar), marks);
       if (at + lines * kLine < to) marks[lines] = 1;
       shortlist.look_at(marks, block, at, at, to, bar);

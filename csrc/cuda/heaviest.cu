@@ -40,8 +40,7 @@ struct EstimateReader {
   __device__ __forceinline__ Four read(int64_t own, int64_t count) const {
     Four four = {};
     if (count <= 0) return four;
-    const int64_t entry = part.entry(own);
-    const auto tile = static_cast<uint32_t>(entry / kSketchTile), lane = static_cast<uint32_t>(entry % kSketchTile);
+    const uint32_t entry = part.entry(static_cast<uint32_t>(own)), tile = entry / kSketchTile, lane = entry % kSketchTile;
     const uint32_t round = tile / hash.tiles, place = tile % hash.tiles;
     float x[4][kRows];
     UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
