@@ -259,3 +259,12 @@ assert simulation.residual(1)['w'].tolist() == [0, 0, 3]
 assert simulation.bytes_sent == [8, 8]
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_every_decision_is_in_the_index() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    for path in folder.glob("[a-z]*.md"):
+        for heading in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE):
+            place = re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-")
+            assert f"[{heading}]({path.name}#{place})" in index, f"{path.name}: {heading}"
