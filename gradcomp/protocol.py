@@ -83,8 +83,8 @@ class Traits:
     """The properties of a configured compressor that the engine must know.
 
     whole_model: it needs all layers in one bucket, so that its exchange does not overlap with backward.
-    exact: its updates are means, so that it has no use for error feedback or a local momentum. unbiased: they are means in
-    expectation. fed_back: by default it has error feedback.
+    exact: its updates are means, so that it has no use for error feedback or a local momentum.
+    fed_back: by default it has error feedback.
     outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
     moments: it reads statistics of each layer, either of the accumulated residual or of the raw gradient.
     selects: it sends some entries in a step and leaves the others. sparse: it uses the peaks to find them.
@@ -95,7 +95,6 @@ class Traits:
 
     whole_model: bool = False
     exact: bool = False
-    unbiased: bool = False
     fed_back: bool = True
     outermost: bool = False
     moments: Literal["accumulated", "raw"] | None = None

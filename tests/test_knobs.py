@@ -222,6 +222,12 @@ def test_what_is_fixed_is_not_steered(setting: str) -> None:
     gradcomp.make(f"sdagc:lam=auto,{setting}")
 
 
+def test_a_bound_of_bursts_needs_a_threshold_that_is_fixed() -> None:
+    with pytest.raises(ValueError, match=r"cap=0\.1 bounds bursts .* remove it, or set lam"):
+        gradcomp.make("sdagc:cap=0.1")
+    gradcomp.make("sdagc:cap=0.1,lam=3")
+
+
 def test_messages_name_the_algorithm_through_wrappers() -> None:
     with pytest.raises(ValueError, match=r"^topk: clip=-1 must be at least 0$"):
         gradcomp.make("topk:by_host=true,clip=-1")

@@ -32,4 +32,8 @@ class BinGrad(Quantiser):
 
     @property
     def traits(self) -> Traits:
-        return replace(super().traits, unbiased=False, fed_back=False)
+        return replace(super().traits, fed_back=False)
+
+    @property
+    def unbiased(self) -> bool:
+        return False

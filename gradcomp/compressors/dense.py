@@ -18,7 +18,7 @@ class Dense(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(exact=True, unbiased=True, fed_back=False)
+        return Traits(exact=True, fed_back=False)
 
     def init(self, layout: Layout, seed: int) -> Tensor:
         return torch.empty(layout.total, device=layout.device)

@@ -30,8 +30,8 @@ class GsSgd(sketched.Sketcher):
         "allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUM_ROUTES
     )
 
-    def places_sent(self, candidates: int) -> int:
-        return sketched.divided(candidates, 2)
+    def places_sent(self, count: int) -> int:
+        return sketched.divided(count, 2) * (1 if self.candidates else 2)  # with estimates
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         total = yield from dense.sum_over_ranks(table.sketch(acc, world), world, self.sum)

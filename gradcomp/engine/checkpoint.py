@@ -105,6 +105,8 @@ def prepare(
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
             bucket.state.nadam_products = trial.nadam_products
+            if shares:
+                bucket.state.adam_steps = trial.adam_steps
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
 
     return copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,10 @@ from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Layout, Steps, Traits
 from gradcomp.requests import World
 
-# The learning rate of each layer; None where no optimizer is known.
+# The learning rate of each layer, 0 where it is unknown; None where no optimizer is known.
 Rates = tuple[float, ...] | None
+# In place of a layer's rate: nothing waits of it, and any rate will do.
+ANY = math.inf
 # By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
 Decays = Mapping[float, tuple[list[int], list[Tensor]]]
 
@@ -138,7 +141,7 @@ class Collector(Wrapper):
 
 @dataclass(frozen=True)
 class NoFeedback(Collector):
-    """A collector without error feedback, for unbiased compressors: each step starts from the gradients alone."""
+    """A collector without error feedback, for exact compressors: each step starts from the gradients alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -133,7 +133,8 @@ class Feedback(Collector):
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
         products = [list(each) for each in state.nadam_products.items()]
-        return {"steps": state.steps, "sent_in": sent_in, "nadam_products": products, "inner": super().save(state)}
+        adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products}
+        return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
@@ -142,6 +143,7 @@ class Feedback(Collector):
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
         products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
         state.nadam_products = {int(steps): product for steps, product in products}
+        state.adam_steps = whole(saved, "adam_steps")
         super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor
 
+from gradcomp.engine.collector import ANY
 from gradcomp.engine.reducer import Reducer
 
 # The moments that are kept in the optimizer's place, once it has them; and all arrays.
@@ -48,14 +49,14 @@ def rates(reducer: Reducer) -> dict[str, float]:
     found: dict[str, float] = {}
     for bucket in reducer.buckets:
         found |= zip(bucket.layout.names, bucket.state.rates or (), strict=False)
-    return found
+    return {name: rate for name, rate in found.items() if rate != ANY}
 
 
 def set_rates(reducer: Reducer, known: Mapping[str, float]) -> None:
-    """Set the learning rates that residuals are meant for; 0 for a layer without one, of which nothing waits yet."""
+    """Set the learning rates that residuals are meant for. Of a layer without one, nothing waits yet."""
     for bucket in reducer.buckets:
         names = bucket.layout.names
-        bucket.state.rates = tuple(known.get(name, 0.0) for name in names) if any(name in known for name in names) else None
+        bucket.state.rates = tuple(known.get(name, ANY) for name in names) if any(name in known for name in names) else None
 
 
 def adam_steps(reducer: Reducer) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -36,16 +37,15 @@ class LossScale:
 class UnknownScaler:
     """A warning, once, about a GradScaler that steps an optimizer and was not passed as scaler=.
 
-    matters: entries wait from step to step, so that the scale has to be known.
+    matters: decides whether entries or a momentum stay from step to step, so that the scale has to be known.
     """
 
-    def __init__(self, known: Any):
-        self._known, self._warned = known, False
-        self.matters = True
+    def __init__(self, known: Any, matters: Callable[[], bool]):
+        self._known, self._matters, self._warned = known, matters, False
 
     def look(self) -> None:
         """Look for a GradScaler among the callers. Call this in an optimizer's step."""
-        if self._warned or not self.matters:
+        if self._warned or not self._matters():
             return
         scaler, stacklevel = _stepping_scaler()
         if scaler is None or scaler is self._known or not scaler.is_enabled():
@@ -53,7 +53,7 @@ class UnknownScaler:
         self._warned = True
         warnings.warn(
             "a GradScaler steps the optimizer, but gradcomp does not know its scale: whenever the scale changes, entries that "
-            "wait count too much or too little. Pass scaler=scaler to gradcomp.horovod.Compression, "
+            "wait, and the momentum, count too much or too little. Pass scaler=scaler to gradcomp.horovod.Compression, "
             "gradcomp.horovod.DistributedOptimizer or gradcomp.ddp.attach",
             stacklevel=stacklevel,
         )

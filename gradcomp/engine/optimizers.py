@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ import torch
 from gradcomp.engine import step_watch
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 from gradcomp.protocol import Compressor
+
+# Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
+KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw", "nadam")}
 
 
 @dataclass
@@ -184,7 +188,16 @@ def check_momentum(compressor: Compressor, optimizer: torch.optim.Optimizer) -> 
 
 def is_linear(optimizer: torch.optim.Optimizer | None) -> bool:
     """Decide whether an optimizer moves weights by multiples of its updates."""
-    return isinstance(optimizer, torch.optim.SGD)
+    return isinstance(optimizer, torch.optim.SGD) and steps_as_known(type(optimizer))
+
+
+def steps_as_known(kind: type) -> bool:
+    """Decide whether step() of a class is one of torch's. Horovod's optimizer calls that of the class that it was made of."""
+    for each in kind.__mro__:
+        step = each.__dict__.get("step")
+        if step is not None and not (module := inspect.unwrap(step).__module__).startswith("horovod."):
+            return module in KNOWN_STEPS
+    return False
 
 
 def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[Sequence[str]], tuple[float, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,11 +15,9 @@ from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import AdamStep, Momentum
 from gradcomp.engine.delivered_sample import DeliveredSample
 from gradcomp.engine.loaded_moments import LoadedMoments
+from gradcomp.engine.optimizers import steps_as_known
 from gradcomp.engine.sgd_momentum import SgdMomentum
 from gradcomp.protocol import Layout
-
-# Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
-KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw", "nadam")}
 
 _UNAPPLIED = (
     "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
@@ -215,7 +212,7 @@ class OwnMomentum:
         return self._delivered and self._sample is not None and not self._failed()
 
     def _kind_of(self, optimizer: torch.optim.Optimizer) -> SgdMomentum | AdamMoments | None:
-        if not (_steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
+        if not (steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
             return None
         return next((kind for kind in self._kinds if kind.fits(optimizer)), None)
 
@@ -227,15 +224,6 @@ class OwnMomentum:
             others = any(each.requires_grad for key, each in every.items() if key not in self._ids)
             self._trained = optimizer, counts, not others and self._ids <= every.keys()
         return self._trained[2]
-
-
-def _steps_as_known(kind: type) -> bool:
-    """Decide whether step() of a class is one of torch's. Horovod's optimizer calls that of the class that it was made of."""
-    for each in kind.__mro__:
-        step = each.__dict__.get("step")
-        if step is not None and not (module := inspect.unwrap(step).__module__).startswith("horovod."):
-            return module in KNOWN_STEPS
-    return False
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.collector import BucketState, Rates
+from gradcomp.engine.collector import ANY, BucketState, Rates
 from gradcomp.native.extension import LARGEST
 
 # Factors of layers that differ by less are one: schedulers multiply rates of the groups one by one, and each is rounded.
@@ -23,16 +23,19 @@ SMALLEST = 2.0**-126
 def begin(state: BucketState, rates: Rates) -> float:
     """Note a step's rates, and return the factor of the residual.
 
-    It is 1 where rates are unknown, and where those of a bucket's layers change unlike each other: layers with a factor of
-    their own would push others out of a selection by magnitude. Rates of 0 change nothing: what waits keeps the last one.
+    It is 1 where the rate of a layer is unknown, and where those of a bucket's layers change unlike each other: layers with a
+    factor of their own would push others out of a selection by magnitude. A rate of 0 changes nothing: what waits of the layer
+    keeps the last one.
     """
-    before, state.rates = state.rates, rates
-    if before is None or rates is None or before == rates:
+    before = state.rates
+    if before is None or rates is None:
+        state.rates = rates
         return 1.0
-    if not any(map(_is_known, rates)):
-        state.rates = before
+    state.rates = tuple(new if _is_known(new) else old for old, new in zip(before, rates, strict=True))
+    pairs = [(old, new) for old, new in zip(before, rates, strict=True) if old != ANY]
+    if not all(_is_known(old) and _is_known(new) for old, new in pairs):
         return 1.0
-    factors = [old / new for old, new in zip(before, rates, strict=True) if _is_known(old) and _is_known(new)]
+    factors = [old / new for old, new in pairs]
     if not factors or max(factors) > (1 + ALIKE) * min(factors):
         return 1.0
     return min(max(factors[0], SMALLEST), LARGEST)

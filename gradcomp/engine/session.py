@@ -230,7 +230,7 @@ class Session:
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         options, known = self._options, self.training.of_reducer(compressor)
         reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
-        self.training.note_residual(reducer.keeps_residual)
+        self.training.note_what_stays(reducer.keeps_residual or compressor.traits.momentum > 0)
         return reducer
 
     @contextmanager

@@ -19,7 +19,10 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
         return compressor
     if isinstance(compressor, Collector):
         if isinstance(compressor, Feedback) and not (compressor.feedback or compressor.inner.traits.fed_back):
-            return replace(compressor, feedback=True)  # it may say that this cannot be
+            try:
+                return replace(compressor, feedback=True)
+            except ValueError as error:
+                raise ValueError(f"{compressor} would lose the residual, which has not been sent yet; {error}") from None
         if not compressor.keeps_residual:
             raise ValueError(
                 f"{compressor} would lose the residual, which has not been sent yet; use a spec with error feedback"
@@ -52,11 +55,15 @@ def carry(old: Reducer, new: Reducer) -> None:
 
 
 def scale(reducer: Reducer, factor: float) -> None:
-    """Multiply what waits. What exceeds the largest magnitude is lost. Adam's moments stay, unless the factor is 0."""
-    of_adam = views(reducer, "second")
+    """Multiply what waits. What exceeds the largest magnitude is lost.
+
+    Adam's moments stay, unless the factor is 0. So does a velocity beside which nothing waits, unless ranks have joined.
+    """
+    of_adam, waits = views(reducer, "second"), views(reducer, "residual")
     for array in ARRAYS:
         for name, view in views(reducer, array).items():
-            if array == "residual" or name not in of_adam or factor == 0:
+            stays = array != "residual" and (name in of_adam or (name not in waits and factor < 1))
+            if factor == 0 or not stays:
                 view.mul_(factor).clamp_(-LARGEST, LARGEST)
     for bucket in reducer.buckets if factor == 0 else ():
         bucket.state.adam_steps = 0

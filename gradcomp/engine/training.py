@@ -40,7 +40,8 @@ class Training:
     ):
         self._buckets, self._rates_noted = buckets, False
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
-        self._unknown_scaler = UnknownScaler(options.scaler)
+        self._keeps = True
+        self._unknown_scaler = UnknownScaler(options.scaler, lambda: self._keeps or self._momentum.taken)
         self._check = OptimizerCheck(
             parameters,
             options.optimizer,
@@ -99,6 +100,6 @@ class Training:
         """Forget the last step's update: nobody is to apply it on this rank."""
         self._momentum.forget_update()
 
-    def note_residual(self, keeps: bool) -> None:
-        """Note whether entries wait from step to step, so that an unknown loss scale matters."""
-        self._unknown_scaler.matters = keeps
+    def note_what_stays(self, keeps: bool) -> None:
+        """Note whether entries, or a momentum of the spec's, stay from step to step, so that an unknown loss scale matters."""
+        self._keeps = keeps

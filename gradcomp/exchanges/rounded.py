@@ -73,8 +73,12 @@ class Quantiser(Compressor):
     @property
     def traits(self) -> Traits:
         moments: Literal["accumulated"] | None = "accumulated" if self.sigmas and self.per == "layer" else None
-        unbiased = self.rule.stochastic and self.sigmas == 0
-        return Traits(unbiased=unbiased, fed_back=not self.rule.stochastic, moments=moments)
+        return Traits(fed_back=not self.rule.stochastic, moments=moments)
+
+    @property
+    def unbiased(self) -> bool:
+        """True if the mean of what a group may be rounded to is the group."""
+        return self.rule.stochastic and self.sigmas == 0
 
     def refuses(self, feedback: bool) -> str | None:
         if not feedback or (error := rounding_error(self.rule, self.sigmas)) <= LARGEST_ERROR_FED_BACK:
@@ -148,7 +152,7 @@ class Quantiser(Compressor):
         rounding would stop the residual from shrinking if one rounding hardly shrinks it.
         """
         saved = (ranks - 1) * (1 - 2 / ranks) * payloads.size(form) * SECONDS_PER_BYTE
-        harmless = self.traits.unbiased or rounding_error(self.rule, self.sigmas) < LARGEST_ERROR_ROUNDED_TWICE
+        harmless = self.unbiased or rounding_error(self.rule, self.sigmas) < LARGEST_ERROR_ROUNDED_TWICE
         return saved > SECONDS_PER_OPERATION and harmless
 
     def _bounds(self, acc: Acc, state: RoundedState) -> Tensor:

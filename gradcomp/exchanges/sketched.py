@@ -68,12 +68,12 @@ class Sketcher(Compressor):
         candidates = min(n, self.candidates * k)
         columns = self.columns or COLUMNS_PER_ENTRY * k
         if self.compression:
-            places = self.places_sent(candidates)
+            places = self.places_sent(candidates or k)
             columns = math.floor((n / self.compression - candidates - places - 1) / self.rows)
         return Sizes(k, candidates, self.rows, max(1, columns // TILE) * TILE)
 
-    def places_sent(self, candidates: int) -> int:
-        """Return the most numbers that a rank sends to say where its part's candidates are."""
+    def places_sent(self, count: int) -> int:
+        """Return the most numbers that a rank sends to say what it found in its part of a search for so many entries."""
         return 0
 
     def init(self, layout: Layout, seed: int) -> SketchTable:

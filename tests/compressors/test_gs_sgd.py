@@ -118,9 +118,10 @@ def test_columns_follow_from_the_number_of_winners(spec: str, n: int, columns: i
     assert compressor.inner.sizes(n).columns == columns
 
 
-def test_compression_is_kept() -> None:
+@pytest.mark.parametrize("candidates", [0, 4])
+def test_compression_is_kept(candidates: int) -> None:
     n = 500_000
-    simulation = gradcomp.Simulation("gs_sgd:compression=60", {"w": (n,)}, 2)
+    simulation = gradcomp.Simulation(f"gs_sgd:compression=60,candidates={candidates}", {"w": (n,)}, 2)
     simulation.step([{"w": torch.randn(n)}] * 2)
     assert 60 <= simulation.stats()["compression"] < 61
 

@@ -9,6 +9,7 @@ import torch
 from compressors.test_orq import rounded_bytes
 
 import gradcomp
+from gradcomp.compressors.terngrad import TernGrad
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "terngrad:sigmas=1.2,feedback=true,group=64,route=allgather": rounded_bytes(64, 3, 1),
@@ -22,4 +23,4 @@ def test_it_is_clipped_at_deviations_of_the_layer() -> None:
     update = gradcomp.Simulation("terngrad:group=4096", {"w": (4096,)}, 1).step([{"w": grad}])["w"]
     assert set(update.sign().tolist()) == {-1, 0, 1}
     assert float(update.abs().max()) == pytest.approx(2.5 * float(grad.std(correction=0)), rel=1e-3)
-    assert gradcomp.make("terngrad:sigmas=0").traits.unbiased and not gradcomp.make("terngrad").traits.unbiased
+    assert TernGrad(sigmas=0).unbiased and not TernGrad().unbiased

@@ -74,12 +74,12 @@ def test_a_scaler_that_is_known_is_not_warned_about() -> None:
     assert all(own["said"] == [] for own in outcomes())
 
 
-def unknown(spec: str) -> list[str]:
+def unknown(spec: str, momentum: float = 0.0) -> list[str]:
     ranks.join()
     model, scaling = Model(dist.get_rank()), known_gradients.scaler(20)
     whole = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    gradcomp.ddp.attach(whole, spec)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum)
+    gradcomp.ddp.attach(whole, spec, optimizer=optimizer)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(3):
@@ -94,6 +94,8 @@ def test_a_scaler_that_is_not_known_is_met_once_where_entries_wait() -> None:
     for said in ranks.launch(unknown, 2, "topk:ratio=0.01"):
         assert len(said) == 1 and "Pass scaler=scaler to" in said[0] and "gradcomp.ddp.attach" in said[0]
     assert ranks.launch(unknown, 2, "orq") == [[], []]
+    for said in ranks.launch(unknown, 2, "orq", 0.9):  # rounded is the velocity, which stays
+        assert sum("does not know its scale" in each for each in said) == 1
 
 
 def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:

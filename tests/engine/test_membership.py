@@ -9,6 +9,9 @@ import pytest
 import torch
 from threads import Generation, Rank, move, start, together
 
+import gradcomp
+from gradcomp.engine import succession
+
 SPEC = "topk:ratio=0.05"
 
 
@@ -45,6 +48,20 @@ def test_what_waits_is_scaled_to_the_new_number_of_ranks(old: int, new: int, sum
     for rank in members[old:]:
         assert not rank.residual.any()
         assert rank.session.steps_done == 3
+
+
+@pytest.mark.parametrize("spec,factor", [("orq", {2: 1.0, 6: 1.5}), ("topk:ratio=0.05", {2: 0.5, 6: 1.5})])
+@pytest.mark.parametrize("new", [2, 6])
+def test_a_velocity_beside_which_nothing_waits_does_not_shrink(spec: str, factor: dict[int, float], new: int) -> None:
+    """Ranks that leave take their gradients along, and the mean over the others is as long. Ranks that join bring zeros."""
+    reducer = gradcomp.Simulation(
+        f"{spec},momentum=0.9" if ":" in spec else f"{spec}:momentum=0.9", {"w": (100,)}, 1
+    )._reducers[0]
+    velocity = reducer.buckets[0].state.velocity
+    assert velocity is not None
+    velocity.fill_(1.0)
+    succession.scale(reducer, new / 4)
+    assert torch.equal(velocity, torch.full((100,), factor[new]))
 
 
 def test_a_rank_that_joins_forgets_what_its_script_has_loaded() -> None:

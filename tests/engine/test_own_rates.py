@@ -120,6 +120,53 @@ def test_an_optimizer_that_squares_updates_gets_them_as_they_were(kind: Any) -> 
     torch.testing.assert_close(simulation.residual(0)["w"] + update, before)
 
 
+class Normalised(SGD):
+    """Moves weights by a length of its own, as LARS does, whatever the length of the update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(group["lr"] * each.grad / (each.grad.norm() + 1e-9))
+
+
+@pytest.mark.parametrize("kind", [SGD, Normalised])
+def test_what_waits_grows_only_for_an_optimizer_that_is_linear(kind: Any) -> None:
+    w = nn.Parameter(torch.zeros(100))
+    optimizer = kind([w], lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("w", w)]}
+    simulation = gradcomp.Simulation("topk:ratio=0.01,wire=exact", {"w": (100,)}, 1, **options)
+    simulation.step([{"w": torch.arange(1.0, 101)}])
+    before = simulation.residual(0)["w"].sum()
+    optimizer.param_groups[0]["lr"] = 0.01
+    update = simulation.step([{"w": torch.zeros(100)}])["w"]
+    factor = (simulation.residual(0)["w"].sum() + update.sum()) / before
+    assert factor.item() == pytest.approx(10 if kind is SGD else 1)
+
+
+@pytest.mark.parametrize("other", ["frozen rate", "another optimizer"])
+def test_a_layer_whose_rate_is_unknown_does_not_follow_the_others(other: str) -> None:
+    """Its residual is for a rate that nobody knows, or for the last one that was not 0."""
+    weights = {"a": nn.Parameter(torch.zeros(100)), "b": nn.Parameter(torch.zeros(100))}
+    trained = [weights["a"], weights["b"]] if other == "frozen rate" else [weights["a"]]
+    optimizer = SGD([{"params": [each]} for each in trained], lr=0.1)
+    named = list(weights.items())
+    simulation = gradcomp.Simulation(
+        "topk:ratio=0.01,wire=exact,momentum=0", {"a": (100,), "b": (100,)}, 1, optimizer=optimizer, named_parameters=named
+    )
+    grads = {name: torch.arange(1.0, 101) for name in weights}
+    simulation.step([grads])
+    if other == "frozen rate":
+        optimizer.param_groups[1]["lr"] = 0.0
+    waits = simulation.residual(0)["b"].sum()
+    optimizer.param_groups[0]["lr"] = 0.01
+    update = simulation.step([{name: torch.zeros(100) for name in weights}])
+    torch.testing.assert_close(simulation.residual(0)["b"].sum() + update["b"].sum(), waits)
+    if other == "frozen rate":  # the rate that b's residual is for was kept
+        bucket = simulation._reducers[0].buckets[0]
+        assert dict(zip(bucket.layout.names, bucket.state.rates or (), strict=True)) == {"a": 0.01, "b": 0.1}
+
+
 def test_a_rate_of_zero_changes_nothing() -> None:
     """What waits is meant for the last rate before it, and keeps that."""
     w = nn.Parameter(torch.zeros(100))

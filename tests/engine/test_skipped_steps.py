@@ -82,6 +82,33 @@ def test_a_checkpoint_after_a_skipped_step_counts_the_others(case: str) -> None:
     training.check()
 
 
+@pytest.mark.parametrize("case", ["adam", "adamw", "nadam"])
+def test_a_checkpoint_keeps_the_steps_of_each_bucket(case: str) -> None:
+    """A bucket whose gradients were finite has seen the skipped step; the other one has not."""
+    whole, resumed = Training(case), Training(case)
+    for training in (whole, resumed):
+        training.step()
+        training.step(torch.tensor(math.inf), of="a")
+        training.step()
+        if training is resumed:
+            training.simulation.load_state_dict(training.simulation.state_dict())
+        training.step()
+    for name in SHAPES:
+        assert torch.equal(whole.ours[name], resumed.ours[name])
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=1,wire=exact,feedback=false", "orq:levels=9"])
+def test_without_error_feedback_a_skipped_gradient_stays_in_the_momentum(spec: str) -> None:
+    w = nn.Parameter(torch.zeros(64))
+    optimizer = SGD([w], lr=1.0, momentum=0.5)
+    simulation = gradcomp.Simulation(spec, {"w": (64,)}, 1, optimizer=optimizer, named_parameters=[("w", w)])
+    grad = torch.ones(64)
+    grad[3] = math.inf
+    assert not simulation.step([{"w": grad}])["w"].isfinite().all()
+    update = simulation.step([{"w": torch.zeros(64)}])["w"]
+    torch.testing.assert_close(update, torch.where(grad == 1, 0.5, 0.0))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_frozen_layer_does_not_decay(case: str) -> None:
     training = Training(case)

@@ -153,7 +153,7 @@ DAMAGES = [
     (TOPK, drop(*ONE, "buckets"), "the state has no 'buckets'"),
     (TOPK, put(*OWN, "steps", value=-1), "steps=-1 in the state must be"),
     (TOPK, put(*OWN, "inner", value=None), "inner is a NoneType in the state, not a dict"),
-    (SDAGC, put(*OWN, "inner", "lam", value=NAN), "lam=nan in the state must be a number of at least 0"),
+    (SDAGC, put(*OWN, "inner", "lam", value=torch.tensor([NAN, 0.1])), "lam is not finite"),
     (SDAGC, put(*OWN, "inner", "steps", value=-1), "steps=-1 in the state must be"),
     (SDAGC, put(*OWN, "inner", "steps", value=2**31), "steps=2147483648 in the state must be"),
     (SDAGC, put(*OWN, "inner", "capacity", "entries", value=10**9), "entries=1000000000 in the state must be"),

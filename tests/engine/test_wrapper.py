@@ -27,7 +27,7 @@ LAYOUT = Layout(("a", "b"), (6, 4), torch.device("cpu"))
 OTHER = Layer(4, torch.device("cpu"))
 
 
-NONE = Traits(unbiased=True, fed_back=False)
+NONE = Traits(fed_back=False)
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,17 @@ def test_real_ranks_lose_what_simulated_ones_do(tmp_path: Path) -> None:
         assert line["score"] == line["simulated_score"]
 
 
-def test_a_loss_that_differs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = {"losses": [2.0, 1.5, 1.0], "score": 50.0}
+def test_a_loss_that_differs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = {"losses": [2.0, 1.5, 1.0], "score": 50.0, "commit": "0123456789ab"}
     real = {"losses": [2.0, 1.25, 1.0], "score": 49.0, "weights_are_equal": False, "spec": "topk", "seconds": 1.0}
     monkeypatch.setattr(Run, "load", lambda run, folder: simulated)
     monkeypatch.setattr(confirm.ranks, "run", lambda *given: real)
     task = confirm.TASKS["library"]
     line = confirm.compared(Run("library", "topk", 0, 2, task.defaults), tmp_path)
     assert line["first_other_loss"] == 2
+    assert "the simulated run of topk is of 0123456789ab" in capsys.readouterr().err
     assert confirm.rows([line])[1][1:] == ["49.00", "50.00", "to step 1", "DIFFERENT"]
 
 

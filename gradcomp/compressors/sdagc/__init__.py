@@ -33,7 +33,7 @@ from gradcomp.compressors.sdagc.state import SdagcState
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import CODECS, wire_knob
+from gradcomp.messages.sparse import wire_knob
 from gradcomp.native import kernels
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World, gather
@@ -77,7 +77,7 @@ class Sdagc(Compressor):
     live: bool = knob(True, "a layer without entries above its threshold sends its largest one", ablation=True)
     cap: float = knob(
         0.05,
-        "largest share of a bucket in a burst, unless lam or density implies more; the largest entries go first",
+        "largest share of a bucket in a burst, with a lam that is fixed and implies less; the largest entries go first",
         above=0,
         most=1,
     )
@@ -102,6 +102,8 @@ class Sdagc(Compressor):
                 if setting.partition("=")[0] == "density" or setting == "lr_revision=density":
                     fixed = f"lam={knobs.as_text(self.lam)}"
                     return f"{setting} steers lam, and {fixed} fixes it; remove {fixed} or {setting}"
+        elif cap := next((setting for setting in knobs.changed(self) if setting.startswith("cap=")), None):
+            return f"{cap} bounds bursts above a lam that is fixed; remove it, or set lam, since density bounds what is sent"
         needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in AGE_REVISIONS}
         settings = [setting for setting in knobs.changed(self) if needs_residual.get(setting.partition("=")[0])]
         if feedback or not settings:
@@ -136,13 +138,14 @@ class Sdagc(Compressor):
             replies = yield from gather(payloads.wrap(moments.view(-1)))
             moments = merge_moments([reply["bytes"].view(moments.shape) for reply in replies], world.rank, state.sizes)
         n = acc.residual.numel()
-        all_may_pass = capacity.entries >= n or payloads.size(CODECS[self.wire].form(n, capacity.entries)) >= 4 * n
+        codec = routes.codec_of(self.wire, self.route)
+        all_may_pass = capacity.entries >= n or payloads.size(codec.form(n, capacity.entries)) >= 4 * n
         if (self.flush and state.steps % self.flush == 0) or all_may_pass:
             # Most buckets never need this buffer.
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam))
         self._set_thresholds(moments, state)
-        taken = routes.codec_of(self.wire, self.route).allocate(acc, capacity.entries)
+        taken = codec.allocate(acc, capacity.entries)
         layers, mask = (state.ends, state.thresholds), routes.mask_of(acc, self.route)
         kernels.take_above(acc.residual, *layers, *taken.entries, mask, acc.flag, acc.peaks, acc.memory)
         if target is not None:
@@ -163,7 +166,7 @@ class Sdagc(Compressor):
             "steps": state.steps,
             "lam": state.lam.clone(),
             "set_for": state.capacity_basis,
-            "first_rate": state.first_rate,
+            "highest_rate": state.highest_rate,
             "capacity": None if state.capacity is None else state.capacity.save(),
             "ages": None if state.ages is None else state.ages.last_sent.clone(),
         }
@@ -177,7 +180,7 @@ class Sdagc(Compressor):
 
     def save_shared(self, state: SdagcState) -> dict[str, Any]:
         saved = self.save(state)
-        return {name: saved[name] for name in ("steps", "set_for", "first_rate", "capacity")}
+        return {name: saved[name] for name in ("steps", "set_for", "highest_rate", "capacity")}
 
     def load_shared(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
         is_new = state.steps == 0
@@ -192,7 +195,7 @@ class Sdagc(Compressor):
         """Load the part of a state that all ranks share."""
         lam, target = sequence(saved, "set_for") if len(sequence(saved, "set_for")) == 2 else (math.nan, 0)
         basis = (number({"set_for": lam}, "set_for", -1.0), checked_whole(target, "set_for", 0, state.n))
-        state.steps, state.first_rate = whole(saved, "steps", most=MOST_STEPS), number(saved, "first_rate")
+        state.steps, state.highest_rate = whole(saved, "steps", most=MOST_STEPS), number(saved, "highest_rate")
         state.capacity_basis, state.capacity = basis, None
         if entry(saved, "capacity") is not None:
             state.capacity = Capacity(*self._expected_capacity(basis, state.n))
@@ -204,8 +207,8 @@ class Sdagc(Compressor):
             return None
         share = self.density
         if self.lr_revision == "density" and acc.rates is not None:  # send less as the rate falls
-            state.first_rate = state.first_rate or max(acc.rates)
-            share *= min(1.0, max(acc.rates) / state.first_rate) if state.first_rate else 1.0
+            state.highest_rate = max(state.highest_rate, *acc.rates)
+            share *= max(acc.rates) / state.highest_rate if state.highest_rate else 1.0
         return max(1, math.ceil(share * acc.residual.numel()))
 
     def _capacity(self, state: SdagcState, target: int | None) -> Capacity:

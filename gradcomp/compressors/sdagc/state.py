@@ -26,7 +26,7 @@ class SdagcState:
         self.steps = 0
         self.capacity_basis: tuple[float, int] = (-1.0, 0)  # the lam and the target that the capacity follows from
         self.capacity: Capacity | None = None
-        self.first_rate = 0.0
+        self.highest_rate = 0.0
         self.ages: Ages | None = None
         self.buffer: Tensor | None = None
 

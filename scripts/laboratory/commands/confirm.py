@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from laboratory import options, ranks
+from laboratory import machine, options, ranks
 from laboratory.commands.study import prepared_files
 from laboratory.machine import ROOT
 from laboratory.refusal import Refused
@@ -18,7 +19,7 @@ from laboratory.study.summary import number
 from laboratory.tasks.table import TASKS
 
 # The tasks whose simulated compressors know the optimizer, as they do over Horovod.
-KNOWN = [name for name, task in TASKS.items() if task.schedule == "cosine"]
+KNOWN = [name for name, task in TASKS.items() if task.shows_optimizer]
 
 EXAMPLES = f"""\
 tasks: {", ".join(KNOWN)}
@@ -68,13 +69,18 @@ def compared(run: runs.Run, cache: Path) -> dict[str, Any]:
     assert simulated is not None
     real = ranks.run(command(run, cache), ranks.environment(run.ranks), f"{run.task}  {run.spec}")
     pairs = list(zip(real["losses"], simulated["losses"], strict=True))
-    first = next((step for step, (a, b) in enumerate(pairs, 1) if a != number(b)), None)
+    first = next((step for step, (a, b) in enumerate(pairs, 1) if a != number(b) and a == a), None)
+    if simulated["commit"] != (now := machine.commit()):
+        print(
+            f"lab confirm: the simulated run of {run.spec} is of {simulated['commit']}, the real one of {now}", file=sys.stderr
+        )
     return {
         "task": run.task,
         "spec": run.spec,
         "spec_over_horovod": real["spec"],
         "score": real["score"],
         "simulated_score": simulated["score"],
+        "simulated_at": simulated["commit"],
         "first_other_loss": first,
         "weights_are_equal": real["weights_are_equal"],
         "seconds": real["seconds"],

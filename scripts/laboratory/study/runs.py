@@ -95,7 +95,7 @@ def _exchanges(run: Run, job: Job, optimizer: torch.optim.Optimizer, errors: Err
         return peers.make(run.spec, shapes, run.ranks, run.seed, errors.note)
     compressor = training.watched(run.spec, errors)
     known: dict[str, Any] = {}
-    if compressor.traits.rates == "needed" or TASKS[run.task].schedule == "cosine":
+    if compressor.traits.rates == "needed" or TASKS[run.task].shows_optimizer:
         known = {"optimizer": optimizer, "named_parameters": list(job.model.named_parameters())}
     return gradcomp.Simulation(compressor, shapes, run.ranks, run.seed, **known)
 

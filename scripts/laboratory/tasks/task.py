@@ -84,3 +84,8 @@ class Task(NamedTuple):
     source: Source | None = None
     optimizer: Literal["sgd", "adamw"] = "sgd"
     schedule: Literal["linear", "cosine"] = "linear"
+
+    @property
+    def shows_optimizer(self) -> bool:
+        """True if the simulation knows the optimizer, as real ranks do. Records with a linear schedule are older than that."""
+        return self.schedule == "cosine"

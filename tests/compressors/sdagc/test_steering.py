@@ -30,6 +30,29 @@ def test_a_bucket_sends_its_share(wanted: float, louder: int) -> None:
     assert min(shares[30:]) > (0.7 if louder == 1 else 0.25) and max(shares) < 1.11
 
 
+def test_the_density_follows_the_rate_from_its_highest_on() -> None:
+    """A warm-up of the rate lowers what is sent in it, too. It is not taken for the highest rate."""
+    w = torch.nn.Parameter(torch.zeros(N))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    simulation = gradcomp.Simulation(
+        "sdagc:lr_revision=density,wire=exact", {"w": (N,)}, 1, optimizer=optimizer, named_parameters=[("w", w)]
+    )
+    sent = []
+    for rate in (0.1, 1.0, 0.1):
+        optimizer.param_groups[0]["lr"] = rate
+        simulation.step([{"w": torch.randn(N, generator=torch.Generator().manual_seed(1))}])
+        sent.append(simulation.bytes_sent[0])
+    assert sent[0] == sent[1] and sent[2] == pytest.approx(sent[1] / 10, rel=0.02)
+
+
+@pytest.mark.parametrize("density", [0.4, 0.6, 0.9])
+@pytest.mark.parametrize("route", ["tree", "allgather", "split"])
+def test_much_is_sent_dense(density: float, route: str) -> None:
+    simulation = gradcomp.Simulation(f"sdagc:density={density},route={route}", {"w": (20_000,)}, 2)
+    simulation.step([{"w": torch.randn(20_000)} for _ in range(2)])
+    assert max(simulation.bytes_sent) <= 1.2 * 80_000  # a split's parts have slack
+
+
 def test_a_change_of_density_begins_anew() -> None:
     simulation = gradcomp.Simulation("sdagc:density=0.02", {"w": (500, 400)}, 1)
     for step in range(3):
