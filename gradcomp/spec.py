@@ -47,6 +47,8 @@ def _names() -> tuple[str, ...]:
 @functools.cache
 def kind_of(name: str) -> type[Compressor]:
     """Find the compressor class of a name, the only one that its file defines."""
+    if re.fullmatch(r"[^\s:,()=]+\s*=\s*[^\s:,()=]+", name):
+        raise ValueError(f"{name!r} is a rule for layers; before it comes the spec of all other layers: 'topk; {name}'")
     if name not in names():
         raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join(names())}")
     module = importlib.import_module(f"{compressors.__name__}.{name}")
@@ -133,7 +135,10 @@ def _parse_rule(spec: str, first: str, rule: str) -> tuple[str, str]:
         comma = f"{first.strip()}{',' if ':' in first else ':'}{rule.strip()}"
         raise ValueError(f"{spec!r}: ';' begins a rule for layers, but {pattern} is a knob (did you mean {comma!r}?)")
     if not equals or not pattern or not of_layer:
-        raise ValueError(f"{spec!r}: {rule.strip()!r} is not of the form pattern=spec")
+        raise ValueError(
+            f"{spec!r}: {rule.strip()!r} is not of the form pattern=spec; rules follow the spec of all other layers, as in "
+            "'topk; *.bias=dense'"
+        )
     return pattern, of_layer
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from gradcomp.exchanges import dense, sketched
 from gradcomp.knobs import knob
 from gradcomp.protocol import Acc, Steps
@@ -30,16 +28,12 @@ class GsSgd(sketched.Sketcher):
         "allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUM_ROUTES
     )
 
-    def places_sent(self, count: int) -> int:
-        return sketched.divided(count, 2) * (1 if self.candidates else 2)  # with estimates
+    def places_sent(self, candidates: int) -> int:
+        return sketched.divided(candidates, 2)
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         total = yield from dense.sum_over_ranks(table.sketch(acc, world), world, self.sum)
-        if not self.candidates:
-            places, estimates = yield from table.search(total, table.sizes.k, acc.memory, world, estimated=True)
-            estimates = torch.cat([estimates, total[-1:]])
-            return sketched.make_update(acc, places, estimates, world, table.share(world), exact=False)
-        places, *_ = yield from table.search(total, table.sizes.candidates, acc.memory, world)
+        places = yield from table.search(total, table.sizes.candidates, acc.memory, world)
         values = yield from reduce(sketched.values_at(acc, places, world))
         largest = sketched.select_largest(places, values, table.sizes.k, acc.memory)
-        return sketched.make_update(acc, *largest, world, world.share)
+        return sketched.make_update(acc, *largest, world)

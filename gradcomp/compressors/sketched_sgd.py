@@ -1,7 +1,7 @@
 """Sketched-SGD: a server sums all ranks' tables, then exact values of the heaviest entries, and returns the k largest sums.
 
 N. Ivkin, D. Rothchild, E. Ullah, V. Braverman, I. Stoica, R. Arora, "Communication-efficient Distributed SGD with Sketching"
-(NeurIPS 2019). candidates=0 needs one round: the estimates are the update, and every rank keeps the difference.
+(NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ class SketchedSgd(sketched.Sketcher):
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         serves, device, k = world.rank == 0, acc.residual.device, table.sizes.k
-        result = torch.empty(2 * k + 1, device=device)
         total = yield from server.sum_at_server(table.sketch(acc, world), world)
-        if self.candidates:
-            candidates = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
-            if serves:
-                candidates, _ = table.heaviest(total, table.sizes.candidates, acc.memory)
-            candidates = yield from server.from_server(candidates, world)
-            total = yield from server.sum_at_server(sketched.values_at(acc, candidates, world), world)
-            if serves:
-                places, values = sketched.select_largest(candidates, total, k, acc.memory)
-                result = torch.cat([values, places.view(torch.float32)])
-        elif serves:
-            places, estimates = table.heaviest(total, k, acc.memory)
-            result = torch.cat([estimates, total[-1:], places.view(torch.float32)])
+        candidates = torch.empty(table.sizes.candidates, dtype=torch.int32, device=device)
+        if serves:
+            candidates = table.heaviest(total, table.sizes.candidates, acc.memory)
+        candidates = yield from server.from_server(candidates, world)
+        total = yield from server.sum_at_server(sketched.values_at(acc, candidates, world), world)
+        result = torch.empty(2 * k + 1, device=device)
+        if serves:
+            places, values = sketched.select_largest(candidates, total, k, acc.memory)
+            result = torch.cat([values, places.view(torch.float32)])
         result = yield from server.from_server(result, world)
-        places, values = result[k + 1 :].view(torch.int32), result[: k + 1]
-        exact = self.candidates > 0
-        return sketched.make_update(acc, places, values, world, world.share if exact else table.share(world), exact)
+        return sketched.make_update(acc, result[k + 1 :].view(torch.int32), result[: k + 1], world)

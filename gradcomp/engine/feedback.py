@@ -58,7 +58,7 @@ class Feedback(Collector):
     clip_by: str = knob(
         "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
     )
-    warmup: float = knob(0.0, "steps with gentler compression, in five stages; 0 = none", least=0)
+    warmup: int = knob(0, "steps with gentler compression, in five stages; 0 = none", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +114,7 @@ class Feedback(Collector):
         # Feedback takes over the momentum that the algorithm keeps and this layer's compressor does not.
         kept = self.inner.traits.momentum
         momentum = kept if kept and not chosen.traits.momentum else self.momentum
-        return replace(self, inner=chosen, momentum=momentum, warmup=0.0 if chosen.ease(0.5) is None else self.warmup)
+        return replace(self, inner=chosen, momentum=momentum, warmup=0 if chosen.ease(0.5) is None else self.warmup)
 
     def init(self, layout: Layout, seed: int) -> BucketState:
         state, layers = super().init(layout, seed), len(layout.names)

@@ -15,7 +15,7 @@ from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import count_of, ratio_knob
 from gradcomp.native import kernels
-from gradcomp.native.extension import LARGEST, SEARCH_BLOCK, TILE
+from gradcomp.native.extension import SEARCH_BLOCK, TILE
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.requests import Requests, World, gather
@@ -45,9 +45,7 @@ class Sketcher(Compressor):
     """Sends the k entries with the largest sums over the ranks: k = max(1, ceil(ratio * n)) of the model's n entries."""
 
     ratio: float = ratio_knob(0.001)
-    candidates: int = knob(
-        4, "candidates with exact values for each entry sent; higher = fewer large ones missed; 0 = use estimates", least=0
-    )
+    candidates: int = knob(4, "candidates with exact values for each entry sent; higher = fewer large ones missed", least=1)
     rows: int = knob(5, "rows of the table; higher = better estimates, more bytes", choices=(3, 5, 7, 9))
     columns: int = knob(0, "columns of the table; 0 = from compression, or five for each entry sent", least=0, multiple=TILE)
     compression: float = knob(0.0, "compression ratio in bytes, above 1, that sets columns; 0 = unused", least=0)
@@ -68,12 +66,12 @@ class Sketcher(Compressor):
         candidates = min(n, self.candidates * k)
         columns = self.columns or COLUMNS_PER_ENTRY * k
         if self.compression:
-            places = self.places_sent(candidates or k)
+            places = self.places_sent(candidates)
             columns = math.floor((n / self.compression - candidates - places - 1) / self.rows)
         return Sizes(k, candidates, self.rows, max(1, columns // TILE) * TILE)
 
-    def places_sent(self, count: int) -> int:
-        """Return the most numbers that a rank sends to say what it found in its part of a search for so many entries."""
+    def places_sent(self, candidates: int) -> int:
+        """Return the most numbers that a rank sends to say where its part's candidates are."""
         return 0
 
     def init(self, layout: Layout, seed: int) -> SketchTable:
@@ -115,30 +113,25 @@ class SketchTable:
         _write_flag(acc, self.cells)
         return self.cells
 
-    def heaviest(self, total: Tensor, count: int, memory: Memory, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor]:
-        """Return the places of the heaviest entries in a sum of tables, or in a part of it, and estimates of their shares."""
+    def heaviest(self, total: Tensor, count: int, memory: Memory, part: int = 0, parts: int = 1) -> Tensor:
+        """Return the places of the heaviest entries in a sum of tables, or in a part of it, in ascending order."""
         places = torch.empty(count, dtype=torch.int32, device=total.device)
         estimates = torch.empty(count, device=total.device)
         sizes = (self.sizes.rows, self.seed, self.n)
         kernels.heaviest(total[:-1], *sizes, places, estimates, memory, part=part, parts=parts)
-        return places, estimates.nan_to_num_(0.0, 0.0, 0.0)  # a spoiled table gives no estimate
+        return places
 
-    def search(
-        self, total: Tensor, count: int, memory: Memory, world: World, estimated: bool = False
-    ) -> Requests[list[Tensor]]:
-        """Find about as many heaviest entries, the same on all ranks: their places and, if wanted, estimates of their shares.
+    def search(self, total: Tensor, count: int, memory: Memory, world: World) -> Requests[Tensor]:
+        """Return the places of about as many heaviest entries, the same on all ranks.
 
         Each rank searches a part, if the entries are many. A part has small blocks from all layers, and so about its share of
         the heaviest entries.
         """
         each, parts = divided(count, world.size), world.size
         if not 0 < each <= self.n // (SEARCH_BLOCK * parts) * SEARCH_BLOCK:
-            return list(self.heaviest(total, count, memory))
-        gathered = []
-        for own in self.heaviest(total, each, memory, world.rank, parts)[: 1 + estimated]:
-            replies = yield from gather(payloads.wrap(own))
-            gathered.append(torch.cat([reply["bytes"] for reply in replies]))
-        return gathered
+            return self.heaviest(total, count, memory)
+        replies = yield from gather(payloads.wrap(self.heaviest(total, each, memory, world.rank, parts)))
+        return torch.cat([reply["bytes"] for reply in replies])
 
 
 def _write_flag(acc: Acc, buffer: Tensor) -> None:
@@ -165,27 +158,21 @@ def select_largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tup
     return places.index_select(0, local), found
 
 
-def make_update(acc: Acc, places: Tensor, total: Tensor, world: World, share: float, exact: bool = True) -> Update:
-    """Make the update from sums at these places, and take this rank's part of it out of acc.
+def make_update(acc: Acc, places: Tensor, total: Tensor, world: World) -> Update:
+    """Make the update from sums at these places, and take all that this rank has there out of acc.
 
     The update is not finite and nothing is taken if a gradient or a sum is not finite.
-    total: sums of shares, followed by the sum of the flags. share: the factor of a share. exact: True = the sums are exact, and
-    a rank takes out all that it has at these places; False = the sums are estimates, and a rank takes out their mean.
+    total: sums of shares, followed by the sum of the flags.
     """
     device, index = places.device, places.long()
     failed = (total[-1:] != 0) | ~total[:-1].isfinite().all()
     header = torch.empty(2, dtype=torch.int32, device=device)
     header[:1] = places.numel()
     header[1:] = failed
-    update, to_mean = acc.memory.lend(acc.residual.numel(), device), 1 / (world.size * share)
-    within = (
-        total[:-1] if exact else total[:-1].clamp(-LARGEST / 2 / to_mean, LARGEST / 2 / to_mean)
-    )  # by_host doubles it at most
-    kernels.add_sparse(update.flat, within, places, header, to_mean, update.marks)
+    update = acc.memory.lend(acc.residual.numel(), device)
+    kernels.add_sparse(update.flat, total[:-1], places, header, world.mean_of_shares, update.marks)
     values = acc.residual.index_select(0, index)
-    error = torch.zeros_like(values) if exact else values - update.flat.index_select(0, index)
-    error.clamp_(-LARGEST, LARGEST)
-    acc.residual.index_copy_(0, index, torch.where(failed, values, error))
+    acc.residual.index_copy_(0, index, torch.where(failed, values, 0.0))
     if acc.mask is not None:
         acc.mask.note(index, ~failed.expand(len(index)))
     return update

@@ -63,7 +63,9 @@ def run(words: Sequence[str], variables: Mapping[str, str], label: str, log: Pat
         sink = opened.enter_context(log.open("w")) if log else None
         opened.enter_context(termination_interrupts())
         try:
-            process = opened.enter_context(subprocess.Popen(words, env=variables, **pipes))
+            # In a session of its own: Ctrl-C of a terminal goes to all programs of its session, and launchers that are only
+            # beginning leave their ranks running then.
+            process = opened.enter_context(subprocess.Popen(words, env=variables, start_new_session=True, **pipes))
         except OSError as error:
             raise RanksFailed(f"the ranks could not be started: {error}; run scripts/setup first") from None
         assert process.stdout is not None

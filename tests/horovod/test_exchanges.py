@@ -20,7 +20,7 @@ SENT = [
     "gtopk:ratio=0.01",
     "gtopk:ratio=0.01,faithful=true",
     "sketched_sgd:ratio=0.005",
-    "sketched_sgd:ratio=0.005,candidates=0",
+    "sketched_sgd:ratio=0.005,candidates=1",
     "topk:ratio=0.01,route=split",
     "topk:ratio=0.01,route=tree",
     "sdagc:lam=2,small=none,route=split,wire=exact",
@@ -33,7 +33,7 @@ SENT = [
 REDUCED = [
     "gs_sgd:ratio=0.005",
     "gs_sgd:ratio=0.005,sum=tree",
-    "gs_sgd:ratio=0.005,candidates=0",
+    "gs_sgd:ratio=0.005,candidates=1",
     "lgc:dense=1,learn=1,ratio=0.01",
     "lgc:dense=1,learn=1,ratio=0.01,code=single,leader=rotate",
     "lgc:dense=1,learn=1,ratio=0.01,instance=server",

@@ -151,7 +151,7 @@ def test_steering(device: torch.device) -> None:
     assert steered(3.0, 150, 100, -0.1) == [3.0 * 1.025, 0.05]
     assert steered(3.0, 200, 100, 0.04) == [3.15, 0.05]  # on the same side: a quarter more
     assert steered(3.0, 200, 100, -0.015) == [3.03, 0.01]
-    assert steered(16.0, 900, 1)[0] == 16.0 and steered(0.5, 0, 1)[0] == 0.5
+    assert steered(1024.0, 900, 1)[0] == 1024.0 and steered(2.0**-10, 0, 1)[0] == 2.0**-10
 
 
 def test_steering_ends_at_the_target_where_a_tenth_more_is_far_too_much(device: torch.device) -> None:

@@ -64,3 +64,6 @@ def test_dense_cannot_clip_over_horovod(tmp_path: Path, capsys: pytest.CaptureFi
     assert "leave it out, or --set clip=0" in capsys.readouterr().err
     assert main(["confirm", "--tasks", "text", "--specs", "topk", "--cache", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert "hides its optimizer" in capsys.readouterr().err
+    for words, said in ((["topk:clip=1"], "clips each rank's gradient already"), (["topk", "--ranks", "1"], "at least two")):
+        assert main(["confirm", "--tasks", "library", "--cache", str(tmp_path), "--out", str(tmp_path), "--specs", *words]) == 2
+        assert said in capsys.readouterr().err

@@ -149,11 +149,9 @@ WAYS: dict[str, list[Way]] = {
     "gtopk:ratio=0.01": [tree(8 + 2 * padded(K))],
     "gs_sgd:ratio=0.01,sum=allreduce": [reduce(4 * (CELLS + 1)), reduce(4 * (CANDIDATES + 1))],
     "gs_sgd:ratio=0.01,sum=tree": [tree(padded(CELLS + 1)), reduce(4 * (CANDIDATES + 1))],
-    "gs_sgd:ratio=0.01,sum=tree,candidates=0": [tree(padded(CELLS + 1))],
     "sketched_sgd:ratio=0.01": [
         server([padded(CELLS + 1), padded(CANDIDATES + 1)], [padded(CANDIDATES), ANSWER]),
     ],
-    "sketched_sgd:ratio=0.01,candidates=0": [server([padded(CELLS + 1)], [ANSWER])],
 }
 
 

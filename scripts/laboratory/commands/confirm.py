@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gradcomp
 from laboratory import machine, options, ranks
 from laboratory.commands.study import prepared_files
 from laboratory.machine import ROOT
@@ -50,6 +51,10 @@ def run(chosen: argparse.Namespace) -> int:
     settled = settings.settle(chosen.tasks, chosen.set)
     if "dense" in chosen.specs and any(own.clip for own in settled.values()):
         raise Refused("dense cannot clip each rank's gradient over Horovod as the study does; leave it out, or --set clip=0")
+    if any("clip" in str(gradcomp.make(spec)) for spec in chosen.specs) and any(own.clip for own in settled.values()):
+        raise Refused("the study clips each rank's gradient already; leave clip out of --specs, or --set clip=0")
+    if chosen.ranks < 2:
+        raise Refused(f"--ranks {chosen.ranks}: one rank exchanges nothing; give at least two")
     data = prepared_files(chosen.tasks, chosen.data, chosen.cache)
     every = [
         runs.Run(task, spec, chosen.seed, chosen.ranks, own, data.get(task, ""))

@@ -53,6 +53,16 @@ def test_much_is_sent_dense(density: float, route: str) -> None:
     assert max(simulation.bytes_sent) <= 1.2 * 80_000  # a split's parts have slack
 
 
+@pytest.mark.parametrize("density,of_freedom", [(0.6, 30.0), (0.3, 2.0), (0.01, 2.0)])
+def test_a_share_far_from_the_usual_is_reached(density: float, of_freedom: float) -> None:
+    """A threshold well below half a deviation, and tails so heavy that a deviation says little."""
+    torch.manual_seed(0)
+    simulation = gradcomp.Simulation(f"sdagc:density={density}", {"w": (N,)}, 1)
+    drawn = torch.distributions.StudentT(of_freedom)
+    sent = [int(simulation.step([{"w": drawn.sample((N,))}])["w"].count_nonzero()) for _ in range(60)]
+    assert 0.85 < statistics.fmean(sent[30:]) / (density * N) < 1.1
+
+
 def test_a_change_of_density_begins_anew() -> None:
     simulation = gradcomp.Simulation("sdagc:density=0.02", {"w": (500, 400)}, 1)
     for step in range(3):
