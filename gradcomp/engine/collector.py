@@ -18,10 +18,10 @@ from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Layout, Steps, Traits
 from gradcomp.requests import World
 
-# The learning rate of each layer, 0 where it is unknown; None where no optimizer is known.
+# The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None
-# In place of a layer's rate: nothing waits of it, and any rate will do.
-ANY = math.inf
+# In place of a layer's rate: nobody knows it; nothing waits of the layer, and any rate will do.
+UNKNOWN, ANY = -1.0, math.inf
 # By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
 Decays = Mapping[float, tuple[list[int], list[Tensor]]]
 
@@ -37,6 +37,7 @@ class BucketState:
     sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping. rates: those that what waits is meant for (own_rates).
+    held: the residual, in a step whose updates move nothing (own_rates).
     """
 
     residual: Tensor
@@ -53,6 +54,7 @@ class BucketState:
     sent_in: Tensor | None = None
     health: Health | None = None
     rates: Rates = None
+    held: Tensor | None = None
 
     def steps_of_adam(self) -> int:
         """Return the steps that Adam's moments have seen, without the last one if it was refused. This waits for the device."""

@@ -171,6 +171,8 @@ class Feedback(Collector):
                 adaptive = adam_moments.begin(step.momentum, state)
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
+        if state.held is not None:
+            mask = self._mask(state, None)  # what waits stays, and no momentum with it
         scales = self._scales(grads, state, step)
         kernels.accumulate(
             grads,
@@ -212,6 +214,8 @@ class Feedback(Collector):
         inner = self.stage(state.steps)
         state.steps += 1
         steps = inner.exchange(acc, state.inner, world)
+        if state.held is not None:
+            return own_rates.held(steps, state)
         if state.health is None or state.steps % INTERVAL:
             return steps
         return measured(steps, state.health, state.residual)

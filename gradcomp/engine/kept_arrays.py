@@ -49,7 +49,7 @@ def rates(reducer: Reducer) -> dict[str, float]:
     found: dict[str, float] = {}
     for bucket in reducer.buckets:
         found |= zip(bucket.layout.names, bucket.state.rates or (), strict=False)
-    return {name: rate for name, rate in found.items() if rate != ANY}
+    return {name: max(rate, 0.0) for name, rate in found.items() if rate != ANY}
 
 
 def set_rates(reducer: Reducer, known: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from gradcomp.engine import step_watch
+from gradcomp.engine.collector import UNKNOWN
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 from gradcomp.protocol import Compressor
 
@@ -203,7 +204,8 @@ def steps_as_known(kind: type) -> bool:
 def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callable[[Sequence[str]], tuple[float, ...]]:
     """Return a function from parameters' names to their current learning rates.
 
-    The rate is 0 for a parameter that the optimizer does not have, and where it lies on a device, which nobody is to wait for.
+    The rate is UNKNOWN for a parameter that the optimizer does not have, and where it lies on a device, which nobody is to wait
+    for.
     """
     ids = {name: id(parameter) for name, parameter in named}
     # The groups' numbers, since load_state_dict() of an optimizer replaces the groups; and the sizes that the groups had.
@@ -216,8 +218,8 @@ def rates_of(optimizer: torch.optim.Optimizer, named: NamedParameters) -> Callab
             numbers = {id(each): i for i, group in enumerate(optimizer.param_groups) for each in group["params"]}
             number_of.update({name: numbers.get(own) for name, own in ids.items()})
         given = [group["lr"] for group in optimizer.param_groups]
-        known = [0.0 if isinstance(each, torch.Tensor) and each.is_cuda else float(each) for each in given]
-        return tuple(0.0 if (number := number_of[name]) is None else known[number] for name in names)
+        known = [UNKNOWN if isinstance(each, torch.Tensor) and each.is_cuda else float(each) for each in given]
+        return tuple(UNKNOWN if (number := number_of[name]) is None else known[number] for name in names)
 
     return rates
 

@@ -2,7 +2,9 @@
 
 The optimizer multiplies an update by its rate of the moment. A residual that was found under another rate is therefore
 multiplied by old / new whenever the rate changes. Weights then move by the rates that every gradient came with, as they do
-without compression. This holds for an optimizer that moves weights by multiples of its updates: SGD, or directions of Adam.
+without compression. In a step with the rate 0, nothing of the residual is sent, and its gradients do not wait.
+
+This holds for an optimizer that moves weights by multiples of its updates: SGD, or directions of Adam.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import ANY, BucketState, Rates
 from gradcomp.native.extension import LARGEST
+from gradcomp.protocol import Steps
 
 # Factors of layers that differ by less are one: schedulers multiply rates of the groups one by one, and each is rounded.
 ALIKE = 1e-6
@@ -25,9 +28,13 @@ def begin(state: BucketState, rates: Rates) -> float:
 
     It is 1 where the rate of a layer is unknown, and where those of a bucket's layers change unlike each other: layers with a
     factor of their own would push others out of a selection by magnitude. A rate of 0 changes nothing: what waits of the layer
-    keeps the last one.
+    keeps the last one. The factor is 0 where all rates are: the residual is held meanwhile.
     """
     before = state.rates
+    state.held = None
+    if rates is not None and not any(rates):
+        state.held = state.residual.clone()
+        return 0.0
     if before is None or rates is None:
         state.rates = rates
         return 1.0
@@ -39,6 +46,15 @@ def begin(state: BucketState, rates: Rates) -> float:
     if not factors or max(factors) > (1 + ALIKE) * min(factors):
         return 1.0
     return min(max(factors[0], SMALLEST), LARGEST)
+
+
+def held(steps: Steps, state: BucketState) -> Steps:
+    """Exchange a step's gradients alone, and put the residual back that waits meanwhile."""
+    update = yield from steps
+    assert state.held is not None
+    state.residual.copy_(state.held)
+    state.held = None
+    return update
 
 
 def note(buckets: Iterable[Bucket], rates: Callable[[Sequence[str]], Rates]) -> None:

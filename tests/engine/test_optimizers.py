@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
+from gradcomp.engine.collector import UNKNOWN
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum, rates_of
 from gradcomp.engine.parameters import Parameters
 from gradcomp.spec import make
@@ -230,7 +231,7 @@ def test_rates_are_those_of_the_moment() -> None:
     assert rates(names) == (0.125, 0.5)
     few = SGD(model[0].parameters(), lr=0.1)
     rates = rates_of(few, model.named_parameters())
-    assert rates(names) == (0.1, 0)
+    assert rates(names) == (0.1, UNKNOWN)
     few.add_param_group({"params": model[1].parameters(), "lr": 0.5})
     assert rates(names) == (0.1, 0.5)
 

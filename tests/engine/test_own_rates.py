@@ -26,6 +26,7 @@ STEPS, RANKS = 12, 2
 SCHEDULES: dict[str, list[tuple[float, float]]] = {
     "alike": [(0.1 * f, 0.3 * f) for f in (0.1, 0.4, 1, 1, 0.7, 0.7, 0.3, 0.1, 0.01, 0.01, 2, 1)],
     "steps": [(0.1 / 10 ** (step // 4), 0.3 / 10 ** (step // 4)) for step in range(STEPS)],
+    "zeros": [(f, 3 * f) for f in (0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.05, 0.01, 0.0, 0.02, 0.0, 0.01)],
     "restarts": [(0.1 * 0.2 ** (step % 4), 0.1 * 0.2 ** (step % 4)) for step in range(STEPS)],
 }
 UNLIKE = [(0.1, 0.3 if step < 5 else 0.003) for step in range(STEPS)]
@@ -165,6 +166,30 @@ def test_a_layer_whose_rate_is_unknown_does_not_follow_the_others(other: str) ->
     if other == "frozen rate":  # the rate that b's residual is for was kept
         bucket = simulation._reducers[0].buckets[0]
         assert dict(zip(bucket.layout.names, bucket.state.rates or (), strict=True)) == {"a": 0.01, "b": 0.1}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "adamw"])
+def test_steps_with_the_rate_0_lose_nothing(kind: str) -> None:
+    """The momentum goes on in them. Neither what waits nor what they find is sent. AdamW is torch's with one rank."""
+    theirs, ours = (nn.Parameter(torch.zeros(400)) for _ in range(2))
+    made: dict[str, Any] = {
+        "sgd": lambda w: SGD([w], lr=0.1, momentum=0.9),
+        "nesterov": lambda w: SGD([w], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "adamw": lambda w: AdamW([w], lr=0.1, weight_decay=0),
+    }
+    optimizers = [made[kind](w) for w in (ours, theirs)]
+    # Everything is sent of the decay, which depends on the weights.
+    spec = "topk:ratio=1,wire=exact" if kind == "nesterov" else "topk:ratio=0.05,masking=false"
+    simulation = gradcomp.Simulation(spec, {"w": (400,)}, 1, optimizer=optimizers[0], named_parameters=[("w", ours)])
+    for step in range(20):
+        rate = 0.0 if step in (0, 1, 7, 8, 9, 15) else 0.1
+        grad = torch.randn(400, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+        ours.grad, theirs.grad = simulation.step([{"w": grad}])["w"], grad
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours - 0.1 * simulation.residual(0)["w"], theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rate_of_zero_changes_nothing() -> None:

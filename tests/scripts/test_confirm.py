@@ -16,7 +16,7 @@ from laboratory.study import job
 from laboratory.study.runs import Run
 
 SMALL = "steps=5,batch=2,width=32,depth=1,clip=0"
-SPECS = "topk:ratio=0.1;orq;bingrad:feedback=true"
+SPECS = "topk:ratio=0.1"
 
 
 def test_real_ranks_lose_what_simulated_ones_do(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Phases:
 
     def begin_step(self, rates: tuple[float, ...] | None) -> str:
         """Return the phase of this step, and note whether this rank's learning rate fell. The ranks agree on that later."""
-        rate = max(rates) if rates else 0.0
+        rate = max(0.0, *rates) if rates else 0.0
         self.highest_rate = max(self.highest_rate, rate) if self.current == CODE else rate
         self.rate_fell = rate < RATE_FALL * self.highest_rate
         return self.current

@@ -18,7 +18,7 @@ abstract's words come closest to, cost accuracy (docs/claims.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from gradcomp import knobs
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.sdagc.capacity import Capacity
+from gradcomp.compressors.sdagc.distribution import laplace_density, laplace_threshold, merge_moments
 from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, REVISIONS, Ages
 from gradcomp.compressors.sdagc.state import SdagcState
 from gradcomp.exchanges import dense, routes
@@ -208,7 +209,7 @@ class Sdagc(Compressor):
         share = self.density
         if self.lr_revision == "density" and acc.rates is not None:  # send less as the rate falls
             state.highest_rate = max(state.highest_rate, *acc.rates)
-            share *= max(acc.rates) / state.highest_rate if state.highest_rate else 1.0
+            share *= max(0.0, *acc.rates) / state.highest_rate if state.highest_rate else 1.0
         return max(1, math.ceil(share * acc.residual.numel()))
 
     def _capacity(self, state: SdagcState, target: int | None) -> Capacity:
@@ -230,23 +231,3 @@ class Sdagc(Compressor):
             return capacity, capacity, True
         capacity = min(n, max(1, math.ceil(1.25 * laplace_density(lam) * n)))
         return capacity, max(capacity, math.ceil(self.cap * n)), False
-
-
-def laplace_density(lam: float) -> float:
-    """Return the share of Laplace-distributed entries beyond lam standard deviations."""
-    return math.exp(-math.sqrt(2) * lam)
-
-
-def laplace_threshold(density: float) -> float:
-    """Return the number of standard deviations beyond which this share of Laplace-distributed entries lies."""
-    return -math.log(density) / math.sqrt(2)
-
-
-def merge_moments(moments: Sequence[Tensor], rank: int, sizes: Tensor) -> Tensor:
-    """Merge the layers' statistics of all ranks, in rank order. The smallest and the largest entry stay this rank's own."""
-    all_ranks = torch.stack(list(moments))
-    merged = all_ranks.mean(0)
-    offsets = all_ranks[:, :, 0] - merged[:, 0]  # of the ranks' means
-    merged[:, 1] += sizes * offsets.square().mean(0)
-    merged[:, 2:4] = all_ranks[rank, :, 2:4]
-    return merged
