@@ -82,7 +82,7 @@ def alone(case: Callable[[Run], dict[str, Any]], door: str) -> None:
     began = time.monotonic()
     found = case(run)
     ranks.report(found | {"seconds": time.monotonic() - began})
-    time.sleep(3)  # the others could take a rank's end for the error
+    time.sleep(6)  # the others could take a rank's end for the error
     os._exit(0)
 
 
