@@ -192,6 +192,22 @@ def test_steps_with_the_rate_0_lose_nothing(kind: str) -> None:
     torch.testing.assert_close(ours - 0.1 * simulation.residual(0)["w"], theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_step_with_the_rate_0_masks_no_momentum() -> None:
+    w = nn.Parameter(torch.zeros(400))
+    optimizer = SGD([w], lr=0.1, momentum=0.5)
+    simulation = gradcomp.Simulation("topk:ratio=0.05", {"w": (400,)}, 1, optimizer=optimizer, named_parameters=[("w", w)])
+    velocity = torch.zeros(400)
+    for step, rate in enumerate((0.1, 0.1, 0.0)):
+        optimizer.param_groups[0]["lr"] = rate
+        grad = torch.randn(400, generator=torch.Generator().manual_seed(step))
+        state = simulation._reducers[0].buckets[0].state
+        velocity = grad + (0.0 if state.velocity is None else 0.5 * state.velocity)
+        w.grad = simulation.step([{"w": grad}])["w"]
+        optimizer.step()
+    assert state.velocity is not None
+    torch.testing.assert_close(state.velocity, velocity)
+
+
 def test_a_rate_of_zero_changes_nothing() -> None:
     """What waits is meant for the last rate before it, and keeps that."""
     w = nn.Parameter(torch.zeros(100))
