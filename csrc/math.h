@@ -163,6 +163,8 @@ SHARED_MATH float threshold_of(const Moments<double>& all, float lam, bool from_
   return live && largest > 0 && !(threshold < largest) ? float_of(bits_of(largest) - 1) : threshold;
 }
 
+SHARED_MATH double within(double x, double least, double most) { return x < least ? least : x > most ? most : x; }
+
 // A multiple of the standard deviation, and the gain of its steering: positive if too many passed last, negative if too few
 // did.
 struct Steered {
@@ -174,14 +176,9 @@ SHARED_MATH Steered steered(Steered last, double count, double target) {
   constexpr double kLeastGain = 0.01, kMostGain = 0.1, kLeastLam = 1.0 / 1024, kMostLam = 1024;
   const bool above = count >= target, same_side = above == (last.gain > 0);
   const double size = last.gain < 0 ? -last.gain : last.gain, moved = same_side ? 1.25 * size : size / 2;
-  const double gain = moved < kLeastGain ? kLeastGain : moved > kMostGain ? kMostGain : moved;
-  const double least = target / 2, most = 2 * target;
-  const double seen = count < least ? least : count > most ? most : count;
+  const double gain = within(moved, kLeastGain, kMostGain), seen = within(count, target / 2, 2 * target);
   const double next = above ? last.lam * (1 + gain * (seen / target - 1)) : last.lam / (1 + gain * (target / seen - 1));
-  return {static_cast<float>(next < kLeastLam  ? kLeastLam
-                             : next > kMostLam ? kMostLam
-                                               : next),
-          static_cast<float>(above ? gain : -gain)};
+  return {static_cast<float>(within(next, kLeastLam, kMostLam)), static_cast<float>(above ? gain : -gain)};
 }
 
 // Hash 32 bits, by the constants of the "lowbias32" family, which an exhaustive search found.

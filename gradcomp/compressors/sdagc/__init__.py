@@ -5,14 +5,14 @@ M. Chen, Z. Yan, J. Ren, W. Wu, "Standard Deviation based Adaptive Gradient Comp
 accumulation, local gradient clipping, momentum compensation, adaptive learning-rate revision. The way they fit together here is
 a reconstruction, and every part can be switched:
 
-    g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v), layer by layer;  v, u <- 0 there
+    g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v);  v, u <- 0 there
 
 The knobs clip, momentum, warmup and own_rate, which every compressor has, give clipping, momentum correction with masking,
 warm-up, and entries that act with the learning rate of their own step. lr_revision=density lowers the knob density as the rate
 falls. staleness and per_layer divide a sent entry by the steps that it waited, or by the mean over its layer's sent entries.
 
 By default, lam is steered to send the share density, and one threshold serves a bucket: per=layer and small=dense, which the
-abstract's words come closest to, cost accuracy (docs/claims.md).
+abstract's words come closest to, cost accuracy (docs/decisions/sdagc.md).
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class Sdagc(Compressor):
         return Traits(moments=self.stat, sparse=True, selects=True, momentum=self.sam, rates=rates)
 
     def refuses(self, feedback: bool) -> str | None:
-        if not isinstance(self.lam, str):
-            for setting in knobs.changed(self):
-                if setting.partition("=")[0] == "density" or setting == "lr_revision=density":
-                    fixed = f"lam={knobs.as_text(self.lam)}"
-                    return f"{setting} steers lam, and {fixed} fixes it; remove {fixed} or {setting}"
-        elif cap := next((setting for setting in knobs.changed(self) if setting.startswith("cap=")), None):
+        typed_knobs = {setting.partition("=")[0]: setting for setting in knobs.changed(self)}
+        steers = typed_knobs.get("density") or ("lr_revision=density" if self.lr_revision == "density" else None)
+        if "lam" in typed_knobs and steers:
+            return f"{steers} steers lam, and {typed_knobs['lam']} fixes it; remove {typed_knobs['lam']} or {steers}"
+        if "cap" in typed_knobs and "lam" not in typed_knobs:
+            cap = typed_knobs["cap"]
             return f"{cap} bounds bursts above a lam that is fixed; remove it, or set lam, since density bounds what is sent"
         needs_residual = {"sam": self.sam, "flush": self.flush, "lr_revision": self.lr_revision in AGE_REVISIONS}
-        settings = [setting for setting in knobs.changed(self) if needs_residual.get(setting.partition("=")[0])]
+        settings = [setting for name, setting in typed_knobs.items() if needs_residual.get(name)]
         if feedback or not settings:
             return None
         typed = " and ".join(settings)

@@ -16,7 +16,7 @@ import gradcomp
 import gradcomp.horovod
 from laboratory import ranks
 from laboratory.study.runs import Run
-from laboratory.tasks import prepared, training
+from laboratory.tasks import training
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings
 
@@ -35,8 +35,7 @@ def bounded(spec: str, clip: float, world: int) -> str:
 def train(run: Run, folder: Path) -> dict[str, Any]:
     """Train this rank's part. Return the mean loss of every step, and rank 0's score."""
     began, task, settings = time.perf_counter(), TASKS[run.task], run.settings
-    arrays = prepared.load(prepared.place(folder, run.data)) if run.data else {}
-    job = task.make(settings, run.seed, hvd.size(), arrays)
+    job = run.make_job(folder)
     batches = job.batches[hvd.rank()]
     spec = bounded(run.spec, settings.clip, hvd.size())
     plain = training.optimizer_of(task, settings, job.model, training.momentum_of(run.spec))
@@ -45,7 +44,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     )
     losses: list[float] = []
     for step in range(1, settings.steps + 1):
-        optimizer.param_groups[0]["lr"] = settings.lr * training.RATES[task.schedule](step, settings.steps, settings.warmup)
+        optimizer.param_groups[0]["lr"] = training.rate_of(task, settings, step)
         x, y = next(batches)
         loss = job.loss(job.model(x), y)
         loss.backward()

@@ -48,6 +48,11 @@ class Run(NamedTuple):
         """Name the file of its record."""
         return results.kept(folder, f"{self.task}-{machine.slug(self.spec)[:80]}-seed{self.seed}", self.key())
 
+    def make_job(self, folder: Path) -> Job:
+        """Make the model and the batches, of all ranks."""
+        arrays = prepared.load(prepared.place(folder, self.data)) if self.data else {}
+        return TASKS[self.task].make(self.settings, self.seed, self.ranks, arrays)
+
     def load(self, folder: Path) -> Record | None:
         """Read its record; None if the run is not finished."""
         return results.read(self.path(folder))
@@ -56,8 +61,7 @@ class Run(NamedTuple):
 def train(run: Run, folder: Path) -> Record:
     """Train once. All ranks share the weights: the simulation checks that their updates are equal to the last bit."""
     began, task, settings = time.perf_counter(), TASKS[run.task], run.settings
-    arrays = prepared.load(prepared.place(folder, run.data)) if run.data else {}
-    job, errors = task.make(settings, run.seed, run.ranks, arrays), Errors()
+    job, errors = run.make_job(folder), Errors()
     shapes = {name: p.shape for name, p in job.model.named_parameters()}
     kept = 0.0 if peers.is_one(run.spec) else training.momentum_of(run.spec)
     optimizer = training.optimizer_of(task, settings, job.model, kept)

@@ -44,6 +44,11 @@ def cosine_rate(step: int, steps: int, warmup: float) -> float:
 RATES = {"linear": linear_rate, "cosine": cosine_rate}
 
 
+def rate_of(task: Task, settings: Settings, step: int) -> float:
+    """Return the learning rate of a step, counted from 1."""
+    return settings.lr * RATES[task.schedule](step, settings.steps, settings.warmup)
+
+
 def optimizer_of(task: Task, settings: Settings, model: nn.Module, kept: float = 0.0) -> torch.optim.Optimizer:
     """Make a task's optimizer. kept: the momentum that the spec keeps; SGD has none beside it.
 
@@ -109,7 +114,7 @@ def descend(
     """Train, and yield each step's mean loss. exchange() gets the step, counted from 1, and all ranks' gradients."""
     parameters = dict(job.model.named_parameters())
     for step in range(1, settings.steps + 1):
-        optimizer.param_groups[0]["lr"] = settings.lr * RATES[task.schedule](step, settings.steps, settings.warmup)
+        optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
         grads: list[Grads] = []
         loss = 0.0
         for batches in job.batches:
