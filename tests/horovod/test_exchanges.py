@@ -83,7 +83,7 @@ def program(specs: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, spec in enumerate(specs):
         w = torch.nn.Parameter(torch.zeros(N))
-        plain = torch.optim.SGD([w], lr=0.0)
+        plain = torch.optim.SGD([w], lr=0.1)
         optimizer = gradcomp.horovod.DistributedOptimizer(plain, [(f"w{number}", w)], compression=spec)
         updates = []
         for step in range(STEPS):
