@@ -76,6 +76,8 @@ struct Packed {
     const int64_t all = ((n - 1) >> low) + 1, next = highs_before(block + 1);
     return static_cast<uint32_t>((next < all ? next : all) - highs_before(block));
   }
+  // Any other index is not packed.
+  SHARED_MATH bool is_inside(int32_t index) const { return index >= 0 && index < n; }
   SHARED_MATH int64_t high_words() const { return (((n - 1) >> low) + 1 + capacity + 31) >> 5; }
   SHARED_MATH int64_t words() const { return high_words() + ((capacity * width() + 31) >> 5); }
 

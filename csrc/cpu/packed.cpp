@@ -61,7 +61,7 @@ void pack_sparse(OptionalSpan<float> residual, Span<const float> values, Span<co
   for (int64_t b = 0; b < blocks.size; ++b) {
     const int64_t begin = at;
     uint32_t largest = 0;
-    for (; at < there && indices.data[at] >> kBlockBits == b; ++at) {
+    for (; at < there && form.is_inside(indices.data[at]) && indices.data[at] >> kBlockBits == b; ++at) {
       largest = std::max(largest, magnitude_key(values.data[at]));
     }
     blocks.data[b] = at == begin ? 0 : block_word(static_cast<uint32_t>(at - begin), largest);

@@ -29,11 +29,13 @@ __device__ __forceinline__ uint32_t block_max(uint32_t x) {
 }
 
 // Write the blocks' words, and put the rounding errors back.
-__global__ void __launch_bounds__(kThreads)
-    pack_blocks(Span<const float> values, const int32_t* indices, const int32_t* header, float* residual, uint32_t* blocks) {
+__global__ void __launch_bounds__(kThreads) pack_blocks(Span<const float> values, const int32_t* indices, const int32_t* header,
+                                                        const Packed form, float* residual, uint32_t* blocks) {
   const auto there = static_cast<uint32_t>(header[0] < 0 ? 0 : entries_there(header[0], values.size));
   const auto part_begin = [&](uint32_t low, uint32_t b) {
-    return first_not(low, there, [&](uint32_t i) { return static_cast<uint32_t>(indices[i]) >> kBlockBits < b; });
+    return first_not(low, there, [&](uint32_t i) {
+      return form.is_inside(indices[i]) && static_cast<uint32_t>(indices[i]) >> kBlockBits < b;
+    });
   };
   const uint32_t begin = part_begin(0, blockIdx.x), end = part_begin(begin, blockIdx.x + 1);
   uint32_t largest = 0;
@@ -45,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   const int exponent = read_block_word(word).exponent;
   for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
     const float x = values.data[i];
-    residual[indices[i]] += x - coded_value(value_code(x, exponent), exponent);
+    if (form.is_inside(indices[i])) residual[indices[i]] += x - coded_value(value_code(x, exponent), exponent);
   }
 }
 
@@ -72,13 +74,13 @@ __global__ void __launch_bounds__(kThreads) pack_words(Span<const float> values,
     }
     for (uint32_t i = from; i < there; ++i) {
       const int64_t at = bit(i) - first;
-      if (at >= 32) break;
+      if (at >= 32 || !form.is_inside(indices[i])) break;
       word |= 1u << at;
     }
   } else {
     const int64_t first = 32 * (w - high_words);
     const int width = form.width();
-    for (int64_t i = first / width; i < there && i * width < first + 32; ++i) {
+    for (int64_t i = first / width; i < there && i * width < first + 32 && form.is_inside(indices[i]); ++i) {
       const auto index = static_cast<uint32_t>(indices[i]);
       const uint32_t code = form.code(values.data[i], index, read_block_word(blocks[index >> kBlockBits]).exponent);
       const int64_t shift = i * width - first;
@@ -172,8 +174,8 @@ __global__ void __launch_bounds__(kThreads)
 
 void pack_sparse(OptionalSpan<float> residual, Span<const float> values, Span<const int32_t> indices,
                  Span<const int32_t> header, int64_t n, Span<uint32_t> blocks, Span<uint32_t> entries, Queue queue) {
-  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data, residual.data,
-         blocks.data);
+  LAUNCH(pack_blocks, static_cast<unsigned>(blocks.size), kThreads, 0, queue, values, indices.data, header.data,
+         Packed(n, values.size), residual.data, blocks.data);
   LAUNCH(pack_words, blocks_for(entries.size, kThreads), kThreads, 0, queue, values, indices.data, header.data,
          Packed(n, values.size), blocks.data, entries);
 }

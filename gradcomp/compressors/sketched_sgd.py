@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gradcomp.exchanges import server, sketched
+from gradcomp.messages.sparse import check_places
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import World
 
@@ -26,10 +27,13 @@ class SketchedSgd(sketched.Sketcher):
         if serves:
             candidates = table.heaviest(total, table.sizes.candidates, acc.memory)
         candidates = yield from server.from_server(candidates, world)
+        check_places(candidates, table.n, "rank 0")
         total = yield from server.sum_at_server(sketched.values_at(acc, candidates, world), world)
         result = torch.empty(2 * k + 1, device=device)
         if serves:
             places, values = sketched.select_largest(candidates, total, k, acc.memory)
             result = torch.cat([values, places.view(torch.float32)])
         result = yield from server.from_server(result, world)
-        return sketched.make_update(acc, result[k + 1 :].view(torch.int32), result[: k + 1], world)
+        places = result[k + 1 :].view(torch.int32)
+        check_places(places, table.n, "rank 0")
+        return sketched.make_update(acc, places, result[: k + 1], world)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradcomp.exchanges import dense
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import count_of, ratio_knob
+from gradcomp.messages.sparse import are_outside, check_places, count_of, ratio_knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import SEARCH_BLOCK, TILE
 from gradcomp.native.memory import Memory, Update
@@ -131,6 +131,8 @@ class SketchTable:
         if not 0 < each <= self.n // (SEARCH_BLOCK * parts) * SEARCH_BLOCK:
             return self.heaviest(total, count, memory)
         replies = yield from gather(payloads.wrap(self.heaviest(total, each, memory, world.rank, parts)))
+        for rank, reply in enumerate(replies):
+            check_places(reply["bytes"], self.n, f"rank {rank}")
         return torch.cat([reply["bytes"] for reply in replies])
 
 
@@ -140,11 +142,16 @@ def _write_flag(acc: Acc, buffer: Tensor) -> None:
 
 
 def values_at(acc: Acc, places: Tensor, world: World) -> Tensor:
-    """Return shares of the residual's values at these places. The flag for a gradient that is not finite follows them."""
+    """Return shares of the residual's values at these places.
+
+    The flag for a gradient that is not finite, or for places outside the bucket, follows them.
+    """
+    n = acc.residual.numel()
     found = torch.empty(places.numel() + 1, device=places.device)
-    torch.index_select(acc.residual, 0, places, out=found[:-1])
+    torch.index_select(acc.residual, 0, places.clamp(0, n - 1), out=found[:-1])
     found.mul_(world.share)
     _write_flag(acc, found)
+    found[-1:] += are_outside(places, n).any()
     return found
 
 
@@ -161,15 +168,16 @@ def select_largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tup
 def make_update(acc: Acc, places: Tensor, total: Tensor, world: World) -> Update:
     """Make the update from sums at these places, and take all that this rank has there out of acc.
 
-    The update is not finite and nothing is taken if a gradient or a sum is not finite.
+    The update is not finite and nothing is taken if a gradient or a sum is not finite, or if a place is outside the bucket.
     total: sums of shares, followed by the sum of the flags.
     """
-    device, index = places.device, places.long()
-    failed = (total[-1:] != 0) | ~total[:-1].isfinite().all()
+    device, n = places.device, acc.residual.numel()
+    failed = (total[-1:] != 0) | ~total[:-1].isfinite().all() | are_outside(places, n).any()
+    index = places.clamp(0, n - 1).long()
     header = torch.empty(2, dtype=torch.int32, device=device)
     header[:1] = places.numel()
     header[1:] = failed
-    update = acc.memory.lend(acc.residual.numel(), device)
+    update = acc.memory.lend(n, device)
     kernels.add_sparse(update.flat, total[:-1], places, header, world.mean_of_shares, update.marks)
     values = acc.residual.index_select(0, index)
     acc.residual.index_copy_(0, index, torch.where(failed, values, 0.0))

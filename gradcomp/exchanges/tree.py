@@ -10,7 +10,7 @@ from torch import Tensor
 from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import Entries
+from gradcomp.messages.sparse import Entries, are_outside, check_places
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Steps
@@ -90,6 +90,7 @@ def sparse_sum(
     result = yield from send_from_root(result, world)
     update = acc.memory.lend(n, acc.residual.device)
     header = header_of_used(result, n)
+    check_places(result["indices"].clamp(max=n - 1), n, "a rank")
     kernels.add_sparse(update.flat, result["values"], result["indices"], header, world.mean_of_shares, update.marks)
     kept = [] if faithful else [(sums / share, places) for sums, places in dropped]
     _settle(acc, Entries(values, taken["indices"], taken["header"]), kept, result, update.flat, kept_share)
@@ -150,7 +151,7 @@ def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, u
     if acc.mask is not None:
         acc.mask.note(places, sent & used)
     for values, indices in dropped:
-        otherwise_lost = is_in(indices, result["indices"]) & (indices < n) & ~failed
-        places = indices.clamp(max=n - 1).long()
+        otherwise_lost = is_in(indices, result["indices"]) & ~are_outside(indices, n) & ~failed
+        places = indices.clamp(0, n - 1).long()
         returned = (1 - kept_share) * values.masked_fill(~otherwise_lost, 0.0)
         add_within_largest(acc.residual, places, returned)

@@ -92,9 +92,7 @@ class Codec(ABC):
         wanted, flag = payload["header"].tolist()
         if wanted < 0 or flag not in (0, 1):
             raise _malformed(sender, f"its header holds the count {wanted} and the flag {flag}")
-        places = self.places(payload, wanted, sender)
-        if not ((places >= 0) & (places < n)).all():
-            raise _malformed(sender, f"it names places outside the bucket of {n} entries")
+        check_places(self.places(payload, wanted, sender), n, sender)
 
 
 class Exact(Codec):
@@ -212,6 +210,17 @@ def ratio_knob(default: float = 0.01) -> Any:
 def count_of(ratio: float, n: int) -> int:
     """Return the number of entries in this share of n: at least one."""
     return min(n, max(1, math.ceil(ratio * n)))
+
+
+def check_places(places: Tensor, n: int, sender: str) -> None:
+    """Raise if places that came lie outside a bucket of n entries. Those on a GPU are not checked."""
+    if places.device.type == "cpu" and are_outside(places, n).any():
+        raise _malformed(sender, f"it names places outside the bucket of {n} entries")
+
+
+def are_outside(places: Tensor, n: int) -> Tensor:
+    """Return a mask of the places outside a bucket of n entries."""
+    return (places < 0) | (places >= n)
 
 
 def _malformed(sender: str, fault: str) -> ValueError:

@@ -195,6 +195,22 @@ def test_no_bytes_do_harm(device: torch.device, n: int, k: int, form: str, seed:
     assert torch.equal(own[:32], before[:32]) and torch.equal(own[32 + n :], before[32 + n :])
 
 
+@pytest.mark.parametrize("place", [70_000, 80_000, 131_072, 2**31 - 1, -1, -(2**31)])
+def test_places_outside_the_bucket_are_not_packed(device: torch.device, place: int) -> None:
+    """A bucket's last block is partial. Nothing beyond it is written to, and the payload is malformed for all that read it."""
+    n = 70_000
+    places = [3, 69_999, place] if place > 0 else [place, 3, 69_999]
+    residual = torch.zeros(n + 64, device=device)
+    payload = payloads.empty(COMPACT.form(n, 3), device)
+    payload["header"].copy_(torch.tensor([3, 0], dtype=torch.int32))
+    values, indices = torch.full((3,), 0.7, device=device), torch.tensor(places, dtype=torch.int32, device=device)
+    COMPACT.write(payload, values, indices, residual[32 : 32 + n])
+    assert (residual[:32] == 0).all() and (residual[32 + n :] == 0).all()
+    target = torch.zeros(n, device=device)
+    COMPACT.add(Update(target), [payload])
+    assert target[0].isnan()
+
+
 @pytest.mark.parametrize(
     "change,sentence",
     [
