@@ -143,9 +143,10 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
     state.adam_steps += 1
     of_gradient, of_velocity = _factors(adam, state)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
-    factors = adam.share * of_gradient, adam.share * of_velocity
+    share = adam.share * state.noise.factor
+    factors = share * of_gradient, share * of_velocity
     second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
-    return kernels.Adaptive(*second, adam.share)
+    return kernels.Adaptive(*second, share)
 
 
 def forget(state: BucketState) -> None:

@@ -104,7 +104,7 @@ def prepare(
             bucket.state.flag.zero_()
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
-            bucket.state.nadam_products = trial.nadam_products
+            bucket.state.nadam_products, bucket.state.noise = trial.nadam_products, trial.noise
             if shares:
                 bucket.state.adam_steps = trial.adam_steps
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew
@@ -161,7 +161,8 @@ def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trust
 def _trial(bucket: Bucket) -> BucketState:
     """Copy a bucket's state with a new state of the inner compressor."""
     collector, state = bucket.collector, bucket.state
-    return replace(state, inner=collector.inner.init(bucket.layout, bucket.seed))
+    fresh = collector.init(bucket.layout, bucket.seed)
+    return replace(state, inner=fresh.inner, noise=fresh.noise)
 
 
 def _load_own(reducer: Reducer, share: Mapping[str, Any]) -> list[tuple[Bucket, BucketState]]:

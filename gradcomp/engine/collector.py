@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.health import Health
+from gradcomp.engine.rank_noise import RankNoise
 from gradcomp.engine.wrapper import Wrapper
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
@@ -31,18 +32,19 @@ class BucketState:
     """The state that a bucket keeps between steps.
 
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
-    flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor.
+    flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor. noise: of the gradients.
     velocity: the local momentum. second: Adam's second moment. adam_steps: the steps begun with the two.
     nadam_products: by steps, the product of NAdam's momenta in them.
     sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping. rates: those that what waits is meant for (own_rates).
-    held: the residual, in a step whose updates move nothing (own_rates).
+    held: the residual, in a step whose updates move nothing (own_rates). of_residual: the factor of what waits in this step.
     """
 
     residual: Tensor
     flag: Tensor
     inner: Any
+    noise: RankNoise
     velocity: Tensor | None = None
     moments: Tensor | None = None
     squares: Tensor | None = None
@@ -55,6 +57,7 @@ class BucketState:
     health: Health | None = None
     rates: Rates = None
     held: Tensor | None = None
+    of_residual: float = 1.0
 
     def steps_of_adam(self) -> int:
         """Return the steps that Adam's moments have seen, without the last one if it was refused. This waits for the device."""
@@ -119,7 +122,7 @@ class Collector(Wrapper):
     def init(self, layout: Layout, seed: int) -> BucketState:
         residual = torch.zeros(layout.total, device=layout.device)
         flag = torch.zeros(1, dtype=torch.int32, device=layout.device)
-        return BucketState(residual, flag, self.inner.init(layout, seed))
+        return BucketState(residual, flag, self.inner.init(layout, seed), RankNoise(layout, seed))
 
     @property
     @abstractmethod

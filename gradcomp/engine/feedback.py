@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
-from gradcomp.engine import adam_moments, own_rates, sgd_momentum
+from gradcomp.engine import adam_moments, clipping, own_rates, sgd_momentum
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
 from gradcomp.engine.health import INTERVAL, Health, measured
@@ -134,7 +133,8 @@ class Feedback(Collector):
         sent_in = None if state.sent_in is None else state.sent_in.clone()
         products = [list(each) for each in state.nadam_products.items()]
         adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products}
-        return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
+        noise = [*state.noise.sums.tolist(), state.noise.factor]
+        return {"steps": state.steps, "sent_in": sent_in, **adam, "noise": noise, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
@@ -144,6 +144,8 @@ class Feedback(Collector):
         products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
         state.nadam_products = {int(steps): product for steps, product in products}
         state.adam_steps = whole(saved, "adam_steps")
+        of_mean, of_own, factor = numbers_of(saved, "noise", 3)
+        state.noise = state.noise.with_sums((of_mean, of_own), factor)
         super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class Feedback(Collector):
         # An update that is larger than its gradients may be too large for float16.
         kept = self.own_rate and all(grad.dtype != torch.float16 for grad in grads)
         of_residual = own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0
-        momentum, nesterov, adaptive = self.set_momentum, self.nesterov, None
+        momentum, nesterov, adaptive, compares = self.set_momentum, self.nesterov, None, False
         match step.momentum:
             case Momentum(value, ahead):
                 momentum, nesterov = value, ahead
@@ -167,13 +169,19 @@ class Feedback(Collector):
                 mask = self._mask(state, state.velocity)
             case AdamStep(beta1):
                 momentum, nesterov = beta1, False
+                compares = state.noise.begin(state.steps, step.ranks)
                 mask = self._mask(state, None)
                 adaptive = adam_moments.begin(step.momentum, state)
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
         if state.held is not None:
             mask = self._mask(state, None)  # what waits stays, and no momentum with it
-        scales = self._scales(grads, state, step)
+        state.of_residual = of_residual
+        scales = None
+        if state.squares is not None:
+            scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", step)
+        if compares and state.velocity is not None and state.second is not None:
+            state.noise.before(state.velocity, state.second)
         kernels.accumulate(
             grads,
             state.residual,
@@ -192,6 +200,8 @@ class Feedback(Collector):
             of_residual=of_residual,
             memory=step.memory,
         )
+        if compares and state.velocity is not None:
+            state.noise.after(state.velocity, momentum, state.flag)
         if state.health is not None and (state.steps + 1) % INTERVAL == 0:
             squares = None
             if not (momentum or adaptive):
@@ -214,6 +224,8 @@ class Feedback(Collector):
         inner = self.stage(state.steps)
         state.steps += 1
         steps = inner.exchange(acc, state.inner, world)
+        if state.second is not None:
+            steps = state.noise.compare(steps, world)
         if state.held is not None:
             return own_rates.held(steps, state)
         if state.health is None or state.steps % INTERVAL:
@@ -227,19 +239,6 @@ class Feedback(Collector):
         gentler = self.inner.ease((int(STAGES * steps / self.warmup) + 1) / (STAGES + 1))
         assert gentler is not None
         return gentler
-
-    def _scales(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Tensor | None:
-        """Compute the factor of each layer's gradient that clips its norm; None where nothing is clipped."""
-        if state.squares is None:
-            return None
-        kernels.sum_squares(grads, state.squares, step.memory)
-        # The norm of a layer with an entry that is not finite is none. Its finite entries wait.
-        state.squares.nan_to_num_(0.0, 0.0, 0.0)
-        of_model = self.clip_by == "model"
-        norms = state.squares.sum().sqrt().expand_as(state.squares) if of_model else state.squares.sqrt()
-        if step.loss_scale is not None:
-            norms = norms / step.loss_scale
-        return (self.clip / math.sqrt(step.ranks) / (norms + 1e-6)).clamp(max=1).float()
 
 
 def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:

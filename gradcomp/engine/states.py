@@ -9,7 +9,7 @@ from gradcomp import saved
 from gradcomp.engine import checkpoint
 
 # The format of a state. Increase it when a state's content or a knob's default changes.
-FORMAT = 6
+FORMAT = 7
 
 
 class Place(NamedTuple):

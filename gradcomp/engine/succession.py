@@ -34,8 +34,8 @@ def successor(compressor: Compressor, old: Reducer) -> Compressor:
     return Feedback(compressor)
 
 
-def carry(old: Reducer, new: Reducer) -> None:
-    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers.
+def carry(old: Reducer, new: Reducer) -> Reducer:
+    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers. Return the new one.
 
     A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
     """
@@ -50,8 +50,11 @@ def carry(old: Reducer, new: Reducer) -> None:
     set_rates(new, rates(old))
     new.steps_done = old.steps_done
     products = {steps: each for bucket in old.buckets for steps, each in bucket.state.nadam_products.items()}
+    noises = {name: bucket.state.noise for bucket in old.buckets for name in bucket.layout.names}
     for bucket in new.buckets:
+        bucket.state.noise = bucket.state.noise.going_on_from(noises[bucket.layout.names[0]])
         bucket.state.adam_steps, bucket.state.nadam_products = adam_steps(old), products
+    return new
 
 
 def scale(reducer: Reducer, factor: float) -> None:

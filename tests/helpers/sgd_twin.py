@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STEPS = 10
+STEPS = 18
 SPEC = "topk:ratio=1,wire=exact"
 SETTINGS: dict[str, dict[str, Any]] = {
     "momentum and weight decay": {"momentum": 0.9, "weight_decay": 0.1},
