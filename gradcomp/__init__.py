@@ -5,6 +5,7 @@ or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters
 DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
 look:    .stats(), .residual(); change(spec) continues with another spec; state_dict() and load_state_dict() for checkpoints
+watch:   gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs")); replicas are checked, too
 specs:   "name:knob=value,knob=value"; gradcomp.names() lists the names, gradcomp.describe("topk") explains one
 trouble: python -m gradcomp doctor shows what is installed here, and what will bite
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradcomp import telemetry
 from gradcomp._version import VERSION as __version__
 from gradcomp.simulate import Simulation
 from gradcomp.spec import by_layer, describe, make, names
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from gradcomp import ddp as ddp
     from gradcomp import horovod as horovod
 
-__all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names"]
+__all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names", "telemetry"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradcomp.engine.session import Session
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
+from gradcomp.watching.observer import Intervals, Observer, Writer
 
 
 class Handle:
@@ -23,7 +24,7 @@ class Handle:
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the last step on this rank."""
-        return self._session.stats()
+        return self._session.reducer.stats()
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by parameter name. It is zero where there is no error feedback."""
@@ -35,6 +36,12 @@ class Handle:
         spec: "name:knob=value", or a compressor.
         """
         self._session.change(make(spec))
+
+    def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
+        session = self._session
+        named = [*session.parameters.frozen, *((slot.name, slot.parameter) for slot in session.parameters.slots)]
+        observer = Observer(writers, intervals, lambda: session.spec, lambda: session.reducer.steps_done, lambda: dict(named))
+        session.watch(observer, str(intervals))
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on. States differ between ranks: save one for each rank."""

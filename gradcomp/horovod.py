@@ -114,7 +114,7 @@ class Compression(Handle):
             try:
                 scale = 1.0 if again is None else carrier.scale(tensor.item(), self._network.world.size)
             except ValueError as error:
-                if self._session.steps_done == 0:
+                if self._session.reducer.steps_done == 0:
                     raise self._session.failed(error) from None
                 raise self._session.failed(
                     exchange_failure(error)

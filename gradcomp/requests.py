@@ -5,7 +5,7 @@ A compressor never talks to the network. It yields a request and is resumed with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -122,3 +122,17 @@ def send(
     reply = yield Send(payloads, senders, form, device)
     assert isinstance(reply, dict)
     return reply
+
+
+def bytes_of(request: Request, counts: Callable[[int], bool] = lambda rank: True) -> int:
+    """Count the bytes that a rank hands to the network: a gather's payload, a reduction's tensor, or the payloads of a send.
+
+    counts: says for which receivers the payloads of a send count.
+    """
+    match request:
+        case Gather(payload):
+            return payload.bytes.numel()
+        case Reduce(tensor):
+            return tensor.numel() * tensor.element_size()
+        case Send(payloads):
+            return sum(payload.bytes.numel() for rank, payload in payloads.items() if counts(rank))

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine import checkpoint, handed_back, states, succession
-from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.bucket import Bucket, check_type
 from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, is_linear, rates_of
 from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import checked
-from gradcomp.engine.reducer import Reducer, check_type
+from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.states import Place, States
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Compressor, Layer, Layout
 from gradcomp.spec import make
+from gradcomp.watching.observer import Intervals, Observer, Writer
 
 
 class Simulation:
@@ -72,6 +73,7 @@ class Simulation:
             self._momentum = OwnMomentum(lambda: optimizer, self._named, _flat, simulated=world, applies=applies)
         self._compressor = make(spec)
         self._reducers = self._make_reducers(self._compressor)
+        self._observers: list[Observer] = []
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
@@ -100,6 +102,7 @@ class Simulation:
             wait, *_ = [handed_back.start(self._momentum, old, arrays) for old in self._reducers]
             handed_back.finish(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
         self._reducers, self._compressor = changed, compressor
+        self._observe()
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
         """Run one step, and return the mean update by name.
@@ -124,9 +127,22 @@ class Simulation:
             raise
         for reducer in self._reducers:
             reducer.end_step()
+        for observer in self._observers:
+            observer.conclude()
         self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
         update, self._update = self._update, {}
         return {name: update[name].view(shape) for name, shape in self._shapes.items()}
+
+    def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
+        self._observers = [
+            Observer(writers, intervals, lambda: str(self._compressor), lambda: self._reducers[0].steps_done, None)
+            for _ in self._reducers
+        ]
+        self._observe()
+
+    def _observe(self) -> None:
+        for reducer, observer in zip(self._reducers, self._observers, strict=False):  # none, or one for each
+            reducer.observer = observer
 
     def residual(self, rank: int) -> dict[str, Tensor]:
         """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""

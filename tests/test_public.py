@@ -39,6 +39,9 @@ gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') ->
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
+gradcomp.telemetry.JsonLines(folder: 'str | Path')
+gradcomp.telemetry.TensorBoard(folder: 'str | Path')
+gradcomp.telemetry.watch(exchange: 'Any', *writers: 'Writer', every: 'int' = 50, compare: 'int' = 500, check: 'int' = 1000) -> 'None'
 """  # noqa: E501
 
 
@@ -62,6 +65,7 @@ def face() -> list[str]:
         "gradcomp.ddp": gradcomp.ddp.__all__,
         "gradcomp.handle": ["Handle"],
         "gradcomp.horovod": gradcomp.horovod.__all__,
+        "gradcomp.telemetry": gradcomp.telemetry.__all__,
     }.items():
         for name in names:
             value = getattr(sys.modules[owner], name)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from gradcomp.engine.collector import BucketState, Collector
 from gradcomp.networks import Answer
 from gradcomp.protocol import Layout, Steps
+
+# The types of gradients that kernels read.
+GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -33,3 +37,12 @@ class Bucket:
     def ordered_grads(self) -> list[Tensor]:
         """The gradients in the order of the layers. All must be there."""
         return [self.grads[name] for name in self.layout.names]
+
+
+def check_type(grad: Tensor, subject: str) -> None:
+    """Refuse a gradient of a type that kernels do not read.
+
+    subject: the gradient's description. The message begins with it.
+    """
+    if grad.dtype not in GRADIENT_TYPES:
+        raise TypeError(f"{subject} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")

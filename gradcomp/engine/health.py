@@ -43,7 +43,7 @@ class Health:
         self._measuring = torch.empty(0)
         self._left_most = self._grew = 0
         self._last = 0.0
-        self._warned = False
+        self.warning = ""
         self.figures: dict[str, float] = {}
 
     def before(self, squares: Tensor | None, flag: Tensor, residual: Tensor, sent_in: Tensor | None, step: int) -> None:
@@ -88,15 +88,15 @@ class Health:
         self._left_most = self._left_most + 1 if took_nothing else 0
         self._grew = self._grew + 1 if residual > GROWTH * self._last > 0 else 0
         self._last = residual
-        if self._warned or (self._left_most < TIMES and self._grew < GROWTHS):
+        if self.warning or (self._left_most < TIMES and self._grew < GROWTHS):
             return
-        self._warned = True
         takes_nothing = f"{TIMES} of {TIMES} measured steps took nothing out of it"
         grew = f"it grew {GROWTH}-fold {GROWTHS} times on end, every {INTERVAL} steps"
         first, *others = self._names
         layers = repr(first) + (f" and {len(others)} more layers" if others else "")
         why = takes_nothing if self._left_most >= TIMES else grew
-        warnings.warn(_WARNING.format(spec=self._spec, layers=layers, why=why), stacklevel=2)
+        self.warning = _WARNING.format(spec=self._spec, layers=layers, why=why)
+        warnings.warn(self.warning, stacklevel=2)
 
 
 def measured(steps: Steps, health: Health, residual: Tensor) -> Steps:

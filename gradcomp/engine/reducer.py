@@ -7,7 +7,7 @@ start their buckets in different orders and would then block each other.
 
 from __future__ import annotations
 
-import numbers
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,21 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.bucket import Bucket, check_type
 from gradcomp.engine.collector import Rates, StepFacts
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.loss_scale import LossScale
+from gradcomp.engine.options import check_seed
 from gradcomp.engine.own_momentum import OwnMomentum
 from gradcomp.engine.plan import plan
+from gradcomp.engine.step_clock import StepClock
+from gradcomp.engine.step_observer import StepObserver
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
 from gradcomp.protocol import Compressor, Layer
-from gradcomp.requests import Gather, Reduce, Reply, Request, Send
-
-# The types of gradients that kernels read.
-GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Seeds stay below this, so that kernels can add a bucket's number to one.
-LARGEST_SEED = 2**62
+from gradcomp.requests import Reply, bytes_of
 
 
 class Reducer:
@@ -38,7 +36,7 @@ class Reducer:
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
     rates: a function from layers' names to learning rates. linear: decides whether weights move by multiples of updates.
-    memory: the owner of scratch and updates, a new one by default.
+    memory: the owner of scratch and updates, a new one by default. observer: looks at every step, if given.
     loss_scale: that of the gradients, if they are scaled. momentum: the optimizer's, if it is known.
     targets: finds the arrays that a bucket's update is written into; by default its gradients.
     delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
@@ -61,10 +59,9 @@ class Reducer:
         delivery: Delivery | None = None,
         deliver: Callable[[Bucket, Update], None] | None = None,
         memory: Memory | None = None,
+        observer: StepObserver | None = None,
     ):
-        given: Any = seed
-        if not isinstance(given, numbers.Integral) or not abs(int(given)) < LARGEST_SEED:
-            raise ValueError(f"seed={given!r} must be a whole number between -2**62 and 2**62")
+        check_seed(seed)
         need = compressor.traits.rates
         if need == "needed" and (rates is None or rates(list(layers)) is None):
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
@@ -90,6 +87,7 @@ class Reducer:
         self.bytes_sent = 0
         self.bytes_between_hosts = 0
         self._sent = self._sent_between_hosts = 0
+        self.clock, self.observer = StepClock(), observer
 
     @property
     def keeps_residual(self) -> bool:
@@ -107,6 +105,7 @@ class Reducer:
         grad: contiguous. It must not change before its update is delivered.
         """
         check_type(grad, f"the gradient of {name!r}")
+        self.clock.note_gradient()
         if self.layers[name].size == 0:
             return
         bucket = self._bucket_of[name]
@@ -132,19 +131,27 @@ class Reducer:
         running = [bucket for bucket in self.buckets if bucket.answer is not None]
         for bucket in running:
             assert bucket.answer is not None
-            self._resume(bucket, bucket.answer())
+            asked = time.perf_counter()
+            reply = bucket.answer()
+            replied = self.clock.note_reply(asked)
+            self._resume(bucket, reply)
+            self.clock.note_encoded(replied)
         return bool(running)
 
     def finish_step(self, scale: float = 1.0) -> None:
         """Finish all exchanges of the step. The gradients are then scale times the mean update."""
         self.scale = scale
+        self.clock.note_last_gradient()
         self.start_all()
         while self.advance():
             pass
         self.end_step()
+        if self.observer is not None:
+            self.observer.conclude()
 
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
+        delivered = time.perf_counter()
         if self._takes_back:
             self.delivery.add_back(self.buckets, self.scale, self._step)
         if self._momentum is not None and self.buckets:
@@ -156,6 +163,10 @@ class Reducer:
         self.steps_done += 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
+        self.clock.note_encoded(delivered)
+        self.clock.note_end()
+        if self.observer is not None:
+            self.observer.step_done(self)
 
     def abort(self) -> None:
         """Discard the running step after a failure of the network."""
@@ -166,9 +177,10 @@ class Reducer:
             bucket.running = bucket.answer = None
             bucket.grads.clear()
         self._step += 1  # its verdicts are not the next step's
+        self.clock = StepClock()
 
     def _start(self, bucket: Bucket) -> None:
-        layout, collector, world = bucket.layout, bucket.collector, self.network.world
+        began, layout, collector, world = time.perf_counter(), bucket.layout, bucket.collector, self.network.world
         for name, size in zip(layout.names, layout.sizes, strict=True):
             if name not in bucket.grads:
                 bucket.grads[name] = torch.zeros(size, device=layout.device)
@@ -176,10 +188,15 @@ class Reducer:
         momentum = None if self._momentum is None else self._momentum.of(layout)
         own_rates = rates if momentum is not None or self._linear() else None
         facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum, own_rates)
+        if self.observer is not None:
+            self.observer.before(bucket)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
+        if self.observer is not None:
+            self.observer.collected(bucket)
         bucket.round = 0
         bucket.running = collector.exchange(acc, bucket.state, world)
         self._resume(bucket, None)
+        self.clock.note_encoded(began)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None
@@ -191,11 +208,14 @@ class Reducer:
                 raise TypeError(
                     f"{bucket.collector.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
                 ) from None
+            if self.observer is not None:
+                self.observer.delivered(bucket, end.value)
             self._deliver(bucket, end.value)
             self.memory.give_back(end.value)
         else:
             self._sent += bytes_of(request)
             self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
+            self.clock.note_request()
             bucket.answer = self.network.start(request, f"{bucket.index}.{bucket.round}")
             bucket.round += 1
 
@@ -225,26 +245,3 @@ class Reducer:
             "bytes_between_hosts": self.bytes_between_hosts,
             "compression": dense / self.bytes_sent if self.bytes_sent else None,
         }
-
-
-def check_type(grad: Tensor, subject: str) -> None:
-    """Refuse a gradient of a type that kernels do not read.
-
-    subject: the gradient's description. The message begins with it.
-    """
-    if grad.dtype not in GRADIENT_TYPES:
-        raise TypeError(f"{subject} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")
-
-
-def bytes_of(request: Request, counts: Callable[[int], bool] = lambda rank: True) -> int:
-    """Count the bytes that a rank hands to the network: a gather's payload, a reduction's tensor, or the payloads of a send.
-
-    counts: says for which receivers the payloads of a send count.
-    """
-    match request:
-        case Gather(payload):
-            return payload.bytes.numel()
-        case Reduce(tensor):
-            return tensor.numel() * tensor.element_size()
-        case Send(payloads):
-            return sum(payload.bytes.numel() for rank, payload in payloads.items() if counts(rank))

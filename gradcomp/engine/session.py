@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.states import States
 from gradcomp.engine.step_guard import StepGuard
+from gradcomp.engine.step_observer import StepObserver
 from gradcomp.engine.training import Training
 from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
@@ -27,7 +29,7 @@ class Session:
     """One model's exchanges on one rank.
 
     unknown_message: the door's error message for a gradient that belongs to no known parameter, with {shape} for its shape.
-    ends_in_backward: a step ends in backward, and not in the optimizer's step().
+    ends_in_backward: a step ends in backward, and not in the optimizer's step(). reducer: of the present compressor.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class Session:
             options,
             lambda: own._compressor,
             self._guard.before_optimizer,
-            lambda: own._reducer.buckets,
+            lambda: own.reducer.buckets,
             lambda: own.network.world.size if own._membership.sums else 1,
             lambda: own._guard.under_way,
         )
-        self._reducer = self._make_reducer(compressor)
+        self.reducer = self._make_reducer(compressor)
 
     @property
     def spec(self) -> str:
@@ -113,7 +115,7 @@ class Session:
         for slot in held.values():
             self._hand_over(slot)
         with self._note_failure():
-            self._reducer.finish_step(scale)
+            self.reducer.finish_step(scale)
         self._guard.end()
         self._membership.note_step(scale)
         for slot in self.parameters.slots:
@@ -122,42 +124,41 @@ class Session:
     def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
         self.meet()
         with self._note_failure():
-            self._reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
+            self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
 
     def note_sums(self) -> None:
         """Note that updates are sums over the ranks, before the first step shows it."""
         self._membership.sums = True
 
-    @property
-    def steps_done(self) -> int:
-        return self._reducer.steps_done
-
-    def stats(self) -> dict[str, Any]:
-        """Return figures of the last step on this rank."""
-        return self._reducer.stats()
+    def watch(self, observer: StepObserver, telemetry: str) -> None:
+        """Tell an observer of all steps. The ranks meet again: what their observers do together must be equal."""
+        self._guard.refuse_in_step("watch()")
+        self._options = replace(self._options, observer=observer, telemetry=telemetry)
+        self.reducer.observer = observer
+        if self.has_met:
+            self._membership.part()
+            self.meet()
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
-        flat = checkpoint.residual(self._reducer)
+        flat = checkpoint.residual(self.reducer)
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.parameters.slots}
 
     def change(self, compressor: Compressor) -> None:
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
         self._guard.refuse_in_step("change()")
         self.training.refuse_before_step("change()")
-        compressor = succession.successor(compressor, self._reducer)
-        before = self._reducer, self._compressor
-        changed = self._make_reducer(compressor)
-        succession.carry(self._reducer, changed)
-        handed_back = self.training.arrays_to_hand_back(self._reducer, changed)
-        self._reducer, self._compressor = changed, compressor
+        before, compressor = (self.reducer, self._compressor), succession.successor(compressor, self.reducer)
+        changed = succession.carry(self.reducer, self._make_reducer(compressor))
+        handed_back = self.training.arrays_to_hand_back(self.reducer, changed)
+        self.reducer, self._compressor = changed, compressor
         if self.has_met or handed_back:
             try:
-                self._membership.meet(self._reducer, self._terms())
+                self._membership.meet(self.reducer, self._terms())
                 if handed_back:
                     self.training.hand_back(before[0], changed, handed_back)
             except BaseException as error:
-                self._reducer, self._compressor = before
+                self.reducer, self._compressor = before
                 if not isinstance(error, ValueError):  # which all ranks get
                     self.failed(error)
                 raise
@@ -165,7 +166,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
         self._guard.refuse_in_step("state_dict()")
-        share = checkpoint.save(self._reducer, self.parameters.shapes, sums=self._membership.sums)
+        share = checkpoint.save(self.reducer, self.parameters.shapes, sums=self._membership.sums)
         return self._membership.pack(self.spec, share)
 
     def load_state_dict(self, state: Any) -> None:
@@ -174,7 +175,7 @@ class Session:
         try:
             loaded = States(state, self.spec)
             taken = loaded.take(place)
-            copy = checkpoint.prepare(self._reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+            copy = checkpoint.prepare(self.reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
         except Exception as error:
             if self.has_met:
                 self.network.tell_failure(error)  # the others may load, and wait for this rank
@@ -183,7 +184,7 @@ class Session:
         self._discard_step()
         copy()
         self._membership.note_loaded(taken, loaded)
-        self.training.note_loaded(self._reducer)
+        self.training.note_loaded(self.reducer)
         self._guard.forgive()
         if meet_again:
             with self._note_failure():
@@ -193,7 +194,7 @@ class Session:
         """Copy to main memory what restore() needs."""
         self._guard.refuse_in_step("commit()")
         share = checkpoint.save(
-            self._reducer, self.parameters.shapes, sums=self._membership.sums, copy=checkpoint.to_main_memory
+            self.reducer, self.parameters.shapes, sums=self._membership.sums, copy=checkpoint.to_main_memory
         )
         return Snapshot(self._compressor, checkpoint.in_main_memory(share), self._membership.owner)
 
@@ -201,12 +202,12 @@ class Session:
         """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
         share = snapshot.share
         if snapshot.compressor is not self._compressor:  # change() came after the commit
-            self._reducer, self._compressor = self._make_reducer(snapshot.compressor), snapshot.compressor
-        copy = checkpoint.prepare(self._reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
+            self.reducer, self._compressor = self._make_reducer(snapshot.compressor), snapshot.compressor
+        copy = checkpoint.prepare(self.reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
         self._discard_step()
         copy()
         self._membership.restore(snapshot.owner, share["sums"])
-        self.training.note_loaded(self._reducer)
+        self.training.note_loaded(self.reducer)
         self._guard.forgive()
 
     def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:
@@ -215,20 +216,19 @@ class Session:
         leader, go_back: see Membership.meet().
         """
         if not self.has_met:
-            self._membership.meet(self._reducer, self._terms(), leader, go_back)
+            self._membership.meet(self.reducer, self._terms(), leader, go_back)
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
         return {
             "gradcomp's version": _version.VERSION,
             "spec": self.spec,
-            "seed": str(self._options.seed),
-            "bucket_mb": str(self._options.bucket_mb),
+            **self._options.terms,
             **self.parameters.terms(),
         }
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
-        options, known = self._options, self.training.of_reducer(compressor)
+        options, known = self._options, self.training.of_reducer(compressor) | {"observer": self._options.observer}
         reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
         self.training.note_what_stays(reducer.keeps_residual or compressor.traits.momentum > 0)
         return reducer
@@ -244,7 +244,7 @@ class Session:
 
     def _discard_step(self) -> None:
         """Discard the step under way. The entries that it has taken from the residual are lost."""
-        self._reducer.abort()
+        self.reducer.abort()
         self._kept_entries.discard()
         self._held.clear()
         self._guard.end()

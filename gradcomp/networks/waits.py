@@ -143,6 +143,8 @@ def read_note(text: str) -> Note:
 def place_of(name: str) -> str:
     """Describe the exchange of a request by the request's name."""
     bucket, dot, number = name.partition(".")
+    if bucket == "watch":
+        return f"telemetry's {number}"
     return f"bucket {bucket}, request {number}" if dot else MEETING
 
 

@@ -47,7 +47,7 @@ def test_what_waits_is_scaled_to_the_new_number_of_ranks(old: int, new: int, sum
         torch.testing.assert_close(rank.residual, factor * waiting)
     for rank in members[old:]:
         assert not rank.residual.any()
-        assert rank.session.steps_done == 3
+        assert rank.session.reducer.steps_done == 3
 
 
 @pytest.mark.parametrize("spec,factor", [("orq", {2: 1.0, 6: 1.5}), ("topk:ratio=0.05", {2: 0.5, 6: 1.5})])
@@ -79,7 +79,7 @@ def test_a_rank_that_joins_forgets_what_its_script_has_loaded() -> None:
     members = [*ranks, joining]
     move(members)
     assert sync(members) == [None] * 3
-    assert not joining.residual.any() and joining.session.steps_done == 6
+    assert not joining.residual.any() and joining.session.reducer.steps_done == 6
     for rank, waiting in zip(ranks, before, strict=True):
         torch.testing.assert_close(rank.residual, 1.5 * waiting)
     steps(members, 2)
@@ -131,7 +131,7 @@ def test_a_rank_that_is_ahead_by_one_commit_goes_back() -> None:
         rank.commits.roll_back()
     move(ranks)
     assert sync(ranks) == [None] * 3
-    assert [rank.session.steps_done for rank in ranks] == [2, 2, 2]
+    assert [rank.session.reducer.steps_done for rank in ranks] == [2, 2, 2]
     assert all(torch.equal(rank.residual, waiting) for rank, waiting in zip(ranks, wanted, strict=True))
 
 

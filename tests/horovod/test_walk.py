@@ -54,6 +54,7 @@ COMPUTES_AND_RETURNS = (
     "engine/own_rates.py",
     "engine/adam_moments.py",
     "engine/sgd_momentum.py",
+    "engine/step_clock.py",
     "engine/step_guard.py",
     "engine/step_watch.py",
     "engine/training.py",

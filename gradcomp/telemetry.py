@@ -1,0 +1,99 @@
+"""Telemetry: figures of a training's steps for JSON lines, TensorBoard or a function, and a check that all replicas are equal.
+
+gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs"))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradcomp.handle import Handle
+from gradcomp.simulate import Simulation
+from gradcomp.watching.observer import Intervals, Record, Writer
+
+__all__ = ["JsonLines", "TensorBoard", "watch"]
+
+
+def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, check: int = 1000) -> None:
+    """Watch a training from its next step on. All ranks call this alike, between two steps; writers may differ.
+
+    exchange: a Simulation, a Compression, the handle of ddp.attach(), or a distributed optimizer with compression.
+    writers: functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
+    every: steps from one record to the next.
+    compare: steps from one comparison with dense to the next, with a measurement of the link; 0 = none.
+    check: steps from one check of the replicas to the next; 0 = none. If weights differ, all ranks raise an error.
+    """
+    for name, value in {"every": every, "compare": compare, "check": check}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "every"):
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of steps{', at least 1' if name == 'every' else ', or 0'}"
+            )
+    for writer in writers:
+        if not callable(writer):
+            raise TypeError(f"{writer!r} is no writer; pass JsonLines(folder), TensorBoard(folder) or a function of a record")
+    intervals = Intervals(every, compare, check)
+    for holder in (exchange, getattr(exchange, "compression", None), getattr(exchange, "_compression", None)):
+        if isinstance(holder, Simulation):
+            return holder._watch(writers, intervals)
+        if isinstance(holder, Handle):
+            return holder._watch(writers, intervals)
+    raise TypeError(
+        f"watch() got a {type(exchange).__name__}; pass the result of gradcomp.ddp.attach(), of gradcomp.horovod.Compression() "
+        "or DistributedOptimizer(), or a Simulation"
+    )
+
+
+class JsonLines:
+    """A writer of one file a rank, FOLDER/rank-0.jsonl, with a record in each line."""
+
+    def __init__(self, folder: str | Path):
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, record: Record) -> None:
+        """Write a record."""
+        with (self._folder / f"rank-{record['rank']}.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class TensorBoard:
+    """A writer of one run a rank, FOLDER/rank-0, for TensorBoard, which pip install gradcomp[telemetry] brings."""
+
+    def __init__(self, folder: str | Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(f"TensorBoard cannot be loaded ({error}): pip install tensorboard", name=error.name) from error
+        self._make, self._folder = SummaryWriter, Path(folder)
+        self._runs: dict[int, Any] = {}
+
+    def __call__(self, record: Record) -> None:
+        """Write every number of a record."""
+        rank = record["rank"]
+        if rank not in self._runs:
+            self._runs[rank] = self._make(str(self._folder / f"rank-{rank}"))
+        run, step = self._runs[rank], record["step"]
+        for name, number in _numbers(record):
+            run.add_scalar(f"gradcomp/{name}", number, step, walltime=record["time"])
+        for text in record["warnings"]:
+            run.add_text("gradcomp/warnings", text, step, walltime=record["time"])
+        run.flush()
+
+
+def _numbers(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """List all numbers of a record with their names, those of buckets by their first layer."""
+    found: list[tuple[str, float]] = []
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found += _numbers(value, f"{prefix}{name}/")
+        elif name == "buckets":
+            for bucket in value:
+                found += _numbers(
+                    {key: each for key, each in bucket.items() if key != "entries"}, f"bucket {bucket['layers'][0]}/"
+                )
+        elif isinstance(value, (int, float)) and name not in ("step", "time", "rank"):
+            found.append((f"{prefix}{name}", float(value)))
+    return found

@@ -1,0 +1,1 @@
+"""Watching a training: figures of its steps, a comparison with dense, and a check of the replicas."""

@@ -1,0 +1,42 @@
+"""The figures of a bucket after a step: what its update holds, how much waits, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.health import PART
+from gradcomp.exchanges.delayed_counts import Counts
+from gradcomp.native import kernels
+from gradcomp.native.memory import Update
+
+
+class BucketFigures:
+    """Figures on their way to main memory. Made when the bucket's update is there, and its entries are out of the residual."""
+
+    def __init__(self, bucket: Bucket, update: Update):
+        self._names, self._entries = bucket.layout.names, bucket.layout.total
+        state, device = bucket.state, bucket.layout.device
+        found = torch.zeros(3, dtype=torch.float64, device=device)
+        found[0] = update.flat.count_nonzero()
+        self._waits = bucket.collector.keeps_residual
+        if self._waits:
+            kernels.sum_squares([state.residual], found[1:2])
+        self._has_ages = state.sent_in is not None
+        if state.sent_in is not None:
+            for part in state.sent_in.split(PART):
+                found[2] += (state.steps % 256 - part).sum(dtype=torch.int64)  # modulo 256, as they are kept
+        self._found = Counts(found)
+
+    def read(self) -> dict[str, Any]:
+        """Return the figures. age: mean steps since an entry was last sent, to which more than 255 add no more."""
+        nonzero, squares, ages = self._found.all()
+        figures = {
+            "layers": list(self._names),
+            "entries": self._entries,
+            "density": nonzero / self._entries,
+            "residual": squares**0.5,
+        }
+        return {**figures, "age": ages / self._entries} if self._has_ages else figures

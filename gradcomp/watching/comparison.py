@@ -1,0 +1,71 @@
+"""The comparison of a step with dense: of some entries, what all ranks added to their residuals, and what was delivered.
+
+With the optimizer's momentum taken over, velocities or directions are added. They are compared, not gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.bucket import Bucket
+from gradcomp.native.memory import Update
+
+# The most entries of a bucket that are compared.
+ENTRIES = 4096
+
+
+class Comparison:
+    """The comparison of one step on one rank. All ranks draw the same entries."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self._places: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
+        self._added: dict[int, Tensor] = {}
+        self._delivered: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
+
+    def before(self, bucket: Bucket) -> None:
+        """Keep what waits."""
+        residual = bucket.state.residual
+        self._places[bucket.index] = places = self._draw(bucket).to(residual.device)
+        self._weights[bucket.index] = residual.numel() / len(places)
+        self._before[bucket.index] = residual.index_select(0, places)
+
+    def collected(self, bucket: Bucket) -> None:
+        """Keep what was added."""
+        kept = bucket.state.of_residual if bucket.collector.keeps_residual else 0.0
+        now = bucket.state.residual.index_select(0, self._places[bucket.index])
+        self._added[bucket.index] = now - kept * self._before.pop(bucket.index)
+
+    def delivered(self, bucket: Bucket, update: Update) -> None:
+        """Keep what was delivered."""
+        self._delivered[bucket.index] = update.flat.index_select(0, self._places[bucket.index])
+
+    def joined_added(self) -> Tensor:
+        """Join what this rank added, in the order of the buckets."""
+        return _join(self._added)
+
+    def figures(self, mean: Tensor) -> Tensor:
+        """Return the cosine of the angle to dense, and the error relative to dense. mean: what all ranks added."""
+        delivered = _join(self._delivered).double()
+        weights = [torch.full((len(self._places[i]),), self._weights[i]) for i in sorted(self._weights)]
+        weight, dense = torch.cat(weights).double().to(mean.device), mean.double()
+        squares = (weight * dense.square()).sum()
+        cosine = (weight * dense * delivered).sum() / (squares * (weight * delivered.square()).sum()).sqrt()
+        error = ((weight * (delivered - dense).square()).sum() / squares).sqrt()
+        return torch.stack([cosine, error])
+
+    def _draw(self, bucket: Bucket) -> Tensor:
+        n = bucket.state.residual.numel()
+        if n <= ENTRIES:
+            return torch.arange(n)
+        generator = torch.Generator().manual_seed(bucket.seed % 2**40 + self.step)
+        return torch.randint(n, (ENTRIES,), generator=generator)
+
+
+def _join(arrays: dict[int, Tensor]) -> Tensor:
+    """Join arrays of several devices on the first one's."""
+    ordered = [arrays[index] for index in sorted(arrays)]
+    return torch.cat([array.to(ordered[0].device) for array in ordered])

@@ -1,0 +1,181 @@
+"""The observer of one rank's steps: it compares with dense, checks the replicas, and makes records for the user's writers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.reducer import Reducer
+from gradcomp.exchanges.delayed_counts import Counts
+from gradcomp.messages import payload as payloads
+from gradcomp.native.memory import Update
+from gradcomp.networks import Answer
+from gradcomp.requests import Gather, Reduce
+from gradcomp.watching import link, replicas
+from gradcomp.watching.buckets import BucketFigures
+from gradcomp.watching.comparison import Comparison
+from gradcomp.watching.verdict import Verdict, judge
+
+# A record: names, and figures that JSON knows.
+Record = dict[str, Any]
+Writer = Callable[[Record], object]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps from one record to the next, from one comparison with dense to the next, and likewise of checks; 0 = none."""
+
+    record: int = 50
+    compare: int = 500
+    check: int = 1000
+
+    def __str__(self) -> str:
+        return f"a comparison every {self.compare} steps, a check of the replicas every {self.check}"
+
+
+class Observer:
+    """An observer of one rank. On a GPU, what it finds is read one step later, so that nobody waits for the device.
+
+    spec: returns that of the step. weights: returns all parameters, by name; None where there are none.
+    steps: returns the steps done.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        intervals: Intervals,
+        spec: Callable[[], str],
+        steps: Callable[[], int],
+        weights: Callable[[], Mapping[str, Tensor]] | None,
+    ):
+        self.intervals, self._writers = intervals, writers
+        self._spec, self._steps, self._weights = spec, steps, weights
+        self._comparison: Comparison | None = None
+        self._figures: dict[int, BucketFigures] = {}
+        self._asked: list[Callable[[], None]] = []
+        self._late: list[Callable[[], None]] = []
+        self._compared: dict[str, float] = {}
+        self._link: link.Link | None = None
+        self._bytes = self._bytes_between_hosts = self._counted = 0
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and (self._steps() + 1) % interval == 0
+
+    def before(self, bucket: Bucket) -> None:
+        step = self._steps() + 1
+        if self._is_due(self.intervals.compare):
+            if self._comparison is None or self._comparison.step != step:
+                self._comparison = Comparison(step)
+            self._comparison.before(bucket)
+
+    def collected(self, bucket: Bucket) -> None:
+        if self._is_due(self.intervals.compare) and self._comparison is not None:
+            self._comparison.collected(bucket)
+
+    def delivered(self, bucket: Bucket, update: Update) -> None:
+        if self._is_due(self.intervals.compare) and self._comparison is not None:
+            self._comparison.delivered(bucket, update)
+        if self._writers and self._is_due(self.intervals.record):
+            self._figures[bucket.index] = BucketFigures(bucket, update)
+
+    def step_done(self, reducer: Reducer) -> None:
+        late, self._late = self._late, []
+        for each in late:
+            each()
+        self._bytes += reducer.bytes_sent
+        self._bytes_between_hosts += reducer.bytes_between_hosts
+        self._counted += 1
+        step, network = reducer.steps_done, reducer.network
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None and comparison.step == step:
+            added = comparison.joined_added()
+            answer = network.start(Reduce(added, 1 / network.world.size), "watch.compare")
+            self._asked.append(lambda: self._compare(comparison, answer))
+        if self._weights is not None and self.intervals.check and step % self.intervals.check == 0:
+            weights = self._weights()
+            found = network.start(Gather(payloads.wrap(replicas.digests(weights))), "watch.check")
+            self._asked.append(lambda: self._check([*weights], found, step))
+        if (
+            self._weights is not None
+            and self.intervals.compare
+            and step % self.intervals.compare == 0
+            and network.world.size > 1
+        ):
+            self._asked.append(lambda: self._measure_link(reducer))
+        if self._figures:
+            self._asked.append(lambda: self._record(reducer, step))
+
+    def conclude(self) -> None:
+        asked, self._asked = self._asked, []
+        for each in asked:
+            each()
+
+    def _compare(self, comparison: Comparison, answer: Answer) -> None:
+        mean = answer()
+        assert isinstance(mean, Tensor)
+        found = Counts(comparison.figures(mean))
+
+        def read() -> None:
+            cosine, error = found.all()
+            self._compared = {"cosine": cosine, "relative_error": error}
+
+        self._read(read, mean)
+
+    def _check(self, names: Sequence[str], answer: Answer, step: int) -> None:
+        replies = answer()
+        assert isinstance(replies, list)
+        found = [Counts(reply["bytes"]) for reply in replies]
+        self._read(lambda: replicas.check(names, [[int(x) for x in own.all()] for own in found], step), replies[0]["bytes"])
+
+    def _measure_link(self, reducer: Reducer) -> None:
+        self._link = link.measure(reducer.network)
+
+    def _record(self, reducer: Reducer, step: int) -> None:
+        figures, self._figures = self._figures, {}
+        record: Record = {"step": step, "time": time.time(), "rank": reducer.network.world.rank, "spec": self._spec()}
+        counted = max(1, self._counted)
+        dense = 4 * sum(layer.size for layer in reducer.layers.values())
+        sent = self._bytes / counted
+        record |= {
+            "bytes_sent": sent,
+            "bytes_between_hosts": self._bytes_between_hosts / counted,
+            "compression": dense / sent if sent else None,
+        }
+        self._bytes = self._bytes_between_hosts = self._counted = 0
+        seconds = reducer.clock.take()
+        record["seconds"] = seconds.by_step()
+        on_gpu = any(bucket.layout.device.type == "cuda" for bucket in reducer.buckets)
+        verdict: Verdict | None = None
+        if self._link is not None and not on_gpu:
+            verdict = judge(seconds, self._link, dense)
+        health = {bucket.index: bucket.state.health for bucket in reducer.buckets if bucket.state.health is not None}
+
+        def write() -> None:
+            buckets = [figures[index].read() for index in sorted(figures)]
+            for own, index in zip(buckets, sorted(figures), strict=True):
+                if index in health:
+                    own |= health[index].figures
+            entries = sum(own["entries"] for own in buckets)
+            record["density"] = sum(own["density"] * own["entries"] for own in buckets) / max(1, entries)
+            record["residual"] = math.sqrt(sum(own["residual"] ** 2 for own in buckets))
+            record.update({name: figure for name, figure in self._compared.items() if math.isfinite(figure)})
+            record["dense"] = None if verdict is None else verdict._asdict()
+            record["warnings"] = [own.warning for own in health.values() if own.warning]
+            record["buckets"] = buckets
+            for writer in self._writers:
+                writer(record)
+
+        self._read(write, reducer.buckets[0].state.residual)
+
+    def _read(self, read: Callable[[], None], where: Tensor) -> None:
+        """Read what was found: at once, or one step later if it lies on a GPU."""
+        if where.is_cuda:
+            self._late.append(read)
+        else:
+            read()

@@ -1,0 +1,60 @@
+"""The check of the replicas: digests of all weights, computed where they lie, which must be the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# Entries of which a digest is computed at once.
+PART = 2**20
+# Odd, so that no change of one entry's bits is lost in a product modulo 2^64.
+_ENTRY_FACTOR, _PART_FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DivergedError(RuntimeError):
+    """The error of all ranks whose replicas have diverged."""
+
+
+def digests(weights: Mapping[str, Tensor]) -> Tensor:
+    """Compute 64 bits from the bits of each weight, on the first one's device. A change of one entry always changes them."""
+    found = [_digest(weight.detach()) for weight in weights.values()]
+    return torch.stack([each.to(found[0].device) for each in found])
+
+
+def _digest(weight: Tensor) -> Tensor:
+    words = torch.view_as_real(weight) if weight.is_complex() else weight
+    words = words.reshape(-1).view(_WORDS[words.element_size()])
+    total = torch.full((), words.numel(), dtype=torch.int64, device=words.device)
+    factors = 2 * torch.arange(min(PART, words.numel()), device=words.device) * _ENTRY_FACTOR + 1
+    for part in words.split(PART):
+        total = total * _PART_FACTOR + (part.long() * factors[: len(part)]).sum()
+    return total
+
+
+def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> None:
+    """Raise an error if ranks have other digests. It names the first layer, and the ranks that differ from most."""
+    different = [i for i in range(len(names)) if len({own[i] for own in by_rank}) > 1]
+    if not different:
+        return
+    groups: dict[int, list[int]] = {}
+    for rank, own in enumerate(by_rank):
+        groups.setdefault(own[different[0]], []).append(rank)
+    most = max(groups.values(), key=len)
+    others = sorted(rank for group in groups.values() if group is not most for rank in group)
+    raise DivergedError(
+        f"the replicas have diverged: before the optimizer's step {step}, {_ranks(others)} {_have(others)} other weights of "
+        f"{names[different[0]]!r} than {_ranks(most)} ({len(different)} of {len(names)} layers differ). Start all ranks from a "
+        "state before that, and look for what changes weights on some ranks only: weights not broadcast at the start, another "
+        "learning rate, a step that one rank leaves out, a failing memory"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"

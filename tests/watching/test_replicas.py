@@ -1,0 +1,108 @@
+"""Digests of weights change with every bit, and real ranks that have diverged all raise the same error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import doors
+import horovod.torch as hvd
+import pytest
+import ranks
+import small_net
+import torch
+import torch.distributed as dist
+from ddp_run import SPARSE, DdpRun
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradcomp import telemetry
+from gradcomp.watching import replicas
+
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@given(n=st.sampled_from([1, 2, 1000, 2**20, 2**20 + 3]), seed=st.integers(0, 99), data=st.data())
+def test_every_bit_counts(dtype: torch.dtype, n: int, seed: int, data: st.DataObject) -> None:
+    weight = torch.empty(n, dtype=dtype)
+    raw = weight.view(torch.uint8)
+    raw.copy_(torch.randint(0, 2 if dtype == torch.bool else 256, raw.shape, generator=torch.Generator().manual_seed(seed)))
+    before = replicas.digests({"w": weight})
+    assert torch.equal(before, replicas.digests({"w": weight.clone()}))
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= 1 if dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
+    assert not torch.equal(before, replicas.digests({"w": weight}))
+
+
+def test_order_and_length_count() -> None:
+    weight = torch.arange(1.0, 5.0)
+    found = [weight, weight.flip(0), weight[[1, 0, 2, 3]], weight[:3], torch.zeros(3), torch.zeros(4), weight.view(2, 2).T]
+    assert len({int(replicas.digests({"w": each})) for each in found}) == len(found)
+
+
+def test_a_view_has_the_digest_of_its_entries() -> None:
+    weight = torch.randn(6, 4)
+    assert torch.equal(replicas.digests({"w": weight[:, 1]}), replicas.digests({"w": weight[:, 1].contiguous()}))
+
+
+def test_the_error_names_the_first_layer_and_the_ranks_in_the_minority() -> None:
+    replicas.check(["a", "b"], [[1, 2]] * 4, 10)
+    with pytest.raises(
+        replicas.DivergedError, match="before the optimizer's step 10, rank 2 has other weights of 'b' than ranks 0, 1, 3 "
+    ):
+        replicas.check(["a", "b"], [[1, 2], [1, 2], [1, 3], [1, 2]], 10)
+    with pytest.raises(
+        replicas.DivergedError, match=r"ranks 1, 2 have other .* of 'a' than ranks 0, 3 \(2 of 2 layers differ\)"
+    ):
+        replicas.check(["a", "b"], [[1, 2], [7, 2], [7, 9], [1, 2]], 10)
+
+
+def diverging_ddp() -> Any:
+    """Rank 1 changes one bit of a weight after step 5; every third step is checked."""
+    run = DdpRun(SPARSE)
+    telemetry.watch(run.handle, check=3, compare=0)
+    run.train(5)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            run.plain.last.bias.view(torch.int32)[2] ^= 1
+    return small_net.refused(lambda: run.train(5)), run.handle.stats()["steps"]
+
+
+def diverging_horovod(door: str) -> Any:
+    hvd.init()
+    model = small_net.net()
+    optimizer = doors.sgd(door, model, SPARSE)
+    telemetry.watch(optimizer, check=3, compare=0)
+    data = doors.batches()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            small_net.backward(model, next(data))
+            optimizer.step()
+
+    train(5)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model.last.bias.view(torch.int32)[2] ^= 1
+    return small_net.refused(lambda: train(5)), optimizer.compression.stats()["steps"]
+
+
+def of_ddp() -> Any:
+    ranks.join()
+    return diverging_ddp()
+
+
+@pytest.mark.slow
+def test_all_ranks_of_ddp_raise() -> None:
+    for said, steps in ranks.launch(of_ddp, 3):
+        assert "before the optimizer's step 6, rank 1 has other weights of 'last.bias' than ranks 0, 2" in said
+        assert steps == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_all_ranks_of_horovod_raise(door: str) -> None:
+    for said, steps in ranks.launch(diverging_horovod, 3, door):
+        assert "before the optimizer's step 6, rank 1 has other weights of 'last.bias' than ranks 0, 2" in said
+        assert steps == 6

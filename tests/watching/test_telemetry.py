@@ -1,0 +1,208 @@
+"""Records by every door: their figures are those of the step, files hold them, and wrong arguments get a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import doors
+import gradients
+import horovod.torch as hvd
+import pytest
+import ranks
+import small_net
+import torch
+from ddp_run import SPARSE, DdpRun
+
+import gradcomp
+from gradcomp import telemetry
+from gradcomp.engine.health import INTERVAL
+
+N, WORLD = 5000, 2
+Records = list[dict[str, Any]]
+
+
+def simulated(spec: str, steps: int, **options: Any) -> tuple[gradcomp.Simulation, Records, list[torch.Tensor]]:
+    found: Records = []
+    simulation = gradcomp.Simulation(spec, {"w": (N,)}, WORLD)
+    telemetry.watch(simulation, found.append, **options)
+    updates = [
+        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])["w"]
+        for step in range(steps)
+    ]
+    return simulation, found, updates
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.02", "sdagc", "orq", "dense", "lgc:dense=1,learn=1,ratio=0.02"])
+def test_a_record_holds_the_figures_of_its_step(spec: str) -> None:
+    simulation, found, updates = simulated(spec, 6, every=3, compare=0)
+    assert [(record["step"], record["rank"]) for record in found] == [(3, 0), (3, 1), (6, 0), (6, 1)]
+    stats = simulation.stats()
+    for rank, record in enumerate(found[2:]):
+        assert record["spec"] == str(gradcomp.make(spec))
+        assert record["compression"] == pytest.approx(4 * N / record["bytes_sent"])
+        assert record["density"] == pytest.approx(float(updates[-1].count_nonzero()) / N)
+        assert record["residual"] == pytest.approx(float(simulation.residual(rank)["w"].double().norm()), rel=1e-6)
+        assert record["buckets"][0]["layers"] == ["w"] and record["buckets"][0]["entries"] == N
+        assert 0 < record["seconds"]["encoding"] < record["seconds"]["total"]
+        assert "cosine" not in record and record["dense"] is None
+        json.dumps(record, allow_nan=False)
+    if not spec.startswith("lgc"):  # its first steps send more
+        assert found[2]["bytes_sent"] == stats["bytes_sent"]
+
+
+def test_bytes_are_means_over_the_steps_of_a_record() -> None:
+    found: Records = []
+    simulation = gradcomp.Simulation("topk:ratio=0.5,warmup=4", {"w": (N,)}, WORLD)
+    telemetry.watch(simulation, found.append, every=4)
+    sent = []
+    for step in range(4):
+        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
+        sent.append(simulation.bytes_sent[0])
+    assert len(set(sent)) > 1 and found[0]["bytes_sent"] == sum(sent) / 4
+
+
+def test_age_is_the_mean_of_the_steps_since_an_entry_was_sent() -> None:
+    """A tenth is sent in every step, always the same entries: the others have waited since before the first step."""
+    found: Records = []
+    simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (1000,)}, 1)
+    telemetry.watch(simulation, found.append, every=7)
+    grad = torch.where(torch.arange(1000) < 100, 1.0, 1e-9)
+    for _ in range(14):
+        simulation.step([{"w": grad}])
+    assert [record["buckets"][0]["age"] for record in found] == [pytest.approx(0.9 * 7), pytest.approx(0.9 * 14)]
+
+
+def test_a_change_of_the_spec_is_watched_on() -> None:
+    simulation, found, _ = simulated("topk:ratio=0.02", 3, every=3)
+    simulation.change("topk:ratio=0.5")
+    for step in range(3):
+        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
+    assert [record["spec"] for record in found] == ["topk:ratio=0.02"] * 2 + ["topk:ratio=0.5"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*grows without bound")
+def test_warnings_of_health_are_in_the_records() -> None:
+    found: Records = []
+    simulation = gradcomp.Simulation("topk:ratio=0.001", {"w": (N,)}, 1)
+    telemetry.watch(simulation, found.append, every=50)
+    for step in range(10 * INTERVAL):
+        simulation.step([{"w": 1.1**step * gradients.draw("normal", N, step)}])
+    assert found[0]["warnings"] == [] and "grows without bound" in found[-1]["warnings"][0]
+
+
+def test_files_hold_the_records(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: Records = []
+    simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (N,)}, WORLD)
+    writers = telemetry.JsonLines(tmp_path / "lines"), telemetry.TensorBoard(tmp_path / "runs")
+    telemetry.watch(simulation, found.append, *writers, every=2, compare=2)
+    for step in range(6):
+        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
+    for rank in range(WORLD):
+        lines = (tmp_path / "lines" / f"rank-{rank}.jsonl").read_text().splitlines()
+        own = [record for record in found if record["rank"] == rank]
+        assert [json.loads(line) for line in lines] == own and len(own) == 3
+        run = EventAccumulator(str(tmp_path / "runs" / f"rank-{rank}")).Reload()
+        for name in ("compression", "cosine", "seconds/encoding", "bucket w/residual"):
+            events = run.Scalars(f"gradcomp/{name}")
+            values = [record["buckets"][0]["residual"] if "/residual" in name else record for record in own]
+            if name == "seconds/encoding":
+                values = [record["seconds"]["encoding"] for record in own]
+            elif "/" not in name:
+                values = [record[name] for record in own]
+            assert [event.step for event in events] == [2, 4, 6]
+            assert [event.value for event in events] == pytest.approx(values, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"every": 0}, "every=0 must be a whole number of steps, at least 1"),
+        ({"compare": -1}, "compare=-1 must be a whole number of steps, or 0"),
+        ({"check": 2.5}, r"check=2\.5 must be a whole number of steps, or 0"),
+        ({"every": True}, "every=True must be a whole number"),
+    ],
+)
+def test_wrong_intervals_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        telemetry.watch(gradcomp.Simulation("topk", {"w": (4,)}, 1), **options)
+
+
+def test_wrong_things_are_refused() -> None:
+    simulation = gradcomp.Simulation("topk", {"w": (4,)}, 1)
+    with pytest.raises(TypeError, match="'logs' is no writer; pass JsonLines"):
+        telemetry.watch(simulation, "logs")  # type: ignore[arg-type]
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    with pytest.raises(TypeError, match=r"watch\(\) got a SGD; pass the result of gradcomp.ddp.attach"):
+        telemetry.watch(plain)
+
+
+def by_ddp() -> Any:
+    ranks.join()
+    found: Records = []
+    run = DdpRun(SPARSE)
+    telemetry.watch(run.handle, found.append, every=2, compare=4, check=2)
+    run.train(8)
+    return found, run.handle.stats()["bytes_sent"], run.handle.residual()
+
+
+def by_horovod(door: str) -> Any:
+    hvd.init()
+    found: Records = []
+    model = small_net.net()
+    optimizer = doors.sgd(door, model, SPARSE, momentum=0.9)
+    telemetry.watch(optimizer, found.append, every=2, compare=4, check=2)
+    data = doors.batches()
+    for _ in range(8):
+        optimizer.zero_grad()
+        small_net.backward(model, next(data))
+        optimizer.step()
+    return found, optimizer.compression.stats()["bytes_sent"], optimizer.compression.residual()
+
+
+def checked(found: Any) -> None:
+    for rank, (records, sent, residual) in enumerate(found):
+        assert [record["step"] for record in records] == [2, 4, 6, 8]
+        assert {record["rank"] for record in records} == {rank}
+        assert all(record["bytes_sent"] == sent for record in records)
+        norm = math.sqrt(sum(float(own.double().square().sum()) for own in residual.values()))
+        assert records[-1]["residual"] == pytest.approx(norm, rel=1e-6)
+        assert "cosine" not in records[0] and all(0 < record["cosine"] < 1 for record in records[1:])
+        assert records[0]["dense"] is None and all(record["dense"]["seconds"] > 0 for record in records[1:])
+        for record in records:
+            seconds = record["seconds"]
+            assert 0 < seconds["backward_encoding"] <= seconds["encoding"] < seconds["total"]
+            assert 0 < seconds["waiting"] <= seconds["wire"] < seconds["total"]
+            assert seconds["backward"] + seconds["exposed"] < seconds["total"]
+    assert len({records[-1]["cosine"] for records, _, _ in found}) == 1
+
+
+@pytest.mark.slow
+def test_ddp_is_watched() -> None:
+    checked(ranks.launch(by_ddp, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_horovod_is_watched(door: str) -> None:
+    checked(ranks.launch(by_horovod, 2, door))
+
+
+def unlike() -> Any:
+    ranks.join()
+    run = DdpRun(SPARSE)
+    rank = torch.distributed.get_rank()
+    refused = small_net.refused(lambda: telemetry.watch(run.handle, check=5 + rank))
+    telemetry.watch(run.handle, check=5)
+    return refused, run.train(6)
+
+
+@pytest.mark.slow
+def test_ranks_that_watch_unlike_each_other_are_refused() -> None:
+    (first, weights), (second, others) = ranks.launch(unlike, 2)
+    assert first == second and "telemetry: rank 0 has" in first and "a check of the replicas every 5" in first
+    assert torch.equal(weights, others)
