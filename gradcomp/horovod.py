@@ -186,6 +186,8 @@ def DistributedOptimizer(
 
     The method that reduces a gradient is replaced in this one object. Horovod's class is not changed.
     """
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ValueError("the optimizer is a hvd.DistributedOptimizer already; pass the one that it was made of")
     op = stock_options.get("op", hvd.Average)
     if op not in (hvd.Average, hvd.Sum):
         name = next((name for name in ("Adasum", "Min", "Max", "Product") if getattr(hvd, name, None) == op), op)

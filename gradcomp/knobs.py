@@ -10,7 +10,7 @@ import difflib
 import math
 import numbers
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 # The key of a knob's declaration in the metadata of its field.
@@ -25,7 +25,7 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 class Knob:
     """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound.
 
-    word: a text that stands in place of a number, or an empty one.
+    word: a text that stands in place of a number, or an empty one. default_of: the default of an instance, if it has its own.
     """
 
     help: str = ""
@@ -37,6 +37,7 @@ class Knob:
     multiple: int = 1
     ablation: bool = False
     word: str = ""
+    default_of: Callable[[Any], Any] | None = None
 
     def allows(self, value: Any) -> bool:
         """Say whether a value of the right type is in the range."""
@@ -86,14 +87,15 @@ def knob(
     multiple: int = 1,
     ablation: bool = False,
     word: str = "",
+    default_of: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a knob as a field of a frozen dataclass.
 
     default: the value where a spec gives none; its type is the knob's type. help: one line. above, least, below, most: bounds.
     choices: the allowed values. multiple: a number that divides every allowed value. word: a text allowed beside the numbers.
-    ablation: the knob exists only to measure the worth of a part.
+    ablation: the knob exists only to measure the worth of a part. default_of: the default of an instance, if it has its own.
     """
-    declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation, word)
+    declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation, word, default_of)
     return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 
@@ -194,8 +196,9 @@ def rows(kind: Any) -> list[tuple[str, str, str, str]]:
         anything = "true, false" if isinstance(field.default, bool) else "any"
         range_ = ", ".join(map(as_text, declared.choices)) or declared.range or anything
         value = getattr(kind, name)
-        if value != field.default:
-            text += f" (default {as_text(field.default)})"
+        default = field.default if declared.default_of is None or isinstance(kind, type) else declared.default_of(kind)
+        if value != default:
+            text += f" (default {as_text(default)})"
         table.append((name, as_text(value), range_, text))
     return table
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -151,6 +151,10 @@ class Compressor(ABC):
     def choose(self, name: str, layer: Layer) -> Compressor:
         """Choose the compressor for a layer. Layers with equal compressors share buckets."""
         return self
+
+    def misfit(self, names: Sequence[str]) -> str | None:
+        """Explain why the compressor does not fit a model with these layers. Return None if it does."""
+        return None
 
     def ease(self, progress: float) -> Compressor | None:
         """Make a gentler form for a warm-up, or None if there is none. At progress 0 it sends all, at 1 it is this one."""

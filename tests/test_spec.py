@@ -96,3 +96,12 @@ def test_a_wrong_spec_is_refused() -> None:
 def test_the_default_of_feedback_is_the_compressors(name: str, feedback: str) -> None:
     assert f"\n  feedback={feedback} " in gradcomp.describe(name)
     assert str(gradcomp.make(f"{name}:feedback={feedback}")) == name
+
+
+def test_describe_knows_each_compressors_own_default_of_feedback() -> None:
+    for spec, said in {"orq": "feedback=false", "topk": "feedback=true"}.items():
+        (line,) = [line for line in gradcomp.describe(spec).splitlines() if line.strip().startswith(said)]
+        assert "(default" not in gradcomp.describe(spec).split(said)[1].split("momentum=")[0], line
+    assert (
+        "(default false)" in gradcomp.describe("orq:feedback=true,sigmas=1.5").split("feedback=true ")[1].split("momentum=")[0]
+    )

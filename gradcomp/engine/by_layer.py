@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,11 @@ class ByLayer(Compressor):
             if fnmatch.fnmatchcase(name, pattern):
                 return compressor.choose(name, layer)
         return self.default.choose(name, layer)
+
+    def misfit(self, names: Sequence[str]) -> str | None:
+        known = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        without = [pattern for pattern, _ in self.rules if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+        return f"no layer has a name like {without[0]!r}; the layers are {known}" if without else None
 
     @property
     def traits(self) -> Traits:

@@ -37,7 +37,9 @@ class Feedback(Collector):
     """
 
     feedback: bool = knob(
-        True, "true: entries not sent wait for the next step; false, the default of what rounds but sign: they are lost"
+        True,
+        "true: entries not sent wait for the next step; false, the default of what rounds but sign: they are lost",
+        default_of=lambda made: made.inner.traits.fed_back,
     )
     momentum: float | str = knob(
         AUTO,

@@ -14,10 +14,11 @@ ENTRIES = 16
 
 _MESSAGE = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
-    "the change. Finish the exchange first:\n"
+    "the change. To clip, write clip=1.0,clip_by=model, or whatever the norm is, into the spec, and remove the other clip. For "
+    "other changes, finish the exchange first (with momentum or Adam, gradients then hold no gradients):\n"
     "    optimizer.synchronize()\n"
     "    scaler.unscale_(optimizer)  # only with a GradScaler\n"
-    "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # or whatever else changes gradients\n"
+    "    ...  # change gradients here\n"
     "    with optimizer.skip_synchronize(): optimizer.step()  # with a GradScaler: scaler.step(optimizer)"
 )
 

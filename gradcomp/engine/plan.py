@@ -29,6 +29,8 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
     given: Any = bucket_mb
     if not isinstance(given, numbers.Real) or not float(given) > 0:
         raise ValueError(f"bucket_mb={given!r} must be a number above 0")
+    if layers and (reason := compressor.misfit(list(layers))):
+        raise ValueError(f"{compressor}: {reason}")
     buckets: list[tuple[Compressor, list[str]]] = []
     last_of: dict[tuple[Compressor, torch.device], int] = {}
     sizes: dict[int, float] = {}

@@ -103,7 +103,8 @@ class States:
             raise ValueError(f"the state has the spec {theirs!r}, which is no text; the state is damaged; load another one")
         if theirs != spec:
             raise ValueError(
-                f"the state was saved with {theirs!r} and cannot continue with {spec!r}; use the same spec: {theirs!r}"
+                f"the state was saved with {theirs!r} and cannot continue with {spec!r}; use the same spec: {theirs!r}, "
+                f"and then change({spec!r})"
             )
         ranks = saved.whole(state, "ranks", 1)
         if self.ranks not in (0, ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,9 @@ class Wrapper(Compressor):
     def choose(self, name: str, layer: Layer) -> Compressor:
         chosen = self.inner.choose(name, layer)
         return self if chosen is self.inner else self.wrap(chosen)
+
+    def misfit(self, names: Sequence[str]) -> str | None:
+        return self.inner.misfit(names)
 
     def ease(self, progress: float) -> Compressor | None:
         gentler = self.inner.ease(progress)

@@ -60,3 +60,8 @@ def test_rules_by_layer() -> None:
 def test_wrong_ones_get_a_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         gradcomp.make(spec)
+
+
+def test_a_pattern_that_fits_no_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no layer has a name like 'bais\*'; the layers are weight, bias$"):
+        gradcomp.Simulation("topk; bais*=dense", {"weight": (3, 3), "bias": (3,)}, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -52,6 +52,9 @@ class Probe(Compressor):
 
     def refuses(self, feedback: bool) -> str | None:
         return f"refused {self.number}" if self.number == 7 else None
+
+    def misfit(self, names: Sequence[str]) -> str | None:
+        return "no b" if [*names] == ["a"] else None
 
     def choose(self, name: str, layer: Layer) -> Compressor:
         return self if name == "a" else replace(self, number=2)
@@ -112,6 +115,7 @@ def test_every_ability_is_forwarded(kind: type[Wrapper]) -> None:
     inner = wrapper.inner_state(state)
     assert inner["exchanged by"] == 1
     assert wrapper.refuses(True) is None
+    assert wrapper.misfit(["a"]) == "no b" and wrapper.misfit(["a", "b"]) is None
     assert wrapper.choose("a", OTHER) is wrapper
     assert wrapper.choose("b", OTHER) == replace(wrapper, inner=Probe(2))
     assert wrapper.ease(0.5) == replace(wrapper, inner=Probe(50))
@@ -135,6 +139,7 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
         "init",
         "exchange",
         "refuses",
+        "misfit",
         "choose",
         "ease",
         "save",

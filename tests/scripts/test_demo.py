@@ -1,5 +1,9 @@
 """The demo: its data, table, plot and progress, and the training itself, really launched with horovodrun, small."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ pytest.importorskip("sklearn", reason="the demo was NOT tested: scikit-learn is 
 pytest.importorskip("matplotlib", reason="the demo was NOT tested: matplotlib is not installed")
 pytest.importorskip("horovod.torch", reason="the demo was NOT tested: Horovod is not installed")
 
-from laboratory import ranks
+from laboratory import machine, ranks
 from laboratory.demo import run, summary
 from laboratory.report.tables import columns
 from laboratory.tasks import digits
@@ -87,6 +91,15 @@ def test_a_wrong_spec_is_refused_before_anything_starts(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         run.main(["--spec", "tpk"])
     assert ended.value.code == 2 and "did you mean 'topk'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a strange host name was NOT tried: needs root")
+def test_a_host_name_that_does_not_resolve_ends_the_demo_before_the_training(tmp_path: Path) -> None:
+    command = f"hostname nowhere-{os.getpid()} && exec {sys.executable} -m laboratory.demo.run --out {tmp_path}"
+    environment = {**os.environ, "PYTHONPATH": str(machine.ROOT / "scripts")}
+    done = subprocess.run(["unshare", "--uts", "sh", "-c", command], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "Handwritten" not in done.stdout
+    assert f"demo: host name nowhere-{os.getpid()}, which does not resolve" in done.stderr and "/etc/hosts" in done.stderr
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import gradcomp
+from gradcomp import doctor
 from laboratory import ranks
 from laboratory.demo import summary
 from laboratory.machine import ROOT
@@ -23,6 +24,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line. Return the exit status."""
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    for finding in doctor.host_name():
+        if finding.advice:
+            print(f"demo: host name {finding.text}: {finding.advice}", file=sys.stderr)
+            return 1
     width = options.width
     print(f"Handwritten digits, an MLP 64-{width}-{width}-{width}-10, {RANKS} ranks, {options.steps} steps each.")
     try:
