@@ -32,7 +32,8 @@ horovod_cached() {
 build_horovod() { # into the given new directory; runs under `progress`
   local work=$1
   cd "$work" || return
-  pip download --no-deps --no-build-isolation --no-binary horovod -d . "horovod==$HOROVOD"
+  echo "horovod==$HOROVOD --hash=sha256:$HOROVOD_SHA256" >pinned.txt
+  pip download --require-hashes --no-deps --no-build-isolation --no-binary horovod -d . -r pinned.txt
   tar xzf "horovod-$HOROVOD.tar.gz"
   cd "horovod-$HOROVOD" || return
   "$python" "$ROOT/scripts/setting_up/horovod_patches.py" .
@@ -49,11 +50,23 @@ horovod_done() {
   [ ! -e "$notes/horovod" ] && "$python" -c 'import horovod.torch' 2>/dev/null
 }
 
+# A wheel in the cache that is not whole is built again.
+drop_damaged() {
+  local wheel
+  for wheel in "$1"/horovod-*.whl; do
+    [ -e "$wheel" ] || continue
+    "$python" "$ROOT/scripts/setting_up/check_wheel.py" "$wheel" && continue
+    echo "setup: the wheel in the cache is not whole; building Horovod again" >&2
+    rm -f "$wheel"
+  done
+}
+
 install_horovod() {
   local options key home
   options=$(horovod_options)
   key=$(horovod_key)
   home=$CACHE/horovod-$HOROVOD/$key
+  drop_damaged "$home"
   if ! compgen -G "$home/*.whl" >/dev/null; then
     mkdir -p "$home"
     # Two set-ups at once: one builds, the other waits and finds the wheel.

@@ -1,0 +1,64 @@
+"""A wheel in the cache is checked before it is installed: damaged, missing and added files are found."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from setting_up import check_wheel
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {"horovod/__init__.py": b"version = 1\n", "horovod/core.so": bytes(range(256)) * 40}
+LIST = "horovod-1.dist-info/RECORD"
+
+
+def digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+
+
+def wheel(path: Path, held: dict[str, bytes], listed: dict[str, bytes]) -> Path:
+    rows = [f"{name},sha256={digest(content)},{len(content)}" for name, content in listed.items()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in held.items():
+            archive.writestr(name, content)
+        archive.writestr(LIST, "\n".join([*rows, f"{LIST},,"]))
+    return path
+
+
+def test_a_whole_wheel_has_no_fault(tmp_path: Path) -> None:
+    assert check_wheel.fault(wheel(tmp_path / "a.whl", FILES, FILES)) == ""
+
+
+@pytest.mark.parametrize(
+    "held,said",
+    [
+        ({**FILES, "horovod/core.so": b"other"}, "horovod/core.so is damaged"),
+        ({"horovod/core.so": FILES["horovod/core.so"]}, "horovod/__init__.py is missing"),
+        ({**FILES, "horovod/more.py": b""}, "horovod/more.py is not listed"),
+    ],
+)
+def test_another_content_than_listed_is_named(held: dict[str, bytes], said: str, tmp_path: Path) -> None:
+    assert check_wheel.fault(wheel(tmp_path / "a.whl", held, FILES)) == said
+
+
+def test_a_file_that_was_cut_off_or_flipped_is_found(tmp_path: Path) -> None:
+    whole = wheel(tmp_path / "a.whl", FILES, FILES).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", whole[:60] + bytes([whole[60] ^ 1]) + whole[61:]):
+        (tmp_path / "b.whl").write_bytes(damaged)
+        assert check_wheel.fault(tmp_path / "b.whl") != ""
+    assert check_wheel.fault(tmp_path / "absent.whl").startswith("it cannot be read")
+
+
+def test_set_up_drops_a_damaged_wheel_alone(tmp_path: Path) -> None:
+    whole, damaged = (wheel(tmp_path / f"horovod-{name}.whl", FILES, FILES) for name in ("whole", "damaged"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    script = f'set -euo pipefail; ROOT={ROOT} python={sys.executable}; . "$ROOT/scripts/setting_up/horovod.sh"; drop_damaged {tmp_path}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert whole.exists() and not damaged.exists()
+    assert "horovod-damaged.whl: it cannot be read" in done.stderr and "building Horovod again" in done.stderr
