@@ -58,7 +58,10 @@ def test_a_file_that_was_cut_off_or_flipped_is_found(tmp_path: Path) -> None:
 def test_set_up_drops_a_damaged_wheel_alone(tmp_path: Path) -> None:
     whole, damaged = (wheel(tmp_path / f"horovod-{name}.whl", FILES, FILES) for name in ("whole", "damaged"))
     damaged.write_bytes(damaged.read_bytes()[:100])
-    script = f'set -euo pipefail; ROOT={ROOT} python={sys.executable}; . "$ROOT/scripts/setting_up/horovod.sh"; drop_damaged {tmp_path}'
+    script = f"""set -euo pipefail
+        ROOT={ROOT} python={sys.executable}
+        . "$ROOT/scripts/setting_up/horovod.sh"
+        drop_damaged {tmp_path}"""
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert whole.exists() and not damaged.exists()
     assert "horovod-damaged.whl: it cannot be read" in done.stderr and "building Horovod again" in done.stderr
