@@ -54,6 +54,7 @@ class RankNoise:
 
     def begin(self, step: int, ranks: int) -> bool:
         """Begin a step. Return whether it compares."""
+        self._own = None  # of a step that was given up
         interval = INTERVAL if step <= FIRST else LATER
         if step % interval == DELAY:
             self._read(ranks)

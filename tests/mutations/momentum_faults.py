@@ -6,6 +6,20 @@ from mutations.fault import Fault
 
 MOMENTUM_FAULTS = (
     Fault(
+        "directions are as short as a rank's own second moment makes them",
+        "gradcomp/engine",
+        "adam.share * state.noise.factor",
+        "adam.share",
+        ("test_rank_noise.py", "ddp/test_adam.py"),
+    ),
+    Fault(
+        "a gradient that is not finite spoils what is known of the ranks' noise",
+        "gradcomp/engine",
+        "torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)",
+        "KEPT * self.sums + found",
+        ("test_rank_noise.py",),
+    ),
+    Fault(
         "the weight decay of a skipped step is added twice",
         "gradcomp/engine",
         "decays = {} if skipped else self._decays(optimizer, layout, share)",

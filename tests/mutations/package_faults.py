@@ -37,8 +37,8 @@ PACKAGE_FAULTS = (
     Fault(
         "clipping is by all ranks, not by a rank's share",
         "gradcomp/engine",
-        "self.clip / math.sqrt(step.ranks)",
-        "self.clip",
+        "norm / math.sqrt(step.ranks)",
+        "norm",
         ("test_feedback.py", "test_phases.py"),
     ),
     Fault(
@@ -103,7 +103,7 @@ PACKAGE_FAULTS = (
     Fault(
         "ranks do not compare their seeds",
         "gradcomp/engine",
-        '"seed": str(self._options.seed),\n',
+        '"seed": str(self.seed), ',
         "",
         ("test_agreement.py",),
     ),
