@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.health import PART
+from gradcomp.engine.health import OLD, PART
 from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
@@ -27,11 +27,11 @@ class BucketFigures:
         self._has_ages = state.sent_in is not None
         if state.sent_in is not None:
             for part in state.sent_in.split(PART):
-                found[2] += (state.steps % 256 - part).sum(dtype=torch.int64)  # modulo 256, as they are kept
+                found[2] += (state.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
         self._found = Counts(found)
 
     def read(self) -> dict[str, Any]:
-        """Return the figures. age: mean steps since an entry was last sent, to which more than 255 add no more."""
+        """Return the figures. age: mean steps since an entry was last sent; more than OLD count as OLD."""
         nonzero, squares, ages = self._found.all()
         figures = {
             "layers": list(self._names),

@@ -164,7 +164,8 @@ class Observer:
             entries = sum(own["entries"] for own in buckets)
             record["density"] = sum(own["density"] * own["entries"] for own in buckets) / max(1, entries)
             record["residual"] = math.sqrt(sum(own["residual"] ** 2 for own in buckets))
-            record.update({name: figure for name, figure in self._compared.items() if math.isfinite(figure)})
+            compared, self._compared = self._compared, {}
+            record.update({name: figure for name, figure in compared.items() if math.isfinite(figure)})
             record["dense"] = None if verdict is None else verdict._asdict()
             record["warnings"] = [own.warning for own in health.values() if own.warning]
             record["buckets"] = buckets

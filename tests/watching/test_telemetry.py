@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from gradcomp import telemetry
 from gradcomp.engine.health import INTERVAL
 
 N, WORLD = 5000, 2
+DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "dashboard.py"
 Records = list[dict[str, Any]]
 
 
@@ -75,6 +78,17 @@ def test_age_is_the_mean_of_the_steps_since_an_entry_was_sent() -> None:
     assert [record["buckets"][0]["age"] for record in found] == [pytest.approx(0.9 * 7), pytest.approx(0.9 * 14)]
 
 
+def test_ages_are_counted_up_to_a_bound_and_do_not_jump() -> None:
+    found: Records = []
+    simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (1000,)}, 1)
+    telemetry.watch(simulation, found.append, every=10)
+    grad = torch.where(torch.arange(1000) < 100, 1.0, 1e-9)
+    for _ in range(40 * 10):
+        simulation.step([{"w": grad}])
+    ages = [record["buckets"][0]["age"] for record in found]
+    assert ages == sorted(ages) and ages[-1] == pytest.approx(0.9 * 128)
+
+
 def test_a_change_of_the_spec_is_watched_on() -> None:
     simulation, found, _ = simulated("topk:ratio=0.02", 3, every=3)
     simulation.change("topk:ratio=0.5")
@@ -91,6 +105,19 @@ def test_warnings_of_health_are_in_the_records() -> None:
     for step in range(10 * INTERVAL):
         simulation.step([{"w": 1.1**step * gradients.draw("normal", N, step)}])
     assert found[0]["warnings"] == [] and "grows without bound" in found[-1]["warnings"][0]
+
+
+def test_the_dashboard_is_drawn(tmp_path: Path) -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (N,)}, WORLD)
+    telemetry.watch(simulation, telemetry.JsonLines(tmp_path), every=2, compare=2)
+    for step in range(6):
+        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
+    drawn = subprocess.run(
+        [sys.executable, DASHBOARD, tmp_path, tmp_path / "a.png"], capture_output=True, text=True, check=True
+    )
+    assert drawn.stdout == f"drawn: {tmp_path / 'a.png'}\n" and (tmp_path / "a.png").stat().st_size > 10_000
+    empty = subprocess.run([sys.executable, DASHBOARD, tmp_path / "none"], capture_output=True, text=True)
+    assert empty.returncode == 1 and "holds no rank-*.jsonl" in empty.stderr
 
 
 def test_files_hold_the_records(tmp_path: Path) -> None:
@@ -171,7 +198,8 @@ def checked(found: Any) -> None:
         assert all(record["bytes_sent"] == sent for record in records)
         norm = math.sqrt(sum(float(own.double().square().sum()) for own in residual.values()))
         assert records[-1]["residual"] == pytest.approx(norm, rel=1e-6)
-        assert "cosine" not in records[0] and all(0 < record["cosine"] < 1 for record in records[1:])
+        assert all(("cosine" in record) == (record["step"] % 4 == 0) for record in records)
+        assert 0 < records[-1]["cosine"] < 1
         assert records[0]["dense"] is None and all(record["dense"]["seconds"] > 0 for record in records[1:])
         for record in records:
             seconds = record["seconds"]
