@@ -89,10 +89,12 @@ class _BackwardPass:
 
     def end(self) -> None:
         """Finish the step, and complete all futures."""
+        without_batch = torch._C._current_graph_task_id() < 0  # in DDP.join(): no step follows on this rank
+        self.session.training.lags = without_batch
         self.session.finish_step()
         for future, result in self.promised:
             future.set_result(result)
-        if torch._C._current_graph_task_id() < 0:  # in DDP.join(), on a rank without batches: no step follows
+        if without_batch:
             self.session.training.forget_update()
         elif self.some_unused:
             _after_ddp(self.write_unused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,10 +39,17 @@ class Handle:
         self._session.change(make(spec))
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
-        session = self._session
-        named = [*session.parameters.frozen, *((slot.name, slot.parameter) for slot in session.parameters.slots)]
-        observer = Observer(writers, intervals, lambda: session.spec, lambda: session.reducer.steps_done, lambda: dict(named))
-        session.watch(observer, str(intervals))
+        session = weakref.proxy(self._session)  # the session has the observer
+        named = dict(session.parameters.frozen) | {slot.name: slot.parameter for slot in session.parameters.slots}
+        observer = Observer(
+            writers,
+            intervals,
+            lambda: session.spec,
+            lambda: session.reducer.steps_done,
+            lambda: named,
+            lambda: not session.training.lags,
+        )
+        session.watch(observer, f"{intervals}, of {len(named)} weights: {', '.join(named)}")
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on. States differ between ranks: save one for each rank."""

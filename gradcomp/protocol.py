@@ -153,7 +153,7 @@ class Compressor(ABC):
         return self
 
     def misfit(self, names: Sequence[str]) -> str | None:
-        """Explain why the compressor does not fit a model with these layers. Return None if it does."""
+        """Explain what of the compressor fits none of these layers. Return None if all does."""
         return None
 
     def ease(self, progress: float) -> Compressor | None:

@@ -51,7 +51,7 @@ class ByLayer(Compressor):
     def misfit(self, names: Sequence[str]) -> str | None:
         known = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         without = [pattern for pattern, _ in self.rules if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
-        return f"no layer has a name like {without[0]!r}; the layers are {known}" if without else None
+        return f"no layer that is trained has a name like {without[0]!r}; they are {known}" if without else None
 
     @property
     def traits(self) -> Traits:

@@ -23,6 +23,7 @@ from gradcomp.engine.kept_arrays import (
     set_rates,
     views,
 )
+from gradcomp.engine.rank_noise import RankNoise
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native.extension import LARGEST
 
@@ -161,8 +162,8 @@ def _check_arrays(reducer: Reducer, array: str, theirs: Mapping[str, Any], trust
 def _trial(bucket: Bucket) -> BucketState:
     """Copy a bucket's state with a new state of the inner compressor."""
     collector, state = bucket.collector, bucket.state
-    fresh = collector.init(bucket.layout, bucket.seed)
-    return replace(state, inner=fresh.inner, noise=fresh.noise)
+    inner = collector.inner.init(bucket.layout, bucket.seed)
+    return replace(state, inner=inner, noise=RankNoise(bucket.layout, bucket.seed))
 
 
 def _load_own(reducer: Reducer, share: Mapping[str, Any]) -> list[tuple[Bucket, BucketState]]:

@@ -82,7 +82,7 @@ class AdamStep(NamedTuple):
 
     share: what a direction is multiplied by. sizes: of the layers. seeds: for each layer both moments that its own are to
     continue from, or None; None if there are none at all. steps: the steps that the seeds have seen. skipped: the optimizer
-    skipped the last step, since a gradient was not finite.
+    skipped the last step, since a gradient was not finite. compares: all ranks know Adam, and may compare their noise.
     """
 
     beta1: float
@@ -94,6 +94,7 @@ class AdamStep(NamedTuple):
     seeds: Sequence[tuple[Tensor, ...] | None] | None
     steps: int
     skipped: bool
+    compares: bool = True
 
 
 class StepFacts(NamedTuple):

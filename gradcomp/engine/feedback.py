@@ -135,8 +135,8 @@ class Feedback(Collector):
         sent_in = None if state.sent_in is None else state.sent_in.clone()
         products = [list(each) for each in state.nadam_products.items()]
         adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products}
-        noise = [*state.noise.sums.tolist(), state.noise.factor]
-        return {"steps": state.steps, "sent_in": sent_in, **adam, "noise": noise, "inner": super().save(state)}
+        adam["noise"] = state.noise.save()
+        return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
         state.steps = whole(saved, "steps")
@@ -146,8 +146,7 @@ class Feedback(Collector):
         products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
         state.nadam_products = {int(steps): product for steps, product in products}
         state.adam_steps = whole(saved, "adam_steps")
-        of_mean, of_own, factor = numbers_of(saved, "noise", 3)
-        state.noise = state.noise.with_sums((of_mean, of_own), factor)
+        state.noise = state.noise.going_on_from(numbers_of(saved, "noise", 4))
         super().load(state, table_or_empty(saved, "inner"))
 
     def save_shared(self, state: BucketState) -> dict[str, Any]:
@@ -171,7 +170,7 @@ class Feedback(Collector):
                 mask = self._mask(state, state.velocity)
             case AdamStep(beta1):
                 momentum, nesterov = beta1, False
-                compares = state.noise.begin(state.steps, step.ranks)
+                compares = step.momentum.compares and state.noise.begin(state.steps, step.ranks)
                 mask = self._mask(state, None)
                 adaptive = adam_moments.begin(step.momentum, state)
             case None:

@@ -58,6 +58,7 @@ class OptimizerCheck:
         self._rates: tuple[weakref.ref[torch.optim.Optimizer], Callable[[Sequence[str]], tuple[float, ...]]] | None = None
         self._parameters, self._check, self._before_step = parameters, check, before_step
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self.is_told = given is not None  # on all ranks alike, other than one that is found at its first step
         if given is not None:
             check_optimizer(given)
             if not self._trained_by(given):
@@ -92,6 +93,7 @@ class OptimizerCheck:
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the optimizer that will apply the session's updates, before its first step."""
+        self.is_told = True
         self._meet(optimizer)
         self._note_acting(optimizer)
 

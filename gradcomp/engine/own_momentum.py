@@ -65,7 +65,8 @@ class OwnMomentum:
     many ranks; 1 if they are means. simulated: the number of ranks that ask of() for each bucket. sample: finds changes of
     updates before the optimizer steps; None = updates need not be applied at all, as in a simulation. under_way: an exchange
     has begun and not ended: Horovod's step() ends it, and then calls the optimizer's own. applies: decides whether the
-    optimizer steps with updates, and not with gradients of a training beside a simulation.
+    optimizer steps with updates, and not with gradients of a training beside a simulation. is_told: all ranks knew the
+    optimizer before their first exchange.
     """
 
     turn: ClassVar[int] = 2  # after the checks, by which an optimizer is known
@@ -80,8 +81,9 @@ class OwnMomentum:
         sample: DeliveredSample | None = None,
         under_way: Callable[[], bool] = lambda: False,
         applies: Callable[[], bool] = lambda: True,
+        is_told: Callable[[], bool] = lambda: True,
     ):
-        self._under_way, self._applies, self._sample = under_way, applies, sample
+        self._under_way, self._applies, self._sample, self._is_told = under_way, applies, sample, is_told
         self._optimizer, self._sums = optimizer, sums
         self._parameters, self._ids = parameters, {id(parameter) for parameter in parameters.values()}
         self._drives = sample is not None  # a simulation may be used beside a training
@@ -115,7 +117,8 @@ class OwnMomentum:
             if before is not None:
                 warnings.warn(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW), stacklevel=2)
             return None
-        return self._kind.of(optimizer, layout, 1 / self._sums(), skipped=self._pending and self._failed())
+        taken = self._kind.of(optimizer, layout, 1 / self._sums(), skipped=self._pending and self._failed())
+        return taken._replace(compares=self._is_told()) if isinstance(taken, AdamStep) else taken
 
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""

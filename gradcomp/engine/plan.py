@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
     if not isinstance(given, numbers.Real) or not float(given) > 0:
         raise ValueError(f"bucket_mb={given!r} must be a number above 0")
     if layers and (reason := compressor.misfit(list(layers))):
-        raise ValueError(f"{compressor}: {reason}")
+        warnings.warn(f"{compressor}: {reason}", stacklevel=2)
     buckets: list[tuple[Compressor, list[str]]] = []
     last_of: dict[tuple[Compressor, torch.device], int] = {}
     sizes: dict[int, float] = {}

@@ -35,8 +35,8 @@ class RankNoise:
     square: an entry counts as far as it moves its weight. factor: the root of this rank's sum over the mean's.
     """
 
-    def __init__(self, layout: Layout, seed: int, sums: Sequence[float] = (0.0, 0.0), factor: float = 1.0):
-        self._layout, self._seed = layout, seed
+    def __init__(self, layout: Layout, seed: int, sums: Sequence[float] = (0.0, 0.0), factor: float = 1.0, ranks: int = 0):
+        self._layout, self._seed, self._ranks = layout, seed, ranks
         self.sums = torch.tensor(sums, dtype=torch.float64, device=layout.device)
         self.factor = factor
         self._places: Tensor | None = None
@@ -44,17 +44,21 @@ class RankNoise:
         self._velocity = self._second = self.sums
         self._found = Counts(self.sums)
 
-    def with_sums(self, sums: Sequence[float], factor: float) -> RankNoise:
-        """Make a comparison that goes on from these sums."""
-        return RankNoise(self._layout, self._seed, sums, factor)
+    def save(self) -> list[float]:
+        """Return what another comparison of the bucket can go on from."""
+        return [*self.sums.tolist(), self.factor, float(self._ranks)]
 
-    def going_on_from(self, other: RankNoise) -> RankNoise:
-        """Make a comparison of this bucket that goes on from another one's sums."""
-        return self.with_sums(other.sums.tolist(), other.factor)
+    def going_on_from(self, saved: Sequence[float]) -> RankNoise:
+        """Make a comparison that goes on from the result of save()."""
+        of_mean, of_own, factor, ranks = saved
+        return RankNoise(self._layout, self._seed, (of_mean, of_own), factor if factor > 0 else 1.0, int(ranks))
 
     def begin(self, step: int, ranks: int) -> bool:
         """Begin a step. Return whether it compares."""
         self._own = None  # of a step that was given up
+        if ranks != self._ranks:
+            self.sums, self.factor, self._ranks = torch.zeros_like(self.sums), 1.0, ranks
+            self._found = Counts(self.sums)
         interval = INTERVAL if step <= FIRST else LATER
         if step % interval == DELAY:
             self._read(ranks)
@@ -88,7 +92,7 @@ class RankNoise:
         both = yield from reduce(torch.cat([own, self._second]) * world.share, world.mean_of_shares)
         mean, level = both.double().chunk(2)
         velocity, second = self._velocity.double(), self._second.double()
-        weights = torch.where(second > 0, velocity.square() / (second * level), 0.0)
+        weights = torch.where(second * level > 0, velocity.square() / (second * level), 0.0)
         found = torch.stack([(weights * each.square()).sum() for each in (mean, own.double())])
         self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
         self._found = Counts(self.sums)

@@ -115,6 +115,7 @@ class Reducer:
             )
         bucket.grads[name] = grad
         if len(bucket.grads) == len(bucket.layout.names):
+            self.clock.note_full_bucket(len(self.buckets))
             self._start(bucket)
 
     def start_all(self) -> None:
@@ -148,6 +149,7 @@ class Reducer:
         self.end_step()
         if self.observer is not None:
             self.observer.conclude()
+            self.clock.restart()
 
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
@@ -159,8 +161,7 @@ class Reducer:
             self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), failed)
         for bucket in self.buckets:
             bucket.grads.clear()
-        self._step += 1
-        self.steps_done += 1
+        self._step, self.steps_done = self._step + 1, self.steps_done + 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
         self.clock.note_encoded(delivered)
@@ -178,6 +179,8 @@ class Reducer:
             bucket.grads.clear()
         self._step += 1  # its verdicts are not the next step's
         self.clock = StepClock()
+        if self.observer:
+            self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:
         began, layout, collector, world = time.perf_counter(), bucket.layout, bucket.collector, self.network.world

@@ -133,11 +133,15 @@ class Session:
     def watch(self, observer: StepObserver, telemetry: str) -> None:
         """Tell an observer of all steps. The ranks meet again: what their observers do together must be equal."""
         self._guard.refuse_in_step("watch()")
-        self._options = replace(self._options, observer=observer, telemetry=telemetry)
+        before, self._options = self._options, replace(self._options, observer=observer, telemetry=telemetry)
         self.reducer.observer = observer
         if self.has_met:
             self._membership.part()
-            self.meet()
+            try:
+                self.meet()
+            except BaseException:
+                self._options, self.reducer.observer = before, before.observer
+                raise
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
@@ -220,12 +224,8 @@ class Session:
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
-        return {
-            "gradcomp's version": _version.VERSION,
-            "spec": self.spec,
-            **self._options.terms,
-            **self.parameters.terms(),
-        }
+        own = {"gradcomp's version": _version.VERSION, "spec": self.spec}
+        return own | self._options.terms | self.training.terms | self.parameters.terms()
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         options, known = self._options, self.training.of_reducer(compressor) | {"observer": self._options.observer}

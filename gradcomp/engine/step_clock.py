@@ -41,6 +41,7 @@ class StepClock:
     _last_gradient: float | None = None
     _ended: float | None = None
     _encoded: float = 0.0
+    _full: int = 0
 
     def note_gradient(self) -> None:
         """Note a gradient; the first one begins a step."""
@@ -48,10 +49,18 @@ class StepClock:
             self._first_gradient, self._encoded = time.perf_counter(), self.seconds.encoding
 
     def note_last_gradient(self) -> None:
-        """Note that all gradients of the step are there."""
+        """Note that all gradients of the step are there. Only the first call in a step acts."""
+        if self._last_gradient is not None:
+            return
         self._last_gradient = time.perf_counter()
         self.seconds.backward_encoding += self.seconds.encoding - self._encoded
         self.seconds.backward += self._last_gradient - (self._first_gradient or self._last_gradient)
+
+    def note_full_bucket(self, buckets: int) -> None:
+        """Note that all gradients of one of the buckets are there."""
+        self._full += 1
+        if self._full == buckets:
+            self.note_last_gradient()
 
     def note_encoded(self, began: float) -> float:
         """Note that encoding began then and ends now. Return now."""
@@ -84,8 +93,13 @@ class StepClock:
             self.seconds.steps += 1
         else:  # there is no step before to count from
             self.seconds = Seconds()
-        self._ended, self._requests = now, 0
+        self._ended, self._requests, self._full = now, 0, 0
         self._first_gradient = self._last_gradient = None
+
+    def restart(self) -> None:
+        """Leave out the time since the last step's end."""
+        if self._ended is not None:
+            self._ended = time.perf_counter()
 
     def take(self) -> Seconds:
         """Return the seconds since the last call."""

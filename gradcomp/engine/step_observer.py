@@ -23,5 +23,8 @@ class StepObserver(Protocol):
     def step_done(self, reducer: Any) -> None:
         """Look at a step that has ended. Requests may begin here, the same on all ranks."""
 
+    def discard(self) -> None:
+        """Forget a step that will not end."""
+
     def conclude(self) -> None:
         """Wait for the replies to what began in step_done()."""

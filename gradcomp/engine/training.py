@@ -19,6 +19,9 @@ from gradcomp.engine.parameters import Parameters
 from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
+# The term of an optimizer that all ranks know before their first exchange.
+TOLD = "known"
+
 
 class Training:
     """The optimizer and the GradScaler of a session's parameters.
@@ -26,6 +29,7 @@ class Training:
     compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
     buckets: returns the session's.
     sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
+    lags: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class Training:
         sums: Callable[[], int],
         under_way: Callable[[], bool],
     ):
-        self._buckets, self._rates_noted = buckets, False
+        self._buckets, self._rates_noted, self.lags = buckets, False, False
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
         self._keeps = True
         self._unknown_scaler = UnknownScaler(options.scaler, lambda: self._keeps or self._momentum.taken)
@@ -57,7 +61,13 @@ class Training:
             sums,
             sample=DeliveredSample(slots),
             under_way=under_way,
+            is_told=lambda: self.terms["optimizer"] == TOLD,
         )
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """Describe what must be equal on all ranks."""
+        return {"optimizer": TOLD if self._check.is_told else "unknown before its first step"}
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class Observer:
     """An observer of one rank. On a GPU, what it finds is read one step later, so that nobody waits for the device.
 
     spec: returns that of the step. weights: returns all parameters, by name; None where there are none.
-    steps: returns the steps done.
+    steps: returns the steps done. steps_follow: decides whether this rank's weights are stepped after the exchange.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Observer:
         spec: Callable[[], str],
         steps: Callable[[], int],
         weights: Callable[[], Mapping[str, Tensor]] | None,
+        steps_follow: Callable[[], bool] = lambda: True,
     ):
-        self.intervals, self._writers = intervals, writers
-        self._spec, self._steps, self._weights = spec, steps, weights
+        self.intervals, self._writers = intervals, [*writers]
+        self._spec, self._steps, self._weights, self._steps_follow = spec, steps, weights, steps_follow
         self._comparison: Comparison | None = None
         self._figures: dict[int, BucketFigures] = {}
         self._asked: list[Callable[[], None]] = []
@@ -84,6 +86,11 @@ class Observer:
         if self._writers and self._is_due(self.intervals.record):
             self._figures[bucket.index] = BucketFigures(bucket, update)
 
+    def discard(self) -> None:
+        self._comparison = None
+        self._figures.clear()
+        self._asked.clear()
+
     def step_done(self, reducer: Reducer) -> None:
         late, self._late = self._late, []
         for each in late:
@@ -99,14 +106,9 @@ class Observer:
             self._asked.append(lambda: self._compare(comparison, answer))
         if self._weights is not None and self.intervals.check and step % self.intervals.check == 0:
             weights = self._weights()
-            found = network.start(Gather(payloads.wrap(replicas.digests(weights))), "watch.check")
+            found = network.start(Gather(payloads.wrap(replicas.digests(weights, self._steps_follow()))), "watch.check")
             self._asked.append(lambda: self._check([*weights], found, step))
-        if (
-            self._weights is not None
-            and self.intervals.compare
-            and step % self.intervals.compare == 0
-            and network.world.size > 1
-        ):
+        if self._can_measure(reducer) and self.intervals.compare and step % self.intervals.compare == 0:
             self._asked.append(lambda: self._measure_link(reducer))
         if self._figures:
             self._asked.append(lambda: self._record(reducer, step))
@@ -119,11 +121,11 @@ class Observer:
     def _compare(self, comparison: Comparison, answer: Answer) -> None:
         mean = answer()
         assert isinstance(mean, Tensor)
-        found = Counts(comparison.figures(mean))
+        found, spec = Counts(comparison.figures(mean)), self._spec()
 
         def read() -> None:
             cosine, error = found.all()
-            self._compared = {"cosine": cosine, "relative_error": error}
+            self._compared = {"cosine": cosine, "relative_error": error} if self._spec() == spec else {}
 
         self._read(read, mean)
 
@@ -132,6 +134,11 @@ class Observer:
         assert isinstance(replies, list)
         found = [Counts(reply["bytes"]) for reply in replies]
         self._read(lambda: replicas.check(names, [[int(x) for x in own.all()] for own in found], step), replies[0]["bytes"])
+
+    def _can_measure(self, reducer: Reducer) -> bool:
+        """Decide whether the host's seconds say what a link takes: between real ranks, without a GPU."""
+        on_cpu = all(bucket.layout.device.type == "cpu" for bucket in reducer.buckets)
+        return self._weights is not None and on_cpu and reducer.network.world.size > 1
 
     def _measure_link(self, reducer: Reducer) -> None:
         self._link = link.measure(reducer.network)
@@ -150,9 +157,8 @@ class Observer:
         self._bytes = self._bytes_between_hosts = self._counted = 0
         seconds = reducer.clock.take()
         record["seconds"] = seconds.by_step()
-        on_gpu = any(bucket.layout.device.type == "cuda" for bucket in reducer.buckets)
         verdict: Verdict | None = None
-        if self._link is not None and not on_gpu:
+        if self._link is not None and self._can_measure(reducer):
             verdict = judge(seconds, self._link, dense)
         health = {bucket.index: bucket.state.health for bucket in reducer.buckets if bucket.state.health is not None}
 
@@ -169,10 +175,13 @@ class Observer:
             record["dense"] = None if verdict is None else verdict._asdict()
             record["warnings"] = [own.warning for own in health.values() if own.warning]
             record["buckets"] = buckets
-            for writer in self._writers:
-                writer(record)
+            self._write(record)
 
         self._read(write, reducer.buckets[0].state.residual)
+
+    def _write(self, record: Record) -> None:
+        """Give a record to all writers. One that fails gets no more: a full disk must not end a training."""
+        self._writers = [writer for writer in self._writers if _takes(writer, record)]
 
     def _read(self, read: Callable[[], None], where: Tensor) -> None:
         """Read what was found: at once, or one step later if it lies on a GPU."""
@@ -180,3 +189,13 @@ class Observer:
             self._late.append(read)
         else:
             read()
+
+
+def _takes(writer: Writer, record: Record) -> bool:
+    """Give a record to a writer. Return False, with a warning, if that raises an error."""
+    try:
+        writer(record)
+    except Exception as error:
+        warnings.warn(f"the telemetry's writer {writer!r} gets no more records, since it failed: {error!r}", stacklevel=2)
+        return False
+    return True

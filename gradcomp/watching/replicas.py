@@ -18,10 +18,14 @@ class DivergedError(RuntimeError):
     """The error of all ranks whose replicas have diverged."""
 
 
-def digests(weights: Mapping[str, Tensor]) -> Tensor:
-    """Compute 64 bits from the bits of each weight, on the first one's device. A change of one entry always changes them."""
+def digests(weights: Mapping[str, Tensor], counts: bool = True) -> Tensor:
+    """Compute 64 bits from the bits of each weight, on the first one's device. A change of one entry always changes them.
+
+    Before them stands whether they count: 1 or 0. counts: False on a rank whose weights lag behind.
+    """
     found = [_digest(weight.detach()) for weight in weights.values()]
-    return torch.stack([each.to(found[0].device) for each in found])
+    device = found[0].device if found else torch.device("cpu")
+    return torch.stack([torch.tensor(int(counts), device=device), *(each.to(device) for each in found)])
 
 
 def _digest(weight: Tensor) -> Tensor:
@@ -36,11 +40,12 @@ def _digest(weight: Tensor) -> Tensor:
 
 def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> None:
     """Raise an error if ranks have other digests. It names the first layer, and the ranks that differ from most."""
-    different = [i for i in range(len(names)) if len({own[i] for own in by_rank}) > 1]
+    counted = {rank: own[1:] for rank, own in enumerate(by_rank) if own[0]}
+    different = [i for i in range(len(names)) if len({own[i] for own in counted.values()}) > 1]
     if not different:
         return
     groups: dict[int, list[int]] = {}
-    for rank, own in enumerate(by_rank):
+    for rank, own in counted.items():
         groups.setdefault(own[different[0]], []).append(rank)
     most = max(groups.values(), key=len)
     others = sorted(rank for group in groups.values() if group is not most for rank in group)

@@ -13,6 +13,7 @@ import hashlib
 import io
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 
@@ -32,7 +33,7 @@ def fault(path: Path) -> str:
                 found = base64.urlsafe_b64encode(hashlib.new(kind, archive.read(name)).digest()).rstrip(b"=").decode()
                 if found != wanted:
                     return f"{name} is damaged"
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         return f"it cannot be read ({error})"
     return ""
 

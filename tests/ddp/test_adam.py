@@ -162,3 +162,23 @@ def test_a_clip_of_velocities_is_warned_of_once() -> None:
 def test_a_clip_that_changes_nothing_or_gradients_is_fine(case: str) -> None:
     for found in outcomes():
         assert found["clips"][case] == []
+
+
+def joined_alone() -> list[Tensor]:
+    """A rank without any batch never steps, and never finds the optimizer: it must ask for nothing else than the others."""
+    ranks.join()
+    model = Two()
+    wrapped = DistributedDataParallel(model)
+    optimizer = adam_twin.made(model, "adamw")
+    gradcomp.ddp.attach(wrapped, SPEC)
+    with wrapped.join():
+        for step in range(20 if dist.get_rank() == 0 else 0):
+            optimizer.zero_grad()
+            wrapped(gradients(0, step)).backward()
+            optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def test_a_rank_without_any_batch_asks_for_what_the_others_ask() -> None:
+    first, second = ranks.launch(joined_alone, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -117,7 +117,12 @@ def test_a_gradient_that_is_not_finite_is_not_compared() -> None:
     pair = Pair(2)
     for step in range(STEPS):
         grads = noisy(step, 2, [1.0, 1.0], pair.shapes)
-        if step == 32:  # a step with a comparison
+        if step == 24:  # a step with a comparison, and so is step 32
+            before = [reducer.buckets[0].state.noise.sums.clone() for reducer in pair.simulation._reducers]
+            pair.step(grads)
+            after = [reducer.buckets[0].state.noise.sums for reducer in pair.simulation._reducers]
+            assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        elif step == 32:
             before = [reducer.buckets[0].state.noise.sums.clone() for reducer in pair.simulation._reducers]
             grads[1]["w"][5] = math.inf
             pair.simulation.step(grads)
@@ -151,3 +156,32 @@ def test_a_change_of_the_spec_goes_on_with_the_ratio() -> None:
     before = [reducer.buckets[0].state.noise.factor for reducer in pair.simulation._reducers]
     pair.simulation.change("topk:ratio=0.5")
     assert [reducer.buckets[0].state.noise.factor for reducer in pair.simulation._reducers] == before and min(before) > 1.2
+
+
+def test_another_number_of_ranks_begins_anew() -> None:
+    """One rank has no noise beside the mean, whatever was measured on eight."""
+    pair = Pair(8)
+    train(pair, 24)
+    state = pair.simulation.state_dict()
+    alone = Pair(1)
+    alone.simulation.load_state_dict([state])
+    (bucket,) = alone.simulation._reducers[0].buckets
+    assert bucket.state.noise.factor > 2
+    alone.step(noisy(24, 1, [1.0], alone.shapes))
+    assert bucket.state.noise.factor == 1
+
+
+def test_entries_without_gradients_for_long_do_not_end_the_comparison() -> None:
+    """Their second moments end as denormal numbers, whose shares are 0 with many ranks."""
+    pair = Pair(2)
+    grads = noisy(0, 2, [1.0, 1.0], pair.shapes)
+    for step in range(24):
+        pair.step(noisy(step, 2, [1.0, 1.0], pair.shapes))
+    for reducer in pair.simulation._reducers:
+        state = reducer.buckets[0].state
+        state.second[:5], state.velocity[:5] = 1.4e-45, 1e-30
+        before = state.noise.sums.clone()
+    for own in grads:
+        own["w"][:5] = 0
+    pair.step(grads)
+    assert not torch.equal(before, state.noise.sums) and bool(state.noise.sums.isfinite().all())

@@ -49,9 +49,17 @@ def test_another_content_than_listed_is_named(held: dict[str, bytes], said: str,
 
 def test_a_file_that_was_cut_off_or_flipped_is_found(tmp_path: Path) -> None:
     whole = wheel(tmp_path / "a.whl", FILES, FILES).read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", whole[:60] + bytes([whole[60] ^ 1]) + whole[61:]):
+    with zipfile.ZipFile(tmp_path / "a.whl") as archive:
+        begins = [info.header_offset + 30 + len(info.filename) for info in archive.infolist()]
+        lengths = [info.compress_size for info in archive.infolist()]
+    content = [begin + i for begin, length in zip(begins, lengths, strict=True) for i in range(length)]
+    flipped = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in content]
+    for damaged in (whole[: len(whole) // 2], b"", *flipped):
         (tmp_path / "b.whl").write_bytes(damaged)
         assert check_wheel.fault(tmp_path / "b.whl") != ""
+    for at in range(len(whole)):  # headers, too: some of their bytes mean nothing
+        (tmp_path / "b.whl").write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+        check_wheel.fault(tmp_path / "b.whl")
     assert check_wheel.fault(tmp_path / "absent.whl").startswith("it cannot be read")
 
 

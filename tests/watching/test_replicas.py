@@ -28,7 +28,7 @@ def test_every_bit_counts(dtype: torch.dtype, n: int, seed: int, data: st.DataOb
     raw = weight.view(torch.uint8)
     raw.copy_(torch.randint(0, 2 if dtype == torch.bool else 256, raw.shape, generator=torch.Generator().manual_seed(seed)))
     before = replicas.digests({"w": weight})
-    assert torch.equal(before, replicas.digests({"w": weight.clone()}))
+    assert torch.equal(before, replicas.digests({"w": weight.clone()})) and len(before) == 2
     place = data.draw(st.integers(0, len(raw) - 1))
     raw[place] ^= 1 if dtype == torch.bool else 1 << data.draw(st.integers(0, 7))
     assert not torch.equal(before, replicas.digests({"w": weight}))
@@ -37,7 +37,7 @@ def test_every_bit_counts(dtype: torch.dtype, n: int, seed: int, data: st.DataOb
 def test_order_and_length_count() -> None:
     weight = torch.arange(1.0, 5.0)
     found = [weight, weight.flip(0), weight[[1, 0, 2, 3]], weight[:3], torch.zeros(3), torch.zeros(4), weight.view(2, 2).T]
-    assert len({int(replicas.digests({"w": each})) for each in found}) == len(found)
+    assert len({int(replicas.digests({"w": each})[1]) for each in found}) == len(found)
 
 
 def test_a_view_has_the_digest_of_its_entries() -> None:
@@ -46,15 +46,38 @@ def test_a_view_has_the_digest_of_its_entries() -> None:
 
 
 def test_the_error_names_the_first_layer_and_the_ranks_in_the_minority() -> None:
-    replicas.check(["a", "b"], [[1, 2]] * 4, 10)
+    replicas.check(["a", "b"], [[1, 1, 2]] * 4, 10)
     with pytest.raises(
         replicas.DivergedError, match="before the optimizer's step 10, rank 2 has other weights of 'b' than ranks 0, 1, 3 "
     ):
-        replicas.check(["a", "b"], [[1, 2], [1, 2], [1, 3], [1, 2]], 10)
+        replicas.check(["a", "b"], [[1, 1, 2], [1, 1, 2], [1, 1, 3], [1, 1, 2]], 10)
     with pytest.raises(
         replicas.DivergedError, match=r"ranks 1, 2 have other .* of 'a' than ranks 0, 3 \(2 of 2 layers differ\)"
     ):
-        replicas.check(["a", "b"], [[1, 2], [7, 2], [7, 9], [1, 2]], 10)
+        replicas.check(["a", "b"], [[1, 1, 2], [1, 7, 2], [1, 7, 9], [1, 1, 2]], 10)
+
+
+def test_ranks_whose_weights_lag_behind_do_not_count() -> None:
+    assert replicas.digests({}, False).tolist() == [0]
+    replicas.check(["a"], [[1, 5], [0, 6], [1, 5]], 10)
+    with pytest.raises(replicas.DivergedError, match="rank 2 has other weights of 'a' than rank 0 "):
+        replicas.check(["a"], [[1, 5], [0, 6], [1, 7]], 10)
+
+
+def joined() -> Any:
+    """Rank 1 has three batches, rank 0 eight; then all go on together."""
+    ranks.join()
+    run = DdpRun(SPARSE)
+    telemetry.watch(run.handle, check=5, compare=0)
+    with run.whole.join():
+        run.train(3 if dist.get_rank() == 1 else 8)
+    return run.train(4)
+
+
+@pytest.mark.slow
+def test_ranks_without_batches_are_left_out_of_the_check() -> None:
+    first, second = ranks.launch(joined, 2)
+    assert torch.equal(first, second)
 
 
 def diverging_ddp() -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ddp_run import SPARSE, DdpRun
 import gradcomp
 from gradcomp import telemetry
 from gradcomp.engine.health import INTERVAL
+from gradcomp.networks.memory import MemoryNetwork
 
 N, WORLD = 5000, 2
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "dashboard.py"
@@ -145,6 +148,62 @@ def test_files_hold_the_records(tmp_path: Path) -> None:
             assert [event.value for event in events] == pytest.approx(values, rel=1e-6)
 
 
+def test_a_writer_that_fails_gets_no_more_records() -> None:
+    found: Records = []
+
+    def full(record: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (N,)}, 1)
+    telemetry.watch(simulation, full, found.append, every=1)
+    with pytest.warns(UserWarning, match="full.*gets no more records, since it failed: OSError"):
+        simulation.step([{"w": torch.ones(N)}])
+    simulation.step([{"w": torch.ones(N)}])
+    assert len(found) == 2
+
+
+def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
+    found: Records = []
+    simulation = gradcomp.Simulation("topk:ratio=0.02", {"a": (N,), "b": (10,)}, 2, bucket_mb=0.001)
+    telemetry.watch(simulation, found.append, every=3, compare=3)
+    grads = [{"a": torch.randn(N), "b": torch.randn(10)} for _ in range(2)]
+    state = simulation.state_dict()
+    for step in range(3):
+        if step == 2:
+            start, calls = MemoryNetwork.start, []
+
+            def fails(self: MemoryNetwork, request: Any, name: str, start: Any = start, calls: Any = calls) -> Any:
+                calls.append(name)
+                if len(calls) > 2:
+                    raise RuntimeError("the network failed")
+                return start(self, request, name)
+
+            with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError, match="the network failed"):
+                patched.setattr(MemoryNetwork, "start", fails)
+                simulation.step(grads)
+        else:
+            simulation.step(grads)
+    simulation.load_state_dict(state)
+    for _ in range(2):
+        simulation.step(grads)
+    assert found == []
+    simulation.step(grads)
+    assert [record["step"] for record in found] == [3, 3]
+
+
+def test_a_watched_exchange_ends_with_its_user() -> None:
+    w = torch.nn.Parameter(torch.zeros(10))
+    door = gradcomp.horovod.Compression("topk", [("w", w)])
+    telemetry.watch(door)
+    session = weakref.ref(door._session)
+    gc.disable()
+    try:
+        del door
+        assert session() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     "options,said",
     [
@@ -203,7 +262,7 @@ def checked(found: Any) -> None:
         assert records[0]["dense"] is None and all(record["dense"]["seconds"] > 0 for record in records[1:])
         for record in records:
             seconds = record["seconds"]
-            assert 0 < seconds["backward_encoding"] <= seconds["encoding"] < seconds["total"]
+            assert 0 <= seconds["backward_encoding"] <= seconds["encoding"] < seconds["total"]
             assert 0 < seconds["waiting"] <= seconds["wire"] < seconds["total"]
             assert seconds["backward"] + seconds["exposed"] < seconds["total"]
     assert len({records[-1]["cosine"] for records, _, _ in found}) == 1
