@@ -54,9 +54,9 @@ def test_the_version_is_written_once() -> None:
     ]
 
 
-def test_the_extras_are_three_and_gradcomp_itself_needs_torch_and_numpy() -> None:
+def test_the_extras_are_four_and_gradcomp_itself_needs_torch_and_numpy() -> None:
     metadata = importlib.metadata.metadata("gradcomp")
-    assert set(metadata.get_all("Provides-Extra") or []) == {"horovod", "demo", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {"horovod", "demo", "telemetry", "dev"}
     plain = [Requirement(each) for each in importlib.metadata.requires("gradcomp") or [] if "extra ==" not in each]
     assert {each.name for each in plain} == {"torch", "numpy"}
     assert imported(ROOT / "gradcomp") - set(sys.stdlib_module_names) == {"gradcomp", "horovod", "torch"}
@@ -103,7 +103,7 @@ def test_the_source_archive_holds_all_that_a_build_needs(tmp_path: Path) -> None
         assert path in held
     sourced = re.findall(r'dirname "\$0"\)/(\S+)"', (ROOT / "scripts" / "setup").read_text())
     assert len(sourced) >= 3 and all(f"scripts/{path}" in held for path in sourced)
-    assert {"scripts/setting_up/choose_torch.py", "scripts/setting_up/horovod_patches.py"} <= held
+    assert {f"scripts/setting_up/{name}.py" for name in ("choose_torch", "horovod_patches", "check_wheel")} <= held
     assert {"gradcomp/py.typed", "gradcomp/messages/wire.md", "csrc/ops.inc", "csrc/cuda/warp.cuh"} <= held
     assert not [path for path in held if re.match(r"tests|benchmarks|docs|build|.*\.(so|pyc)$", path)]
 

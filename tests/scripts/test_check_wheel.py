@@ -56,7 +56,9 @@ def test_a_file_that_was_cut_off_or_flipped_is_found(tmp_path: Path) -> None:
     flipped = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in content]
     for damaged in (whole[: len(whole) // 2], b"", *flipped):
         (tmp_path / "b.whl").write_bytes(damaged)
-        assert check_wheel.fault(tmp_path / "b.whl") != ""
+        if check_wheel.fault(tmp_path / "b.whl") == "":  # the last bits of a compressed file mean nothing
+            with zipfile.ZipFile(tmp_path / "b.whl") as archive:
+                assert {name: archive.read(name) for name in FILES} == FILES
     for at in range(len(whole)):  # headers, too: some of their bytes mean nothing
         (tmp_path / "b.whl").write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
         check_wheel.fault(tmp_path / "b.whl")
