@@ -17,6 +17,7 @@ from gradcomp.engine.reducer import Reducer
 from gradcomp.messages import payload as payloads
 from gradcomp.messages import structure
 from gradcomp.networks import Connection
+from gradcomp.networks.waits import in_words
 from gradcomp.requests import Field, Gather, Request, Send
 
 log = logging.getLogger("gradcomp")
@@ -73,8 +74,8 @@ class Meeting:
         steps = {facts.steps for facts in self.facts if facts.steps or facts.loaded}
         if loaded and missing:
             raise ValueError(
-                f"a state of {ranks} ranks was loaded on {_ranks(loaded)}, but nobody loaded that of {_ranks(missing)}; call "
-                "load_state_dict() on every rank with the rank's own state, or with the list of all ranks' states"
+                f"a state of {ranks} ranks was loaded on {in_words(loaded)}, but nobody loaded that of {in_words(missing)}; "
+                "call load_state_dict() on every rank with the rank's own state, or with the list of all ranks' states"
             )
         if loaded and len(steps) > 1:
             every = ", ".join(str(facts.steps) for facts in self.facts)
@@ -85,7 +86,7 @@ class Meeting:
             log.warning(
                 "gradcomp: %s of %d left; the gradients that waited in the residual there are lost. The other ranks go on "
                 "after step %d",
-                _ranks(missing),
+                in_words(missing),
                 ranks,
                 self.facts[self.leader].steps,
             )
@@ -120,7 +121,3 @@ def adopt(reducer: Reducer, shared: Mapping[str, Any]) -> None:
     reducer.steps_done = shared["steps"]
     for bucket, of_bucket in zip(reducer.buckets, shared["buckets"], strict=True):
         bucket.collector.load_shared(bucket.state, of_bucket)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

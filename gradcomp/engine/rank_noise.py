@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradcomp.engine import drawn_places
 from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.protocol import Layout, Steps
 from gradcomp.requests import Requests, World, reduce
@@ -98,9 +99,5 @@ class RankNoise:
         self._found = Counts(self.sums)
 
     def _draw(self) -> Tensor:
-        """Draw the places of entries, the same on all ranks."""
-        n, device = self._layout.total, self._layout.device
-        if n <= FEWEST:
-            return torch.arange(n, device=device)
-        generator = torch.Generator().manual_seed(self._seed % 2**62)
-        return torch.randint(n, (min(max(n // ONE_IN, FEWEST), MOST),), generator=generator).sort().values.to(device)
+        n = self._layout.total
+        return drawn_places.draw(n, min(max(n // ONE_IN, FEWEST), MOST), self._seed % 2**62, self._layout.device)

@@ -179,7 +179,7 @@ class Reducer:
             bucket.grads.clear()
         self._step += 1  # its verdicts are not the next step's
         self.clock = StepClock()
-        if self.observer:
+        if self.observer is not None:
             self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:

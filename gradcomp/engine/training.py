@@ -19,9 +19,6 @@ from gradcomp.engine.parameters import Parameters
 from gradcomp.engine.reducer import Reducer
 from gradcomp.protocol import Compressor
 
-# The term of an optimizer that all ranks know before their first exchange.
-TOLD = "known"
-
 
 class Training:
     """The optimizer and the GradScaler of a session's parameters.
@@ -61,13 +58,13 @@ class Training:
             sums,
             sample=DeliveredSample(slots),
             under_way=under_way,
-            is_told=lambda: self.terms["optimizer"] == TOLD,
+            is_told=lambda: self._check.is_told,
         )
 
     @property
     def terms(self) -> dict[str, str]:
         """Describe what must be equal on all ranks."""
-        return {"optimizer": TOLD if self._check.is_told else "unknown before its first step"}
+        return {"optimizer": "known" if self._check.is_told else "unknown before its first step"}
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""

@@ -120,12 +120,14 @@ class Wait:
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
         if absent is None and notes is not None:
             absent = [rank for rank in others if places.get(rank) != self._place]
-        whom = "the other ranks" if absent is None else _ranks(absent) if absent else "the network: all ranks wait here"
+        whom = "the other ranks" if absent is None else in_words(absent) if absent else "the network: all ranks wait here"
         said = [f"gradcomp: rank {self._world.rank} has waited {waited:.0f} s, since {since}, in {self._place} for {whom}"]
         elsewhere = {rank: place for rank, place in places.items() if rank in (absent or ()) and place}
         said += [f"rank {rank} {'' if place.startswith(_FAILED) else 'waits in '}{place}" for rank, place in elsewhere.items()]
         if silent := [rank for rank in absent or () if rank not in elsewhere]:
-            said.append(f"{_ranks(silent)} may be computing, may have ended, or may not have called gradcomp as this rank did")
+            said.append(
+                f"{in_words(silent)} may be computing, may have ended, or may not have called gradcomp as this rank did"
+            )
         return "; ".join(said)
 
 
@@ -148,5 +150,6 @@ def place_of(name: str) -> str:
     return f"bucket {bucket}, request {number}" if dot else MEETING
 
 
-def _ranks(ranks: Collection[int]) -> str:
+def in_words(ranks: Collection[int]) -> str:
+    """Name ranks in a message."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradcomp.engine import drawn_places
 from gradcomp.engine.bucket import Bucket
 from gradcomp.native.memory import Update
 
@@ -29,7 +30,7 @@ class Comparison:
     def before(self, bucket: Bucket) -> None:
         """Keep what waits."""
         residual = bucket.state.residual
-        self._places[bucket.index] = places = self._draw(bucket).to(residual.device)
+        self._places[bucket.index] = places = self._draw(bucket)
         self._weights[bucket.index] = residual.numel() / len(places)
         self._before[bucket.index] = residual.index_select(0, places)
 
@@ -58,11 +59,7 @@ class Comparison:
         return torch.stack([cosine, error])
 
     def _draw(self, bucket: Bucket) -> Tensor:
-        n = bucket.state.residual.numel()
-        if n <= ENTRIES:
-            return torch.arange(n)
-        generator = torch.Generator().manual_seed(bucket.seed % 2**40 + self.step)
-        return torch.randint(n, (ENTRIES,), generator=generator)
+        return drawn_places.draw(bucket.layout.total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
 
 
 def _join(arrays: dict[int, Tensor]) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gradcomp.networks.waits import in_words
+
 # Entries of which a digest is computed at once.
 PART = 2**20
 # Odd, so that no change of one entry's bits is lost in a product modulo 2^64.
@@ -50,15 +52,11 @@ def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> 
     most = max(groups.values(), key=len)
     others = sorted(rank for group in groups.values() if group is not most for rank in group)
     raise DivergedError(
-        f"the replicas have diverged: before the optimizer's step {step}, {_ranks(others)} {_have(others)} other weights of "
-        f"{names[different[0]]!r} than {_ranks(most)} ({len(different)} of {len(names)} layers differ). Start all ranks from a "
-        "state before that, and look for what changes weights on some ranks only: weights not broadcast at the start, another "
-        "learning rate, a step that one rank leaves out, a failing memory"
+        f"the replicas have diverged: before the optimizer's step {step}, {in_words(others)} {_have(others)} other weights of "
+        f"{names[different[0]]!r} than {in_words(most)} ({len(different)} of {len(names)} layers differ). Start all ranks from "
+        "a state before that, and look for what changes weights on some ranks only: weights not broadcast at the start, "
+        "another learning rate, a step that one rank leaves out, a failing memory"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _have(ranks: Sequence[int]) -> str:
