@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from gradcomp.engine import step_watch
+from gradcomp.engine import optimizer_hooks
 from gradcomp.engine.collector import UNKNOWN
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 from gradcomp.protocol import Compressor
@@ -64,14 +64,14 @@ class OptimizerCheck:
             if not self._trained_by(given):
                 raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
             self._read_rates(given)
-        step_watch.watch(self)
+        optimizer_hooks.add(self)
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. Another session's checks of the same parameters end with the first ones."""
         if self.exchanged:
             return
         self.exchanged = True
-        for other in step_watch.all_of(OptimizerCheck):
+        for other in optimizer_hooks.all_of(OptimizerCheck):
             if other is not self and other.exchanged:
                 other.replaced |= any(other.owns(slot.parameter) for slot in self._parameters.slots)
 
@@ -156,7 +156,7 @@ class OptimizerCheck:
             return
         every = _parameters_of(optimizer)
         known.count, known.trains = len(every), any(map(self.owns, every))
-        others = [other for other in step_watch.all_of(OptimizerCheck) if other is not self and not other.replaced]
+        others = [other for other in optimizer_hooks.all_of(OptimizerCheck) if other is not self and not other.replaced]
         known.not_exchanged = [
             each
             for each in every

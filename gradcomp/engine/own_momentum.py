@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradcomp.engine import step_watch
+from gradcomp.engine import optimizer_hooks
 from gradcomp.engine.adam_moments import AdamMoments
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.collector import AdamStep, Momentum
@@ -95,7 +95,7 @@ class OwnMomentum:
         self._failed: Callable[[], bool] = lambda: False  # decides whether the step that delivered it has failed
         self._resumed = False  # moments were loaded, and no optimizer has been known since
         self.left = False  # the moments were here when leave() was called
-        step_watch.watch(self)
+        optimizer_hooks.add(self)
 
     @property
     def taken(self) -> bool:

@@ -56,7 +56,7 @@ COMPUTES_AND_RETURNS = (
     "engine/sgd_momentum.py",
     "engine/step_clock.py",
     "engine/step_guard.py",
-    "engine/step_watch.py",
+    "engine/optimizer_hooks.py",
     "engine/training.py",
     "networks/carrier.py",
     "networks/launcher.py",

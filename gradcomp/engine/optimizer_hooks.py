@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
-class Watcher(Protocol):
+class Hooked(Protocol):
     """Something that is called around every step of any optimizer, as long as it lives. turn: the lowest is called first."""
 
     turn: ClassVar[int]
@@ -22,20 +22,20 @@ class Watcher(Protocol):
         """Act after a step that raised no error."""
 
 
-W = TypeVar("W", bound=Watcher)
+W = TypeVar("W", bound=Hooked)
 
-_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch(watcher: Watcher) -> None:
-    """Call a watcher around steps from now on."""
+def add(hooked: Hooked) -> None:
+    """Call it around steps from now on."""
     _register_once()
-    _watchers.add(watcher)
+    _hooked.add(hooked)
 
 
 def all_of(kind: type[W]) -> list[W]:
-    """List the watchers of a class that live."""
-    return [each for each in list(_watchers) if isinstance(each, kind)]
+    """List those of a class that live."""
+    return [each for each in list(_hooked) if isinstance(each, kind)]
 
 
 @functools.cache
@@ -47,10 +47,10 @@ def _register_once() -> None:
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     closure = any(each is not None for each in (*args[1:], options.get("closure")))
-    for each in sorted(_watchers, key=lambda watcher: watcher.turn):
+    for each in sorted(_hooked, key=lambda hooked: hooked.turn):
         each.before_step(optimizer, closure)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    for each in list(_watchers):
+    for each in list(_hooked):
         each.after_step()

@@ -1,4 +1,4 @@
-"""Watchers of optimizers' steps: the lowest turn comes first, whoever was made first."""
+"""Hooks around optimizers' steps: the lowest turn comes first, whoever was made first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine import step_watch
+from gradcomp.engine import optimizer_hooks
 
 
 class Noted:
@@ -24,13 +24,13 @@ def test_turns_are_kept_and_a_closure_is_seen() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     for turns in ((1, 2, 3), (3, 2, 1)):
         seen: list[Any] = []
-        watchers = [Noted(turn, seen) for turn in turns]
-        for each in watchers:
-            step_watch.watch(each)  # type: ignore[arg-type]
+        hooked = [Noted(turn, seen) for turn in turns]
+        for each in hooked:
+            optimizer_hooks.add(each)  # type: ignore[arg-type]
         optimizer.step()
         optimizer.step(lambda: 0.0)
         assert seen == [(1, False), (2, False), (3, False), *["after"] * 3, (1, True), (2, True), (3, True), *["after"] * 3]
-        assert step_watch.all_of(Noted) and len(step_watch.all_of(Noted)) == 3
-        del each, watchers
+        assert optimizer_hooks.all_of(Noted) and len(optimizer_hooks.all_of(Noted)) == 3
+        del each, hooked
         optimizer.step()
-        assert len(seen) == 12, "a watcher that has ended is not called"
+        assert len(seen) == 12, "what has ended is not called"
