@@ -29,6 +29,8 @@ _UNKNOWN = (
     "unfreeze layers before attach()"
 )
 
+_REMEDY = "Call the DistributedDataParallel model that attach() got, not the model inside it"
+
 
 def attach(
     model: DistributedDataParallel,
@@ -66,7 +68,7 @@ def attach(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
-    return Handle(session)
+    return Handle(session, _REMEDY)
 
 
 class _BackwardPass:

@@ -9,16 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.engine.session import Session
+from gradcomp.engine.unused import Unused
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer
 
 
 class Handle:
-    """One model's exchange on this rank."""
+    """One model's exchange on this rank. remedy: for a user whose model trains past it."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, session: Session, remedy: str):
+        self._session, self._unused = session, Unused(session, remedy)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
