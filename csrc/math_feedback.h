@@ -5,10 +5,18 @@
 
 namespace gradcomp {
 
+// The largest number whose square is a finite float.
+constexpr float kLargestRoot = 0x1.fffffep63f;
+
+// A gradient for a second moment: 0 if its square is beyond the floats. torch's moment would become infinite, and its entry
+// stand still for ever; a moment held at the largest float would make directions as long as the gradient.
+SHARED_MATH float within_root(float g) { return fabsf(g) <= kLargestRoot ? g : 0.0f; }
+
 // A step of error feedback: how a gradient g, a velocity and a second moment make what is added to the residual.
 //   velocity <- momentum * velocity + fresh * g
 //   second   <- decay * second + fresh_square * g * g
 //   ahead    =  of_gradient * g + of_velocity * velocity, over root_scale * sqrt(second) + epsilon if there is a second moment
+// With a second moment, g is within_root(g).
 // waiting is the numerator's factor of g for an entry that has waited: its residual sums gradients up as a velocity would.
 // of_residual is the old residual's factor.
 struct Rule {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,22 @@ Records = list[dict[str, Any]]
 
 
 def read(folder: Path) -> dict[str, Records]:
-    """Read every rank's records."""
-    found = {file.stem: [json.loads(line) for line in file.open()] for file in sorted(folder.glob("rank-*.jsonl"))}
+    """Read every rank's records. A line that was cut off by a full disk, or by the end of its rank, is left out."""
+    found = {file.stem: list(whole(file)) for file in sorted(folder.glob("rank-*.jsonl"))}
     if not any(found.values()):
         sys.exit(f"{folder} holds no rank-*.jsonl with records; pass the folder given to gradcomp.telemetry.JsonLines")
     return found
+
+
+def whole(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records that can be read and have seconds: the first of a training has none."""
+    for line in file.open():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["seconds"]:
+            yield record
 
 
 def draw(ranks: dict[str, Records], path: Path) -> None:

@@ -6,6 +6,7 @@ gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs"))
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ __all__ = ["JsonLines", "TensorBoard", "watch"]
 
 def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, check: int = 1000) -> None:
     """Watch a training from its next step on. All ranks call this alike, between two steps; writers may differ.
+
+    A second call takes the place of the first.
 
     exchange: a Simulation, a Compression, the handle of ddp.attach(), or a distributed optimizer with compression.
     writers: functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
@@ -47,16 +50,18 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
 
 
 class JsonLines:
-    """A writer of one file a rank, FOLDER/rank-0.jsonl, with a record in each line."""
+    """A writer of one file a rank, FOLDER/rank-0.jsonl, with a record in each line. A file that is there is continued."""
 
     def __init__(self, folder: str | Path):
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, record: Record) -> None:
-        """Write a record."""
-        with (self._folder / f"rank-{record['rank']}.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        """Write a record, on a line of its own also where the last one was cut off."""
+        with (self._folder / f"rank-{record['rank']}.jsonl").open("ab+") as file:
+            if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                file.write(b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
 
 
 class TensorBoard:

@@ -64,8 +64,9 @@ HOT bool add_with_second(const float* __restrict g, float* __restrict residual, 
                          float* __restrict second, const uint32_t* __restrict waited, int64_t n, Rule rule) {
   uint32_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const float u = rule.next_velocity(velocity[i], g[i]), s = rule.next_second(second[i], g[i]);
-    const float ahead = rule.ahead(g[i], u, s, waited[i] != 0);
+    const float used = within_root(g[i]);
+    const float u = rule.next_velocity(velocity[i], used), s = rule.next_second(second[i], used);
+    const float ahead = rule.ahead(used, u, s, waited[i] != 0);
     const bool good = is_finite(g[i]);
     refused |= good ? 0u : 1u;
     velocity[i] = good ? u : velocity[i];

@@ -60,7 +60,7 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
   if (kKeeps != Keeps::nothing && to.sent_in != nullptr) sent_in = load_four(to.sent_in + entry, count);
   bool news = false;
   for (int i = 0; i < 4; ++i) {
-    const float g = scale * run.gradient.x[i];
+    const float given = scale * run.gradient.x[i], g = kKeeps == Keeps::second ? within_root(given) : given;
     const float u = kKeeps == Keeps::nothing ? g : to.rule.next_velocity(velocity.x[i], g);
     const float s = kKeeps == Keeps::second ? to.rule.next_second(second.x[i], g) : 0.0f;
     const uint8_t last = to.whole ? last_sent(sent_in.x[i], to.step, run.residual.x[i]) : sent_in.x[i];
@@ -70,9 +70,9 @@ __device__ __forceinline__ Added add_run(const Pieces& grads, const Feedback& to
                         : kKeeps == Keeps::velocity
                             ? to.rule.ahead(g, u)
                             : to.rule.ahead(g, u, s, to.sent_in != nullptr && has_waited(last, to.step));
-    const bool good = is_finite(g);
+    const bool good = is_finite(given);
     run.refused |= !good;
-    run.gradient.x[i] = good ? g : 0.0f;
+    run.gradient.x[i] = good ? given : 0.0f;
     velocity.x[i] = good ? u : velocity.x[i];
     second.x[i] = good ? s : second.x[i];
     run.residual.x[i] = to.rule.next_residual(run.residual.x[i], good ? ahead : 0.0f);

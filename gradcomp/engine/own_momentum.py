@@ -120,6 +120,12 @@ class OwnMomentum:
         taken = self._kind.of(optimizer, layout, 1 / self._sums(), skipped=self._pending and self._failed())
         return taken._replace(compares=self._is_told()) if isinstance(taken, AdamStep) else taken
 
+    def describe(self) -> str:
+        """Name the optimizer's kind of moments that updates will hold. Ranks with other kinds would exchange other things."""
+        optimizer = self._optimizer()
+        kind = None if optimizer is None else self._kind_of(optimizer)
+        return "without moments that the exchange takes over" if kind is None else f"moments of {kind.name}"
+
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()

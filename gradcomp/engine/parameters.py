@@ -122,17 +122,17 @@ class Parameters:
 
 
 def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the optimizer's parameters with their names, by default Horovod's. Drop named parameters of others."""
+    """Return the optimizer's parameters with their names, by default Horovod's, and named ones that are frozen."""
     check_optimizer(optimizer)
     groups = enumerate(optimizer.param_groups)
     unnamed = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]
     if named is None:
         return unnamed
     ids = {id(parameter) for _, parameter in unnamed}
-    known = [(name, parameter) for name, parameter in checked(named) if id(parameter) in ids]
-    if not known:
+    listed = checked(named)
+    if not any(id(parameter) in ids for _, parameter in listed):
         raise ValueError("the optimizer has none of named_parameters; pass those of the model that the optimizer trains")
-    return known
+    return [(name, parameter) for name, parameter in listed if id(parameter) in ids or not parameter.requires_grad]
 
 
 def check_optimizer(optimizer: Any) -> None:

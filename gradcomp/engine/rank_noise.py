@@ -33,7 +33,8 @@ class RankNoise:
     """The comparison of a rank's gradients with the mean of all ranks, for one bucket.
 
     sums: squares of the mean's entries, and of this rank's, each over the ranks' mean second moment, and times the direction's
-    square: an entry counts as far as it moves its weight. factor: the root of this rank's sum over the mean's.
+    square: an entry counts as far as it moves its weight. Each comparison adds 1 to their sum: a step with a spike counts like
+    any other. factor: the root of this rank's sum over the mean's.
     """
 
     def __init__(self, layout: Layout, seed: int, sums: Sequence[float] = (0.0, 0.0), factor: float = 1.0, ranks: int = 0):
@@ -52,7 +53,7 @@ class RankNoise:
     def going_on_from(self, saved: Sequence[float]) -> RankNoise:
         """Make a comparison that goes on from the result of save()."""
         of_mean, of_own, factor, ranks = saved
-        return RankNoise(self._layout, self._seed, (of_mean, of_own), factor if factor > 0 else 1.0, int(ranks))
+        return RankNoise(self._layout, self._seed, (of_mean, of_own), _within(factor, int(ranks)), int(ranks))
 
     def begin(self, step: int, ranks: int) -> bool:
         """Begin a step. Return whether it compares."""
@@ -68,7 +69,7 @@ class RankNoise:
     def _read(self, ranks: int) -> None:
         of_mean, of_own = self._found.all()
         if of_mean > 0 and of_own > 0:
-            self.factor = min(max(math.sqrt(of_own / of_mean), 1 / ranks), ranks)
+            self.factor = _within(math.sqrt(of_own / of_mean), ranks)
 
     def before(self, velocity: Tensor, second: Tensor) -> None:
         """Keep some entries of the moments, before a gradient is added to them. They say how much an entry counts."""
@@ -95,9 +96,15 @@ class RankNoise:
         velocity, second = self._velocity.double(), self._second.double()
         weights = torch.where(second * level > 0, velocity.square() / (second * level), 0.0)
         found = torch.stack([(weights * each.square()).sum() for each in (mean, own.double())])
+        found /= found.sum()
         self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
         self._found = Counts(self.sums)
 
     def _draw(self) -> Tensor:
         n = self._layout.total
         return drawn_places.draw(n, min(max(n // ONE_IN, FEWEST), MOST), self._seed % 2**62, self._layout.device)
+
+
+def _within(factor: float, ranks: int) -> float:
+    """Return the nearest factor that so many ranks can have."""
+    return min(max(factor, 1 / max(1, ranks)), max(1, ranks))

@@ -64,7 +64,7 @@ class Training:
     @property
     def terms(self) -> dict[str, str]:
         """Describe what must be equal on all ranks."""
-        return {"optimizer": "known" if self._check.is_told else "unknown before its first step"}
+        return {"optimizer": self._momentum.describe() if self._check.is_told else "unknown before its first step"}
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""

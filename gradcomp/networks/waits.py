@@ -17,7 +17,7 @@ from gradcomp.requests import World
 NOTE_AFTER, SPEAK_AFTER, FACTOR = 5.0, 10.0, 3.0
 
 # The place of a rank that is in a meeting.
-MEETING = "the meeting that all ranks call (first step, attach(), change() or load_state_dict())"
+MEETING = "the meeting that all ranks call (first step, attach(), watch(), change() or load_state_dict())"
 # Separates a note's place from the meeting after which it was written; the beginning of a failed rank's note; a note's letters.
 _AFTER, _FAILED, MOST_LETTERS = " @ ", "failed in a step:", 600
 
@@ -110,8 +110,9 @@ class Wait:
                 raise EndlessWait(f"rank {rank} cannot go on ({note.place}); start all ranks again from their last states")
             if not is_first and (note.place == MEETING) != (self._place == MEETING):
                 raise EndlessWait(
-                    f"rank {self._world.rank} waits in {self._place}, but rank {rank} in {note.place}: change() and "
-                    "load_state_dict() are for all ranks at the same step; start all ranks again from their last states"
+                    f"rank {self._world.rank} waits in {self._place}, but rank {rank} in {note.place}: watch(), "
+                    "change() and load_state_dict() are for all ranks at the same step (where one rank alone is to write, the "
+                    "others call watch() without a writer); start all ranks again from their last states"
                 )
 
     def _report(self, waited: float, absent: Collection[int] | None, notes: Mapping[int, Note] | None) -> str:

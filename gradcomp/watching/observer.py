@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
@@ -65,6 +66,7 @@ class Observer:
         self._compared: dict[str, float] = {}
         self._link: link.Link | None = None
         self._bytes = self._bytes_between_hosts = self._counted = 0
+        self._counted_spec = ""
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and (self._steps() + 1) % interval == 0
@@ -95,6 +97,8 @@ class Observer:
         late, self._late = self._late, []
         for each in late:
             each()
+        if (spec := self._spec()) != self._counted_spec:  # a record tells of one spec
+            self._counted_spec, self._bytes, self._bytes_between_hosts, self._counted = spec, 0, 0, 0
         self._bytes += reducer.bytes_sent
         self._bytes_between_hosts += reducer.bytes_between_hosts
         self._counted += 1
@@ -156,7 +160,7 @@ class Observer:
         }
         self._bytes = self._bytes_between_hosts = self._counted = 0
         seconds = reducer.clock.take()
-        record["seconds"] = seconds.by_step()
+        record["seconds"] = seconds.by_step() if seconds.steps else None
         verdict: Verdict | None = None
         if self._link is not None and self._can_measure(reducer):
             verdict = judge(seconds, self._link, dense)
@@ -194,7 +198,7 @@ class Observer:
 def _takes(writer: Writer, record: Record) -> bool:
     """Give a record to a writer. Return False, with a warning, if that raises an error."""
     try:
-        writer(record)
+        writer(copy.deepcopy(record))
     except Exception as error:
         warnings.warn(f"the telemetry's writer {writer!r} gets no more records, since it failed: {error!r}", stacklevel=2)
         return False

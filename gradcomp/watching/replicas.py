@@ -12,7 +12,7 @@ from gradcomp.networks.waits import in_words
 # Entries of which a digest is computed at once.
 PART = 2**20
 # Odd, so that no change of one entry's bits is lost in a product modulo 2^64.
-_ENTRY_FACTOR, _PART_FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D
+_FIRST, _SECOND, _PART_FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x2545F4914F6CDD1D
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,10 +34,18 @@ def _digest(weight: Tensor) -> Tensor:
     words = torch.view_as_real(weight) if weight.is_complex() else weight
     words = words.reshape(-1).view(_WORDS[words.element_size()])
     total = torch.full((), words.numel(), dtype=torch.int64, device=words.device)
-    factors = 2 * torch.arange(min(PART, words.numel()), device=words.device) * _ENTRY_FACTOR + 1
+    factors = _factors(min(PART, words.numel()), words.device)
     for part in words.split(PART):
         total = total * _PART_FACTOR + (part.long() * factors[: len(part)]).sum()
     return total
+
+
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Return an odd factor for each place. They follow no line: changes that mirror one another must not cancel out."""
+    mixed = torch.arange(1, count + 1, device=device) * _FIRST
+    for shift in (30, 27):
+        mixed = (mixed ^ (mixed >> shift)) * _SECOND
+    return (mixed ^ (mixed >> 31)) | 1
 
 
 def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> None:

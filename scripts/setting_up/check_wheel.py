@@ -25,17 +25,26 @@ def fault(path: Path) -> str:
             lists = [name for name in names if name.endswith(".dist-info/RECORD")]
             if len(lists) != 1:
                 return f"it has {len(lists)} lists of digests"
-            digests = {row[0]: row[1] for row in csv.reader(io.StringIO(archive.read(lists[0]).decode())) if row}
+            rows = [row for row in csv.reader(io.StringIO(archive.read(lists[0]).decode())) if row]
+            if any(len(row) != 3 for row in rows):
+                return f"{lists[0]} is no list of names, digests and sizes"
+            digests = {name: (digest, size) for name, digest, size in rows}
             if different := names ^ digests.keys():
                 return f"{min(different)} is {'not listed' if min(different) in names else 'missing'}"
             for name in sorted(names - {lists[0]}):
-                kind, _, wanted = digests[name].partition("=")
-                found = base64.urlsafe_b64encode(hashlib.new(kind, archive.read(name)).digest()).rstrip(b"=").decode()
-                if found != wanted:
+                digest, size = digests[name]
+                if str(archive.getinfo(name).file_size) != size or digest != sha256(archive, name):
                     return f"{name} is damaged"
-    except (OSError, EOFError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, RuntimeError, csv.Error, zipfile.BadZipFile, zlib.error) as error:
         return f"it cannot be read ({error})"
     return ""
+
+
+def sha256(archive: zipfile.ZipFile, name: str) -> str:
+    """Return the digest of a file as a list has it."""
+    with archive.open(name) as file:
+        found = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
+    return "sha256=" + base64.urlsafe_b64encode(found.digest()).rstrip(b"=").decode()
 
 
 if __name__ == "__main__":

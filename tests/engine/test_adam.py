@@ -262,3 +262,26 @@ def test_updates_may_be_set_as_gradients_or_copied() -> None:
         ends.append(model)
         assert not optimizer.state
     same(*ends)
+
+
+@pytest.mark.parametrize("case", ["adamw", "nadam"])
+@pytest.mark.parametrize("size", [1e15, 1e18, 1e20, 1e25, 3e38])
+def test_one_huge_gradient_moves_no_weight_further_than_torch_does(case: str, size: float) -> None:
+    """A gradient with an infinite square counts as 0. In torch it moves nothing either, and the entry stands still for ever."""
+    ours, theirs = net(), net()
+    own, torchs = made(case, ours), made(case, theirs)
+    simulation = simulation_of(EXACT[0], ours, own)
+    for number in range(STEPS):
+        grads = gradient(number, ours)
+        if number == STEPS // 2:
+            grads["0.weight"][1, 2] = size
+        for model, optimizer, updates in ((ours, own, simulation.step([grads])), (theirs, torchs, grads)):
+            for name, parameter in model.named_parameters():
+                parameter.grad = updates[name].clone()
+            optimizer.step()
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            apart = (one - other).abs()
+            if name == "0.weight":
+                assert apart[1, 2] <= 0.01 * STEPS  # the rate, in each step
+                apart[1, 2] = 0
+            assert apart.max() < 1e-4, (name, number)

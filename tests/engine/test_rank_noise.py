@@ -132,6 +132,29 @@ def test_a_gradient_that_is_not_finite_is_not_compared() -> None:
             pair.step(grads)
 
 
+@pytest.mark.parametrize("size", [30, 1000])
+def test_a_spike_is_forgotten_as_soon_as_adam_forgets_it(size: float) -> None:
+    """In a step that compares, and in the one behind it: after 200 steps all is as before."""
+    for at in (160, 161):
+        pair = Pair(4, shapes={"w": (200,)})
+        for step in range(at + 320):
+            if step == at + 200:
+                begun = pair.weights()
+            grads = noisy(step, 4, [1.0] * 4, pair.shapes)
+            if step == at:
+                grads[3]["w"] *= size
+            pair.step(grads)
+        assert pair.distances(begun)["w"] == pytest.approx(1, abs=0.15), at
+
+
+def test_a_factor_that_no_ranks_can_have_is_not_loaded() -> None:
+    pair = Pair(4)
+    state = pair.simulation.state_dict()
+    state["of_rank"]["1"]["buckets"][0]["own"]["noise"] = [1.0, 1.0, 1e30, 4.0]
+    pair.simulation.load_state_dict(state)
+    assert pair.simulation._reducers[1].buckets[0].state.noise.factor == 4
+
+
 @pytest.mark.parametrize("saved_after", [3, 8, 17, 24])
 def test_a_training_that_is_resumed_goes_on_alike(saved_after: int) -> None:
     pair = Pair(4, "topk:ratio=0.1")

@@ -42,6 +42,7 @@ def accumulate_adaptive(
     good = g.isfinite()
     assert isinstance(adaptive.second, Tensor)
     second, fresh, of_gradient, of_velocity, decay, fresh_square, root_scale, epsilon, waiting = adaptive
+    g = torch.where((g * g).isfinite(), g, 0)
     u = (momentum * velocity + fresh * g).clamp(-LARGEST, LARGEST)
     s = (decay * second + fresh_square * (g * g)).clamp(-LARGEST, LARGEST)
     root = torch.from_numpy(np.sqrt(s.cpu().numpy())).to(s.device)  # torch's own is not always the nearest float

@@ -24,6 +24,7 @@ TERMS = {
     "version": "gradcomp's version: rank 0 has '0.1.0', rank 1 has '9.9'",
     "seed": "seed: rank 0 has '7', rank 1 has '8'",
     "bucket_mb": "bucket_mb: rank 0 has '2', rank 1 has '3'",
+    "moments": "optimizer: rank 0 has 'moments of Adam', rank 1 has 'without moments that the exchange takes over'",
     "names": "parameter names: ",
     "shapes": "parameter shapes: ",
     "layout": "parameter shapes: ",
@@ -51,7 +52,9 @@ def differing(term: str, door: str) -> None:
     named = doors.named(model, f"{term}/{door}{'x' if term == 'names' and odd else ''}.")
     if term == "count" and odd:
         model[1].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if term == "moments":
+        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=odd)
     true, _version.VERSION = _version.VERSION, "9.9" if term == "version" and odd else _version.VERSION
     try:
         if door == doors.OWN:

@@ -168,7 +168,7 @@ def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all() -> None:
     for said in (zero["said"], one["said"]):  # the later one may hear of it from the other
         assert said.startswith("HorovodInternalError: gradcomp's exchange failed: rank "), said
         assert "in the meeting that all ranks call" in said and "in bucket 0, request 0" in said
-        assert "change() and load_state_dict() are for all ranks at the same step" in said
+        assert "watch(), change() and load_state_dict() are for all ranks at the same step" in said
     assert one["next"].startswith(REFUSED)
 
 

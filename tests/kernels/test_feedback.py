@@ -79,6 +79,8 @@ def test_a_second_moment_divides_what_is_added(
     n = sum(sizes)
     if n > 1:
         grads[-1].view(-1)[-1] = float("inf")
+    if dtype != torch.float16:
+        grads[0].view(-1)[0] = 2e19  # its square is infinite
     residual, velocity, second = (torch.randn(n, device=device) for _ in range(3))
     second = second.abs()
     second[: n // 2] = 0
@@ -109,7 +111,7 @@ def test_empty_entries_are_noted_as_sent_in_the_step_before(device: torch.device
     assert torch.equal(sent_in, noted) and reference.same(residual, expected[0])
 
 
-@pytest.mark.parametrize("size", [1e38, 1e20, 1e-20, 1e-38, 0.0])
+@pytest.mark.parametrize("size", [1e38, 1e20, 1.8446745e19, 1.8446742e19, 1e-20, 1e-38, 0.0])
 def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, size: float) -> None:
     residual, velocity, second = (torch.zeros(100, device=device) for _ in range(3))
     sent_in = (torch.arange(100, device=device) % 2).to(torch.uint8)
@@ -119,7 +121,7 @@ def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, 
         flag = torch.zeros(1, dtype=torch.int32, device=device)
         kernels.accumulate([grad], residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask)
         assert all(array.isfinite().all() for array in (residual, velocity, second))
-        assert residual.abs().max() <= 1e20  # a direction, whatever the gradient
+        assert residual.abs().max() <= 20  # some directions, whatever the gradient
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])

@@ -47,6 +47,18 @@ def test_another_content_than_listed_is_named(held: dict[str, bytes], said: str,
     assert check_wheel.fault(wheel(tmp_path / "a.whl", held, FILES)) == said
 
 
+@pytest.mark.parametrize(
+    "listed",
+    ["horovod/core.so", 'horovod/core.so,"' + 200_000 * "x", "horovod/core.so,shake_128=,10240", "horovod/core.so,md5=x,10240"],
+)
+def test_a_list_that_is_none_gets_a_sentence(listed: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as archive:
+        archive.writestr("horovod/core.so", FILES["horovod/core.so"])
+        archive.writestr(LIST, f"{listed}\n{LIST},,")
+    done = subprocess.run([sys.executable, check_wheel.__file__, tmp_path / "a.whl"], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "a.whl: " in done.stderr
+
+
 def test_a_file_that_was_cut_off_or_flipped_is_found(tmp_path: Path) -> None:
     whole = wheel(tmp_path / "a.whl", FILES, FILES).read_bytes()
     with zipfile.ZipFile(tmp_path / "a.whl") as archive:

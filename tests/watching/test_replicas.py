@@ -40,6 +40,24 @@ def test_order_and_length_count() -> None:
     assert len({int(replicas.digests({"w": each})[1]) for each in found}) == len(found)
 
 
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 64, 1000])
+def test_changes_that_mirror_one_another_count(n: int) -> None:
+    """Their words' sum is the same, and so is the sum of words times places."""
+    eye, ends = torch.eye(n), torch.zeros(2 * n)
+    ends[[0, -1]], middle = 1.0, torch.zeros(2 * n)
+    middle[[n - 1, n]] = 1.0
+    for one, other in ((eye, eye.flip(0)), (ends, middle)):
+        assert not torch.equal(replicas.digests({"w": one}), replicas.digests({"w": other}))
+    generator = torch.Generator().manual_seed(n)
+    weight = torch.randn(n, generator=generator)
+    for _ in range(300):  # the smallest changes of all entries, in random directions
+        changed = (weight.view(torch.int32) + torch.randint(-1, 2, (n,), generator=generator, dtype=torch.int32)).view(
+            torch.float32
+        )
+        same = torch.equal(changed, weight)
+        assert same == torch.equal(replicas.digests({"w": weight}), replicas.digests({"w": changed}))
+
+
 def test_a_view_has_the_digest_of_its_entries() -> None:
     weight = torch.randn(6, 4)
     assert torch.equal(replicas.digests({"w": weight[:, 1]}), replicas.digests({"w": weight[:, 1].contiguous()}))
@@ -109,6 +127,26 @@ def diverging_horovod(door: str) -> Any:
         with torch.no_grad():
             model.last.bias.view(torch.int32)[2] ^= 1
     return small_net.refused(lambda: train(5)), optimizer.compression.stats()["steps"]
+
+
+def frozen_beside(door: str) -> Any:
+    """Rank 1 has another weight in a layer that is frozen, and that the optimizer does not have."""
+    hvd.init()
+    model = small_net.net()
+    model.first.requires_grad_(False)
+    if hvd.rank() == 1:
+        model.first.weight.view(torch.int32)[0, 0] ^= 1
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = doors.wrapped(door, torch.optim.SGD(trained, 0.02), doors.named(model), SPARSE)
+    telemetry.watch(optimizer, check=3, compare=0)
+    return small_net.refused(lambda: small_net.train(model, optimizer, doors.batches(), 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_what_is_frozen_and_outside_the_optimizer_is_checked(door: str) -> None:
+    for said in ranks.launch(frozen_beside, 2, door):
+        assert "of 'first.weight'" in said
 
 
 def of_ddp() -> Any:
