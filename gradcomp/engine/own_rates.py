@@ -35,7 +35,7 @@ def begin(state: BucketState, rates: Rates) -> float:
     if rates is not None and not any(rates):
         state.held = state.residual.clone()
         return 0.0
-    if before is None or rates is None:
+    if before is None or rates is None or rates == before:
         state.rates = rates
         return 1.0
     state.rates = tuple(new if _is_known(new) else old for old, new in zip(before, rates, strict=True))

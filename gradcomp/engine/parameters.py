@@ -87,19 +87,20 @@ class Parameters:
             seen.add(id(parameter))
         self.layers: Mapping[str, Layer] = {slot.name: slot.layer for slot in self.slots}
         self._by_id = {id(slot.parameter): slot for slot in self.slots}
-        self._next = 0
+        self._last = 0
 
     def slot(self, parameter: Tensor) -> Slot | None:
         """Find the slot of a parameter."""
         return self._by_id.get(id(parameter))
 
     def of_gradient(self, grad: Tensor) -> Slot | None:
-        """Find the slot of a gradient. The search starts behind the last one found, where it nearly always is."""
-        for i in range(self._next, self._next + len(self.slots)):
-            slot = self.slots[i % len(self.slots)]
-            if slot.parameter.grad is grad:
-                self._next = i % len(self.slots) + 1
-                return slot
+        """Find the slot of a gradient. The search begins beside the last one found, on either side: backward goes either way."""
+        count = len(self.slots)
+        for distance in range(1, count + 1):
+            for at in ((self._last - distance) % count, (self._last + distance) % count):
+                if self.slots[at].parameter.grad is grad:
+                    self._last = at
+                    return self.slots[at]
         return None
 
     @property

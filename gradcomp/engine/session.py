@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,15 +106,13 @@ class Session:
         self._guard.refuse_after_failure()
         if not self._guard.under_way:
             return
-        with self._note_failure():
-            self._kept_entries.check()
+        self._note_failure(self._kept_entries.check)
         if self._held:
             self.meet()
         held, self._held = self._held, {}
         for slot in held.values():
             self._hand_over(slot)
-        with self._note_failure():
-            self.reducer.finish_step(scale)
+        self._note_failure(lambda: self.reducer.finish_step(scale))
         self._guard.end()
         self._membership.note_step(scale)
         for slot in self.parameters.slots:
@@ -123,8 +120,7 @@ class Session:
 
     def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
         self.meet()
-        with self._note_failure():
-            self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad)
+        self._note_failure(lambda: self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad))
 
     def note_sums(self) -> None:
         """Note that updates are sums over the ranks, before the first step shows it."""
@@ -191,8 +187,7 @@ class Session:
         self.training.note_loaded(self.reducer)
         self._guard.forgive()
         if meet_again:
-            with self._note_failure():
-                self.meet()
+            self._note_failure(self.meet)
 
     def snapshot(self) -> Snapshot:
         """Copy to main memory what restore() needs."""
@@ -233,11 +228,10 @@ class Session:
         self.training.note_what_stays(reducer.keeps_residual or compressor.traits.momentum > 0)
         return reducer
 
-    @contextmanager
-    def _note_failure(self) -> Iterator[None]:
-        """Note any failure, so that further steps are refused."""
+    def _note_failure(self, call: Callable[[], None]) -> None:
+        """Call a function. Note its failure, if it fails, so that further steps are refused."""
         try:
-            yield
+            call()
         except BaseException as error:
             self.failed(error)
             raise

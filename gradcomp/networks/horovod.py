@@ -37,11 +37,15 @@ class HorovodNetwork:
         self.device = torch.device("cpu")
         self.meeting = ""
         self._prepared_for: object = None
+        self._place_in: tuple[object, int, int] | None = None  # a generation, and the rank and size in it
         self._told_failure = False
 
     @property
     def world(self) -> World:
-        return World(self.process_set.rank(), self.process_set.size(), self.hosts)
+        generation = self.generation
+        if self._place_in is None or self._place_in[0] is not generation:  # every carrier asks, and Horovod answers slowly
+            self._place_in = generation, self.process_set.rank(), self.process_set.size()
+        return World(self._place_in[1], self._place_in[2], self.hosts)
 
     @property
     def generation(self) -> object:

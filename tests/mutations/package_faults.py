@@ -124,8 +124,8 @@ PACKAGE_FAULTS = (
     Fault(
         "op=Sum is taken for op=Average",
         "gradcomp/networks",
-        'return 1.0 if op == "Average" else float(size)',
-        "return 1.0",
+        "return scale\n    others",
+        "return 1.0\n    others",
         ("test_carrier.py", "test_sets.py", "test_refusals.py"),
     ),
     # --- Ranks and hosts

@@ -1,0 +1,118 @@
+"""Many small layers: what gradcomp costs for each does not grow with their number, and stays near what the door costs alone."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import doors
+import pytest
+import ranks
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+
+LAYERS, ENTRIES = 300, 3
+SPECS = ("topk", "sdagc", "orq")
+# Steps before the first that counts, and those that do.
+WARM_UP, ROUNDS = 2, 4
+# Lines of Python that a step may run for each layer beside the door's own: up to 100 were measured. A search through all
+# layers for each of them would run LAYERS lines or more.
+MOST_LINES = 160
+# The share of the processor's time that a step may take of the door's own, in its own thread.
+MOST_TIME = 2.0
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda of: torch.optim.SGD(of, 1e-3, momentum=0.9, weight_decay=1e-4, nesterov=True),
+    "AdamW": lambda of: torch.optim.AdamW(of, 1e-3),
+}
+
+
+class Net(nn.Module):
+    """A model of so many layers whose own arithmetic takes hardly any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.ones(ENTRIES)) for _ in range(LAYERS)])
+
+    def forward(self) -> Tensor:
+        return torch.stack(list(self.layers)).square().sum()
+
+
+def in_ddp(optimizer: str, found: dict[str, Any]) -> None:
+    for spec in (None, *SPECS):
+        plain = Net()
+        model, own = DistributedDataParallel(plain), OPTIMIZERS[optimizer](plain.parameters())
+        if spec is not None:
+            gradcomp.ddp.attach(model, spec, optimizer=own)
+        found[spec or "alone"] = step_of(model, own)
+
+
+def in_horovod(optimizer: str, found: dict[str, Any]) -> None:
+    for spec, door in ((None, doors.ALONE), *((spec, door) for spec in SPECS for door in doors.DOORS)):
+        model = Net()
+        named = doors.named(model, f"{spec}.{door}.")
+        own = doors.wrapped(door, OPTIMIZERS[optimizer](model.parameters()), named, spec)
+        found["alone" if spec is None else f"{spec} by {door}"] = step_of(model, own)
+
+
+def step_of(model: nn.Module, optimizer: Any) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    return step
+
+
+def lines_of(step: Callable[[], None]) -> int:
+    """Count the lines of Python that a step runs in its own thread, without those of a wait for other ranks."""
+    ran: collections.Counter[str] = collections.Counter()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        ran[frame.f_code.co_filename] += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    step()
+    sys.settrace(None)
+    return sum(count for file, count in ran.items() if not file.endswith("networks/waits.py"))
+
+
+def measure(network: str, optimizer: str) -> dict[str, Any]:
+    """Run the steps of every way in turns. Return each one's lines, and its least seconds of the processor."""
+    steps: dict[str, Callable[[], None]] = {}
+    os.environ["HOROVOD_CACHE_CAPACITY"] = str(2 * LAYERS * (1 + len(SPECS) * len(doors.DOORS)))  # room for all ways at once
+    if network == "ddp":
+        ranks.join()
+        in_ddp(optimizer, steps)
+    else:
+        import horovod.torch as hvd
+
+        hvd.init()
+        in_horovod(optimizer, steps)
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for at in range(WARM_UP + ROUNDS):
+        for way, step in steps.items():
+            began = time.thread_time()
+            step()
+            if at >= WARM_UP:
+                seconds[way].append(time.thread_time() - began)
+    return {way: {"lines": lines_of(step), "seconds": min(seconds[way])} for way, step in steps.items()}
+
+
+@pytest.mark.parametrize(("network", "optimizer"), [("ddp", "AdamW"), ("horovod", "SGD")])
+def test_a_layer_costs_as_little_among_many_as_among_few(network: str, optimizer: str) -> None:
+    for found in ranks.launch(measure, 2, network, optimizer):
+        alone = found.pop("alone")
+        assert len(found) == len(SPECS) * (1 if network == "ddp" else len(doors.DOORS))
+        more = {way: (each["lines"] - alone["lines"]) / LAYERS for way, each in found.items()}
+        share = {way: each["seconds"] / alone["seconds"] for way, each in found.items()}
+        assert max(more.values()) <= MOST_LINES, more
+        assert max(share.values()) <= MOST_TIME, share
