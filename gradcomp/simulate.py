@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradcomp.engine import checkpoint, handed_back, states, succession
 from gradcomp.engine.bucket import Bucket, check_type
+from gradcomp.engine.frozen_layers import FrozenLayers
 from gradcomp.engine.meeting import adopt, shared_state
 from gradcomp.engine.optimizers import check_momentum, is_linear, rates_of
 from gradcomp.engine.own_momentum import OwnMomentum
@@ -77,13 +78,15 @@ class Simulation:
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates, linear = None, partial(is_linear, self._optimizer)
+        rates, linear, frozen = None, partial(is_linear, self._optimizer), None
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)
+            frozen = FrozenLayers(self._named).of
         reducers: list[Reducer] = []
         for rank, network in enumerate(self._networks):
             options: dict[str, Any] = {"rates": rates, "linear": linear, "memory": self._memory, "momentum": self._momentum}
+            options |= {"frozen": frozen} if frozen else {}
             if reducers:  # the update of rank 0 is returned, and the others' are compared with it
                 options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
             reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))

@@ -39,6 +39,7 @@ class BucketState:
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping. rates: those that what waits is meant for (own_rates).
     held: the residual, in a step whose updates move nothing (own_rates). of_residual: the factor of what waits in this step.
+    set_aside: parts of these arrays that belong to frozen layers, and what is to stand there after the step (frozen_layers).
     """
 
     residual: Tensor
@@ -58,6 +59,7 @@ class BucketState:
     rates: Rates = None
     held: Tensor | None = None
     of_residual: float = 1.0
+    set_aside: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def steps_of_adam(self) -> int:
         """Return the steps that Adam's moments have seen, without the last one if it was refused. This waits for the device."""
@@ -103,6 +105,7 @@ class StepFacts(NamedTuple):
     memory: the lender of scratch. ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
     loss_scale: what the loss was multiplied by, as one float on the bucket's device. momentum: the optimizer's, for
     momentum=auto. own_rates: the rates that what waits is to keep; None where the optimizer would not bear it.
+    frozen: the numbers of the layers that are frozen.
     """
 
     memory: Memory
@@ -111,6 +114,7 @@ class StepFacts(NamedTuple):
     loss_scale: Tensor | None = None
     momentum: Momentum | AdamStep | None = None
     own_rates: Rates = None
+    frozen: Sequence[int] = ()
 
 
 class Collector(Wrapper):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
-from gradcomp.engine import adam_moments, clipping, own_rates, sgd_momentum
+from gradcomp.engine import adam_moments, clipping, frozen_layers, own_rates, sgd_momentum
 from gradcomp.engine.by_host import ByHost
 from gradcomp.engine.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
 from gradcomp.engine.health import INTERVAL, Health, measured
@@ -178,6 +178,7 @@ class Feedback(Collector):
         if state.held is not None:
             mask = self._mask(state, None)  # what waits stays, and no momentum with it
         state.of_residual = of_residual
+        frozen_layers.set_aside(state, step.frozen, grads, of_residual or 1.0)
         scales = None
         if state.squares is not None:
             scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", step)
@@ -224,7 +225,7 @@ class Feedback(Collector):
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)
         state.steps += 1
-        steps = inner.exchange(acc, state.inner, world)
+        steps = frozen_layers.held(inner.exchange(acc, state.inner, world), state)
         if state.second is not None:
             steps = state.noise.compare(steps, world)
         if state.held is not None:

@@ -94,7 +94,7 @@ class Parameters:
         return self._by_id.get(id(parameter))
 
     def of_gradient(self, grad: Tensor) -> Slot | None:
-        """Find the slot of a gradient. The search begins beside the last one found, on either side: backward goes either way."""
+        """Find the slot of a gradient. The search begins on both sides of the last one found."""
         count = len(self.slots)
         for distance in range(1, count + 1):
             for at in ((self._last - distance) % count, (self._last + distance) % count):

@@ -36,6 +36,7 @@ class Reducer:
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
     seed: the seed of the first bucket; later buckets add their index.
     rates: a function from layers' names to learning rates. linear: decides whether weights move by multiples of updates.
+    frozen: finds the numbers of those among some layers that are frozen.
     memory: the owner of scratch and updates, a new one by default. observer: looks at every step, if given.
     loss_scale: that of the gradients, if they are scaled. momentum: the optimizer's, if it is known.
     targets: finds the arrays that a bucket's update is written into; by default its gradients.
@@ -53,6 +54,7 @@ class Reducer:
         *,
         rates: Callable[[Sequence[str]], Rates] | None = None,
         linear: Callable[[], bool] = lambda: False,
+        frozen: Callable[[Sequence[str]], Sequence[int]] = lambda names: (),
         loss_scale: LossScale | None = None,
         momentum: OwnMomentum | None = None,
         targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
@@ -66,7 +68,7 @@ class Reducer:
         if need == "needed" and (rates is None or rates(list(layers)) is None):
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self.network, self.layers = network, dict(layers)
-        self.rates, self._linear = None if need == "unused" else rates, linear
+        self.rates, self._linear, self._frozen = None if need == "unused" else rates, linear, frozen
         self.memory = Memory() if memory is None else memory
         self.buckets = [
             Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
@@ -78,7 +80,7 @@ class Reducer:
             momentum.leave()
             self._momentum = None
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
-        self._deliver = deliver or self._write
+        self._deliver = deliver or (lambda bucket, update: self.delivery.write(bucket, update, self.scale, self._step))
         self._takes_back = delivery is not None or deliver is None
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale = 1.0
@@ -190,7 +192,8 @@ class Reducer:
         rates = None if self.rates is None else self.rates(layout.names)
         momentum = None if self._momentum is None else self._momentum.of(layout)
         own_rates = rates if momentum is not None or self._linear() else None
-        facts = StepFacts(self.memory, world.size, rates, self.delivery.loss_scale(bucket), momentum, own_rates)
+        known = self.delivery.loss_scale(bucket), momentum, own_rates, self._frozen(layout.names)
+        facts = StepFacts(self.memory, world.size, rates, *known)
         if self.observer is not None:
             self.observer.before(bucket)
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
@@ -221,10 +224,6 @@ class Reducer:
             self.clock.note_request()
             bucket.answer = self.network.start(request, f"{bucket.index}.{bucket.round}")
             bucket.round += 1
-
-    def _write(self, bucket: Bucket, update: Update) -> None:
-        """Write an update into the gradients."""
-        self.delivery.write(bucket, update, self.scale, self._step)
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network.

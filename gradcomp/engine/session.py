@@ -56,6 +56,7 @@ class Session:
             lambda: own.reducer.buckets,
             lambda: own.network.world.size if own._membership.sums else 1,
             lambda: own._guard.under_way,
+            self._guard.fail,
         )
         self.reducer = self._make_reducer(compressor)
 
@@ -115,6 +116,7 @@ class Session:
         self._note_failure(lambda: self.reducer.finish_step(scale))
         self._guard.end()
         self._membership.note_step(scale)
+        self.training.frozen.look(self.network.world.rank)
         for slot in self.parameters.slots:
             slot.close()
 

@@ -10,6 +10,7 @@ import torch
 from gradcomp.engine import handed_back, own_rates
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.delivered_sample import DeliveredSample
+from gradcomp.engine.frozen_layers import FrozenLayers
 from gradcomp.engine.kept_arrays import views
 from gradcomp.engine.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import OptimizerCheck, check_momentum
@@ -26,6 +27,7 @@ class Training:
     compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
     buckets: returns the session's.
     sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
+    fail: tells the other ranks that this one does not go on.
     lags: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
     """
 
@@ -38,6 +40,7 @@ class Training:
         buckets: Callable[[], Sequence[Bucket]],
         sums: Callable[[], int],
         under_way: Callable[[], bool],
+        fail: Callable[[BaseException], object],
     ):
         self._buckets, self._rates_noted, self.lags = buckets, False, False
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
@@ -48,8 +51,10 @@ class Training:
             options.optimizer,
             lambda found: check_momentum(compressor(), found),
             [before_step, self._note_rates, self._unknown_scaler.look],
+            fail,
         )
         slots = {slot.name: slot for slot in parameters.slots}
+        self.frozen = FrozenLayers({name: slot.parameter for name, slot in slots.items()})
         self._shaped = lambda name, flat: slots[name].shaped(flat)
         self._momentum = OwnMomentum(
             self._check.acting,
@@ -79,7 +84,7 @@ class Training:
         if (optimizer := self._check.optimizer) is not None:
             check_momentum(compressor, optimizer)
         self._rates_noted = False
-        known = {"rates": self._check.rates, "linear": lambda: self._check.is_linear}
+        known = {"rates": self._check.rates, "linear": lambda: self._check.is_linear, "frozen": self.frozen.of}
         return {**known, "loss_scale": self._loss_scale, "momentum": self._momentum}
 
     def _note_rates(self) -> None:

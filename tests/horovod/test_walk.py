@@ -45,6 +45,7 @@ COMPUTES_AND_RETURNS = (
     "engine/collector.py",
     "engine/delivery.py",
     "engine/delivered_sample.py",
+    "engine/frozen_layers.py",
     "engine/kept_entries.py",
     "engine/loaded_moments.py",
     "engine/loss_scale.py",

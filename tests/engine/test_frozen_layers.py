@@ -1,0 +1,150 @@
+"""A layer that is frozen in mid-training: nothing moves it, what waits of it stays, and acts once the layer is unfrozen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import doors
+import pytest
+import ranks
+import small_net
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from gradcomp.networks import waits
+
+SPEC, BUCKET_MB = "topk:ratio=0.05", 0.02
+# The steps before which the layer is frozen, and unfrozen again.
+FROZEN, UNFROZEN, STEPS = 3, 6, 8
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda of: torch.optim.SGD(of, 0.02),
+    "momentum": lambda of: torch.optim.SGD(of, 0.02, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda of: torch.optim.AdamW(of, 1e-3, weight_decay=0.0),
+}
+DOORS = ("ddp", *doors.DOORS)
+
+
+def train(door: str, optimizer: str, by: tuple[int, ...]) -> dict[str, Any]:
+    """Train; the ranks `by` freeze a layer and unfreeze it again. Return how far it moved, what waited, and what was said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradcomp").addHandler(handler)
+    model = small_net.net()
+    inner = OPTIMIZERS[optimizer](model.parameters())
+    if door == "ddp":
+        ranks.join()
+        rank = dist.get_rank()
+        whole: nn.Module = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, find_unused_parameters=True)
+        own, handle = inner, gradcomp.ddp.attach(whole, SPEC, optimizer=inner, bucket_mb=BUCKET_MB)
+    else:
+        import horovod.torch as hvd
+
+        hvd.init()
+        rank, whole = hvd.rank(), model
+        own = doors.wrapped(door, inner, doors.named(model), SPEC, bucket_mb=BUCKET_MB)
+        handle = own.compression
+    data = small_net.examples(rank)
+    moved, kept = [], []
+    for step in range(STEPS):
+        if step in (FROZEN, UNFROZEN) and rank in by:
+            model.part.requires_grad_(step == UNFROZEN)
+        before = model.part.weight.detach().clone()
+        own.zero_grad()
+        small_net.backward(whole, next(data))
+        own.step()
+        moved.append(float((model.part.weight.detach() - before).abs().sum()))
+        kept.append(handle.residual()["part.weight"])
+    return {"moved": moved, "waits": kept, "said": said, "weights": small_net.weights(model)}
+
+
+@ranks.once
+def trained(door: str, optimizer: str, by: tuple[int, ...]) -> list[dict[str, Any]]:
+    return ranks.launch(train, 2, door, optimizer, by)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_moves_a_layer_that_all_ranks_have_frozen(door: str, optimizer: str) -> None:
+    found = trained(door, optimizer, (0, 1))
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    for rank, own in enumerate(found):
+        assert not any(own["moved"][FROZEN:UNFROZEN]) and all(own["moved"][:FROZEN] + own["moved"][UNFROZEN:])
+        assert own["waits"][FROZEN - 1].any()
+        assert all(torch.equal(own["waits"][FROZEN - 1], each) for each in own["waits"][FROZEN:UNFROZEN])
+        (text,) = own["said"]
+        assert f"rank {rank}: 'part.bias' and 1 more layers were frozen" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS)
+def test_the_other_ranks_move_a_layer_that_one_rank_has_frozen_as_without_gradcomp(door: str) -> None:
+    """Stock DDP and Horovod average the others' gradients with its zeros, on all ranks alike."""
+    found = trained(door, "SGD", (1,))
+    assert torch.equal(found[0]["weights"], found[1]["weights"]) and all(found[1]["moved"])
+    kept = found[1]["waits"]
+    assert all(torch.equal(kept[FROZEN - 1], each) for each in kept[FROZEN:UNFROZEN])
+    assert not found[0]["said"] and "rank 1: 'part.bias' and 1 more layers were frozen" in found[1]["said"][0]
+
+
+def unfreeze(door: str) -> str:
+    """Unfreeze a layer on rank 1 alone that was frozen when the exchange was set up. Return the error."""
+    waits.NOTE_AFTER, waits.SPEAK_AFTER = 0.5, 1.0
+    model = small_net.net()
+    model.part.requires_grad_(False)
+    inner = OPTIMIZERS["SGD"](model.parameters())
+    if door == "ddp":
+        ranks.join()
+        rank, whole, own = dist.get_rank(), DistributedDataParallel(model), inner
+        gradcomp.ddp.attach(whole, SPEC, optimizer=inner)
+    else:
+        import horovod.torch as hvd
+
+        hvd.init()
+        rank, whole, own = hvd.rank(), model, doors.wrapped(door, inner, doors.named(model), SPEC)
+    data = small_net.examples(rank)
+    small_net.train(whole, own, data, 2)
+    model.part.requires_grad_(rank == 1)
+    ranks.report(small_net.refused(lambda: small_net.train(whole, own, data, 2)))
+    time.sleep(2 * waits.SPEAK_AFTER * (rank == 1))  # the other one is not to learn of it by this one's end
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["ddp", doors.OWN])
+def test_all_ranks_learn_of_a_layer_that_one_rank_unfroze_too_late(door: str) -> None:
+    there, here = ranks.launch(unfreeze, 2, door)
+    assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was unfrozen or added after the ranks' exchange")
+    assert "rank 1 cannot go on (failed in a step: RuntimeError: 'part.weight' of shape (70, 70) was unfrozen" in there
+
+
+def test_what_waits_of_a_frozen_layer_keeps_up_with_the_learning_rate() -> None:
+    """As much of it comes at last as if the rate had changed after the layer was unfrozen."""
+    arrivals: list[Tensor] = []
+    for frozen in (False, True):
+        weights = {name: nn.Parameter(torch.zeros(100)) for name in "ab"}
+        optimizer = torch.optim.SGD(weights.values(), lr=1.0)
+        simulation = gradcomp.Simulation(
+            "topk:ratio=0.1",
+            dict.fromkeys(weights, (100,)),
+            1,
+            optimizer=optimizer,
+            named_parameters=weights.items(),
+        )
+        torch.manual_seed(0)
+        simulation.step([{name: torch.randn(100) for name in weights}])
+        before = simulation.residual(0)["b"]
+        optimizer.param_groups[0]["lr"] = 0.5
+        weights["b"].requires_grad_(not frozen)
+        update = simulation.step([{}])["b"].clone()
+        assert update.any() != frozen
+        arrivals.append(simulation.residual(0)["b"] + update)
+        torch.testing.assert_close(arrivals[-1], 2 * before)  # the rate is halved
+    torch.testing.assert_close(*arrivals)
