@@ -27,6 +27,13 @@ MOMENTUM_FAULTS = (
         ("test_skipped_steps.py",),
     ),
     Fault(
+        "what waits of a frozen layer moves it",
+        "gradcomp/engine",
+        "if not self._parameters[name].requires_grad]",
+        "if False]",
+        ("test_frozen_layers.py",),
+    ),
+    Fault(
         "a frozen layer decays",
         "gradcomp/engine",
         "if decay and parameter.requires_grad:",
