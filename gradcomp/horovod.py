@@ -7,7 +7,6 @@ itself, so that no carriers travel.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +30,7 @@ from gradcomp.engine.session import Session
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
 from gradcomp.networks.elastic import keep_with_optimizers
-from gradcomp.networks.horovod import HorovodNetwork, carrier_free, exchange_failure, version
+from gradcomp.networks.horovod import HorovodNetwork, calling_optimizer, carrier_free, exchange_failure, version
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 
@@ -50,9 +49,6 @@ _UNKNOWN = (
 _REMEDY = (
     "Pass the Compression to hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=...), and step that one"
 )
-
-# Callers of compress() among which Horovod's optimizer is looked for.
-MOST_CALLERS = 4
 
 _CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
 
@@ -99,11 +95,7 @@ class Compression(Handle):
         if tensor is None:  # Horovod has the class, and `self` is the gradient
             raise TypeError(_CLASS)
         if not self._knows_optimizer:
-            self._knows_optimizer = True
-            if (optimizer := _calling_optimizer()) is not None:
-                self._session.training.note_optimizer(optimizer)
-                if getattr(optimizer, "op", None) == hvd.Sum:
-                    self._session.note_sums()
+            self._note_optimizer(calling_optimizer())
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
             raise self._session.failed(ValueError(self._why_unknown(tensor)))
@@ -129,28 +121,31 @@ class Compression(Handle):
             raise ValueError(_SPARSE)
         return tensor
 
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note Horovod's optimizer, and whether its updates are sums."""
+        self._knows_optimizer = True
+        if optimizer is not None:
+            self._session.training.note_optimizer(optimizer)
+            if getattr(optimizer, "op", None) == hvd.Sum:
+                self._session.note_sums()
+
     def _why_unknown(self, tensor: Tensor) -> str:
         if self._session.parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
         return _SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
 
 
-def _calling_optimizer() -> torch.optim.Optimizer | None:
-    """Find Horovod's optimizer among the callers of compress(): it is another object than the one that it was made of."""
-    frame = sys._getframe(1)
-    for _ in range(MOST_CALLERS):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-        if isinstance(caller := frame.f_locals.get("self"), torch.optim.Optimizer):
-            return caller
-    return None
-
-
 def _commits_of(optimizer: Any) -> Commits | None:
-    """Return the commits of an optimizer's compression, for Horovod's elastic mode."""
+    """Return the commits of an optimizer's compression, for Horovod's elastic mode.
+
+    The compression then knows the optimizer: a rank that joins meets the others before it has seen a gradient.
+    """
     compression = getattr(optimizer, "_compression", None)
-    return compression._commits if isinstance(compression, Compression) else None
+    if not isinstance(compression, Compression):
+        return None
+    if not compression._knows_optimizer:
+        compression._note_optimizer(optimizer)
+    return compression._commits
 
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from horovod.torch.elastic import state as elastic
+from horovod.torch.functions import broadcast_object
 
 
 class Kept(Protocol):
@@ -68,5 +69,22 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
         self._kept().roll_back()
 
     def sync(self) -> None:
-        super().sync()
+        if self._follows_state():
+            super().sync()
         self._kept().sync()
+
+    def _follows_state(self) -> bool:
+        """Decide whether rank 0's optimizer has a state that Horovod is to broadcast. If not, take over its groups' settings.
+
+        Horovod has an optimizer without a state make one, by a step. Moments that were taken over leave no state on the ranks
+        that stay: a rank that joins would make one alone, and wait for the others'. And weight decay would move its weights,
+        which have come before, so that the step's rate is 0 here.
+        """
+        optimizer = self.value
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        has_state, settings = broadcast_object((bool(optimizer.state), settings), 0)
+        if not has_state:
+            optimizer.state.clear()
+        for group, of_root in zip(optimizer.param_groups, settings, strict=True):
+            group.update({**of_root, "lr": 0.0} if has_state and not optimizer.state else of_root)
+        return bool(has_state)

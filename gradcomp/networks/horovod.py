@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import horovod
@@ -25,6 +27,8 @@ from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # Seconds between two looks at an operation under way.
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+# Callers of compress() among which Horovod's optimizer is looked for.
+MOST_CALLERS = 4
 
 
 class HorovodNetwork:
@@ -197,3 +201,15 @@ def _next_number(generation: object, process_set: int) -> int:
     number = _numbers[1].get(process_set, 0)
     _numbers[1][process_set] = number + 1
     return number
+
+
+def calling_optimizer() -> torch.optim.Optimizer | None:
+    """Find Horovod's optimizer among the callers of compress(): it is another object than the one that it was made of."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(MOST_CALLERS):
+        if frame is None:
+            return None
+        if isinstance(caller := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return caller
+        frame = frame.f_back
+    return None
