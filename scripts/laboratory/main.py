@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "study": "train over many seeds and compare accuracy and loss with dense",
     "confirm": "train one seed of a study over real Horovod processes, beside the simulated ranks",
     "compare": "compare specs by step time, throughput, and loss against seconds",
+    "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
     "lgc": "measure the phases of lgc, and the redundancy between ranks",
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"

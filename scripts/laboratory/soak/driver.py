@@ -1,0 +1,198 @@
+"""The driver of a soak: starts its ranks, pauses and kills some, and sees that none outlives it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from laboratory import ranks
+from laboratory.ranks import RanksFailed
+from laboratory.report.progress import Progress
+from laboratory.soak.rank import STOP
+
+# The variable that marks every process of a soak.
+MARK = "GRADCOMP_SOAK"
+
+# Seconds: between two looks, of a rank's pause, between two pauses, until ranks that make no progress have failed, and until
+# ended ranks must be gone.
+LOOK = 0.1
+PAUSE = (0.05, 2.0)
+BETWEEN_PAUSES = (2.0, 8.0)
+MOST_WITHOUT_PROGRESS = 180.0
+UNTIL_GONE = 10.0
+
+
+class Driver:
+    """The running ranks of one soak.
+
+    folder: of logs and records. steps, seconds: the soak is over after either. troubles: what was done to the ranks, and when.
+    lines: of all logs. left_over: processes that outlived their launcher.
+    """
+
+    def __init__(self, folder: Path, label: str, seed: int, steps: int, seconds: float):
+        self.folder, self.label, self.seed, self.steps, self._seconds = folder, label, seed, steps, seconds
+        self.random, self._progress = random.Random(f"{seed} trouble"), Progress()
+        self.lines: list[dict[str, Any]] = []
+        self.troubles: list[dict[str, Any]] = []
+        self.left_over = 0
+        self._mark, self._step = uuid.uuid4().hex, 0
+        self._began = self._moved = time.monotonic()
+        self._read: dict[Path, int] = {}
+        self._latest: dict[int, dict[str, Any]] = {}  # by process, over all its lines
+        self._paused: int | None = None
+        self._next_pause = self._began + self.random.uniform(*BETWEEN_PAUSES)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._output = folder / "output"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Driver:
+        self._opened = contextlib.ExitStack()
+        self._opened.enter_context(ranks.termination_interrupts())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Kill all that still runs."""
+        self._progress.end()
+        for pid in self._alive():
+            _send(pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+        self._opened.close()
+
+    @property
+    def seconds(self) -> float:
+        """The time since the start."""
+        return time.monotonic() - self._began
+
+    @property
+    def share(self) -> float:
+        """The share of the soak that is over, by steps or by time."""
+        return max(self._step / self.steps, self.seconds / self._seconds)
+
+    def start(self, words: Sequence[str], count: int, **variables: str) -> None:
+        """Start a launcher with the job's ranks. All that they say goes to one file."""
+        (self.folder / STOP).unlink(missing_ok=True)
+        environment = ranks.environment(count, GLOO_SOCKET_IFNAME="lo", **{MARK: self._mark}, **variables)
+        self._moved = time.monotonic()
+        with self._output.open("ab") as file:
+            self._process = subprocess.Popen(
+                words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def run_until(self, done: Callable[[], bool], what: str) -> None:
+        """Watch the ranks, and pause some, until something is done. Raise an error if they end before, or stand still."""
+        while not done():
+            assert self._process is not None
+            if self._process.poll() is not None:
+                self._fail(f"ended with status {self._process.returncode} before {what}")
+            if time.monotonic() - self._moved > MOST_WITHOUT_PROGRESS:
+                self._fail(f"made no step for {MOST_WITHOUT_PROGRESS:.0f} s before {what}")
+            time.sleep(LOOK)
+            self.look()
+            self._pause()
+
+    def end_ranks(self) -> None:
+        """Ask the ranks to end after their next commit, and wait until their launcher has ended."""
+        assert self._process is not None
+        process = self._process
+        (self.folder / STOP).touch()
+        until = time.monotonic() + MOST_WITHOUT_PROGRESS
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(LOOK)
+            self.look()
+            self._pause()
+        if process.returncode != 0:
+            self._fail(f"were to end, but have status {process.returncode}")
+        until = time.monotonic() + UNTIL_GONE
+        while (left := len(self._alive())) and time.monotonic() < until:
+            time.sleep(LOOK)
+        self.left_over += left
+
+    def look(self) -> None:
+        """Read what the ranks have logged since the last look."""
+        for path in self.folder.glob("log-*.jsonl"):
+            with path.open() as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in map(json.loads, whole.splitlines()):
+                self.lines.append(line)
+                self._latest[line["pid"]] = {**self._latest.get(line["pid"], {}), **line}
+                self._step = max(self._step, line.get("step", 0))
+                self._moved = time.monotonic()
+        spec = self.lines[-1].get("spec", "").partition(";")[0] if self.lines else "starting"
+        self._progress(f"{self.label}: step {self._step:,} of {self.steps:,}  {spec}", min(0.99, self.share))
+
+    def trained(self, count: int) -> Callable[[], bool]:
+        """Make a condition: so many ranks have begun together after now, and have all logged steps."""
+        first = len(self.lines)
+
+        def condition() -> bool:
+            begun = {
+                line["pid"]: line["time"] for line in self.lines[first:] if line.get("ranks") == count and "begins" in line
+            }
+            return len([pid for pid in begun if self._latest[pid]["time"] > begun[pid]]) >= count
+
+        return condition
+
+    def kill_one(self) -> str:
+        """Kill one rank where it stands. Return the name of its host, as Horovod knows it."""
+        pid = self.random.choice(self._members())
+        self.note("kill", pid)
+        _send(pid, signal.SIGKILL)
+        return str(self._latest[pid].get("host"))
+
+    def note(self, kind: str, pid: int | None = None, seconds: float = 0.0) -> None:
+        """Note a trouble."""
+        self.troubles.append({"time": time.monotonic(), "step": self._step, "kind": kind, "pid": pid, "seconds": seconds})
+
+    def _pause(self) -> None:
+        """Stop a rank by SIGSTOP, or let it go on."""
+        now = time.monotonic()
+        if now < self._next_pause:
+            return
+        if self._paused is not None:
+            _send(self._paused, signal.SIGCONT)
+            self._paused, self._next_pause = None, now + self.random.uniform(*BETWEEN_PAUSES)
+        elif members := self._members():
+            self._paused, seconds = self.random.choice(members), self.random.uniform(*PAUSE)
+            _send(self._paused, signal.SIGSTOP)
+            self.note("pause", self._paused, seconds)
+            self._next_pause = now + seconds
+
+    def _members(self) -> list[int]:
+        """List the processes of the ranks that train now."""
+        alive = set(self._alive())
+        return [pid for pid in self._latest if pid in alive]
+
+    def _alive(self) -> list[int]:
+        """List the processes of this soak, by the mark in their environment."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if f"{MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
+                        found.append(int(entry.name))
+        return found
+
+    def _fail(self, what: str) -> None:
+        sys.stderr.writelines(self._output.read_text(errors="replace").splitlines(keepends=True)[-ranks.TAIL :])
+        raise RanksFailed(f"the ranks of {self.label} {what}; their last lines are above, all in {self._output}")
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,191 @@
+"""The judge of a soak: memory, open files, threads and step times stay flat, and in the end all gradients are accounted for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from laboratory.soak.plan import ENTRIES, SPECS, SPIKED, Plan, known_sum, ranks_of, spike_sizes
+
+# Memory may be this much larger in the last quarter of a stretch than in the second: caches of every spec fill in their turns.
+MORE_MEMORY, MORE_MEMORY_KB = 1.05, 8192
+# A stretch is one process's lines under one number of ranks. Of a shorter one, quarters say nothing: it must see all specs.
+LEAST_LINES = 40
+# The median, over the specs, of late over early step times.
+SLOWER = 1.5
+
+# The distance of a float32 from its neighbour, over the number.
+ULP = 2.0**-23
+# Rounding errors are independent, so that they grow with the root of the steps. One in 10^8 sums lies beyond six deviations.
+DEVIATIONS = 6
+# Roundings of a step at an entry: of the weight, of the residual (three times) and of the update.
+ROUNDINGS = 5
+# Steps in which a spike may wait, at most, times the roundings of each, in units of the spike's last bit.
+SPIKE_ROUNDINGS = 1000
+# Share of the other entries of the layer with spikes that may be off: random rounding to the levels of a group gives an entry,
+# now and then, the size of a spike in its group, and takes it back later, but for the spike's last bits.
+SHARE_BESIDE_SPIKES = 0.01
+
+
+class Verdict(NamedTuple):
+    """A judgement. holds: None where the soak was too short to judge."""
+
+    name: str
+    holds: bool | None
+    said: str
+
+
+def judge(
+    plan: Plan,
+    count: int,
+    lines: Sequence[Mapping[str, Any]],
+    troubles: Sequence[Mapping[str, Any]],
+    folder: Path,
+    left_over: int,
+    tell: Callable[[int], object] = lambda step: None,
+) -> list[Verdict]:
+    """Judge a soak by its logs and its records. count: of ranks at the start and at the end. tell: called with each step."""
+    records = [torch.load(path, weights_only=True) for path in sorted(folder.glob("record-*.pt"))]
+    last = sorted((record for record in records if record["final"]), key=lambda record: record["rank"])
+    final = [record for record in last if record["step"] == max(each["step"] for each in last)]
+    whole = [record["rank"] for record in final] == list(range(count))
+    verdicts = [
+        Verdict("all ranks end", whole, f"{len(final)} of {count} ranks reached the end"),
+        *flat(lines),
+        step_time(lines, troubles),
+        Verdict("processes left over", left_over == 0, f"{left_over} outlived their launchers"),
+    ]
+    if whole:
+        verdicts += [replicas(final), conservation(plan, final, records, tell)]
+    return verdicts
+
+
+def flat(lines: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Judge memory, open files and threads within every process."""
+    stretches = [each for each in stretches_of(lines) if len(each) >= LEAST_LINES]
+    names = {"rss_kb": "memory", "fds": "open files", "threads": "threads"}
+    if not stretches:
+        return [Verdict(name, None, f"no process logged {LEAST_LINES} lines in a row") for name in names.values()]
+    verdicts = []
+    for key, name in names.items():
+        pairs = [quarters([line[key] for line in each]) for each in stretches]
+        if key == "rss_kb":
+            holds = all(late <= MORE_MEMORY * early + MORE_MEMORY_KB for early, late in pairs)
+            worst = max(late - early for early, late in pairs)
+            said = f"at most {worst / 1024:+.1f} MB from the second quarter to the last, of {pairs[0][1] / 1024:.0f} MB"
+        else:
+            holds = all(early == late for early, late in pairs)
+            worst = max(abs(late - early) for early, late in pairs)
+            said = f"differ by {worst:g} at most between the second quarter and the last"
+        verdicts.append(Verdict(name, holds, f"{said}; {len(pairs)} stretches of processes"))
+    return verdicts
+
+
+def stretches_of(lines: Iterable[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Gather each process's lines of figures between two changes of the ranks."""
+    found: dict[int, list[list[Mapping[str, Any]]]] = {}
+    for line in lines:
+        own = found.setdefault(line["pid"], [])
+        if "begins" in line:
+            own.append([])
+        else:
+            own[-1].append(line)
+    return [each for own in found.values() for each in own]
+
+
+def quarters(values: Sequence[float]) -> tuple[float, float]:
+    """Return the medians of the second and of the last quarter."""
+    quarter = len(values) // 4
+    return statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
+
+
+def step_time(lines: Sequence[Mapping[str, Any]], troubles: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Compare the step times of each spec, and number of ranks, early and late. Times of trouble are left out."""
+    found: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    before: dict[int, float] = {}
+    for line in lines:
+        began = before.get(line["pid"], math.inf)
+        before[line["pid"]] = line["time"]
+        if "step" in line and not any(
+            each["time"] <= line["time"] and each["time"] + each["seconds"] >= began for each in troubles
+        ):
+            found.setdefault((line["spec"], line["ranks"]), []).append((line["step"], line["cpu_ms"]))
+    ratios = []
+    for times in found.values():
+        times.sort()
+        half = len(times) // 2
+        if len(times) >= LEAST_LINES:
+            early, late = ([time for _, time in part] for part in (times[:half], times[half:]))
+            ratios.append(statistics.median(late) / statistics.median(early))
+    if len(ratios) < len(SPECS):
+        return Verdict("step time", None, f"only {len(ratios)} of {len(SPECS)} specs logged {LEAST_LINES} lines")
+    middle = statistics.median(ratios)
+    said = f"late over early, processor time: {middle:.2f} (median of {len(ratios)}; {min(ratios):.2f} to {max(ratios):.2f})"
+    return Verdict("step time", middle <= SLOWER, said)
+
+
+def replicas(final: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Judge whether all ranks end with the same weights, to the last bit."""
+    different = [own["rank"] for own in final if not torch.equal(own["weights"], final[0]["weights"])]
+    said = f"the weights of ranks {different} differ from those of rank 0" if different else "equal to the last bit"
+    return Verdict("replicas", not different, said)
+
+
+def conservation(
+    plan: Plan, final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], tell: Callable[[int], object]
+) -> Verdict:
+    """Judge whether the updates, what waits, and what left with ranks are the gradients of all steps.
+
+    An entry's error may be DEVIATIONS times what roundings add up to: each is at most half the last bit of the largest numbers
+    that stand there. At an entry with spikes these are the spikes. Of the entries beside them a few may be off.
+    """
+    steps, history = final[0]["step"], final[0]["history"]
+    ranks = ranks_of(history, steps)
+    known = known_sum(plan, ranks, tell)
+    lost, leavers = lost_with(final, records, history)
+    waits = torch.stack([own["residual"].double() for own in final]).mean(0)
+    error = (waits - final[0]["weights"].double() + lost - known).abs()
+    spikes = spike_sizes(plan, steps)
+    calm, beside = torch.ones(ENTRIES, dtype=torch.bool), spikes == 0
+    calm[: SPIKED.stop] = beside[SPIKED.stop :] = False
+    sizes = known.abs() + torch.stack([own["residual"].double().abs() for own in final]).amax(0)
+    bound = DEVIATIONS * math.sqrt(ROUNDINGS * steps) * ULP / 2 * float(sizes[calm].max()) + SPIKE_ROUNDINGS * ULP * spikes
+    given = torch.stack([own["given"] for own in [*final, *leavers]]).sum(0)
+    alike = (given - known).abs() <= 1e-9 * steps + ULP * spikes
+    off = ~(error <= bound)
+    broken, broken_beside = int(off[~beside].sum()), float(off[beside].float().mean())
+    said = (
+        f"largest error {float(error[calm].max()):.1e}, {float(bound[calm].max()):.1e} allowed, of sums up to "
+        f"{float(known[calm].abs().max()):.0f} at {int(calm.sum()):,} entries; {int((spikes > 0).sum()):,} had spikes, and "
+        f"{broken_beside:.2%} beside them are off; {steps:,} steps; {len(leavers)} ranks left"
+    )
+    if broken:
+        said = f"{broken:,} of {ENTRIES:,} entries are off by more than rounding; {said}"
+    holds = not broken and broken_beside <= SHARE_BESIDE_SPIKES
+    if not bool(alike.all()):
+        said = f"the ranks gave other gradients than the plan's at {int((~alike).sum()):,} entries; {said}"
+    return Verdict("conservation", holds and bool(alike.all()), said)
+
+
+def lost_with(
+    final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], history: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, list[Mapping[str, Any]]]:
+    """Add up what waited on the ranks that left, at the commits from which the others went on. Return their records, too.
+
+    The ranks of a launch that has ended did not leave: the next launch loads their states.
+    """
+    lost, leavers = torch.zeros(ENTRIES, dtype=torch.float64), []
+    stayed = {own["pid"] for own in final}
+    for (_, before), (step, after) in itertools.pairwise(history):
+        if after < before:
+            for own in records:
+                if own["pid"] not in stayed and own["step"] == step and own["ranks"] == before and not own["final"]:
+                    lost += own["residual"].double() / before
+                    leavers.append(own)
+    return lost, leavers
