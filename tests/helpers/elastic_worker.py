@@ -34,6 +34,9 @@ SPECS = [
     "orq:sigmas=1.5",
     "topk:ratio=0.05,by_host=true",
 ]
+# The optimizer's own momentum, which the exchange takes over.
+OWN_MOMENTUM = "topk:ratio=0.05,masking=false"
+SPECS.append(OWN_MOMENTUM)
 CASES = [(door, spec) for spec in SPECS for door in doors.DOORS]
 
 
@@ -59,9 +62,11 @@ def main(folder: Path) -> None:
     hvd.init()
     host, worker = os.environ["HOROVOD_HOSTNAME"], os.getpid()
     models = nn.ModuleList(Two() for _ in CASES)
-    optimizers: dict[str, Any] = {
-        f"optimizer{i}": doors.sgd(door, models[i], spec, prefix=f"{i}.", lr=1.0) for i, (door, spec) in enumerate(CASES)
-    }
+    optimizers: dict[str, Any] = {}
+    for i, (door, spec) in enumerate(CASES):
+        taken_over = spec == OWN_MOMENTUM
+        settings = {"lr": 1.0, "momentum": MOMENTUM if taken_over else 0.0, "given": not taken_over}
+        optimizers[f"optimizer{i}"] = doors.sgd(door, models[i], spec, prefix=f"{i}.", **settings)
     plain = torch.optim.SGD(Two().parameters(), 0.1, momentum=0.9)
     state = hvd.elastic.TorchState(model=models, plain=plain, step=0, **optimizers)
     handlers = {name: type(handler).__name__ for name, handler in state._handlers.items()}

@@ -18,7 +18,7 @@ import doors
 import pytest
 import ranks
 import torch
-from elastic_worker import CASES, EVERY, MOMENTUM, SPECS
+from elastic_worker import CASES, EVERY, MOMENTUM, OWN_MOMENTUM, SPECS
 from torch import Tensor
 
 pytestmark = pytest.mark.long
@@ -130,7 +130,7 @@ def test_updates_and_what_waits_are_the_gradients_of_committed_steps(case: int) 
     """Up to what waited on the rank that died, at its last commit. Rounding: sums of some hundred float32 gradients."""
     last, dead = members()
     assert {own["size"] for own in last} == {4} and dead["size"] == 4 and dead["step"] < last[0]["step"]
-    weight = 1 / (1 - MOMENTUM) if "momentum" in CASES[case][1] else 1.0
+    weight = 1 / (1 - MOMENTUM) if "momentum" in CASES[case][1] or CASES[case][1] == OWN_MOMENTUM else 1.0
     gradients = weight * sum(own["given"][case] for own in [*last, dead])
     wanted = gradients - waiting(dead, case)
     came = -last[0]["weights"][case] + sum(waiting(own, case) for own in last)
