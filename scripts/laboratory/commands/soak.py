@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from laboratory import options
 from laboratory.machine import ROOT
 from laboratory.refusal import Refused
@@ -77,6 +79,7 @@ def soak(network: str, chosen: argparse.Namespace) -> tuple[dict[str, Any], list
     folder = Path(chosen.cache).resolve() / "-".join(filter(None, (chosen.name, network)))
     with Driver(folder, network, chosen.seed, chosen.steps, chosen.duration) as driver:
         NETWORKS[network](driver, chosen.ranks)
+    torch.set_num_threads(1)  # the sums are small, and threads that wait for each other take longer on a busy machine
     progress, steps = Progress(), driver.lines[-1]["step"]
     verdicts = judge(
         Plan(chosen.seed, chosen.steps),
