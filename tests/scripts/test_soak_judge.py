@@ -1,0 +1,113 @@
+"""The judge of `lab soak` on records that are made up: what grows is found; and the plan, which all sides draw alike."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from laboratory.main import main
+from laboratory.soak import judge
+from laboratory.soak.plan import ENTRIES, SPECS, Net, Plan, known_sum, ranks_of
+
+
+def logged(count: int = 1600, **changes: Any) -> list[dict[str, Any]]:
+    """Make the log of one process. changes: functions of the line's number, by figure."""
+    steady = {"rss_kb": 300_000, "fds": 20, "threads": 4, "cpu_ms": 10.0, "wall_ms": 12.0}
+    lines: list[dict[str, Any]] = [{"pid": 1, "time": 0.0, "begins": 0, "ranks": 4}]
+    for i in range(count):
+        own = {key: changes[key](i) if key in changes else value for key, value in steady.items()}
+        lines.append({"pid": 1, "time": 1.0 + i, "step": 50 * (i + 1), "ranks": 4, "spec": SPECS[i // 5 % len(SPECS)], **own})
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("memory", {"rss_kb": lambda i: 300_000 + 40 * i}),
+        ("open files", {"fds": lambda i: 20 + i // 500}),
+        ("threads", {"threads": lambda i: 4 + i // 1200}),
+        ("step time", {"cpu_ms": lambda i: 10 + i / 100}),
+    ],
+)
+def test_what_grows_is_found(name: str, changes: Any) -> None:
+    """40 kB of 50 steps, one file of 25,000 steps, a thread after 60,000, a step that takes twice as long after 50,000."""
+    every = [*judge.flat(logged()), judge.step_time(logged(), [])]
+    assert len(every) == 4 and all(verdict.holds for verdict in every)
+    lines = logged(**changes)
+    found = {verdict.name: verdict.holds for verdict in [*judge.flat(lines), judge.step_time(lines, [])]}
+    assert found == {verdict.name: verdict.name != name for verdict in every}
+
+
+def test_times_of_trouble_and_short_soaks_are_not_judged() -> None:
+    lines = logged(cpu_ms=lambda i: 1000.0 if i >= 800 else 10.0)
+    assert judge.step_time(lines, []).holds is False
+    assert judge.step_time(lines, [{"time": 801.0, "seconds": 1e9}]).holds
+    assert judge.step_time(lines, [{"time": 1.0, "seconds": 1e9}]).holds is None
+    assert {verdict.holds for verdict in judge.flat(logged(judge.LEAST_LINES - 1))} == {None}
+
+
+def test_a_process_that_outlives_its_launcher_is_found(tmp_path: Path) -> None:
+    verdicts = judge.judge(Plan(0, 60), 2, logged(), [], tmp_path, 1)
+    assert {verdict.name for verdict in verdicts if verdict.holds is False} == {"all ranks end", "processes left over"}
+
+
+def test_the_plan_is_the_same_for_whoever_asks() -> None:
+    first, second = Plan(3, 20_000), Plan(3, 20_000)
+    steps = range(3000)
+    assert [first.spec(step) for step in steps] == [second.spec(step) for step in steps]
+    assert {first.spec(step) for step in range(250 * len(SPECS))} == set(SPECS)
+    assert sum(first.overflow(step) is not None for step in steps) == 10
+    spikes = [sign for step in steps for _, sign in first.spikes(step)]
+    assert abs(sum(spikes)) <= 1 and len(spikes) > 80
+    for step in (0, 17, 251):
+        torch.testing.assert_close(first.gradient(step, 1, 4), second.gradient(step, 1, 4), equal_nan=True, rtol=0, atol=0)
+        assert not torch.equal(first.gradient(step, 1, 4), first.gradient(step, 2, 4))
+
+
+def test_the_known_sum_is_that_of_the_ranks_of_each_step() -> None:
+    plan, ranks = Plan(1, 60), ranks_of([[0, 2], [4, 1]], 6)
+    assert ranks == [2, 2, 2, 2, 1, 1]
+    wanted = torch.zeros(ENTRIES, dtype=torch.float64)
+    for step, count in enumerate(ranks):
+        of_ranks = [plan.gradient(step, rank, count).double() for rank in range(count)]
+        wanted += sum(torch.where(own.isfinite(), own, 0.0) for own in of_ranks) / count
+    torch.testing.assert_close(known_sum(plan, ranks), wanted)
+
+
+def test_the_models_gradients_are_the_given_ones() -> None:
+    model, drawn = Net(), Plan(1, 60).gradient(1, 0, 2)
+    model(drawn).backward()
+    grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    torch.testing.assert_close(grads, drawn, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--duration", "5"], "'5' is not a duration; write for example 90s, 30m or 2h"),
+        (["--duration", "0s"], "'0s' is not a duration"),
+        (["--ranks", "1"], "--ranks 1 must be from 2 to 4: one of them leaves in mid-training"),
+        (["--network", "mpi"], "invalid choice: 'mpi'"),
+    ],
+)
+def test_wrong_options_get_a_sentence(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(["soak", *given]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_stretches_end_where_ranks_change() -> None:
+    lines = [
+        {"pid": 1, "begins": 0},
+        *({"pid": 1, "step": i} for i in range(3)),
+        {"pid": 1, "begins": 3},
+        {"pid": 1, "step": 4},
+    ]
+    assert [len(each) for each in judge.stretches_of(lines)] == [3, 1]
+    assert list(itertools.chain(*judge.stretches_of(lines))) == [line for line in lines if "step" in line]
