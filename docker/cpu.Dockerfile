@@ -35,10 +35,15 @@ RUN GRADCOMP_CUDA=OFF scripts/setup --install && rm -rf build ./*.egg-info ~/.ca
 FROM ${BASE} AS run
 # GRADCOMP_PYTHON tells the scripts that this environment is complete: they build nothing.
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
-WORKDIR /opt/gradcomp
-CMD ["scripts/demo"]
 # The wheels need these libraries from the system.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
 COPY --from=build /opt/venv /opt/venv
+# Nothing at run time needs root. USER is a number, as Kubernetes' runAsNonRoot asks for. Any other user may run the image, too
+# (docker run --user): everybody may write to HOME and /work, and torch asks for USER where the user has no name.
+RUN useradd --uid 10001 --no-create-home --home-dir /home/gradcomp gradcomp && install -d -m 1777 /home/gradcomp /work
+ENV HOME=/home/gradcomp USER=gradcomp
+USER 10001
+WORKDIR /work
+CMD ["/opt/gradcomp/scripts/demo"]

@@ -219,6 +219,25 @@ def test_pip_shows_the_build_on_a_terminal(verbose: bool, tmp_path: Path) -> Non
         assert len(re.findall(line, shown.decode())) == 1, (line, shown.decode())
 
 
+# --- The images ---
+
+
+def test_images_run_as_a_user_and_fetch_nothing_that_is_not_checked() -> None:
+    runs = {}
+    for file in (ROOT / "docker").glob("*.Dockerfile"):
+        steps = re.findall(r"^([A-Z]+) +((?:.*\\\n)*.*)$", file.read_text(), re.MULTILINE)
+        # apt and pip check what they fetch, and scripts/setup the archive of Horovod.
+        assert not [given for _, given in steps if re.search(r"\b(curl|wget)\b|https?://|git clone", given)], file.name
+        last = max(i for i, (word, _) in enumerate(steps) if word == "FROM")
+        runs[file.name] = run = steps[last + 1 :]
+        (user,) = (i for i, (word, _) in enumerate(run) if word == "USER")
+        assert re.fullmatch(r"[1-9]\d+", run[user][1]), f"{file.name}: USER {run[user][1]} is not a number above 0"
+        assert [word for word, _ in run[user:]] == ["USER", "WORKDIR", "CMD"]
+        made = [given for word, given in run[:user] if word == "RUN" and run[user + 1][1] in given.split()]
+        assert made and "install -d -m 1777" in made[0], f"{file.name}: the user may not write to {run[user + 1][1]}"
+    assert runs.pop("cpu.Dockerfile") == runs.pop("cuda.Dockerfile") and not runs
+
+
 # --- Horovod, if it is missing ---
 
 ASK = """

@@ -96,11 +96,13 @@ def name(text: str) -> str:
 
 
 def folder(text: str) -> Path:
-    """Read a folder that exists or can be made."""
+    """Read a folder that can be written to, or made."""
     path = Path(text)
     nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not nearest.is_dir():
         raise argparse.ArgumentTypeError(f"{str(nearest)!r} is not a folder; name a folder, which need not exist yet")
+    if not os.access(nearest, os.W_OK):
+        raise argparse.ArgumentTypeError(f"this user may not write to {str(nearest.resolve())!r}; name another folder")
     return path
 
 

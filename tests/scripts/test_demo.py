@@ -102,6 +102,16 @@ def test_a_host_name_that_does_not_resolve_ends_the_demo_before_the_training(tmp
     assert f"demo: host name nowhere-{os.getpid()}, which does not resolve" in done.stderr and "/etc/hosts" in done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a read-only folder was NOT tried: needs root")
+def test_a_folder_that_may_not_be_written_is_refused_before_the_training(tmp_path: Path) -> None:
+    bind = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,bind,ro {tmp_path} && cd {tmp_path}"
+    environment = {**os.environ, "PYTHONPATH": str(machine.ROOT / "scripts")}
+    command = ["unshare", "--mount", "sh", "-c", f"{bind} && exec {sys.executable} -m laboratory.demo.run"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"argument --out: this user may not write to '{tmp_path}'; name another folder" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_demo_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--steps", "150", "--width", "64", "--spec", "topk:ratio=0.1", "--out", str(tmp_path)]) == 0

@@ -12,7 +12,6 @@ import gradcomp
 from gradcomp import doctor
 from laboratory import ranks
 from laboratory.demo import summary
-from laboratory.machine import ROOT
 from laboratory.options import folder, positive
 from laboratory.ranks import RanksFailed
 from laboratory.report.tables import columns
@@ -51,7 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate of both (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--width", type=positive, default=2048, help="width of the three hidden layers (default: %(default)s)")
-    parser.add_argument("--out", type=folder, default=ROOT / "demo-results", metavar="FOLDER", help="for the plot and the logs")
+    parser.add_argument("--out", type=folder, default="demo-results", metavar="FOLDER", help="for the plot and the logs")
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
     try:
