@@ -2,6 +2,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+
 #include "bind_call.h"
 #include "bind_checks.h"
 #include "math.h"
@@ -35,12 +37,14 @@ void define(py::module_& m, const char* name, const char* parameters, Twin<void 
   m.def(name, Kernel<Args...>(name, parameters, cpu, cuda), py::kw_only(), py::arg("stream") = 0, py::arg("threads") = 1);
 }
 
-// The scratch that a kernel needs, as the twin that will run has it.
+// The scratch that a kernel needs, as the twin that will run has it. The kernel refuses sizes that no bucket has; the
+// words must not overflow before it does.
 using Scratch = int64_t (*)(int64_t, int64_t);
 void define_scratch(py::module_& m, const char* name, Scratch cpu, Scratch cuda) {
   m.def(name, [=](bool on_cuda, int64_t n, int64_t most) {
     const bool runs_cuda = cpu == nullptr || (on_cuda && cuda != nullptr);
-    return (runs_cuda ? cuda : cpu)(n, most);
+    const auto bounded = [](int64_t size) { return std::clamp<int64_t>(size, 0, int64_t{1} << 40); };
+    return (runs_cuda ? cuda : cpu)(bounded(n), bounded(most));
   });
 }
 

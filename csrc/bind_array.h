@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <ostream>
 #include <string>
@@ -75,6 +76,7 @@ class Array {
       take_over(object);
     }
     check_contiguous();
+    check_aligned();
   }
   Array(Array&& other) noexcept
       : where_(other.where_),
@@ -141,6 +143,13 @@ class Array {
       EXPECTS(extent == 1 || tensor_.strides[i] == expected, where_, " is not contiguous: pass .contiguous()");
       expected *= extent;
     }
+  }
+
+  // NumPy can make an array that begins between two addresses of its type, which no kernel reads.
+  void check_aligned() const {
+    const uintptr_t item = std::max(tensor_.dtype.bits / 8, 1);
+    EXPECTS(reinterpret_cast<uintptr_t>(data()) % item == 0, where_, " begins at an address that is no multiple of ", item,
+            ": pass a copy");
   }
 
   Where where_;

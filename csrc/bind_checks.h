@@ -101,7 +101,9 @@ inline bool is_table(const Named& table, int64_t rows) {
 }
 
 inline bool is_grouped(const Named& flat, int64_t group, int64_t count) {
-  if (group < Groups::kShortest) refuse(flat.kernel, ": group=", group, " must be at least ", Groups::kShortest);
+  if (group < Groups::kShortest || group >= kMostEntries) {
+    refuse(flat.kernel, ": group=", group, " must be in [", Groups::kShortest, ", 2^31)");
+  }
   if (packing_of(count) == nullptr) refuse(flat.kernel, ": count=", count, " levels must be 2, 3, 5 or 9");
   return indexable(flat) && holds(flat, 1);
 }

@@ -112,6 +112,7 @@ SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
 
 // The largest level of most rules, so that two levels differ by a number that a residual may hold.
 constexpr float kFurthest = kLargest / 2;
+SHARED_MATH float near(float x) { return x < -kFurthest ? -kFurthest : x > kFurthest ? kFurthest : x; }
 
 // The Euclidean norm, at most kFurthest.
 template <class View>
@@ -158,8 +159,7 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
   Ends ends = view.ends();
   if (!is_finite(ends.low) || !is_finite(ends.high)) return both_sides(not_a_number());
   const Ends farthest = ends;
-  ends.low = ends.low < -kFurthest ? -kFurthest : ends.low;
-  ends.high = ends.high > kFurthest ? kFurthest : ends.high;
+  ends = {near(ends.low), near(ends.high)};
   const auto peak_of = [](Ends of) { return -of.low > of.high ? -of.low : of.high; };
   const float peak = peak_of(ends);
   const double unit = unit_for(peak_of(farthest), view.n);

@@ -14,7 +14,7 @@ class AboveThreshold {
   template <class Work>
   void layers(int64_t begin, int64_t end, Work work) const {
     for (int64_t layer = layer_of(begin); begin < end; ++layer) {
-      const int64_t stop = layer == ends_.size - 1 ? end : std::min<int64_t>(end, ends_.data[layer]);
+      const int64_t stop = layer == ends_.size - 1 ? end : std::clamp<int64_t>(ends_.data[layer], begin, end);
       work(begin, stop, key_of(thresholds_.data[layer]));
       begin = stop;
     }

@@ -31,9 +31,9 @@ HOT void mark_lines(const float* x, int64_t lines, int32_t bar, uint8_t* marks) 
   }
 }
 
-// Do the same by the peaks, without a look at the lines.
+// Do the same by the peaks, without a look at the lines. A bar of -1 marks every line.
 [[maybe_unused]] HOT void mark_peaks(const uint32_t* peaks, int64_t lines, int32_t bar, uint8_t* marks) {
-  for (int64_t j = 0; j < lines; ++j) marks[j] = static_cast<int32_t>(peaks[j]) > bar;
+  for (int64_t j = 0; j < lines; ++j) marks[j] = peaks[j] >= static_cast<uint32_t>(bar) + 1;
 }
 
 // A list of entries and their places, in index order.

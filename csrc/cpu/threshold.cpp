@@ -9,7 +9,7 @@ void set_thresholds(Span<const double> moments, Span<const int32_t> ends, Span<c
                     bool pooled, Span<float> thresholds, Queue) {
   Moments<double> all{};
   for (int64_t i = 0; i < ends.size; ++i) {
-    const int32_t begin = i == 0 ? 0 : ends.data[i - 1];
+    const int64_t begin = i == 0 ? 0 : ends.data[i - 1];
     const Moments<double> own = load_moments(moments.data + kMoments * i, static_cast<double>(ends.data[i] - begin));
     all = pooled ? merge(all, own) : own;
     thresholds.data[i] = threshold_of(all, lam.data[0], from_zero, live);

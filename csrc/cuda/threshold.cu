@@ -22,7 +22,7 @@ struct Rule {
 };
 
 __device__ __forceinline__ Moments<double> moments_of(const Layers& layers, int64_t layer) {
-  const int32_t begin = layer == 0 ? 0 : layers.ends[layer - 1];
+  const int64_t begin = layer == 0 ? 0 : layers.ends[layer - 1];
   return load_moments(layers.moments + kMoments * layer, static_cast<double>(layers.ends[layer] - begin));
 }
 

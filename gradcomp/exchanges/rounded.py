@@ -53,7 +53,7 @@ def levels_knob(default: int, least: int = 3) -> Any:
 class Quantiser(Compressor):
     """Base of compressors that send each group's levels, and for each entry the number of its level."""
 
-    group: int = knob(2048, "entries that share levels; lower = smaller errors, more bytes", least=32)
+    group: int = knob(2048, "entries that share levels; lower = smaller errors, more bytes", least=32, most=2**31 - 1)
     sigmas: float = sigmas_knob(0.0)
     per: str = knob("layer", "scope of the standard deviation that sigmas multiplies", choices=SCOPES, ablation=True)
     route: str = knob(

@@ -1,0 +1,91 @@
+"""Arguments that no bucket has: kernels refuse numbers and addresses, and write nowhere else whatever arrays hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gradcomp.native import extension, kernels
+
+HUGE = 2**63 - 1
+
+
+def test_an_array_between_two_addresses_of_its_type_is_refused(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("no library makes such an array on a GPU")
+    memory = np.zeros(65, np.uint8)
+    between = memory[1:].view(np.float32)
+    sentence = r"residual begins at an address that is no multiple of 4: pass a copy"
+    for array in (between, torch.frombuffer(memory, dtype=torch.float32, offset=1)):
+        with pytest.raises(ValueError, match=f"offer_all: {sentence}"):
+            kernels.offer_all(array, np.zeros(16, np.float32))
+    with pytest.raises(ValueError, match=r"flatten: grads\[0\] begins at an address that is no multiple of 2"):
+        kernels.flatten([memory[1:5].view(np.float16)], np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize("bucket", [-1, 3, HUGE])
+def test_a_bucket_without_a_verdict_is_refused(bucket: int, device: torch.device) -> None:
+    verdicts = torch.zeros(3, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=rf"add_back: bucket={bucket} must be in \[0, 3\), one for each of the verdicts"):
+        kernels.add_back([torch.zeros(4, device=device)], torch.zeros(4, device=device), verdicts, bucket)
+
+
+@pytest.mark.parametrize("group", [31, 2**31, HUGE])
+def test_a_group_that_no_bucket_fills_is_refused(group: int, device: torch.device) -> None:
+    flat = torch.zeros(100, device=device)
+    with pytest.raises(ValueError, match=rf"find_levels: group={group} must be in \[32, 2\^31\)"):
+        kernels.find_levels(flat, "mean", group, 2, torch.zeros(2, device=device), torch.zeros(1, device=device))
+
+
+@pytest.mark.parametrize("kernel", ["accumulate", "take_topk", "take_above", "heaviest"])
+def test_a_size_of_scratch_never_overflows(kernel: str) -> None:
+    for n in (0, 100, HUGE):
+        for other in (0, HUGE, -HUGE):
+            assert getattr(extension.native, f"{kernel}_scratch")(False, n, other) >= 0
+
+
+@pytest.mark.parametrize("n,k", [(100, 100), (20_000, 10)])
+@pytest.mark.parametrize("peak", [0, -1, -(2**31)])
+def test_wrong_peaks_never_make_a_take_of_k_come_short(n: int, k: int, peak: int) -> None:
+    """They may cost it entries of the largest magnitude, but each of the k is an entry."""
+    before = torch.randn(n)
+    residual, values, header = before.clone(), torch.empty(k), torch.empty(2, dtype=torch.int32)
+    indices = torch.full((k,), -1, dtype=torch.int32)
+    peaks = torch.full((-(-n // extension.LINE),), peak, dtype=torch.int32)
+    kernels.take_topk(residual, k, values, indices, header, peaks=peaks)
+    assert indices.min() >= 0 and indices.max() < n and len(indices.unique()) == k
+    assert torch.equal(values, before[indices.long()]) and (residual[indices.long()] == 0).all()
+
+
+@pytest.mark.parametrize("ends", [[100, 10, 300], [-300, 300], [250, -(2**31), 2**31 - 1], [300, 0, 0, -1]])
+def test_no_ends_of_layers_take_an_entry_twice_or_from_elsewhere(ends: list[int], device: torch.device) -> None:
+    n = 300
+    before = torch.randn(n, device=device)
+    residual, header = before.clone(), torch.empty(2, dtype=torch.int32, device=device)
+    values, indices = torch.empty(n, device=device), torch.full((n,), -1, dtype=torch.int32, device=device)
+    layers = torch.tensor(ends, dtype=torch.int32, device=device)
+    kernels.take_above(residual, layers, torch.full((len(ends),), 0.5, device=device), values, indices, header)
+    taken = indices[: int(header[0])].long()
+    assert (taken.diff() > 0).all() and taken.min() >= 0 and taken.max() < n
+    assert torch.equal(values[: len(taken)], before[taken]) and torch.equal(residual.index_fill(0, taken, 0), residual)
+    assert residual.count_nonzero() == n - len(taken)
+
+
+@pytest.mark.parametrize("rule", ["optimal", "range", "quantile"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_levels_of_a_group_beyond_all_levels_are_its_nearest(rule: str, sign: int, device: torch.device) -> None:
+    """Levels stay within half of the largest float, so that two of them never differ by more than a float holds."""
+    flat = sign * torch.linspace(3e38, 3.2e38, 50, device=device)
+    for count in (2, 3, 5, 9):
+        levels = torch.zeros(count, device=device)
+        kernels.find_levels(flat, rule, 64, count, levels, torch.zeros(1, device=device))
+        assert (levels == sign * extension.LARGEST / 2).all()
+
+
+def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> None:
+    ends = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32, device=device)
+    moments = torch.tensor([0.0, 4.0 * (2**32 - 1), -9.0, 9.0, 2**32 - 1], dtype=torch.float64, device=device).repeat(2)
+    thresholds = torch.empty(2, device=device)
+    kernels.set_thresholds(moments, ends, torch.ones(1, device=device), thresholds, live=False)
+    assert thresholds[1] == 2
