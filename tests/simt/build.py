@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,16 +23,20 @@ def compiler(sanitize: bool) -> str:
 
 
 def build(sanitize: bool = False) -> Path:
-    """Build the modules and return their folder. Do nothing where they are up to date. One process builds, others wait."""
+    """Build the modules and return their folder."""
+    options = [f"-DGRADCOMP_SANITIZE={'ON' if sanitize else 'OFF'}"]
+    return cmake(ROOT / "tests" / "simt", "simt-asan" if sanitize else "simt", compiler(sanitize), options)
+
+
+def cmake(source: Path, name: str, chosen: str, options: Sequence[str]) -> Path:
+    """Build a project in build/NAME, and return that folder, at once if it is up to date. One process builds, others wait."""
     import pybind11
 
-    chosen = compiler(sanitize)
-    folder = ROOT / "build" / ("simt-asan" if sanitize else "simt")
+    folder = ROOT / "build" / name
     folder.mkdir(parents=True, exist_ok=True)
-    configure = ["cmake", "-S", str(ROOT / "tests" / "simt"), "-B", str(folder), "-G", "Ninja"]
+    configure = ["cmake", "-S", str(source), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += ["-DPYBIND11_FINDPYTHON=ON", f"-DGRADCOMP_SANITIZE={'ON' if sanitize else 'OFF'}"]
-    configure += [f"-DCMAKE_CXX_COMPILER={chosen}"]
+    configure += ["-DPYBIND11_FINDPYTHON=ON", f"-DCMAKE_CXX_COMPILER={chosen}", *options]
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         note = folder / "compiler.txt"

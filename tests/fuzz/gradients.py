@@ -1,0 +1,267 @@
+"""Calls of the kernels between gradients and flat arrays, with their definitions in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from fuzz.call import Made, expect, maker
+from fuzz.drawn import Content, Draw, Lent, keys, same
+
+from gradcomp.native import extension
+
+LINE, LARGEST = extension.LINE, np.float32(extension.LARGEST)
+f32 = np.float32
+# Entries that spread writes past the cache.
+PAST_CACHE = 1 << 22
+
+
+def joined(grads: list[Lent]) -> Content:
+    return np.concatenate([np.zeros(0, f32), *(each.floats for each in grads)])
+
+
+def within(x: Content) -> Content:
+    return np.clip(x, -LARGEST, LARGEST)
+
+
+def lines(n: int) -> int:
+    return -(-n // LINE)
+
+
+def peaks_of(x: Content) -> Content:
+    padded = np.zeros(lines(len(x)) * LINE, np.int32)
+    padded[: len(x)] = keys(x)
+    return padded.reshape(-1, LINE).max(axis=1).astype(np.uint32)
+
+
+def finite(x: Any) -> Any:
+    return np.isfinite(x)
+
+
+@maker
+def flatten(draw: Draw) -> Made:
+    n = draw.size()
+    grads, flat = draw.pieces(n), draw.garbage(n, "float32")
+    return {"grads": grads, "flat": flat}, lambda: expect(same(flat.now, joined(grads)), "flat is not the gradients")
+
+
+@maker
+def sum_squares(draw: Draw) -> Made:
+    n = draw.size()
+    grads = draw.pieces(n)
+    squares = draw.garbage(len(grads) + draw.randrange(2), "float64")
+    words = extension.native.accumulate_scratch(False, n, len(grads)) + draw.choice((0, 0, 1, 100))
+
+    def check() -> None:
+        with np.errstate(all="ignore"):
+            wanted = np.array([np.square(each.floats.astype(np.float64)).sum() for each in grads])
+        found = squares.now[: len(grads)]
+        expect(bool(np.allclose(found, wanted, rtol=1e-12, equal_nan=True)), f"squares {found[:4]}, not {wanted[:4]}")
+
+    return {"grads": grads, "squares": squares, "scratch": draw.garbage(words, "uint32")}, check
+
+
+@maker
+def accumulate(draw: Draw) -> Made:
+    n = draw.size()
+    grads, residual = draw.pieces(n), draw.lend(draw.floats(n, 0.1))
+    has_velocity = draw.likely(0.6)
+    velocity = draw.lend(draw.floats(n, 0.1)) if has_velocity else None
+    second = draw.lend(np.abs(draw.floats(n, 0.1))) if has_velocity and draw.likely(0.5) else None
+    sent_in = draw.lend(draw.words(n, "uint8")) if has_velocity and draw.likely(0.5) else None
+    scales = draw.maybe(draw.lend(draw.floats(len(grads))), 0.3)
+    loss_scale = draw.maybe(draw.lend(np.array([draw.factor()], f32)), 0.3)
+    measured = draw.likely(0.4)
+    moments = draw.garbage(len(grads) * extension.MOMENTS, "float64") if measured else None
+    words = extension.native.accumulate_scratch(False, n, len(grads))
+    peaks = draw.maybe(draw.garbage(lines(n), "uint32"))
+    flag = draw.garbage(1, "int32")
+    rule = {name: f32(draw.choice((0, 1, 0.9, 0.1, -1, 1e-3))) for name in RULE}
+    rule["of_residual"] = f32(draw.choice((0, 1, 0.5)))
+    rule["momentum"] = f32(draw.choice((0, 0.9, 0.999))) if has_velocity else f32(0)
+    step, whole, raw = draw.choice((0, 1, 2, 255, 256, 2**40, -1)), draw.likely(0.5), draw.likely(0.5)
+    arrays = {
+        "grads": grads,
+        "scales": scales,
+        "loss_scale": loss_scale,
+        "residual": residual,
+        "velocity": velocity,
+        "second": second,
+        "sent_in": sent_in,
+        "flag": flag,
+        "moments": moments,
+        "peaks": peaks,
+        "scratch": draw.garbage(words, "uint32") if measured or draw.likely(0.2) else None,
+    }
+
+    def check() -> None:
+        g, old = joined(grads), residual.was
+        if scales is not None or loss_scale is not None:
+            unscale = f32(1) / loss_scale.was[0] if loss_scale is not None else f32(1)
+            own = scales.was if scales is not None else np.ones(len(grads), f32)
+            g = np.repeat(own * unscale, [len(each) for each in grads]) * g
+        good, ahead = finite(g), g
+        waited = np.zeros(n, bool)
+        if sent_in is not None:
+            sent = np.where((old == 0) & whole, np.uint8((step - 1) % 256), sent_in.was)
+            expect(same(sent_in.now, sent), "sent_in is wrong")
+            waited = sent != np.uint8((step - 1) % 256)
+        if velocity is not None:
+            u = within(rule["momentum"] * velocity.was + rule["fresh"] * g)
+            ahead = rule["of_gradient"] * g + rule["of_velocity"] * u
+            expect(same(velocity.now, np.where(good, u, velocity.was)), "velocity is wrong")
+        if second is not None:
+            s = within(rule["decay"] * second.was + rule["fresh_square"] * (g * g))
+            top = np.where(waited, rule["waiting"] * g, ahead)
+            ahead = top / (rule["root_scale"] * np.sqrt(s) + rule["epsilon"])
+            expect(same(second.now, np.where(good, s, second.was)), "second is wrong")
+        wanted = within(rule["of_residual"] * old + np.where(good, ahead, f32(0)))
+        expect(same(residual.now, wanted), "residual is wrong")
+        expect(flag.now[0] == (not good.all()), "flag is wrong")
+        if peaks is not None:
+            expect(same(peaks.now.view(np.uint32), peaks_of(residual.now)), "peaks are wrong")
+        if moments is not None:
+            check_moments(moments.now, grads, residual.now, np.where(good, g, f32(0)) if raw else residual.now)
+
+    return {**arrays, **{name: float(value) for name, value in rule.items()}, "step": step, "whole": whole, "raw": raw}, check
+
+
+RULE = (
+    "of_residual",
+    "momentum",
+    "fresh",
+    "of_gradient",
+    "of_velocity",
+    "decay",
+    "fresh_square",
+    "root_scale",
+    "epsilon",
+    "waiting",
+)
+
+
+def check_moments(moments: Content, grads: list[Lent], ends_of: Content, rest_of: Content) -> None:
+    at = 0
+    for five, grad in zip(moments.reshape(-1, extension.MOMENTS), grads, strict=True):
+        x, y = rest_of[at : at + len(grad)].astype(np.float64), ends_of[at : at + len(grad)]
+        at += len(grad)
+        if len(x) == 0:
+            expect(not five.any(), "the moments of an empty gradient are not 0")
+        elif finite(x).all() and finite(y).all() and np.abs(x).max() < 1e15:
+            expect(five[2] == y.min() and five[3] == y.max() and five[4] == np.count_nonzero(x), "moments are wrong")
+            # Sums of float32, 16 lanes of a block's 2048 entries each: 2^-24 * 128 times the largest entry.
+            expect(abs(five[0] - x.mean()) <= 1e-5 * np.abs(x).max() + 1e-44, f"mean {five[0]}, not {x.mean()}")
+
+
+@maker
+def spread(draw: Draw) -> Made:
+    n = PAST_CACHE + draw.randrange(100) if draw.likely(2e-4) else draw.size()
+    grads, flat = draw.pieces(n), draw.lend(draw.floats(n))
+    first = draw.lend(draw.floats(draw.choice((1, 1, 5)), 0.2))
+    marks = draw.maybe(draw.lend(np.frombuffer(draw.randbytes(lines(n)), np.uint8) % draw.choice((1, 2, 3))), 0.4)
+    loss_scale = draw.maybe(draw.lend(np.array([draw.factor()], f32)), 0.3)
+    residual = draw.maybe(draw.lend(draw.floats(n, 0)))
+    verdict = draw.maybe(draw.lend(np.array([draw.choice((0, 1, 7, 2**31 - 1, -(2**31)))], np.int32)))
+    scale, step = draw.factor(), draw.choice((1, 2, 3, 2**30 - 1))
+
+    def check() -> None:
+        factor = f32(scale) * loss_scale.was[0] if loss_scale is not None else f32(scale)
+        marked = np.repeat(marks.was != 0, LINE)[:n] if marks is not None else np.ones(n, bool)
+        x, at, all_finite = factor * flat.was, 0, True
+        for grad in grads:
+            own, there = x[at : at + len(grad)], marked[at : at + len(grad)]
+            wanted = np.where(there, _cast(own, grad), f32(0))
+            delivered = _now(grad)
+            expect(same(delivered, wanted), "a gradient is not the update")
+            all_finite &= bool(finite(wanted).all())
+            if residual is not None and finite(first.was[0]) and grad.was.dtype != f32:
+                part = slice(at, at + len(grad))
+                left = np.where(finite(delivered), flat.was[part] - delivered * (f32(1) / factor), flat.was[part])
+                kept = np.where(finite(left) & there, within(residual.was[part] + left), residual.was[part])
+                expect(same(residual.now[part], kept), "the residual does not keep what a cast leaves out")
+            at += len(grad)
+        failed = not finite(first.was[0])
+        if residual is not None and failed:
+            expect(residual.unchanged(), "a failed exchange changed the residual")
+        if verdict is not None:
+            bad = max(int(verdict.was[0]), 2 * step + failed)
+            expect(verdict.now[0] == (bad if failed or not all_finite else verdict.was[0]), "the verdict is wrong")
+
+    values = {"flat": flat, "first": first, "marks": marks, "grads": grads, "loss_scale": loss_scale}
+    return {**values, "residual": residual, "verdict": verdict, "scale": scale, "step": step}, check
+
+
+def _cast(x: Content, grad: Lent) -> Content:
+    """Cast to the gradient's type and back."""
+    if isinstance(grad.given, torch.Tensor) and grad.given.dtype == torch.bfloat16:
+        return torch.from_numpy(x).bfloat16().float().numpy()
+    return x.astype(grad.was.dtype).astype(f32)
+
+
+def _now(grad: Lent) -> Content:
+    if isinstance(grad.given, torch.Tensor) and grad.given.dtype == torch.bfloat16:
+        return grad.given.float().numpy().reshape(-1)
+    return grad.now.astype(f32)
+
+
+@maker
+def add_back(draw: Draw) -> Made:
+    n, buckets = draw.size(), draw.randrange(1, 5)
+    grads, residual = draw.pieces(n), draw.lend(draw.floats(n, 0))
+    loss_scale = draw.maybe(draw.lend(np.array([draw.factor()], f32)), 0.3)
+    step, bucket = draw.choice((1, 2, 2**30 - 1)), draw.randrange(buckets)
+    kinds = (0, 2 * step, 2 * step + 1, 2 * step - 1, -1)
+    verdicts = draw.lend(np.array([draw.choice(kinds) for _ in range(buckets)]), "int32")
+    scale = draw.factor() or 1.0
+
+    def check() -> None:
+        wanted = residual.was
+        if (verdicts.was >> 1 == step).any() and verdicts.was[bucket] != 2 * step + 1:
+            back = f32(1) / (f32(scale) * loss_scale.was[0] if loss_scale is not None else f32(scale))
+            x = joined(grads) * back
+            wanted = np.where(finite(x), within(wanted + x), wanted)
+        expect(same(residual.now, wanted), "the residual is wrong")
+
+    values = {"grads": grads, "residual": residual, "loss_scale": loss_scale, "verdicts": verdicts}
+    return {**values, "bucket": bucket, "scale": scale, "step": step}, check
+
+
+@maker
+def wipe(draw: Draw) -> Made:
+    n = draw.size()
+    flat, marks = draw.lend(draw.floats(n)), draw.lend(draw.words(lines(n), "uint8"))
+
+    def check() -> None:
+        wanted = np.where(np.repeat(marks.was != 0, LINE)[:n], f32(0), flat.was)
+        expect(same(flat.now, wanted) and not marks.now.any(), "marked lines, or marks, are left")
+
+    return {"flat": flat, "marks": marks}, check
+
+
+@maker
+def offer_all(draw: Draw) -> Made:
+    n, scale = draw.size(), draw.factor()
+    residual, flag, taken = draw.lend(draw.floats(n)), draw.maybe(draw.flag()), draw.garbage(n, "float32")
+
+    def check() -> None:
+        wanted = f32(scale) * residual.was
+        if n and flag is not None and flag.was[0]:
+            wanted[0] = np.nan
+        expect(same(taken.now, wanted), "taken is wrong")
+
+    return {"residual": residual, "flag": flag, "taken": taken, "scale": scale}, check
+
+
+@maker
+def settle_all(draw: Draw) -> Made:
+    n, keep = draw.size(), draw.factor()
+    residual, update = draw.lend(draw.floats(n)), draw.lend(draw.floats(n))
+
+    def check() -> None:
+        wanted = residual.was
+        if n and finite(update.was[0]):
+            wanted = wanted * f32(keep) if keep != 0 else np.zeros(n, f32)
+        expect(same(residual.now, wanted), "the residual is wrong")
+
+    return {"residual": residual, "update": update, "keep": keep}, check

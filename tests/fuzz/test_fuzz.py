@@ -1,0 +1,81 @@
+"""The fuzzer on gradcomp's own build: thousands of calls of every kernel, and its way of naming a call that failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz import call, declared, run
+
+from gradcomp.native import extension
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = 5600
+
+
+def fuzzed(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "fuzz.run", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_every_function_of_the_extension_is_declared_and_fuzzed() -> None:
+    names = {name for name in dir(extension.native) if callable(getattr(extension.native, name)) and not name.startswith("_")}
+    assert set(run.kernels()) == {*declared.kernels(), *declared.scratches()} == names
+
+
+def test_thousands_of_calls_keep_their_contracts() -> None:
+    done = fuzzed(f"--calls={CALLS}", "--seed=1")
+    found = re.search(r"(\d+) calls of (\d+) functions in .* s: (\d+) refused, (\d+) compared", done.stdout)
+    assert done.returncode == 0 and found is not None, done.stderr
+    calls, functions, refused, compared = map(int, found.groups())
+    assert calls == CALLS and functions == len(run.kernels())
+    assert refused > CALLS / 6 and compared > CALLS / 3
+
+
+LYING = """
+import sys
+from gradcomp.native import extension
+
+class Lying:
+    def __getattr__(self, name):
+        if name == "offer_all":
+            return {body}
+        return getattr(real, name)
+
+real, extension.native = extension.native, Lying()
+from fuzz import run
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("lambda *arguments, **_: None", "taken is wrong"),
+        ("lambda residual, flag, taken, scale, **_: residual.__setitem__(slice(0, 1), 5)", "it wrote into residual"),
+        ("lambda *arguments, **_: 1 / 0", "ZeroDivisionError"),
+        ("lambda *arguments, **_: __import__('os').abort()", "ended with status -6"),
+    ],
+)
+def test_a_call_that_failed_is_named_and_fails_again(body: str, reason: str) -> None:
+    """What a kernel may do wrong is put in its place: none does it."""
+    program = [sys.executable, "-c", LYING.format(body=body), "--only=offer_all"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}"}
+    done = subprocess.run([*program, "--calls=100"], capture_output=True, text=True, env=environment)
+    again = re.search(r"again: python -m fuzz.run (--seed \d+ --only offer_all --call \d+)", done.stderr)
+    assert done.returncode == 1 and again is not None and reason in done.stderr, done.stderr
+    done = subprocess.run([*program, *again[1].split()], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0 and done.stdout.startswith("offer_all(residual=")
+
+
+def test_a_new_argument_of_a_kernel_needs_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = declared.Argument("more_of_it", "int64_t", "", False, False)
+    monkeypatch.setitem(call.KERNELS, "wipe", [*call.KERNELS["wipe"], more])
+    with pytest.raises(call.Wrong, match="no value is made for more_of_it"):
+        for number in range(10):
+            run.fuzz_one(0, "wipe", number)
