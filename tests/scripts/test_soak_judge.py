@@ -27,14 +27,14 @@ def logged(count: int = 1600, **changes: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("memory", {"rss_kb": lambda i: 300_000 + 40 * i}),
+        ("memory", {"rss_kb": lambda i: 300_000 + 12 * i}),
         ("open files", {"fds": lambda i: 20 + i // 500}),
         ("threads", {"threads": lambda i: 4 + i // 1200}),
         ("step time", {"cpu_ms": lambda i: 10 + i / 100}),
     ],
 )
 def test_what_grows_is_found(name: str, changes: Any) -> None:
-    """40 kB of 50 steps, one file of 25,000 steps, a thread after 60,000, a step that takes twice as long after 50,000."""
+    """12 kB of 50 steps, one file of 25,000 steps, a thread after 60,000, a step that takes twice as long after 50,000."""
     every = [*judge.flat(logged()), judge.step_time(logged(), [])]
     assert len(every) == 4 and all(verdict.holds for verdict in every)
     lines = logged(**changes)

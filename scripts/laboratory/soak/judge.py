@@ -13,8 +13,8 @@ import torch
 
 from laboratory.soak.plan import ENTRIES, SPECS, SPIKED, Plan, known_sum, ranks_of, spike_sizes
 
-# Memory may be this much larger in the last quarter of a stretch than in the second: caches of every spec fill in their turns.
-MORE_MEMORY, MORE_MEMORY_KB = 1.05, 8192
+# Memory may be this much larger in the last quarter of a stretch than in the second: buffers of every spec come in their turns.
+MORE_MEMORY_KB = 8192
 # A stretch is one process's lines under one number of ranks. Of a shorter one, quarters say nothing: it must see all specs.
 LEAST_LINES = 40
 # The median, over the specs, of late over early step times.
@@ -76,7 +76,7 @@ def flat(lines: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     for key, name in names.items():
         pairs = [quarters([line[key] for line in each]) for each in stretches]
         if key == "rss_kb":
-            holds = all(late <= MORE_MEMORY * early + MORE_MEMORY_KB for early, late in pairs)
+            holds = all(late <= early + MORE_MEMORY_KB for early, late in pairs)
             worst = max(late - early for early, late in pairs)
             said = f"at most {worst / 1024:+.1f} MB from the second quarter to the last, of {pairs[0][1] / 1024:.0f} MB"
         else:

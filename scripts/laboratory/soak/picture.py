@@ -32,7 +32,7 @@ def draw(soaks: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             plots.grid(axes)
         every[0][column].set_title(f"{network}: {soak['ranks']} ranks; one line for each process")
         every[-1][column].set_xlabel("step")
-    plots.legend_below(figure, handles=_handles(every[0][0]), ncols=5)
+    plots.legend_below(figure, handles=_handles(), ncols=5)
     plots.save(figure, path)
 
 
@@ -43,6 +43,8 @@ def _mark(axes: Any, troubles: Sequence[Mapping[str, Any]]) -> None:
         axes.axvline(trouble["step"], color=colour, lw=0.4 if kind == "pause" else 1.6, zorder=0)
 
 
-def _handles(axes: Any) -> list[Any]:
+def _handles() -> list[Any]:
+    from matplotlib.lines import Line2D
+
     named = {"a pause": "0.8", "a rank is killed": "C3", "one joins": "C2", "one leaves": "C1", "a launch": LAUNCH}
-    return [axes.axvline(0, color=colour, lw=1.6, label=label, visible=True, zorder=-1) for label, colour in named.items()]
+    return [Line2D([], [], color=colour, lw=1.6, label=label) for label, colour in named.items()]
