@@ -31,7 +31,7 @@ SPECS = [
     "sdagc:density=0.05,small=none",
     "gtopk:ratio=0.05",
     "lgc:dense=2,learn=4,ratio=0.02",
-    "orq:sigmas=1.5",
+    "orq:sigmas=1.5,feedback=true",
     "topk:ratio=0.05,by_host=true",
 ]
 # The optimizer's own momentum, which the exchange takes over.
