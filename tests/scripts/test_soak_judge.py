@@ -42,11 +42,17 @@ def test_what_grows_is_found(name: str, changes: Any) -> None:
     assert found == {verdict.name: verdict.name != name for verdict in every}
 
 
+def troubles(kind: str) -> list[dict[str, Any]]:
+    return [{"time": 1.5 + i, "kind": kind} for i in range(0, 1600, 2)]
+
+
 def test_times_of_trouble_and_short_soaks_are_not_judged() -> None:
     lines = logged(cpu_ms=lambda i: 1000.0 if i >= 800 else 10.0)
     assert judge.step_time(lines, []).holds is False
-    assert judge.step_time(lines, [{"time": 801.0, "seconds": 1e9}]).holds
-    assert judge.step_time(lines, [{"time": 1.0, "seconds": 1e9}]).holds is None
+    assert judge.step_time(logged(cpu_ms=lambda i: 1000.0 if i % 2 else 10.0), troubles("pause")).holds
+    every_second = logged(cpu_ms=lambda i: 1000.0 if i % 2 and i >= 800 else 10.0)
+    assert judge.step_time(every_second, troubles("kill")).holds and not judge.step_time(every_second, troubles("pause")).holds
+    assert judge.step_time(logged(100), []).holds is None
     assert {verdict.holds for verdict in judge.flat(logged(judge.LEAST_LINES - 1))} == {None}
 
 

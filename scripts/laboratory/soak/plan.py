@@ -42,8 +42,11 @@ SPECS = [
 SPIKED = slice(7, torch.Size(SHAPES["table"]).numel(), 16)
 # Powers of ten of a spike. The loss scale, which swings around 2^16, must not make the largest ones overflow.
 LEAST_POWER, MOST_POWER = 3, 30
-# Steps until a spike's opposite comes, at most.
-MOST_UNTIL_OPPOSITE = 10
+# Specs that round to the levels of a group: outliers of very different sizes in one group make levels of others' size of all
+# its entries, which then keep as few digits as a spike does. Their spikes have this power at most.
+ROUNDING, MOST_POWER_OF_ROUNDING = "orq", 5
+# Steps until a spike's opposite comes, at most, and from there until nothing of a large one waits any more.
+MOST_UNTIL_OPPOSITE, UNTIL_SENT = 10, 30
 
 # The steps from one change of the spec to the next, of a long soak and of the shortest.
 LONG, SHORT = 250, 10
@@ -142,8 +145,11 @@ class Plan:
         draw = self._random("spike", window)
         step = window * self._spike_window + draw.randrange(self._spike_window)
         entries = draw.sample(range(ENTRIES)[SPIKED], draw.randint(1, 4))
-        size = draw.choice([-1, 1]) * 10 ** draw.uniform(LEAST_POWER, MOST_POWER)
-        return Spike(step, step + draw.randint(1, MOST_UNTIL_OPPOSITE), draw.randrange(60), entries, size)
+        back = step + draw.randint(1, MOST_UNTIL_OPPOSITE)
+        sent = back + UNTIL_SENT
+        meets_rounding = any(self.spec(each).startswith(ROUNDING) for each in (*range(step, sent, self.every), sent))
+        power = draw.uniform(LEAST_POWER, MOST_POWER_OF_ROUNDING if meets_rounding else MOST_POWER)
+        return Spike(step, back, draw.randrange(60), entries, draw.choice([-1, 1]) * 10**power)
 
     def _random(self, purpose: str, window: int) -> random.Random:
         return random.Random(f"{self.seed} {purpose} {window}")
