@@ -26,7 +26,7 @@ from laboratory.soak.plan import ENTRIES, SPECS, Plan
 
 EXAMPLES = """\
 examples:
-  scripts/lab soak --name amd-epyc                           # 20,000 steps over Horovod and 20,000 over DDP
+  scripts/lab soak --name amd-epyc                           # 20,000 steps over Horovod, then 20,000 over DDP
   scripts/lab soak --network ddp --duration 2h --steps 1000000
   scripts/lab soak --network horovod --steps 500 --seed 3    # a few minutes
 
