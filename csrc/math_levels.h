@@ -152,7 +152,7 @@ SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best
 template <class View>
 SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* levels, float& cut) {
   const auto spread = [&](float low, float high) {
-    for (int64_t i = 0; i < count; ++i) levels[i] = even({low, high}, i, count - 1);
+    for (int64_t i = 0; i < count; ++i) levels[i] = even({low, high}, i, count - 1, i == 0 ? low : levels[i - 1]);
   };
   const auto both_sides = [&](float b) { spread(-b, b); };
   cut = 0;

@@ -7,10 +7,11 @@
 
 namespace gradcomp {
 
-// Level i of `last` even steps.
-SHARED_MATH float even(Ends ends, int64_t i, int64_t last) {
+// Level i of `last` even steps, not below the one before: steps of subnormal numbers round up and down.
+SHARED_MATH float even(Ends ends, int64_t i, int64_t last, float before) {
   const float share = static_cast<float>(i) / static_cast<float>(last);
-  return ends.low * (1 - share) + ends.high * share;
+  const float x = ends.low * (1 - share) + ends.high * share;
+  return x < before ? before : x > ends.high ? ends.high : x;
 }
 
 // Find the level between two others for which rounding at random errs least. An entry's worth is its share of the way from low
@@ -26,7 +27,8 @@ ONE_COPY SHARED_MATH float level_between(const View& view, float low, const Part
   const int64_t k = from_high.count + (worth + apart - 1) / apart;
   const double average = static_cast<double>(worth) / (static_cast<double>(apart) * static_cast<double>(between));
   const double first = low + (static_cast<double>(high) - low) * (0.5 + 0.55 * (average - 0.5));
-  return kth_largest(view, k, low, from_low.count, high, from_high.count, static_cast<float>(first));
+  const float found = kth_largest(view, k, low, from_low.count, high, from_high.count, static_cast<float>(first));
+  return found > high ? high : found;  // entries may lie beyond the last level
 }
 
 // Levels, and the entries from each of them on.
@@ -95,7 +97,7 @@ SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_
   }
   if (lopsided) {
     for (int64_t i = 1; i < last; ++i) {
-      other.at[i] = even(ends, i, last);
+      other.at[i] = even(ends, i, last, other.at[i - 1]);
       other.from[i] = view.from(other.at[i], unit);
     }
     refine(view, unit, other);

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-# A call that takes longer hangs.
-HANG_SECONDS = 120
+# A round of calls, one of each kernel, that takes longer hangs.
+HANG_SECONDS = 600
 # Of the calls, these have something wrong.
 WRONG = 0.35
 STATUS = struct.Struct("qq")

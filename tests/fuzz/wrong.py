@@ -62,7 +62,7 @@ def _retyped(draw: Draw, value: Lent) -> Any:
     if draw.likely(0.5):
         return draw.lend(value.was.view(draw.choice(same[value.was.itemsize])))
     with np.errstate(all="ignore"):
-        return draw.lend(value.floats, draw.choice(("float64", "float16", "int64", "int16", "uint8", "complex64", "bool")))
+        return draw.lend(value.floats.real, draw.choice(("float64", "float16", "int64", "int16", "uint8", "complex64", "bool")))
 
 
 def _strided(draw: Draw, value: Lent) -> Any:

@@ -83,6 +83,25 @@ def test_levels_of_a_group_beyond_all_levels_are_its_nearest(rule: str, sign: in
         assert (levels == sign * extension.LARGEST / 2).all()
 
 
+def test_levels_between_entries_beyond_all_levels_are_in_order(device: torch.device) -> None:
+    flat = torch.tensor([2.2e38, 2.1e38, 3.2e38, 2.15e38, -3.2e38], device=device)
+    for rule in ("optimal", "range", "quantile"):
+        for count in (3, 5, 9):
+            levels = torch.zeros(count, device=device)
+            kernels.find_levels(flat, rule, 32, count, levels, torch.zeros(1, device=device))
+            assert (levels.diff() >= 0).all() and levels.abs().max() <= extension.LARGEST / 2
+
+
+@pytest.mark.parametrize("entry", [1e-45, -1.46673e-40, 3e-39])
+def test_levels_of_equal_subnormal_entries_are_in_order(entry: float, device: torch.device) -> None:
+    flat = torch.full((40,), entry, device=device)
+    for rule in ("optimal", "range", "quantile"):
+        for count in (2, 3, 5, 9):
+            levels = torch.zeros(count, device=device)
+            kernels.find_levels(flat, rule, 64, count, levels, torch.zeros(1, device=device))
+            assert (levels == flat[0]).all()
+
+
 def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> None:
     ends = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32, device=device)
     moments = torch.tensor([0.0, 4.0 * (2**32 - 1), -9.0, 9.0, 2**32 - 1], dtype=torch.float64, device=device).repeat(2)
