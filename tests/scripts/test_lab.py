@@ -22,7 +22,21 @@ LABORATORY = SCRIPTS / "laboratory"
 # From the ground up: a file imports from its own room and from those before it.
 ROOMS = [
     *("__init__", "cluster", "refusal", "machine", "options", "report", "timing", "stats", "ranks", "tasks"),
-    *("kernels", "train", "traffic", "study", "compare", "lgc", "layers", "soak", "gpu", "machines", "demo", "commands", "main"),
+    *(
+        "kernels",
+        "train",
+        "traffic",
+        "study",
+        "compare",
+        "lgc",
+        "layers",
+        "soak",
+        "gpu",
+        "machines",
+        "demo",
+        "commands",
+        "main",
+    ),
 ]
 
 # Lines of a file, at most.
