@@ -58,7 +58,7 @@ class HorovodNetwork:
 
     @property
     def ready(self) -> bool:
-        return bool(hvd.is_initialized())
+        return bool(hvd.is_initialized()) and bool(self.process_set.included())  # outside the set there is no world
 
     @property
     def host(self) -> str:

@@ -59,6 +59,7 @@ COMPUTES_AND_RETURNS = (
     "engine/step_guard.py",
     "engine/optimizer_hooks.py",
     "engine/training.py",
+    "engine/unused.py",
     "networks/carrier.py",
     "networks/launcher.py",
     "networks/waits.py",
