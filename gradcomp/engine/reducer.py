@@ -80,7 +80,7 @@ class Reducer:
             momentum.leave()
             self._momentum = None
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
-        self._deliver = deliver or (lambda bucket, update: self.delivery.write(bucket, update, self.scale, self._step))
+        self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
         self._takes_back = delivery is not None or deliver is None
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale = 1.0
@@ -216,7 +216,8 @@ class Reducer:
                 ) from None
             if self.observer is not None:
                 self.observer.delivered(bucket, end.value)
-            self._deliver(bucket, end.value)
+            deliver = self._deliver or partial(self.delivery.write, scale=self.scale, step=self._step)
+            deliver(bucket, end.value)
             self.memory.give_back(end.value)
         else:
             self._sent += bytes_of(request)
