@@ -13,6 +13,8 @@ from gradcomp.native import extension
 
 LINE, LARGEST = extension.LINE, np.float32(extension.LARGEST)
 f32 = np.float32
+# The largest gradient whose square is a finite float: larger ones are 0 to a second moment.
+LARGEST_ROOT = f32(float.fromhex("0x1.fffffep63"))
 # Entries that spread writes past the cache.
 PAST_CACHE = 1 << 22
 
@@ -101,7 +103,10 @@ def accumulate(draw: Draw) -> Made:
             unscale = f32(1) / loss_scale.was[0] if loss_scale is not None else f32(1)
             own = scales.was if scales is not None else np.ones(len(grads), f32)
             g = np.repeat(own * unscale, [len(each) for each in grads]) * g
-        good, ahead = finite(g), g
+        good, given = finite(g), g
+        if second is not None:
+            g = np.where(np.abs(g) <= LARGEST_ROOT, g, f32(0))
+        ahead = g
         waited = np.zeros(n, bool)
         if sent_in is not None:
             sent = np.where((old == 0) & whole, np.uint8((step - 1) % 256), sent_in.was)
@@ -122,7 +127,7 @@ def accumulate(draw: Draw) -> Made:
         if peaks is not None:
             expect(same(peaks.now.view(np.uint32), peaks_of(residual.now)), "peaks are wrong")
         if moments is not None:
-            check_moments(moments.now, grads, residual.now, np.where(good, g, f32(0)) if raw else residual.now)
+            check_moments(moments.now, grads, residual.now, np.where(good, given, f32(0)) if raw else residual.now)
 
     return {**arrays, **{name: float(value) for name, value in rule.items()}, "step": step, "whole": whole, "raw": raw}, check
 

@@ -63,10 +63,13 @@ class Driver:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Kill all that still runs."""
+        """Kill all that still runs, and what it starts meanwhile."""
         self._progress.end()
-        for pid in self._alive():
-            _send(pid, signal.SIGKILL)
+        until = time.monotonic() + UNTIL_GONE
+        while (left := self._alive()) and time.monotonic() < until:
+            for pid in left:
+                _send(pid, signal.SIGKILL)
+            time.sleep(LOOK)
         if self._process is not None:
             self._process.wait()
         self._opened.close()
