@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from gradcomp.doctor import report
 from gradcomp.spec import describe, names, summary
@@ -33,5 +35,22 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
 
 
+def run() -> None:
+    """Run the command, and end with a sentence where nobody can read what it says: a closed pipe, a full disk."""
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has enough
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        sys.exit(f"python -m gradcomp: cannot write the answer: {error.strerror}")
+
+
+def _drop_output() -> None:
+    # Python writes what is left when it ends, and would fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -33,6 +33,14 @@ def test_the_command_names_every_part() -> None:
     assert torch.__version__ in done.stdout and importlib.metadata.version("horovod") in done.stdout
 
 
+def test_a_full_disk_gets_a_sentence_and_a_reader_that_has_enough_none() -> None:
+    words = f"{sys.executable} -m gradcomp describe topk"
+    full = subprocess.run(f"{words} >/dev/full", shell=True, capture_output=True, text=True)
+    assert (full.returncode, full.stderr) == (1, "python -m gradcomp: cannot write the answer: No space left on device\n")
+    enough = subprocess.run(f"{words} | true", shell=True, capture_output=True, text=True)
+    assert (enough.returncode, enough.stderr) == (0, "")
+
+
 def test_nothing_bites_where_no_gpu_is_and_the_host_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")

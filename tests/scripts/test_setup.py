@@ -41,6 +41,7 @@ class Checkout:
         shutil.copytree(ROOT / "scripts" / "setting_up", self.root / "scripts" / "setting_up")
         for name in ("setup", "lib.sh"):
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
+        self.has_home = True
         self.bin.mkdir()
         wanted = ("python3", "c++", "g++", "cmake", "nvcc", "nvidia-smi", "df", "ccache")
         for place in ("/usr/bin", "/bin"):
@@ -68,7 +69,7 @@ class Checkout:
         program(self.root / ".venv" / "bin" / "python", f'{pip}\nexec {sys.executable} "$@"')
 
     def setup(self, *arguments: str) -> tuple[int, str]:
-        variables = {"PATH": str(self.bin), "HOME": str(self.root), **self.variables}
+        variables = {"PATH": str(self.bin), **self.variables, **({"HOME": str(self.root)} if self.has_home else {})}
         done = subprocess.run(
             ["bash", str(self.root / "scripts" / "setup"), *arguments],
             env=variables,
@@ -172,6 +173,17 @@ def test_a_quote_in_the_name_of_tmpdir_does_no_harm(checkout: Checkout) -> None:
     checkout.variables["TMPDIR"] = str(folder)
     status, said = checkout.setup()
     assert status == 1 and len(said.splitlines()) == 2 and not list(folder.iterdir())
+
+
+def test_a_tmpdir_that_is_not_there_is_named(checkout: Checkout) -> None:
+    checkout.variables["TMPDIR"] = str(checkout.root / "none")
+    assert checkout.setup() == (1, f"setup: TMPDIR={checkout.root / 'none'} is not a folder; make it, or unset TMPDIR\n")
+
+
+def test_without_home_the_system_knows_it(checkout: Checkout) -> None:
+    checkout.has_home = False
+    status, said = checkout.setup()
+    assert status == 1 and said.startswith("setup: missing on this machine: Python 3.10 or newer")
 
 
 class Index:
