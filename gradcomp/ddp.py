@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot
-from gradcomp.engine.session import Session
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.steps.options import Options
 from gradcomp.handle import Handle
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.protocol import Compressor

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.engine.session import Session
-from gradcomp.engine.unused import Unused
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.sessions.unused import Unused
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer

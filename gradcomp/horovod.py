@@ -23,10 +23,10 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
-from gradcomp.engine.commits import Commits
-from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters, Slot, named_of
-from gradcomp.engine.session import Session
+from gradcomp.engine.sessions.commits import Commits
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.steps.options import Options
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
 from gradcomp.networks.elastic import keep_with_optimizers

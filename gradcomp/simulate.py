@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine import checkpoint, handed_back, states, succession
-from gradcomp.engine.bucket import Bucket, check_type
-from gradcomp.engine.frozen_layers import FrozenLayers
-from gradcomp.engine.meeting import adopt, shared_state
-from gradcomp.engine.optimizers import check_momentum, is_linear, rates_of
-from gradcomp.engine.own_momentum import OwnMomentum
+from gradcomp.engine.buckets.bucket import Bucket, check_type
+from gradcomp.engine.buckets.frozen_layers import FrozenLayers
+from gradcomp.engine.optimizers.check import check_momentum, is_linear, rates_of
+from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import checked
-from gradcomp.engine.reducer import Reducer
-from gradcomp.engine.states import Place, States
+from gradcomp.engine.sessions.meeting import adopt, shared_state
+from gradcomp.engine.states import checkpoint, handed_back, packed, succession
+from gradcomp.engine.states.packed import Place, States
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Compressor, Layer, Layout
@@ -156,7 +156,7 @@ class Simulation:
         """Copy all that the next step depends on, of all ranks."""
         shapes = checkpoint.shape_texts(self._shapes)
         shares = {rank: checkpoint.save(reducer, shapes) for rank, reducer in enumerate(self._reducers)}
-        return states.pack(str(self._compressor), len(shares), shares)
+        return packed.pack(str(self._compressor), len(shares), shares)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec and shapes.

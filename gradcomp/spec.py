@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcomp import compressors, knobs
-from gradcomp.engine.by_host import ByHost
-from gradcomp.engine.by_layer import ByLayer
-from gradcomp.engine.feedback import Feedback, with_feedback
-from gradcomp.engine.wrapper import Wrapper
+from gradcomp.engine.steps.feedback import Feedback, with_feedback
+from gradcomp.engine.wrappers.by_host import ByHost
+from gradcomp.engine.wrappers.by_layer import ByLayer
+from gradcomp.engine.wrappers.wrapper import Wrapper
 from gradcomp.knobs import knob
 from gradcomp.protocol import Compressor
 

@@ -17,7 +17,7 @@ from spikes import SPIKES
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.steps.feedback import Feedback
 
 WORLDS = [1, 2, 3, 4, 8]
 # Numbers of ranks for the emulator, which is slow and does not know them, and for laws that hardly depend on them.

@@ -32,6 +32,13 @@ ROOMS = [
     "exchanges",
     "compressors",
     "engine",
+    "engine/parameters",
+    "engine/wrappers",
+    "engine/buckets",
+    "engine/optimizers",
+    "engine/steps",
+    "engine/states",
+    "engine/sessions",
     "spec",
     "watching",
     "handle",
@@ -43,6 +50,9 @@ ROOMS = [
     "__init__",
     "__main__",
 ]
+
+# Rooms of several rooms. Their own line stands for their __init__.
+SPLIT = ("engine",)
 
 # The only files that import by a name that they make up.
 FINDS_ALGORITHMS, LOADS_DOORS = "spec.py", "__init__.py"
@@ -60,7 +70,8 @@ def at(path: Path) -> str:
 
 
 def room(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "/".join(parts[:2]) if parts[0] in SPLIT and parts[1] != "__init__" else parts[0]
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -84,7 +95,9 @@ def room_of(name: str) -> str | None:
         return "__init__"
     if parts[1] == "_native":
         return "native"
-    return parts[1] if (PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").is_file() else "__init__"
+    if parts[1] in SPLIT and "/".join(parts[1:3]) in ROOMS:
+        return "/".join(parts[1:3])
+    return parts[1] if parts[1] in ROOMS else "__init__"
 
 
 def rooms_above(path: Path, source: str) -> list[str]:
@@ -114,7 +127,7 @@ def test_imports_between_rooms_go_down_only() -> None:
         "from gradcomp import Simulation",
         "from gradcomp import engine",
         "from gradcomp import knobs, make",
-        "from gradcomp.engine.reducer import Reducer",
+        "from gradcomp.engine.steps.reducer import Reducer",
         "def later():\n    from gradcomp.spec import make",
     ],
 )
@@ -123,6 +136,7 @@ def test_no_import_that_goes_up_escapes(line: str) -> None:
     path = PACKAGE / "messages" / "payload.py"
     for source in (line, f"{path.read_text()}\n\n{line}\n"):
         assert rooms_above(path, source) != []
+    assert rooms_above(PACKAGE / "engine" / "buckets" / "bucket.py", "from gradcomp.engine.steps import reducer") != []
 
 
 def test_only_two_files_import_by_a_made_up_name() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.health import OLD, PART
+from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.buckets.health import OLD, PART
 from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradcomp.engine import drawn_places
-from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.buckets import drawn_places
+from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.native.memory import Update
 
 # The most entries of a bucket that are compared.

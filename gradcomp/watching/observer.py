@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gradcomp.engine.step_clock import Seconds
+from gradcomp.engine.steps.step_clock import Seconds
 from gradcomp.watching.link import Link
 
 # The bytes of a bucket of DistributedDataParallel, whose exchanges overlap with backward.

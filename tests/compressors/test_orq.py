@@ -10,7 +10,7 @@ import torch
 
 import gradcomp
 from gradcomp.compressors.orq import Orq
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.exchanges.rounded import GroupPartition
 from gradcomp.native import kernels
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 import gradcomp
-from gradcomp.engine import adam_moments
+from gradcomp.engine.optimizers import adam_moments
 
 STEPS = 12
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {

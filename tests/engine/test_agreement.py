@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gradcomp.engine import agreement
+from gradcomp.engine.sessions import agreement
 
 TERMS = {"spec": "topk", "seed": "0", "names": "a, b"}
 

@@ -9,7 +9,7 @@ from laws import SHAPES, check_conservation, draw, mean, residuals
 from spikes import SPIKES
 
 import gradcomp
-from gradcomp.engine.by_host import position_of
+from gradcomp.engine.wrappers.by_host import position_of
 from gradcomp.native.extension import LARGEST
 from gradcomp.requests import World
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine import states
+from gradcomp.engine.states import packed
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 
@@ -52,11 +52,11 @@ def test_changing_keeps_the_velocity_where_both_have_one() -> None:
     assert all(torch.equal(before[name], after[name]) for name in SHAPES)
 
 
-@pytest.mark.parametrize("saved_as", [None, 1, 2, states.FORMAT + 1])
+@pytest.mark.parametrize("saved_as", [None, 1, 2, packed.FORMAT + 1])
 def test_a_state_of_another_format_is_refused(saved_as: int | None) -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.01", SHAPES, 1)
     state = {**simulation.state_dict(), "format": saved_as}
     if saved_as is None:
         del state["format"]
-    with pytest.raises(ValueError, match=f"has format {saved_as or 1}, but this gradcomp reads format {states.FORMAT}"):
+    with pytest.raises(ValueError, match=f"has format {saved_as or 1}, but this gradcomp reads format {packed.FORMAT}"):
         simulation.load_state_dict(state)

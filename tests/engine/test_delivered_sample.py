@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.delivered_sample import DeliveredSample
+from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.optimizers.delivered_sample import DeliveredSample
 from gradcomp.engine.parameters import Slot
-from gradcomp.engine.plan import plan
+from gradcomp.engine.steps.plan import plan
 from gradcomp.spec import make
 
 SIZES = {"largest": 5000, "a": 30, "b": 20, "c": 10, "d": 5, "e": 3}

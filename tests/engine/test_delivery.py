@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Layer
 from gradcomp.spec import make

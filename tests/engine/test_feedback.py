@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.collector import StepFacts
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.buckets.collector import StepFacts
+from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Layout
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from devices import HAS_GPU
 
-from gradcomp.engine.kept_entries import GRADIENTS, KeptEntries
 from gradcomp.engine.parameters import Slot
+from gradcomp.engine.sessions.kept_entries import GRADIENTS, KeptEntries
 
 
 def slots(count: int, device: str = "cpu") -> list[Slot]:

@@ -10,7 +10,7 @@ import torch
 from threads import Generation, Rank, move, start, together
 
 import gradcomp
-from gradcomp.engine import succession
+from gradcomp.engine.states import succession
 
 SPEC = "topk:ratio=0.05"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine import optimizer_hooks
+from gradcomp.engine.optimizers import optimizer_hooks
 
 
 class Noted:

@@ -274,7 +274,7 @@ def test_numbers_and_words_in_a_spec() -> None:
     with pytest.raises(ValueError, match=r"topk:momentum=own': momentum=own must be auto or a number"):
         gradcomp.make("topk:momentum=own")
     with pytest.raises(TypeError, match=r"momentum='own' must be auto or a number"):
-        gradcomp.engine.feedback.Feedback(gradcomp.make("dense"), momentum="own")
+        gradcomp.engine.steps.feedback.Feedback(gradcomp.make("dense"), momentum="own")
 
 
 def test_errors_leave_the_users_values() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 import gradcomp
 from gradcomp.engine.parameters import Parameters
-from gradcomp.engine.plan import MOST_ENTRIES, Plan, plan
+from gradcomp.engine.steps.plan import MOST_ENTRIES, Plan, plan
 from gradcomp.messages import payload
 from gradcomp.messages.sparse import CODECS
 from gradcomp.native import extension, kernels

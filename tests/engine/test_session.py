@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters
-from gradcomp.engine.session import Session
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.steps.options import Options
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 

@@ -13,7 +13,7 @@ import torch
 from laws import SHAPES, draw
 
 import gradcomp
-from gradcomp.engine.states import FORMAT
+from gradcomp.engine.states.packed import FORMAT
 
 SPECS = [
     "topk:ratio=0.03",

@@ -14,7 +14,7 @@ import small_net
 import torch
 
 import gradcomp
-from gradcomp.engine.unused import SOME
+from gradcomp.engine.sessions.unused import SOME
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,10 @@ import torch
 
 import gradcomp
 import gradcomp.engine
-from gradcomp.engine.by_host import ByHost
-from gradcomp.engine.collector import NoFeedback
-from gradcomp.engine.feedback import Feedback
-from gradcomp.engine.wrapper import Wrapper
+from gradcomp.engine.buckets.collector import NoFeedback
+from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.wrappers.by_host import ByHost
+from gradcomp.engine.wrappers.wrapper import Wrapper
 from gradcomp.knobs import knob
 from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine.commits import Commits
-from gradcomp.engine.options import Options
 from gradcomp.engine.parameters import Parameters
-from gradcomp.engine.session import Session
+from gradcomp.engine.sessions.commits import Commits
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.steps.options import Options
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
 from gradcomp.requests import Request, World

@@ -14,7 +14,7 @@ from laws import check_conservation
 
 import gradcomp
 from gradcomp.compressors.topk import TopK
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.messages.sparse import EXACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Memory, Update

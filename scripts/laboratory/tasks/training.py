@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gradcomp
-from gradcomp.engine.collector import Collector
-from gradcomp.engine.wrapper import Wrapper
+from gradcomp.engine.buckets.collector import Collector
+from gradcomp.engine.wrappers.wrapper import Wrapper
 from gradcomp.protocol import Acc, Compressor, Steps
 from gradcomp.requests import World
 from laboratory.tasks.task import Job, Settings, Task

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.messages.payload import ALIGNMENT, wrap
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Answer, Network

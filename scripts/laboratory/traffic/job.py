@@ -13,7 +13,7 @@ import horovod.torch as hvd
 import torch
 
 import gradcomp
-from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Answer, Network
 from gradcomp.networks.horovod import HorovodNetwork
 from gradcomp.requests import Reply, Request

@@ -17,7 +17,7 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.messages import places
 from gradcomp.protocol import Layout
 

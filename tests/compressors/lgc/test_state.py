@@ -10,7 +10,7 @@ from learned_codes import SHAPES, draw, learned, spec_of, state_after_learning, 
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
-from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.exchanges.delayed_counts import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Layer

@@ -14,7 +14,7 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.sdagc import Sdagc
 from gradcomp.compressors.sdagc.distribution import laplace_density, merge_moments
-from gradcomp.engine.feedback import Feedback
+from gradcomp.engine.steps.feedback import Feedback
 
 # Entries of the laws' small layers; the other 2640 are in two matrices. The laws' other model is one layer of 60.
 SMALL = 248

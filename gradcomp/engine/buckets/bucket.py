@@ -1,0 +1,48 @@
+"""A bucket: layers that are exchanged together, and the exchange in progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.buckets.collector import BucketState, Collector
+from gradcomp.networks import Answer
+from gradcomp.protocol import Layout, Steps
+
+# The types of gradients that kernels read.
+GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Bucket:
+    """Layers that are exchanged together.
+
+    grads: the gradients that are ready. running: the exchange in progress. answer: waits for the reply to the latest request.
+    round: requests made so far.
+    """
+
+    index: int
+    layout: Layout
+    collector: Collector
+    seed: int
+    state: BucketState
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    running: Steps | None = None
+    answer: Answer | None = None
+    round: int = 0
+
+    @property
+    def ordered_grads(self) -> list[Tensor]:
+        """The gradients in the order of the layers. All must be there."""
+        return [self.grads[name] for name in self.layout.names]
+
+
+def check_type(grad: Tensor, subject: str) -> None:
+    """Refuse a gradient of a type that kernels do not read.
+
+    subject: the gradient's description. The message begins with it.
+    """
+    if grad.dtype not in GRADIENT_TYPES:
+        raise TypeError(f"{subject} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")

@@ -1,0 +1,83 @@
+"""Delivery: updates are written into gradients, and taken back into the residuals after a step that failed in any bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.buckets.loss_scale import LossScale
+from gradcomp.native import kernels
+from gradcomp.native.memory import Update
+
+
+class Delivery:
+    """The delivery of a model's updates.
+
+    A step has failed where an entry of a delivered update is not finite. A GradScaler then skips the optimizer's step, on all
+    ranks alike. What had been sent for it waits again, in every bucket.
+
+    buckets: of the model. targets: finds the arrays that a bucket's update is written into; by default its gradients.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        loss_scale: LossScale | None = None,
+        targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
+    ):
+        self._loss_scale = loss_scale
+        self._targets = targets or (lambda bucket: bucket.ordered_grads)
+        devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
+        self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
+
+    def loss_scale(self, bucket: Bucket) -> Tensor | None:
+        """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled."""
+        if self._loss_scale is None or not bucket.collector.unscales:
+            return None
+        return self._loss_scale.on(bucket.layout.device)
+
+    def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
+        """Write an update into the gradients, scale times.
+
+        With a loss scale the step may be taken back, and then the residual gets what casts to 16 bits leave out.
+        """
+        loss_scale, keeps = self.loss_scale(bucket), bucket.collector.keeps_residual
+        verdict = self._verdicts[bucket.layout.device][bucket.index : bucket.index + 1]
+        kernels.spread(
+            update.flat,
+            self._targets(bucket),
+            scale,
+            update.marks,
+            loss_scale=loss_scale,
+            residual=bucket.state.residual if keeps and loss_scale is not None else None,
+            verdict=verdict,
+            step=step,
+        )
+
+    def has_failed(self, step: int) -> bool:
+        """Decide whether the last step has failed. This waits for the device."""
+        return any(kernels.have_failed(own, step) for own in self._verdicts.values())
+
+    def add_back(self, buckets: Iterable[Bucket], scale: float, step: int) -> None:
+        """Add a step's updates back to the residuals if the step has failed. All of them have been written."""
+        verdicts = self._verdicts
+        if len(verdicts) > 1:
+            first = next(iter(verdicts))
+            joined = torch.stack([own.to(first) for own in verdicts.values()]).amax(0)
+            verdicts = {device: joined.to(device) for device in verdicts}
+        elif not any(kernels.may_have_failed(own, step) for own in verdicts.values()):
+            return
+        for bucket in buckets:
+            if bucket.collector.keeps_residual:
+                kernels.add_back(
+                    self._targets(bucket),
+                    bucket.state.residual,
+                    verdicts[bucket.layout.device],
+                    bucket.index,
+                    scale,
+                    loss_scale=self.loss_scale(bucket),
+                    step=step,
+                )

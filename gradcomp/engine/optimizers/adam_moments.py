@@ -1,0 +1,175 @@
+"""The moments of torch's Adam, AdamW and NAdam, kept by each rank of its own gradients. The ranks exchange directions.
+
+Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam
+that looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction
+of its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
+
+The residual of an entry that waits sums directions up, as the first moment does. The two together would delay it twice; so an
+entry that waited has its gradient in place of the first moment. With everything sent, all is Adam's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.buckets.collector import AdamStep, BucketState
+from gradcomp.engine.optimizers.delivered_sample import Holds
+from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
+from gradcomp.native import kernels
+from gradcomp.protocol import Layout
+
+# Settings with which the optimizer does something else than begin() and hide().
+UNLIKE = ("amsgrad", "differentiable")
+# The base of the growth of NAdam's momentum.
+GROWTH = 0.96
+
+
+class AdamMoments:
+    """Steps in Adam's place: weights decay, and directions are added. Gradients are hidden from Adam meanwhile."""
+
+    name: ClassVar[str] = "Adam"
+    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam, torch.optim.NAdam)
+    holds: ClassVar[Holds] = "direction"
+    arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "velocity", "exp_avg_sq": "second"}
+
+    def __init__(self, loaded: LoadedMoments):
+        self._loaded = loaded
+        self._hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
+
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether the moments can be taken over: one kind of them, and a weight decay that stays out of them."""
+        if not isinstance(optimizer, self.types):
+            return False
+        groups = optimizer.param_groups
+        kinds = {(*map(float, group["betas"]), group["eps"], group.get("momentum_decay")) for group in groups}
+        apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
+        return len(kinds) == 1 and groups[0]["eps"] > 0 and apart and not any(g.get(each) for g in groups for each in UNLIKE)
+
+    def of(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool) -> AdamStep:
+        """Take the moments over for some layers in this step. See SgdMomentum.of()."""
+        group = optimizer.param_groups[0]
+        seeds, steps = None, 0
+        if self._loaded.may_have(optimizer):
+            found = [self._loaded.take(optimizer, name, [*self.arrays]) for name in layout.names]
+            seeds = [None if pair is None else (share * pair[0], share**2 * pair[1]) for pair in found]
+            seeded = [name for name, seed in zip(layout.names, seeds, strict=True) if seed is not None]
+            steps = max(map(self._loaded.steps, seeded), default=0)
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps, skipped)
+
+    def state(
+        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
+    ) -> dict[str, Any]:
+        """Make the optimizer's state of a parameter. See SgdMomentum.state()."""
+        scaled = sums * kept[0], sums**2 * kept[1]
+        moments = {key: mean.to(parameter.dtype) for key, mean in zip(self.arrays, scaled, strict=True)}
+        on_device = group.get("capturable") or group.get("fused")
+        counts = {"step": float(steps)}
+        if (decay := group.get("momentum_decay")) is not None:
+            counts["mu_product"] = math.prod(_nadam_momentum(group["betas"][0], decay, step) for step in range(1, steps + 1))
+        return moments | {key: torch.tensor(n, device=parameter.device if on_device else "cpu") for key, n in counts.items()}
+
+    def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return the share of directions that wait in the gradients of the next exchange. They have been dropped."""
+        return 1.0
+
+    @property
+    def hides(self) -> bool:
+        return bool(self._hidden)
+
+    @torch.no_grad()
+    def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
+        """Step, and hide the gradients from the optimizer, which then finds nothing to do.
+
+        pending: there is an update to apply. Horovod, too, steps without one: to make a state that it can broadcast.
+        """
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise RuntimeError(
+                "a GradScaler leaves it to an optimizer with fused=True to look for infinities, which momentum=auto cannot: it "
+                "steps in Adam's place. Make the optimizer with fused=False, or write momentum=0 into the spec"
+            )
+        for group in optimizer.param_groups:
+            own = [parameter for parameter in group["params"] if parameter.grad is not None]
+            grads = [parameter.grad for parameter in own]
+            if not own:
+                continue
+            if pending:
+                _descend(own, grads, group)
+            for parameter, grad in zip(own, grads, strict=True):
+                self._hidden.append((parameter, grad))
+                parameter.grad = None
+
+    def show(self) -> None:
+        """Show the gradients again."""
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden.clear()
+
+
+def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
+    """Decay weights, and move them by directions. A rate on the device, as with capturable=True, is not waited for."""
+    on_device = isinstance(group["lr"], Tensor) and group["lr"].is_cuda
+    rate = group["lr"] if on_device else float(group["lr"])
+    if group["weight_decay"]:
+        torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
+    signed = rate if group.get("maximize") else -rate
+    if on_device:
+        torch._foreach_add_(own, torch._foreach_mul(directions, signed))
+    else:
+        torch._foreach_add_(own, directions, alpha=signed)
+
+
+def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
+    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction."""
+    if state.velocity is None:
+        state.velocity = torch.zeros_like(state.residual)
+    if state.second is None:
+        state.second = torch.zeros_like(state.residual)
+        state.residual.zero_()  # from before Adam was known: gradients, which may be much longer than directions
+    if adam.skipped:
+        state.adam_steps = state.steps_of_adam()
+    if adam.seeds is not None:
+        velocities, seconds = state.velocity.split(adam.sizes), state.second.split(adam.sizes)
+        for velocity, second, seed in zip(velocities, seconds, adam.seeds, strict=True):
+            if seed is not None:
+                velocity.copy_(seed[0])
+                second.copy_(seed[1])
+                state.adam_steps, state.nadam_products = adam.steps, {}
+    state.adam_steps += 1
+    of_gradient, of_velocity = _factors(adam, state)
+    root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
+    share = adam.share * state.noise.factor
+    factors = share * of_gradient, share * of_velocity
+    second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
+    return kernels.Adaptive(*second, share)
+
+
+def forget(state: BucketState) -> None:
+    """Forget directions and moments, for an exchange of gradients from now on."""
+    state.residual.zero_()
+    state.second = state.velocity = None
+    state.adam_steps, state.nadam_products = 0, {}
+
+
+def _factors(adam: AdamStep, state: BucketState) -> tuple[float, float]:
+    """Return the shares of the gradient and of the first moment in a direction."""
+    steps = state.adam_steps
+    if adam.momentum_decay is None:
+        return 0.0, 1 / (1 - adam.beta1**steps)
+    now, later = (_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in (steps, steps + 1))
+    before = state.nadam_products.get(steps - 1)
+    if before is None:  # the moments come from torch's NAdam
+        before = math.prod(_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in range(1, steps))
+    product = before * now
+    state.nadam_products = {steps - 1: before, steps: product}  # the former for a step that is refused, and counted again
+    return (1 - now) / (1 - product), later / (1 - product * later)
+
+
+def _nadam_momentum(beta1: float, decay: float, step: int) -> float:
+    grown: float = GROWTH ** (step * decay)
+    return beta1 * (1 - 0.5 * grown)

@@ -1,0 +1,246 @@
+"""Sessions: one model's exchanges behind a door. Before the first exchange the ranks meet and check that they agree."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from gradcomp import _version
+from gradcomp.engine.parameters import Parameters, Slot
+from gradcomp.engine.sessions.kept_entries import KeptEntries
+from gradcomp.engine.sessions.membership import Membership, Snapshot
+from gradcomp.engine.sessions.step_guard import StepGuard
+from gradcomp.engine.sessions.training import Training
+from gradcomp.engine.states import checkpoint, succession
+from gradcomp.engine.states.packed import States
+from gradcomp.engine.steps.options import Options
+from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.steps.step_observer import StepObserver
+from gradcomp.networks import Connection
+from gradcomp.protocol import Compressor
+
+
+class Session:
+    """One model's exchanges on one rank.
+
+    unknown_message: the door's error message for a gradient that belongs to no known parameter, with {shape} for its shape.
+    ends_in_backward: a step ends in backward, and not in the optimizer's step(). reducer: of the present compressor.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        parameters: Parameters,
+        network: Connection,
+        options: Options,
+        unknown_message: str,
+        *,
+        ends_in_backward: bool = False,
+    ):
+        self.parameters, self.network = parameters, network
+        self._options, self._unknown_message = options, unknown_message
+        self._membership, self._guard = Membership(network), StepGuard(network, ends_in_backward)
+        self._held: dict[str, Slot] = {}
+        self._kept_entries = KeptEntries(len(parameters.slots))
+        self._compressor = compressor
+        own = weakref.proxy(self)  # so that a session ends with its last user
+        self.training = Training(
+            parameters,
+            options,
+            lambda: own._compressor,
+            self._guard.before_optimizer,
+            lambda: own.reducer.buckets,
+            lambda: own.network.world.size if own._membership.sums else 1,
+            lambda: own._guard.under_way,
+            self._guard.fail,
+        )
+        self.reducer = self._make_reducer(compressor)
+
+    @property
+    def spec(self) -> str:
+        return str(self._compressor)
+
+    @property
+    def has_met(self) -> bool:
+        """True if the ranks have met since the network was last initialised."""
+        return self._membership.has_met
+
+    def slot(self, parameter: Tensor) -> Slot:
+        """Find the slot of a parameter. Refuse an unknown parameter."""
+        slot = self.parameters.slot(parameter)
+        if slot is None:
+            raise self.failed(ValueError(self._unknown_message.format(shape=tuple(parameter.shape))))
+        return slot
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Note that this rank's step failed, and return the error. Further steps are refused until the ranks meet again."""
+        self._membership.part()
+        self._discard_step()
+        self._guard.fail(error)
+        self.training.note_exchange()  # its steps are refused from now on, also before the first exchange
+        return error
+
+    def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
+        """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
+
+        grad: the gradient in the order of the parameter's memory; parameter.grad by default.
+        hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
+        """
+        self._guard.refuse_after_failure()
+        if self._guard.outlived:
+            self._discard_step()
+        self._guard.begin()
+        self.training.note_exchange()
+        if grad is None:
+            self._kept_entries.keep(slot)
+        if hold and not self.has_met:
+            self._held[slot.name] = slot
+        else:
+            self._hand_over(slot, grad)
+
+    def finish_step(self, scale: float = 1.0) -> None:
+        """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
+        self._guard.refuse_after_failure()
+        if not self._guard.under_way:
+            return
+        self._note_failure(self._kept_entries.check)
+        if self._held:
+            self.meet()
+        held, self._held = self._held, {}
+        for slot in held.values():
+            self._hand_over(slot)
+        self._note_failure(lambda: self.reducer.finish_step(scale))
+        self._guard.end()
+        self._membership.note_step(scale)
+        self.training.frozen.look(self.network.world.rank)
+        for slot in self.parameters.slots:
+            slot.close()
+
+    def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
+        self.meet()
+        self._note_failure(lambda: self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad))
+
+    def note_sums(self) -> None:
+        """Note that updates are sums over the ranks, before the first step shows it."""
+        self._membership.sums = True
+
+    def watch(self, observer: StepObserver, telemetry: str) -> None:
+        """Tell an observer of all steps. The ranks meet again: what their observers do together must be equal."""
+        self._guard.refuse_in_step("watch()")
+        before, self._options = self._options, replace(self._options, observer=observer, telemetry=telemetry)
+        self.reducer.observer = observer
+        if self.has_met:
+            self._membership.part()
+            try:
+                self.meet()
+            except BaseException:
+                self._options, self.reducer.observer = before, before.observer
+                raise
+
+    def residual(self) -> dict[str, Tensor]:
+        """Copy this rank's residual, by name, in the parameters' shapes."""
+        flat = checkpoint.residual(self.reducer)
+        return {slot.name: slot.shaped(flat[slot.name]) for slot in self.parameters.slots}
+
+    def change(self, compressor: Compressor) -> None:
+        """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
+        self._guard.refuse_in_step("change()")
+        self.training.refuse_before_step("change()")
+        before, compressor = (self.reducer, self._compressor), succession.successor(compressor, self.reducer)
+        changed = succession.carry(self.reducer, self._make_reducer(compressor))
+        handed_back = self.training.arrays_to_hand_back(self.reducer, changed)
+        self.reducer, self._compressor = changed, compressor
+        if self.has_met or handed_back:
+            try:
+                self._membership.meet(self.reducer, self._terms())
+                if handed_back:
+                    self.training.hand_back(before[0], changed, handed_back)
+            except BaseException as error:
+                self.reducer, self._compressor = before
+                if not isinstance(error, ValueError):  # which all ranks get
+                    self.failed(error)
+                raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy all that this rank's next step depends on."""
+        self._guard.refuse_in_step("state_dict()")
+        share = checkpoint.save(self.reducer, self.parameters.shapes, sums=self._membership.sums)
+        return self._membership.pack(self.spec, share)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before."""
+        place = self._membership.place
+        try:
+            loaded = States(state, self.spec)
+            taken = loaded.take(place)
+            copy = checkpoint.prepare(self.reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+        except Exception as error:
+            if self.has_met:
+                self.network.tell_failure(error)  # the others may load, and wait for this rank
+            raise
+        meet_again = self.has_met or self._guard.failed
+        self._discard_step()
+        copy()
+        self._membership.note_loaded(taken, loaded)
+        self.training.note_loaded(self.reducer)
+        self._guard.forgive()
+        if meet_again:
+            self._note_failure(self.meet)
+
+    def snapshot(self) -> Snapshot:
+        """Copy to main memory what restore() needs."""
+        self._guard.refuse_in_step("commit()")
+        share = checkpoint.save(
+            self.reducer, self.parameters.shapes, sums=self._membership.sums, copy=checkpoint.to_main_memory
+        )
+        return Snapshot(self._compressor, checkpoint.in_main_memory(share), self._membership.owner)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
+        share = snapshot.share
+        if snapshot.compressor is not self._compressor:  # change() came after the commit
+            self.reducer, self._compressor = self._make_reducer(snapshot.compressor), snapshot.compressor
+        copy = checkpoint.prepare(self.reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
+        self._discard_step()
+        copy()
+        self._membership.restore(snapshot.owner, share["sums"])
+        self.training.note_loaded(self.reducer)
+        self._guard.forgive()
+
+    def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:
+        """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.
+
+        leader, go_back: see Membership.meet().
+        """
+        if not self.has_met:
+            self._membership.meet(self.reducer, self._terms(), leader, go_back)
+
+    def _terms(self) -> dict[str, str]:
+        """Describe all that must be equal on all ranks."""
+        own = {"gradcomp's version": _version.VERSION, "spec": self.spec}
+        return own | self._options.terms | self.training.terms | self.parameters.terms()
+
+    def _make_reducer(self, compressor: Compressor) -> Reducer:
+        options, known = self._options, self.training.of_reducer(compressor) | {"observer": self._options.observer}
+        reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
+        self.training.note_what_stays(reducer.keeps_residual or compressor.traits.momentum > 0)
+        return reducer
+
+    def _note_failure(self, call: Callable[[], None]) -> None:
+        """Call a function. Note its failure, if it fails, so that further steps are refused."""
+        try:
+            call()
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def _discard_step(self) -> None:
+        """Discard the step under way. The entries that it has taken from the residual are lost."""
+        self.reducer.abort()
+        self._kept_entries.discard()
+        self._held.clear()
+        self._guard.end()

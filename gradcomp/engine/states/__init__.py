@@ -1,0 +1,1 @@
+"""What is saved, loaded, and handed on to another spec or to other ranks."""

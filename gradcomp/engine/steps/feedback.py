@@ -1,0 +1,250 @@
+"""Feedback: a collector that adds a bucket's gradients to what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.buckets import clipping, frozen_layers
+from gradcomp.engine.buckets.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
+from gradcomp.engine.buckets.health import INTERVAL, Health, measured
+from gradcomp.engine.optimizers import adam_moments, own_rates, sgd_momentum
+from gradcomp.engine.wrappers.by_host import ByHost
+from gradcomp.knobs import changed, knob
+from gradcomp.native import kernels
+from gradcomp.native.extension import MOMENTS
+from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.requests import World
+from gradcomp.saved import entry, numbers_of, sequence, table_or_empty, tensor, whole
+
+# The value of momentum that stands for the optimizer's.
+AUTO = "auto"
+# Stages of a warm-up, each gentler than the compressor itself.
+STAGES = 5
+
+
+@dataclass(frozen=True)
+class Feedback(Collector):
+    """A collector with error feedback: entries that a step does not send are added to the next step's gradient.
+
+    A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
+    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OwnMomentum).
+    With feedback=false nothing waits, as in some papers: the residual only holds what a step is to send.
+    """
+
+    feedback: bool = knob(
+        True,
+        "true: entries not sent wait for the next step; false, the default of what rounds but sign: they are lost",
+        default_of=lambda made: made.inner.traits.fed_back,
+    )
+    momentum: float | str = knob(
+        AUTO,
+        "local momentum; auto: the optimizer's own, of known SGD or Adam; a number: the optimizer's must then be 0",
+        least=0,
+        below=1,
+        word=AUTO,
+    )
+    nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
+    masking: bool = knob(True, "no momentum for entries that waited: their residual is one; false: momentum for all")
+    own_rate: bool = knob(
+        True, "true: what waits acts with its own step's learning rate, if that is known; false: with the last"
+    )
+    clip: float = knob(
+        0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
+    )
+    clip_by: str = knob(
+        "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
+    )
+    warmup: int = knob(0, "steps with gentler compression, in five stages; 0 = none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.set_momentum:
+            raise ValueError(f"{self}: nesterov=true needs a momentum above 0; set momentum")
+        if self.warmup and self.inner.ease(0.5) is None:
+            raise ValueError(f"{self}: {self.name} has no gentler form to warm up with; leave warmup out")
+        kept = self.inner.traits.momentum
+        if self.set_momentum and kept:
+            raise ValueError(
+                f"{self}: momentum={self.momentum} acts on top of {self.inner}'s own momentum {kept}; leave momentum out"
+            )
+        if reason := self.inner.refuses(self.feedback):
+            raise ValueError(f"{self}: {reason}")
+
+    def added_knobs(self) -> list[str]:
+        """List the knobs that differ from their defaults. The default of feedback is the compressor's."""
+        differs = [each for each in changed(self) if not each.startswith("feedback=")]
+        given = [] if self.feedback == self.inner.traits.fed_back else [f"feedback={str(self.feedback).lower()}"]
+        return given + differs
+
+    @property
+    def keeps_residual(self) -> bool:
+        return self.feedback
+
+    @property
+    def _shares_residuals(self) -> bool:
+        """True if what waits of this rank's gradients may lie in another rank's residual."""
+        return isinstance(self.inner, ByHost)
+
+    @property
+    def set_momentum(self) -> float:
+        """The momentum of the spec; 0 where it is the optimizer's."""
+        return 0.0 if isinstance(self.momentum, str) else self.momentum
+
+    @property
+    def takes_momentum(self) -> bool:
+        return self.momentum == AUTO and not self.inner.traits.momentum
+
+    @property
+    def traits(self) -> Traits:
+        inner = super().traits
+        whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
+        rates = "used" if self.own_rate and self.feedback and inner.rates == "unused" else inner.rates
+        return replace(inner, whole_model=whole_model, momentum=self.set_momentum or inner.momentum, rates=rates)
+
+    def choose(self, name: str, layer: Layer) -> Compressor:
+        if self.traits.whole_model:  # a norm or an algorithm over all layers keeps them together
+            return self
+        chosen = self.inner.choose(name, layer)
+        if chosen is self.inner:
+            return self
+        # Feedback takes over the momentum that the algorithm keeps and this layer's compressor does not.
+        kept = self.inner.traits.momentum
+        momentum = kept if kept and not chosen.traits.momentum else self.momentum
+        return replace(self, inner=chosen, momentum=momentum, warmup=0 if chosen.ease(0.5) is None else self.warmup)
+
+    def init(self, layout: Layout, seed: int) -> BucketState:
+        state, layers = super().init(layout, seed), len(layout.names)
+        if self.set_momentum:
+            state.velocity = torch.zeros_like(state.residual)
+        if self.inner.traits.moments is not None:
+            state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
+        if self.inner.traits.sparse:
+            state.peaks = kernels.peaks(layout.total, layout.device)
+        if self.feedback and not self._shares_residuals:
+            state.health = Health(str(self), layout.names)
+        if self.clip > 0:
+            state.squares = torch.zeros(layers, dtype=torch.float64, device=layout.device)
+        return state
+
+    def save(self, state: BucketState) -> dict[str, Any]:
+        sent_in = None if state.sent_in is None else state.sent_in.clone()
+        products = [list(each) for each in state.nadam_products.items()]
+        adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products}
+        adam["noise"] = state.noise.save()
+        return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
+
+    def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
+        state.steps = whole(saved, "steps")
+        state.sent_in = None
+        if entry(saved, "sent_in") is not None:
+            state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
+        products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
+        state.nadam_products = {int(steps): product for steps, product in products}
+        state.adam_steps = whole(saved, "adam_steps")
+        state.noise = state.noise.going_on_from(numbers_of(saved, "noise", 4))
+        super().load(state, table_or_empty(saved, "inner"))
+
+    def save_shared(self, state: BucketState) -> dict[str, Any]:
+        return {"steps": state.steps, "inner": super().save_shared(state)}
+
+    def load_shared(self, state: BucketState, saved: Mapping[str, Any]) -> None:
+        state.steps = saved["steps"]
+        super().load_shared(state, saved["inner"])
+
+    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+        if state.second is not None and not isinstance(step.momentum, AdamStep):
+            adam_moments.forget(state)
+        # An update that is larger than its gradients may be too large for float16.
+        kept = self.own_rate and all(grad.dtype != torch.float16 for grad in grads)
+        of_residual = own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0
+        momentum, nesterov, adaptive, compares = self.set_momentum, self.nesterov, None, False
+        match step.momentum:
+            case Momentum(value, ahead):
+                momentum, nesterov = value, ahead
+                of_residual = sgd_momentum.begin(step.momentum, state, of_residual)
+                mask = self._mask(state, state.velocity)
+            case AdamStep(beta1):
+                momentum, nesterov = beta1, False
+                compares = step.momentum.compares and state.noise.begin(state.steps, step.ranks)
+                mask = self._mask(state, None)
+                adaptive = adam_moments.begin(step.momentum, state)
+            case None:
+                mask = self._mask(state, state.velocity if momentum else None)
+        if state.held is not None:
+            mask = self._mask(state, None)  # what waits stays, and no momentum with it
+        state.of_residual = of_residual
+        frozen_layers.set_aside(state, step.frozen, grads, of_residual or 1.0)
+        scales = None
+        if state.squares is not None:
+            scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", step)
+        if compares and state.velocity is not None and state.second is not None:
+            state.noise.before(state.velocity, state.second)
+        kernels.accumulate(
+            grads,
+            state.residual,
+            state.velocity,
+            state.flag,
+            momentum,
+            nesterov,
+            scales=scales,
+            loss_scale=step.loss_scale,
+            moments=state.moments,
+            raw=self.inner.traits.moments == "raw",
+            peaks=state.peaks,
+            adaptive=adaptive,
+            mask=mask if momentum or adaptive else None,
+            whole=not self._shares_residuals,
+            of_residual=of_residual,
+            memory=step.memory,
+        )
+        if compares and state.velocity is not None:
+            state.noise.after(state.velocity, momentum, state.flag)
+        if state.health is not None and (state.steps + 1) % INTERVAL == 0:
+            squares = None
+            if not (momentum or adaptive):
+                squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
+                kernels.sum_squares(grads, squares, step.memory)
+                for factor in (scales, None if step.loss_scale is None else 1 / step.loss_scale):
+                    squares *= 1 if factor is None else factor.double().square()
+            state.health.before(squares, state.flag, state.residual, state.sent_in, state.steps + 1)
+        return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
+
+    def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
+        """Return what notes the entries that are sent in this step; None if none wait, or masking=false."""
+        if not self.masking or not self.feedback or not self.inner.traits.selects:
+            return None
+        if state.sent_in is None:  # nothing has waited yet
+            state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)
+        return kernels.Mask(velocity, state.sent_in, state.steps + 1)
+
+    def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
+        inner = self.stage(state.steps)
+        state.steps += 1
+        steps = frozen_layers.held(inner.exchange(acc, state.inner, world), state)
+        if state.second is not None:
+            steps = state.noise.compare(steps, world)
+        if state.held is not None:
+            return own_rates.held(steps, state)
+        if state.health is None or state.steps % INTERVAL:
+            return steps
+        return measured(steps, state.health, state.residual)
+
+    def stage(self, steps: int) -> Compressor:
+        """Choose the compressor after this number of steps: a gentler form during the warm-up, then the wrapped one."""
+        if steps >= self.warmup:
+            return self.inner
+        gentler = self.inner.ease((int(STAGES * steps / self.warmup) + 1) / (STAGES + 1))
+        assert gentler is not None
+        return gentler
+
+
+def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
+    """Wrap a compressor in what collects gradients, unless it is exact and none of Feedback's knobs is set."""
+    if compressor.traits.outermost or (compressor.traits.exact and not settings):
+        return compressor
+    return Feedback(compressor, **{"feedback": compressor.traits.fed_back, **settings})

@@ -1,0 +1,250 @@
+"""Buckets of gradients, and the only loop that drives a compressor.
+
+mark_ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish_step() advances all
+buckets to their updates, round by round, in bucket order. It never runs one bucket to its end while others wait. Ranks may
+start their buckets in different orders and would then block each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.buckets.bucket import Bucket, check_type
+from gradcomp.engine.buckets.collector import Rates, StepFacts
+from gradcomp.engine.buckets.delivery import Delivery
+from gradcomp.engine.buckets.loss_scale import LossScale
+from gradcomp.engine.optimizers.own_momentum import OwnMomentum
+from gradcomp.engine.steps.options import check_seed
+from gradcomp.engine.steps.plan import plan
+from gradcomp.engine.steps.step_clock import StepClock
+from gradcomp.engine.steps.step_observer import StepObserver
+from gradcomp.native.memory import Memory, Update
+from gradcomp.networks import Network
+from gradcomp.protocol import Compressor, Layer
+from gradcomp.requests import Reply, bytes_of
+
+
+class Reducer:
+    """All buckets of one model on one rank.
+
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
+    seed: the seed of the first bucket; later buckets add their index.
+    rates: a function from layers' names to learning rates. linear: decides whether weights move by multiples of updates.
+    frozen: finds the numbers of those among some layers that are frozen.
+    memory: the owner of scratch and updates, a new one by default. observer: looks at every step, if given.
+    loss_scale: that of the gradients, if they are scaled. momentum: the optimizer's, if it is known.
+    targets: finds the arrays that a bucket's update is written into; by default its gradients.
+    delivery: another reducer's, to share. deliver: called with each finished bucket and its mean update, which is valid during
+    the call; by default the delivery writes it.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        layers: Mapping[str, Layer],
+        network: Network,
+        bucket_mb: float,
+        seed: int,
+        *,
+        rates: Callable[[Sequence[str]], Rates] | None = None,
+        linear: Callable[[], bool] = lambda: False,
+        frozen: Callable[[Sequence[str]], Sequence[int]] = lambda names: (),
+        loss_scale: LossScale | None = None,
+        momentum: OwnMomentum | None = None,
+        targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
+        delivery: Delivery | None = None,
+        deliver: Callable[[Bucket, Update], None] | None = None,
+        memory: Memory | None = None,
+        observer: StepObserver | None = None,
+    ):
+        check_seed(seed)
+        need = compressor.traits.rates
+        if need == "needed" and (rates is None or rates(list(layers)) is None):
+            raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
+        self.network, self.layers = network, dict(layers)
+        self.rates, self._linear, self._frozen = None if need == "unused" else rates, linear, frozen
+        self.memory = Memory() if memory is None else memory
+        self.buckets = [
+            Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
+            for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
+        ]
+        # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
+        self._momentum = momentum
+        if momentum is not None and not all(bucket.collector.takes_momentum for bucket in self.buckets):
+            momentum.leave()
+            self._momentum = None
+        self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
+        self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
+        self._takes_back = delivery is not None or deliver is None
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
+        self.scale = 1.0
+        self.steps_done = 0
+        self._step = 1  # the number in verdicts, which no other step has
+        self.bytes_sent = 0
+        self.bytes_between_hosts = 0
+        self._sent = self._sent_between_hosts = 0
+        self.clock, self.observer = StepClock(), observer
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True if entries of any bucket wait from step to step."""
+        return any(bucket.collector.keeps_residual for bucket in self.buckets)
+
+    @property
+    def takes_momentum(self) -> bool:
+        """True if the optimizer's momentum is taken over."""
+        return self._momentum is not None
+
+    def mark_ready(self, name: str, grad: Tensor) -> None:
+        """Note a layer's gradient, and start its bucket if it is the last one.
+
+        grad: contiguous. It must not change before its update is delivered.
+        """
+        check_type(grad, f"the gradient of {name!r}")
+        self.clock.note_gradient()
+        if self.layers[name].size == 0:
+            return
+        bucket = self._bucket_of[name]
+        if name in bucket.grads:
+            raise RuntimeError(
+                f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
+            )
+        bucket.grads[name] = grad
+        if len(bucket.grads) == len(bucket.layout.names):
+            self.clock.note_full_bucket(len(self.buckets))
+            self._start(bucket)
+
+    def start_all(self) -> None:
+        """Start every bucket that has not started. A layer without a gradient gets one of zeros."""
+        for bucket in self.buckets:
+            if bucket.running is None:
+                self._start(bucket)
+
+    def advance(self) -> bool:
+        """Advance all running buckets by one round: wait for their replies, and start their next requests.
+
+        Return False once every update is delivered.
+        """
+        running = [bucket for bucket in self.buckets if bucket.answer is not None]
+        for bucket in running:
+            assert bucket.answer is not None
+            asked = time.perf_counter()
+            reply = bucket.answer()
+            replied = self.clock.note_reply(asked)
+            self._resume(bucket, reply)
+            self.clock.note_encoded(replied)
+        return bool(running)
+
+    def finish_step(self, scale: float = 1.0) -> None:
+        """Finish all exchanges of the step. The gradients are then scale times the mean update."""
+        self.scale = scale
+        self.clock.note_last_gradient()
+        self.start_all()
+        while self.advance():
+            pass
+        self.end_step()
+        if self.observer is not None:
+            self.observer.conclude()
+            self.clock.restart()
+
+    def end_step(self) -> None:
+        """End the step after all its updates are delivered: take them back if it failed, and count it."""
+        delivered = time.perf_counter()
+        if self._takes_back:
+            self.delivery.add_back(self.buckets, self.scale, self._step)
+        if self._momentum is not None and self.buckets:
+            failed = partial(self.delivery.has_failed, self._step)
+            self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), failed)
+        for bucket in self.buckets:
+            bucket.grads.clear()
+        self._step, self.steps_done = self._step + 1, self.steps_done + 1
+        self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
+        self._sent = self._sent_between_hosts = 0
+        self.clock.note_encoded(delivered)
+        self.clock.note_end()
+        if self.observer is not None:
+            self.observer.step_done(self)
+
+    def abort(self) -> None:
+        """Discard the running step after a failure of the network."""
+        self._sent = self._sent_between_hosts = 0
+        for bucket in self.buckets:
+            if bucket.running is not None:
+                bucket.running.close()
+            bucket.running = bucket.answer = None
+            bucket.grads.clear()
+        self._step += 1  # its verdicts are not the next step's
+        self.clock = StepClock()
+        if self.observer is not None:
+            self.observer.discard()
+
+    def _start(self, bucket: Bucket) -> None:
+        began, layout, collector, world = time.perf_counter(), bucket.layout, bucket.collector, self.network.world
+        for name, size in zip(layout.names, layout.sizes, strict=True):
+            if name not in bucket.grads:
+                bucket.grads[name] = torch.zeros(size, device=layout.device)
+        rates = None if self.rates is None else self.rates(layout.names)
+        momentum = None if self._momentum is None else self._momentum.of(layout)
+        own_rates = rates if momentum is not None or self._linear() else None
+        known = self.delivery.loss_scale(bucket), momentum, own_rates, self._frozen(layout.names)
+        facts = StepFacts(self.memory, world.size, rates, *known)
+        if self.observer is not None:
+            self.observer.before(bucket)
+        acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
+        if self.observer is not None:
+            self.observer.collected(bucket)
+        bucket.round = 0
+        bucket.running = collector.exchange(acc, bucket.state, world)
+        self._resume(bucket, None)
+        self.clock.note_encoded(began)
+
+    def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
+        assert bucket.running is not None
+        try:
+            request = bucket.running.send(reply)
+        except StopIteration as end:
+            bucket.running = bucket.answer = None
+            if not isinstance(end.value, Update):
+                raise TypeError(
+                    f"{bucket.collector.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
+                ) from None
+            if self.observer is not None:
+                self.observer.delivered(bucket, end.value)
+            deliver = self._deliver or partial(self.delivery.write, scale=self.scale, step=self._step)
+            deliver(bucket, end.value)
+            self.memory.give_back(end.value)
+        else:
+            self._sent += bytes_of(request)
+            self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
+            self.clock.note_request()
+            bucket.answer = self.network.start(request, f"{bucket.index}.{bucket.round}")
+            bucket.round += 1
+
+    def stats(self) -> dict[str, Any]:
+        """Return figures of the last step. compression: dense float32 bytes over all bytes handed to the network.
+
+        health: of each bucket's residual, at the last measurement (Health).
+        """
+        dense = 4 * sum(layer.size for layer in self.layers.values())
+        by_bucket = [bucket.collector.stats(bucket.state) for bucket in self.buckets]
+        return {
+            **{name: figure for figures in by_bucket for name, figure in figures.items()},
+            "health": [
+                {"layers": list(bucket.layout.names), **bucket.state.health.figures}
+                for bucket in self.buckets
+                if bucket.state.health is not None and bucket.state.health.figures
+            ],
+            "steps": self.steps_done,
+            "buckets": len(self.buckets),
+            "overlap": not any(bucket.collector.traits.whole_model for bucket in self.buckets),
+            "bytes_dense": dense,
+            "bytes_sent": self.bytes_sent,
+            "bytes_between_hosts": self.bytes_between_hosts,
+            "compression": dense / self.bytes_sent if self.bytes_sent else None,
+        }

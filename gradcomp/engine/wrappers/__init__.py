@@ -1,0 +1,1 @@
+"""What is put around a compressor: by layer, by host."""
