@@ -29,7 +29,7 @@ _UNKNOWN = (
     "unfreeze layers before attach()"
 )
 
-_REMEDY = "Call the DistributedDataParallel model that attach() got, not the model inside it"
+_UNUSED = "Call the DistributedDataParallel model that attach() got, not the model inside it"
 
 
 def attach(
@@ -57,7 +57,7 @@ def attach(
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
     options = Options(optimizer, scaler, bucket_mb, seed)
-    session = Session(make(spec), Parameters(named), network, options, _UNKNOWN, ends_in_backward=True)
+    session = Session(make(spec), Parameters(named), network, options, _UNKNOWN, _UNUSED, ends_in_backward=True)
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
         model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)
@@ -68,7 +68,7 @@ def attach(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
-    return Handle(session, _REMEDY)
+    return Handle(session)
 
 
 class _BackwardPass:
@@ -106,7 +106,7 @@ class _BackwardPass:
         for slot, grad in self.grads:
             if slot.parameter.grad is not None:
                 self.used.add(slot.name)
-            elif slot.name in self.used:
+            elif slot.name in self.used and grad.any():  # else DDP's None stays, and the optimizer leaves the layer alone
                 slot.parameter.grad = torch.empty_like(slot.parameter)
             else:
                 continue

@@ -9,17 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.sessions.unused import Unused
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer
 
 
 class Handle:
-    """One model's exchange on this rank. remedy: for a user whose model trains past it."""
+    """One model's exchange on this rank."""
 
-    def __init__(self, session: Session, remedy: str):
-        self._session, self._unused = session, Unused(session, remedy)
+    def __init__(self, session: Session):
+        self._session = session
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
@@ -41,7 +40,7 @@ class Handle:
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         session = weakref.proxy(self._session)  # the session has the observer
-        named = dict(session.parameters.frozen) | {slot.name: slot.parameter for slot in session.parameters.slots}
+        named = dict(session.parameters.without_gradient) | {slot.name: slot.parameter for slot in session.parameters.slots}
         observer = Observer(
             writers,
             intervals,

@@ -46,7 +46,7 @@ _UNKNOWN = (
     "them before making Compression or DistributedOptimizer"
 )
 
-_REMEDY = (
+_UNUSED = (
     "Pass the Compression to hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=...), and step that one"
 )
 
@@ -81,7 +81,7 @@ class Compression(Handle):
             raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, scaler, bucket_mb, seed)
-        super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN), _REMEDY)
+        super().__init__(Session(make(spec), Parameters(named_parameters), self._network, options, _UNKNOWN, _UNUSED))
         self._knows_optimizer = False
         self._commits = Commits(self._session)
         keep_with_optimizers(_commits_of)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets.bucket import Bucket, check_type
-from gradcomp.engine.buckets.frozen_layers import FrozenLayers
 from gradcomp.engine.optimizers.check import check_momentum, is_linear, rates_of
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import checked
+from gradcomp.engine.sessions.freezes import Freezes
 from gradcomp.engine.sessions.meeting import adopt, shared_state
 from gradcomp.engine.states import checkpoint, handed_back, packed, succession
 from gradcomp.engine.states.packed import Place, States
@@ -78,15 +78,15 @@ class Simulation:
 
     def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
         """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates, linear, frozen = None, partial(is_linear, self._optimizer), None
+        rates, linear = None, partial(is_linear, self._optimizer)
         if self._optimizer is not None and self._named is not None:
             rates = rates_of(self._optimizer, self._named.items())
             check_momentum(compressor, self._optimizer)
-            frozen = FrozenLayers(self._named).of
+        frozen = Freezes(self._named).of if self._named else lambda names: ()
         reducers: list[Reducer] = []
         for rank, network in enumerate(self._networks):
             options: dict[str, Any] = {"rates": rates, "linear": linear, "memory": self._memory, "momentum": self._momentum}
-            options |= {"frozen": frozen} if frozen else {}
+            options["frozen"] = frozen
             if reducers:  # the update of rank 0 is returned, and the others' are compared with it
                 options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
             reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))

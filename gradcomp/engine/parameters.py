@@ -68,20 +68,20 @@ class Slot:
 class Parameters:
     """All parameters that are trained, in the given order. A tied parameter, which has two names, counts once.
 
-    frozen: the parameters that need no gradient, with their names.
+    without_gradient: the parameters that need no gradient at set-up, with their names.
     """
 
     def __init__(self, named: NamedParameters):
         seen: set[int] = set()
         names: set[str] = set()
         self.slots: list[Slot] = []
-        self.frozen: list[tuple[str, torch.nn.Parameter]] = []
+        self.without_gradient: list[tuple[str, torch.nn.Parameter]] = []
         for name, parameter in checked(named):
             if name in names:
                 raise ValueError(f"named_parameters has two parameters called {name!r}; give each its own name")
             names.add(name)
             if not parameter.requires_grad:
-                self.frozen.append((name, parameter))
+                self.without_gradient.append((name, parameter))
             elif id(parameter) not in seen:
                 self.slots.append(Slot(name, parameter))
             seen.add(id(parameter))

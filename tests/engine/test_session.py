@@ -33,7 +33,7 @@ class Alone(MemoryNetwork):
 def test_a_change_in_the_middle_of_a_step_is_refused() -> None:
     """Gradients that were handed over would be forgotten, and the ranks' weights drift apart."""
     p = torch.nn.Parameter(torch.zeros(100))
-    session = Session(make("topk:ratio=0.1"), Parameters([("p", p)]), Alone(), Options(None, None, 25, 0), "unknown")
+    session = Session(make("topk:ratio=0.1"), Parameters([("p", p)]), Alone(), Options(None, None, 25, 0), "unknown", "")
     for _ in range(2):
         p.grad = torch.randn(100)
         session.mark_ready(session.slot(p))

@@ -14,7 +14,7 @@ import small_net
 import torch
 
 import gradcomp
-from gradcomp.engine.sessions.unused import SOME
+from gradcomp.engine.sessions.unused import STEPS_BEFORE_WARNING
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +41,8 @@ def by_horovod() -> dict[str, Any]:
         compression = gradcomp.horovod.Compression("topk", doors.named(model, f"{passed}."))
         options = {"compression": compression} if passed else {}
         optimizer = hvd.DistributedOptimizer(plain, doors.named(model, f"{passed}."), **options)
-        early = warned(small_net.train, model, optimizer, data, SOME - 1)
-        found["passed" if passed else "left out"] = early, warned(small_net.train, model, optimizer, data, SOME + 1)
+        counts = STEPS_BEFORE_WARNING - 1, STEPS_BEFORE_WARNING + 1
+        found["passed" if passed else "left out"] = [warned(small_net.train, model, optimizer, data, each) for each in counts]
     return found
 
 
@@ -53,9 +53,33 @@ def by_ddp() -> dict[str, Any]:
     for name in ("left out", "passed"):
         run = ddp_run.DdpRun("topk")
         trained = run.whole if name == "passed" else run.plain
-        early = warned(small_net.train, trained, run.optimizer, run.data, SOME - 1)
-        found[name] = early, warned(small_net.train, trained, run.optimizer, run.data, SOME + 1)
+        early = warned(small_net.train, trained, run.optimizer, run.data, STEPS_BEFORE_WARNING - 1)
+        found[name] = early, warned(small_net.train, trained, run.optimizer, run.data, STEPS_BEFORE_WARNING + 1)
     return found
+
+
+def in_other_ways() -> dict[str, Any]:
+    """Train past the exchange after attach() without a name for its handle, and after a resume; and with a second exchange."""
+    ranks.join()
+    found = {}
+    for name in ("no handle", "resumed"):
+        run = ddp_run.DdpRun("topk")
+        if name == "resumed":
+            run.train(2)
+            state = run.handle.state_dict()
+            run = ddp_run.DdpRun("topk", run.plain)
+            run.handle.load_state_dict(state)
+        del run.handle
+        found[name] = warned(small_net.train, run.plain, run.optimizer, run.data, STEPS_BEFORE_WARNING + 1)
+    first = ddp_run.DdpRun("sign")
+    second = ddp_run.DdpRun("topk", first.plain)
+    found["wrapped again"] = warned(second.train, STEPS_BEFORE_WARNING + 1)
+    return found
+
+
+def test_neither_a_handle_nor_a_fresh_state_is_needed_and_a_second_exchange_is_one() -> None:
+    for found in ranks.launch(in_other_ways, 2):
+        assert len(found["no handle"]) == len(found["resumed"]) == 1 and found["wrapped again"] == []
 
 
 @pytest.mark.parametrize("program, remedy", [(by_horovod, "compression=...)"), (by_ddp, "Call the DistributedDataParallel")])
@@ -65,7 +89,7 @@ def test_what_is_left_out_is_said(program: Any, remedy: str) -> None:
         assert early == []
         ((text, at_the_users_line),) = late
         assert remedy in text and at_the_users_line
-        assert found["passed"] == ([], [])
+        assert list(found["passed"]) == [[], []]
 
 
 def alone() -> list[Any]:
@@ -73,7 +97,7 @@ def alone() -> list[Any]:
     model = small_net.net()
     compression = gradcomp.horovod.Compression("topk", model.named_parameters())
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.02), compression=compression)
-    return warned(small_net.train, model, optimizer, doors.batches(), SOME + 1)
+    return warned(small_net.train, model, optimizer, doors.batches(), STEPS_BEFORE_WARNING + 1)
 
 
 def test_alone_there_is_nothing_to_exchange() -> None:

@@ -85,7 +85,7 @@ class Rank:
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
         network: Any = self.network
         options = Options(None, None, 25, 0)
-        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, options, "unknown {shape}")
+        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, options, "unknown {shape}", "")
         self.commits = Commits(self.session)
         self._draws = torch.Generator().manual_seed(rank + 100 * generation.ranks)
         self.given, self.came = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)

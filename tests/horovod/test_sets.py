@@ -26,7 +26,10 @@ FORM: Form = (Field("count", torch.int32, 1), Field("values", torch.float32, 5))
 def trained(door: str, spec: str, name: str, process_set: Any) -> torch.Tensor:
     model = small_net.net()
     optimizer = doors.sgd(door, model, spec, prefix=f"{name}/{door}/{spec}.", bucket_mb=0.015, process_set=process_set)
-    return small_net.train(model, optimizer, doors.batches(), 10)
+    weights = small_net.train(model, optimizer, doors.batches(), 10)
+    if (compression := getattr(optimizer, "compression", None)) is not None:
+        compression.load_state_dict(compression.state_dict())  # as a script does that resumes
+    return weights
 
 
 def payload(*tag: int) -> Payload:

@@ -28,6 +28,18 @@ Decays = Mapping[float, tuple[list[int], list[Tensor]]]
 
 
 @dataclass
+class Aside:
+    """What was set aside of a layer: its arrays, by name, and its entries in the bucket.
+
+    of_residual: the factor that its residual has had since.
+    """
+
+    entries: slice
+    arrays: dict[str, Tensor]
+    of_residual: float = 1.0
+
+
+@dataclass
 class BucketState:
     """The state that a bucket keeps between steps.
 
@@ -39,7 +51,7 @@ class BucketState:
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping. rates: those that what waits is meant for (own_rates).
     held: the residual, in a step whose updates move nothing (own_rates). of_residual: the factor of what waits in this step.
-    set_aside: parts of these arrays that belong to frozen layers, and what is to stand there after the step (frozen_layers).
+    aside: what was set aside of frozen layers, by their numbers (frozen_layers).
     """
 
     residual: Tensor
@@ -59,7 +71,7 @@ class BucketState:
     rates: Rates = None
     held: Tensor | None = None
     of_residual: float = 1.0
-    set_aside: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    aside: dict[int, Aside] = field(default_factory=dict)
 
     def steps_of_adam(self) -> int:
         """Return the steps that Adam's moments have seen, without the last one if it was refused. This waits for the device."""

@@ -130,6 +130,7 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
         state.velocity = torch.zeros_like(state.residual)
     if state.second is None:
         state.second = torch.zeros_like(state.residual)
+        state.aside.clear()
         state.residual.zero_()  # from before Adam was known: gradients, which may be much longer than directions
     if adam.skipped:
         state.adam_steps = state.steps_of_adam()
@@ -151,6 +152,7 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
 
 def forget(state: BucketState) -> None:
     """Forget directions and moments, for an exchange of gradients from now on."""
+    state.aside.clear()
     state.residual.zero_()
     state.second = state.velocity = None
     state.adam_steps, state.nadam_products = 0, {}

@@ -40,7 +40,8 @@ class OptimizerCheck:
     exchange. before_step: each is called before every such step. fail: tells the other ranks that this one does not go on.
     An optimizer that trains as much as the given one replaces it: hvd.DistributedOptimizer makes another object.
     The one that acts is the last that stepped and trains all of the session's parameters, or else the given one.
-    exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters since.
+    exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters
+    since, or this one has ended.
     """
 
     turn: ClassVar[int] = 1
@@ -148,7 +149,7 @@ class OptimizerCheck:
         self.optimizer = optimizer
 
     def _foreign(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        frozen = {id(parameter) for _, parameter in self._parameters.frozen}
+        frozen = {id(parameter) for _, parameter in self._parameters.without_gradient}
         return {id(each) for each in _parameters_of(optimizer) if not self.owns(each)} - frozen
 
     def _update(self, known: _Known, optimizer: torch.optim.Optimizer) -> None:
@@ -168,7 +169,9 @@ class OptimizerCheck:
         """Refuse a gradient of a parameter that was unfrozen or added too late: nobody exchanges it."""
         for parameter in known.not_exchanged:
             if parameter.requires_grad and parameter.grad is not None:
-                name = next((repr(name) for name, frozen in self._parameters.frozen if frozen is parameter), "a parameter")
+                name = next(
+                    (repr(name) for name, frozen in self._parameters.without_gradient if frozen is parameter), "a parameter"
+                )
                 error = RuntimeError(
                     f"{name} of shape {tuple(parameter.shape)} was unfrozen or added after the ranks' exchange was set up: its "
                     "gradient stays on this rank, and the replicas drift apart. It must be in the model and in the optimizer, "

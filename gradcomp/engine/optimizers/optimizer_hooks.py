@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
-class Hooked(Protocol):
+class StepListener(Protocol):
     """Something that is called around every step of any optimizer, as long as it lives. turn: the lowest is called first."""
 
     turn: ClassVar[int]
@@ -22,20 +22,20 @@ class Hooked(Protocol):
         """Act after a step that raised no error."""
 
 
-W = TypeVar("W", bound=Hooked)
+W = TypeVar("W", bound=StepListener)
 
-_hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def add(hooked: Hooked) -> None:
-    """Call it around steps from now on."""
+def add(listener: StepListener) -> None:
+    """Call a listener around every step from now on."""
     _register_once()
-    _hooked.add(hooked)
+    _listeners.add(listener)
 
 
 def all_of(kind: type[W]) -> list[W]:
-    """List those of a class that live."""
-    return [each for each in list(_hooked) if isinstance(each, kind)]
+    """List the listeners of a class that live."""
+    return [each for each in list(_listeners) if isinstance(each, kind)]
 
 
 @functools.cache
@@ -47,10 +47,10 @@ def _register_once() -> None:
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     closure = any(each is not None for each in (*args[1:], options.get("closure")))
-    for each in sorted(_hooked, key=lambda hooked: hooked.turn):
+    for each in sorted(_listeners, key=lambda listener: listener.turn):
         each.before_step(optimizer, closure)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    for each in list(_hooked):
+    for each in list(_listeners):
         each.after_step()

@@ -111,5 +111,6 @@ class Membership:
         """Make a state of this rank's share."""
         place = self.owner.place
         if place.ranks != self.owner.scaled_for or not place.ranks:
-            place = Place(self._network.world.rank, self.owner.scaled_for or self._network.world.size)
+            here = self.place or Place(0, 1)  # a rank outside its process set trains by itself
+            place = Place(here.rank, self.owner.scaled_for or here.ranks)
         return packed.pack(spec, place.ranks, {place.rank: share})

@@ -15,6 +15,7 @@ from gradcomp.engine.sessions.kept_entries import KeptEntries
 from gradcomp.engine.sessions.membership import Membership, Snapshot
 from gradcomp.engine.sessions.step_guard import StepGuard
 from gradcomp.engine.sessions.training import Training
+from gradcomp.engine.sessions.unused import Unused
 from gradcomp.engine.states import checkpoint, succession
 from gradcomp.engine.states.packed import States
 from gradcomp.engine.steps.options import Options
@@ -28,6 +29,7 @@ class Session:
     """One model's exchanges on one rank.
 
     unknown_message: the door's error message for a gradient that belongs to no known parameter, with {shape} for its shape.
+    unused_remedy: what the door's user is to do whose model trains past the exchange.
     ends_in_backward: a step ends in backward, and not in the optimizer's step(). reducer: of the present compressor.
     """
 
@@ -38,15 +40,15 @@ class Session:
         network: Connection,
         options: Options,
         unknown_message: str,
+        unused_remedy: str,
         *,
         ends_in_backward: bool = False,
     ):
         self.parameters, self.network = parameters, network
-        self._options, self._unknown_message = options, unknown_message
+        self._options, self._unknown_message, self._compressor = options, unknown_message, compressor
         self._membership, self._guard = Membership(network), StepGuard(network, ends_in_backward)
         self._held: dict[str, Slot] = {}
         self._kept_entries = KeptEntries(len(parameters.slots))
-        self._compressor = compressor
         own = weakref.proxy(self)  # so that a session ends with its last user
         self.training = Training(
             parameters,
@@ -56,9 +58,11 @@ class Session:
             lambda: own.reducer.buckets,
             lambda: own.network.world.size if own._membership.sums else 1,
             lambda: own._guard.under_way,
-            self._guard.fail,
+            network.tell_failure,
         )
+        weakref.finalize(self, self.training.end).atexit = False
         self.reducer = self._make_reducer(compressor)
+        self._unused = Unused(parameters, network, lambda: own.spec, unused_remedy)
 
     @property
     def spec(self) -> str:
@@ -116,7 +120,7 @@ class Session:
         self._note_failure(lambda: self.reducer.finish_step(scale))
         self._guard.end()
         self._membership.note_step(scale)
-        self.training.frozen.look(self.network.world.rank)
+        self.training.freezes.look(self.network.world.rank)
         for slot in self.parameters.slots:
             slot.close()
 

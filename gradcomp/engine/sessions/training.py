@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from gradcomp.engine.buckets.bucket import Bucket
-from gradcomp.engine.buckets.frozen_layers import FrozenLayers
 from gradcomp.engine.buckets.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import own_rates
 from gradcomp.engine.optimizers.check import OptimizerCheck, check_momentum
 from gradcomp.engine.optimizers.delivered_sample import DeliveredSample
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters
+from gradcomp.engine.sessions.freezes import Freezes
 from gradcomp.engine.states import handed_back
 from gradcomp.engine.states.kept_arrays import views
 from gradcomp.engine.steps.options import Options
@@ -28,7 +28,7 @@ class Training:
     compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
     buckets: returns the session's.
     sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
-    fail: tells the other ranks that this one does not go on.
+    fail: tells the other ranks, until this one goes on, why its optimizer does not step.
     lags: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
     """
 
@@ -55,7 +55,7 @@ class Training:
             fail,
         )
         slots = {slot.name: slot for slot in parameters.slots}
-        self.frozen = FrozenLayers({name: slot.parameter for name, slot in slots.items()})
+        self.freezes = Freezes({name: slot.parameter for name, slot in slots.items()})
         self._shaped = lambda name, flat: slots[name].shaped(flat)
         self._momentum = OwnMomentum(
             self._check.acting,
@@ -80,12 +80,16 @@ class Training:
         """Note the optimizer that will step, before its first step."""
         self._check.note(optimizer)
 
+    def end(self) -> None:
+        """End with the session: Python's collector may find this much later, and an optimizer may step until then."""
+        self._check.replaced = True
+
     def of_reducer(self, compressor: Compressor) -> dict[str, Any]:
         """Return what a reducer needs to know, after a check of the compressor's momentum."""
         if (optimizer := self._check.optimizer) is not None:
             check_momentum(compressor, optimizer)
         self._rates_noted = False
-        known = {"rates": self._check.rates, "linear": lambda: self._check.is_linear, "frozen": self.frozen.of}
+        known = {"rates": self._check.rates, "linear": lambda: self._check.is_linear, "frozen": self.freezes.of}
         return {**known, "loss_scale": self._loss_scale, "momentum": self._momentum}
 
     def _note_rates(self) -> None:

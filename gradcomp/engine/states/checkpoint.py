@@ -143,7 +143,7 @@ def _check_names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     if different := sorted(map(str, ours.keys() ^ theirs.keys())):
         raise ValueError(
             f"the state does not fit the model: only one of them has {', '.join(different[:3])}; load it into the model that "
-            "saved it"
+            "saved it, and freeze layers after the exchange is made"
         )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.engine.buckets import frozen_layers
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.states.kept_arrays import adam_steps, views
 from gradcomp.engine.steps.reducer import Reducer
@@ -38,6 +39,7 @@ def start(momentum: OwnMomentum, reducer: Reducer, arrays: Sequence[str]) -> Cal
     network, size = reducer.network, reducer.network.world.size
     answers: list[tuple[str, Layout, Answer]] = []
     for bucket in reducer.buckets:
+        frozen_layers.put_back(bucket.state)
         for array in arrays:
             kept: Tensor | None = getattr(bucket.state, array)
             own = torch.zeros_like(bucket.state.residual) if kept is None else kept / size

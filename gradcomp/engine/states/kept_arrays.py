@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping
 import torch
 from torch import Tensor
 
+from gradcomp.engine.buckets import frozen_layers
 from gradcomp.engine.buckets.collector import ANY
 from gradcomp.engine.steps.reducer import Reducer
 
@@ -16,9 +17,13 @@ ARRAYS = ("residual", *OF_OPTIMIZER)
 
 
 def views(reducer: Reducer, array: str) -> dict[str, Tensor]:
-    """Slice residuals or moments into layers, by name. Buckets that do not keep the array between steps are left out."""
+    """Slice residuals or moments into layers, by name. Buckets that do not keep the array between steps are left out.
+
+    What is set aside of frozen layers is put back before; the next step sets it aside again.
+    """
     views: dict[str, Tensor] = {}
     for bucket in reducer.buckets:
+        frozen_layers.put_back(bucket.state)
         flat: Tensor | None = getattr(bucket.state, array)
         if flat is not None and (bucket.collector.keeps_residual or array in OF_OPTIMIZER):
             views |= bucket.layout.views(flat)

@@ -68,7 +68,10 @@ class States:
         """
         if here is None:
             if len(self.shares) > 1:
-                raise RuntimeError("load_state_dict() got the states of several ranks before hvd.init(); call hvd.init() first")
+                raise RuntimeError(
+                    "load_state_dict() got the states of several ranks before hvd.init(), or outside the process set; call "
+                    "hvd.init() first, or pass this rank's own state"
+                )
             (rank,) = self.shares
             return Taken(self.shares, 1.0, Place(rank, self.ranks))
         rank, ranks = here

@@ -119,8 +119,7 @@ class Feedback(Collector):
 
     def init(self, layout: Layout, seed: int) -> BucketState:
         state, layers = super().init(layout, seed), len(layout.names)
-        if self.set_momentum:
-            state.velocity = torch.zeros_like(state.residual)
+        state.velocity = torch.zeros_like(state.residual) if self.set_momentum else None
         if self.inner.traits.moments is not None:
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
         if self.inner.traits.sparse:
@@ -134,8 +133,7 @@ class Feedback(Collector):
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
         products = [list(each) for each in state.nadam_products.items()]
-        adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products}
-        adam["noise"] = state.noise.save()
+        adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products, "noise": state.noise.save()}
         return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
@@ -157,11 +155,13 @@ class Feedback(Collector):
         super().load_shared(state, saved["inner"])
 
     def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+        frozen_layers.put_back(state, step.frozen if step.momentum is None or not step.momentum.seeds else ())
         if state.second is not None and not isinstance(step.momentum, AdamStep):
             adam_moments.forget(state)
         # An update that is larger than its gradients may be too large for float16.
         kept = self.own_rate and all(grad.dtype != torch.float16 for grad in grads)
         of_residual = own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0
+        frozen_layers.follow_rates(state, of_residual or 1.0)
         momentum, nesterov, adaptive, compares = self.set_momentum, self.nesterov, None, False
         match step.momentum:
             case Momentum(value, ahead):
@@ -178,7 +178,7 @@ class Feedback(Collector):
         if state.held is not None:
             mask = self._mask(state, None)  # what waits stays, and no momentum with it
         state.of_residual = of_residual
-        frozen_layers.set_aside(state, step.frozen, grads, of_residual or 1.0)
+        frozen_layers.set_aside(state, step.frozen, [grad.numel() for grad in grads], of_residual or 1.0)
         scales = None
         if state.squares is not None:
             scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", step)
@@ -225,14 +225,14 @@ class Feedback(Collector):
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         inner = self.stage(state.steps)
         state.steps += 1
-        steps = frozen_layers.held(inner.exchange(acc, state.inner, world), state)
+        steps = inner.exchange(acc, state.inner, world)
         if state.second is not None:
             steps = state.noise.compare(steps, world)
         if state.held is not None:
             return own_rates.held(steps, state)
-        if state.health is None or state.steps % INTERVAL:
-            return steps
-        return measured(steps, state.health, state.residual)
+        if state.health is not None and state.steps % INTERVAL == 0:
+            steps = measured(steps, state.health, state.residual)
+        return steps
 
     def stage(self, steps: int) -> Compressor:
         """Choose the compressor after this number of steps: a gentler form during the warm-up, then the wrapped one."""
