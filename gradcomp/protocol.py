@@ -83,7 +83,7 @@ class Traits:
     """The properties of a configured compressor that the engine must know.
 
     whole_model: it needs all layers in one bucket, so that its exchange does not overlap with backward.
-    exact: its updates are means, so that it has no use for error feedback or a local momentum.
+    exact: its updates are means, but for the rounding of a float: error feedback and a local momentum have no use.
     fed_back: by default it has error feedback.
     outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
     moments: it reads statistics of each layer, either of the accumulated residual or of the raw gradient.

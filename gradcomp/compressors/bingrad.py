@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradcomp.exchanges.rounded import Quantiser
+from gradcomp.exchanges.quantised import Quantiser
 from gradcomp.knobs import knob
 from gradcomp.messages.levels import RoundingRule
 from gradcomp.protocol import Traits

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.exchanges.rounded import Quantiser, levels_knob
+from gradcomp.exchanges.quantised import Quantiser, levels_knob
 from gradcomp.messages.levels import RoundingRule
 
 

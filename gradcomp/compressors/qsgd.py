@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradcomp.exchanges.rounded import Quantiser, levels_knob
+from gradcomp.exchanges.quantised import Quantiser, levels_knob
 from gradcomp.knobs import knob
 from gradcomp.messages.levels import RoundingRule
 

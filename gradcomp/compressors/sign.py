@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.exchanges.rounded import Quantiser
+from gradcomp.exchanges.quantised import Quantiser
 from gradcomp.messages.levels import RoundingRule
 
 

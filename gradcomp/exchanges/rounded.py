@@ -1,96 +1,88 @@
-"""The base of algorithms that round each entry to one of a few levels: their knobs, clipping, and two routes to the mean."""
+"""Two routes to the mean of what ranks have rounded: all to all ranks, or each part to the rank that adds it up."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.levels import Rounding, RoundingRule, rounding_error
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import Form, World, gather, send
+from gradcomp.protocol import Acc, Compressor, Layout, Steps
+from gradcomp.requests import Form, Payload, World, gather, send
 from gradcomp.saved import whole
 
 ROUTES = ("auto", "allgather", "alltoall")
-SCOPES = ("layer", "group")
-
-# The largest rounding error with which error feedback is allowed, as a share of the squares of normal entries. Below 1 the
-# residual stays bounded. Between 1 and this limit it grows like a random walk, as errors without feedback do. Well above this
-# limit it grows by a factor each step.
-LARGEST_ERROR_FED_BACK = 1.2
-# The largest rounding error with which route=auto chooses alltoall for a biased compressor: alltoall rounds the sums again.
-LARGEST_ERROR_ROUNDED_TWICE = 0.8
-
-# A deviation above which entries are not clipped. Squares overflow a little above it.
-LARGEST_DEVIATION = 2.0**56
 
 # Rough estimates: seconds of one Horovod operation, and of one byte on a link of 1 Gbit/s.
 SECONDS_PER_OPERATION, SECONDS_PER_BYTE = 2e-3, 8e-9
 
 
-def sigmas_knob(default: float) -> Any:
-    """Declare the knob that clips entries."""
-    return knob(default, "standard deviations from 0 at which entries are clipped; 0 = no clipping", least=0)
-
-
-def levels_knob(default: int, least: int = 3) -> Any:
-    """Declare the knob for the number of levels."""
-    counts = [count for count in kernels.PER_WORD if count >= least]
-    return knob(default, "levels of a group; higher = smaller errors, more bytes", choices=counts)
-
-
-@dataclass(frozen=True)
-class Quantiser(Compressor):
-    """Base of compressors that send each group's levels, and for each entry the number of its level."""
-
-    group: int = knob(2048, "entries that share levels; lower = smaller errors, more bytes", least=32, most=2**31 - 1)
-    sigmas: float = sigmas_knob(0.0)
-    per: str = knob("layer", "scope of the standard deviation that sigmas multiplies", choices=SCOPES, ablation=True)
-    route: str = knob(
+def route_knob() -> Any:
+    """Declare the knob that names a route."""
+    return knob(
         "auto",
         "allgather: rounds once; alltoall: twice, traffic does not grow with ranks; auto: by estimated time and error",
         choices=ROUTES,
     )
 
-    # A setting that reduces the rounding error, for an error message.
-    remedy: ClassVar[str] = "sigmas=1.5"
+
+class Rounding(Protocol):
+    """A way to round n entries into payloads of one form, and to read them back. payload["header"][1] is their flag."""
+
+    form: Form
+
+    def take(
+        self, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
+    ) -> Payload:
+        """Move the rounded entries out of the residual into a payload; the rounding error stays.
+
+        bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
+        key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
+        """
+
+    def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
+        """Add scale times the entries of each payload to the target, one payload after the other."""
+
+    def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
+        """Put all taken entries back if the update is not finite."""
+
+
+class Rounded(Compressor):
+    """Base of compressors that send every entry, rounded.
+
+    group: entries that belong together, in one part. route: a knob, of route_knob().
+    """
+
+    group: int
+    route: str
+
+    @abstractmethod
+    def rounding(self, n: int) -> Rounding:
+        """Return the way to round n entries."""
 
     @property
     @abstractmethod
-    def rule(self) -> RoundingRule:
-        """Return the rule by which a group is rounded."""
+    def may_round_twice(self) -> bool:
+        """True if a second rounding, of sums, does no harm."""
 
-    @property
-    def traits(self) -> Traits:
-        moments: Literal["accumulated"] | None = "accumulated" if self.sigmas and self.per == "layer" else None
-        return Traits(fed_back=not self.rule.stochastic, moments=moments)
+    def bounds(self, acc: Acc, state: Any) -> Tensor | None:
+        """Return what entries are clipped at: two bounds for each group, or None."""
+        return None
 
-    @property
-    def unbiased(self) -> bool:
-        """True if the mean of what a group may be rounded to is the group."""
-        return self.rule.stochastic and self.sigmas == 0
-
-    def refuses(self, feedback: bool) -> str | None:
-        if not feedback or (error := rounding_error(self.rule, self.sigmas)) <= LARGEST_ERROR_FED_BACK:
-            return None
-        alternative = " or more levels" if hasattr(self, "levels") else ""
-        return (
-            f"with error feedback the residual would grow without end, since rounding leaves {error:.1f} times the squares "
-            f"of the entries; set {self.remedy}{alternative}"
-        )
+    def bounds_of_sums(self, sums: Tensor, state: Any) -> Tensor | None:
+        """Return what the sums of a part are clipped at."""
+        return None
 
     def init(self, layout: Layout, seed: int) -> RoundedState:
-        return RoundedState(layout, seed, self.group)
+        return RoundedState(seed)
 
     def save(self, state: RoundedState) -> dict[str, Any]:
         return {"steps": state.steps}
@@ -102,8 +94,8 @@ class Quantiser(Compressor):
 
     def exchange(self, acc: Acc, state: RoundedState, world: World) -> Steps:
         state.steps += 1
-        bounds = self._bounds(acc, state) if self.sigmas else None
-        rounding = Rounding(self.rule, acc.residual.numel())
+        bounds = self.bounds(acc, state)
+        rounding = self.rounding(acc.residual.numel())
         if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(rounding.form, world.size)):
             parts = GroupPartition(acc.residual.numel(), self.group, world.size)
             if parts.none_empty:
@@ -120,7 +112,7 @@ class Quantiser(Compressor):
 
         A rank adds its own entries unrounded. The rounding error of its sums stays in its residual.
         """
-        roundings = [Rounding(self.rule, parts.length(rank)) for rank in range(world.size)]
+        roundings = [self.rounding(parts.length(rank)) for rank in range(world.size)]
         form = max((rounding.form for rounding in roundings), key=payloads.size)
         own = parts.part_of(acc.residual, world.rank)
         sent = {}
@@ -133,9 +125,9 @@ class Quantiser(Compressor):
         rounding.add(sums, [received[rank] for rank in sorted(received)], world.share)
         flags = [payload["header"][1:] for payload in received.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
-        sum_bounds = self._clip(state.deviations(sums)) if self.sigmas else None  # the layers' deviations are not the sums'
         payload = payloads.empty(form, own.device)
-        results = yield from gather(rounding.take(sums, sum_bounds, flag, state.key(world.rank, 0), payload))
+        taken = rounding.take(sums, self.bounds_of_sums(sums, state), flag, state.key(world.rank, 0), payload)
+        results = yield from gather(taken)
         update = state.zeros(acc.residual)
         for rank, result in enumerate(results):
             roundings[rank].add(parts.part_of(update, rank), [result], world.mean_of_shares)
@@ -148,45 +140,17 @@ class Quantiser(Compressor):
     def _prefers_parts(self, form: Form, ranks: int) -> bool:
         """Estimate whether route=alltoall is faster, and return False if its second rounding would do harm.
 
-        A gather sends a payload P - 1 times. The parts, there and back, are 2 (P - 1) / P payloads, in two operations. A second
-        rounding would stop the residual from shrinking if one rounding hardly shrinks it.
+        A gather sends a payload P - 1 times. The parts, there and back, are 2 (P - 1) / P payloads, in two operations.
         """
         saved = (ranks - 1) * (1 - 2 / ranks) * payloads.size(form) * SECONDS_PER_BYTE
-        harmless = self.unbiased or rounding_error(self.rule, self.sigmas) < LARGEST_ERROR_ROUNDED_TWICE
-        return saved > SECONDS_PER_OPERATION and harmless
-
-    def _bounds(self, acc: Acc, state: RoundedState) -> Tensor:
-        """Return each group's clipping bounds, from the group's deviation or the largest deviation of its layers."""
-        if self.per == "group":
-            return self._clip(state.deviations(acc.residual))
-        assert acc.moments is not None
-        of_layers = (acc.moments[:, 1] / state.sizes).clamp(min=0).sqrt().float()
-        deviations = torch.zeros(state.groups, device=acc.residual.device)
-        deviations.scatter_reduce_(0, state.overlap_groups, of_layers[state.overlap_layers], "amax")
-        return self._clip(deviations)
-
-    def _clip(self, deviations: Tensor) -> Tensor:
-        """Return the bounds -limit and limit for each group.
-
-        There are none where entries are so large that squares overflow, and where all are equal: those would be clipped to 0.
-        """
-        sound = (deviations > 0) & (deviations < LARGEST_DEVIATION)
-        limit = torch.where(sound, self.sigmas * deviations, math.inf)
-        return torch.stack([-limit, limit], 1).flatten()
+        return saved > SECONDS_PER_OPERATION and self.may_round_twice
 
 
 class RoundedState:
     """A bucket's state between steps: the number of steps, which seeds the random rounding, and memory for the update."""
 
-    def __init__(self, layout: Layout, seed: int, group: int):
-        self.seed, self.steps, self.group = seed, 0, group
-        self.groups = kernels.groups(layout.total, group)
-        self.sizes = torch.tensor(layout.sizes, dtype=torch.float64, device=layout.device).clamp(min=1)
-        overlaps = []  # pairs of a group and a layer that have entries in common
-        for layer, (begin, end) in enumerate(layout.spans):
-            first, last = (min(entry // group, self.groups - 1) for entry in (begin, max(end - 1, begin)))
-            overlaps += [(number, layer) for number in range(first, last + 1)]
-        self.overlap_groups, self.overlap_layers = torch.tensor(overlaps, device=layout.device).T.contiguous()
+    def __init__(self, seed: int):
+        self.seed, self.steps = seed, 0
         self.update: Tensor | None = None
 
     def key(self, rank: int, part: int) -> int:
@@ -198,13 +162,6 @@ class RoundedState:
         if self.update is None:
             self.update = torch.zeros_like(like)
         return self.update.zero_()
-
-    def deviations(self, residual: Tensor) -> Tensor:
-        """Return each group's standard deviation, for the bucket or a part of it."""
-        # The last group may be longer or shorter than the others.
-        begin = (kernels.groups(residual.numel(), self.group) - 1) * self.group
-        last = residual[begin:].std(0, correction=0, keepdim=True)
-        return torch.cat([residual[:begin].view(-1, self.group).std(1, correction=0), last]) if begin else last
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class RoundingRule:
     sent: Literal["all", "top", "ends"] = "all"
 
 
-class Rounding:
+class LevelRounding:
     """Rounds n entries into payloads of one form, and reads them back."""
 
     def __init__(self, rule: RoundingRule, n: int):
@@ -103,5 +103,5 @@ def rounding_error(rule: RoundingRule, sigmas: float) -> float:
     squares = residual.square().sum()
     limit = sigmas * residual.std(0, correction=0, keepdim=True)
     bounds = torch.stack([-limit, limit], 1).flatten() if sigmas else None
-    Rounding(rule, rule.group).take(residual, bounds, None, key=0)
+    LevelRounding(rule, rule.group).take(residual, bounds, None, key=0)
     return float(residual.square().sum() / squares)

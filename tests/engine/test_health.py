@@ -118,7 +118,9 @@ def test_healthy_residuals_are_not_warned_of(momentum: str) -> None:
 
 
 def test_a_residual_from_which_nothing_is_taken_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradcomp.exchanges.rounded.Quantiser._clip", lambda self, deviations: torch.zeros(2 * len(deviations)))
+    monkeypatch.setattr(
+        "gradcomp.exchanges.quantised.Quantiser._clip", lambda self, deviations: torch.zeros(2 * len(deviations))
+    )
     _, texts = train("terngrad:sigmas=2.5,feedback=true", 6 * INTERVAL, drawn)
     (text,) = {*texts}
     assert len(texts) == 2, "one on each rank"

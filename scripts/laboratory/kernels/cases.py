@@ -16,7 +16,7 @@ import gradcomp
 from gradcomp.compressors.bingrad import BinGrad
 from gradcomp.compressors.gs_sgd import GsSgd
 from gradcomp.compressors.orq import Orq
-from gradcomp.messages.levels import Rounding
+from gradcomp.messages.levels import LevelRounding
 from gradcomp.messages.payload import empty
 from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import kernels
@@ -196,7 +196,7 @@ def levels(arrays: Arrays) -> list[Case]:
     value, target = arrays.zeros(), arrays.zeros()
     failed = torch.full((arrays.n,), math.nan, device=arrays.device)
     compressors = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
-    roundings = {name: Rounding(own.rule, arrays.n) for name, own in compressors.items()}
+    roundings = {name: LevelRounding(own.rule, arrays.n) for name, own in compressors.items()}
     payloads = {name: empty(rounding.form, arrays.device) for name, rounding in roundings.items()}
     value.copy_(arrays.input(0))
     many = [roundings[ORQ_3].take(value.clone(), None, None, rank) for rank in range(MANY)]
