@@ -4,6 +4,7 @@ Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named
 or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
 DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
+predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward=0.03, backward=0.06)): step times, before any cluster
 look:    .stats(), .residual(); change(spec) continues with another spec; state_dict() and load_state_dict() for checkpoints
 watch:   gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs")); replicas are checked, too
 specs:   "name:knob=value,knob=value"; gradcomp.names() lists the names, gradcomp.describe("topk") explains one
@@ -21,6 +22,7 @@ import torch
 
 from gradcomp import telemetry
 from gradcomp._version import VERSION as __version__
+from gradcomp.prediction.predict import predict
 from gradcomp.simulate import Simulation
 from gradcomp.spec import by_layer, describe, make, names
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from gradcomp import ddp as ddp
     from gradcomp import horovod as horovod
 
-__all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names", "telemetry"]
+__all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names", "predict", "telemetry"]
 
 
 def __getattr__(name: str) -> ModuleType:

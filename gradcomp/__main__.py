@@ -1,4 +1,4 @@
-"""The command line, python -m gradcomp: list the compressors, describe one, or look for what will bite on this machine."""
+"""The command line, python -m gradcomp: list the compressors, describe one, predict step times, look for what will bite."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 
 from gradcomp.doctor import report
+from gradcomp.prediction import command as prediction
 from gradcomp.spec import describe, names, summary
 
 
@@ -21,6 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     one = commands.add_parser("describe", help="describe a compressor and its knobs, or a whole spec")
     one.add_argument("spec", help='a compressor\'s name, as shown by list, or a spec: "topk:ratio=0.01"')
     commands.add_parser("doctor", help="show versions, build, GPU, Horovod and host name, and what will bite here")
+    prediction.add_options(commands.add_parser("predict", help="predict step times on a cluster, for every way to exchange"))
     options = parser.parse_args(arguments)
     if options.command == "list":
         for name in names():
@@ -30,6 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(report())
         return
     try:
+        if options.command == "predict":
+            prediction.run(options)
+            return
         print(describe(options.spec))
     except ValueError as error:
         parser.error(str(error))

@@ -91,6 +91,7 @@ class Traits:
     momentum: the momentum that it keeps itself.
     rates: it uses the learning rates where they are known, or it needs them.
     ends: it treats the model's first and last layers differently from the others.
+    learns: it sends other messages once it has learned how, so that some steps do not show what the others take.
     """
 
     whole_model: bool = False
@@ -103,6 +104,7 @@ class Traits:
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"
     ends: bool = False
+    learns: bool = False
 
 
 class Compressor(ABC):

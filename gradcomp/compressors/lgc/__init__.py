@@ -76,7 +76,7 @@ class Lgc(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(whole_model=True, selects=True, rates="used", ends=True)
+        return Traits(whole_model=True, selects=True, rates="used", ends=True, learns=True)
 
     @property
     def has_server(self) -> bool:

@@ -1,0 +1,92 @@
+"""The time of a message: from a link's bandwidth and latency, or from messages that were measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from gradcomp.prediction.mirror import Message
+from gradcomp.requests import World
+
+_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+_RATE = re.compile(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmg]?)b(?:it(?:/s|ps)?|ps)\s*", re.IGNORECASE)
+_TIME = re.compile(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us)\s*", re.IGNORECASE)
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+class Times(Protocol):
+    """Something that knows how long messages take."""
+
+    def seconds(self, message: Message, world: World) -> float:
+        """Return the time of an operation in which this rank sends a message, and the others theirs."""
+
+
+class Link(NamedTuple):
+    """A full-duplex link of each host, and the memory inside a host.
+
+    bandwidth, latency: bytes a second between hosts, and seconds of a message. inside, latency_inside: the same within a host.
+    operation: seconds before the first byte of any operation; Horovod negotiates.
+    """
+
+    bandwidth: float
+    latency: float = 50e-6
+    inside: float = 5e9
+    latency_inside: float = 10e-6
+    operation: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{8 * self.bandwidth / 1e9:g} Gbit/s, {1e6 * self.latency:g} us between hosts"
+
+    def seconds(self, message: Message, world: World) -> float:
+        """Return the time of an operation.
+
+        A reduction is a ring, 2 (P - 1) messages of a P-th each; a gather is a ring of P - 1 payloads. A ring enters and leaves
+        every host once. A send is one message to every rank, after its length.
+        """
+        if world.size == 1:
+            return 0.0
+        hosts = world.hosts or tuple(range(world.size))
+        of_host = hosts.count(hosts[world.rank])
+        away = of_host < world.size
+        latency, bandwidth = (self.latency, self.bandwidth) if away else (self.latency_inside, self.inside)
+        rounds = world.size - 1
+        if message.kind == "reduce":
+            return self.operation + 2 * rounds * (latency + message.bytes / world.size / bandwidth)
+        if message.kind == "gather":
+            return self.operation + rounds * (latency + message.bytes / bandwidth)
+        out = sum(size for rank, size in message.to.items() if world.on_other_host(rank))
+        near = sum(message.to.values()) - out
+        into = message.bytes_in * sum(map(world.on_other_host, message.senders))
+        waits = 2 * (rounds - of_host + 1) * self.latency + 2 * (of_host - 1) * self.latency_inside
+        return self.operation + waits + of_host * max(out, into) / self.bandwidth + near / self.inside
+
+
+class Measured(NamedTuple):
+    """Operations that were measured on the cluster itself: for each kind, the seconds of an empty one, and of each byte."""
+
+    lines: Mapping[str, tuple[float, float]]
+
+    def seconds(self, message: Message, world: World) -> float:
+        """Return the time of an operation."""
+        fixed, each = self.lines[message.kind]
+        size = message.bytes
+        if message.kind == "send":  # of an exchange in which every rank sends as much to all others
+            size = max(size, message.bytes_in * len(message.senders))
+        return fixed + each * size
+
+
+def bandwidth_of(text: str) -> float:
+    """Read 10Gbit/s, 100Mbit or 1e9bit: bytes a second."""
+    match = _RATE.fullmatch(text)
+    if match is None or not float(match[1]) > 0:
+        raise ValueError(f"bandwidth {text!r} is not a rate; write for example 10Gbit/s or 100Mbit/s")
+    return float(match[1]) * _UNITS[match[2].lower()] / 8
+
+
+def seconds_of(text: str, of: str) -> float:
+    """Read 50us, 1.5ms or 2s."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{of} {text!r} is not a time; write for example 50us, 12ms or 0.3s")
+    return float(match[1]) * _SECONDS[match[2].lower()]

@@ -1,0 +1,108 @@
+"""A network of one rank that stands for all: it notes every message, and replies as if the other ranks had sent the same."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from gradcomp.messages import payload as payloads
+from gradcomp.networks import Answer
+from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World, bytes_of
+
+
+class Message(NamedTuple):
+    """What a rank sends for one request. kind: gather, reduce or send. bytes: handed to the network.
+
+    to: of a send, the bytes for each receiver. senders: of a send, those whose payloads arrive, each of `bytes_in`.
+    """
+
+    kind: str
+    bytes: int
+    to: Mapping[int, int] = {}
+    senders: tuple[int, ...] = ()
+    bytes_in: int = 0
+
+
+class Note(NamedTuple):
+    """A message, and the seconds that the rank computed before it, since its last reply or since its gradients were there.
+
+    message: None where a bucket's exchange ended. payloads: in the reply that came before, of a gather.
+    """
+
+    seconds: float
+    message: Message | None
+    payloads: int = 0
+
+
+class Mirror:
+    """The network. wait: waits until the device has done its work, so that seconds can be read.
+
+    most: the most bytes in a reply to a gather. least: the payloads that it holds all the same. notes: of each bucket, in the
+    last step.
+    """
+
+    def __init__(self, world: World, wait: Callable[[], None], most: float = math.inf, least: int = 2):
+        self.world, self._wait, self._most, self._least = world, wait, most, least
+        self.notes: dict[int, list[Note]] = {}
+        self._since = 0.0
+        self._open: tuple[int, int] | None = None
+
+    def begin(self) -> None:
+        """Begin to compute, until the next message."""
+        self._wait()
+        self._since = time.perf_counter()
+
+    def start(self, request: Request, name: str) -> Answer:
+        """Note a request."""
+        bucket = int(name.partition(".")[0])
+        self._note(bucket, message_of(request))
+        reply = self._reply(request)
+
+        def answer() -> Reply:
+            self.close()
+            self._open = bucket, len(reply) if isinstance(request, Gather) else 0
+            self.begin()
+            return reply
+
+        return answer
+
+    def close(self) -> None:
+        """Note that the bucket whose reply came last has computed until now, if it sent nothing more."""
+        if self._open is not None:
+            self._note(self._open[0], None)
+
+    def _note(self, bucket: int, message: Message | None) -> None:
+        self._wait()
+        received = 0 if self._open is None else self._open[1]
+        self.notes.setdefault(bucket, []).append(Note(time.perf_counter() - self._since, message, received))
+        self._open = None
+
+    def _reply(self, request: Request) -> Reply:
+        match request:
+            case Gather(payload):
+                held = max(self._least, min(self.world.size, self._most // payload.bytes.numel()))
+                return [payload] * int(min(held, self.world.size))
+            case Reduce(tensor, scale):
+                return tensor.mul_(scale * self.world.size)
+            case Send(own, senders, form, device):
+                like = next(iter(own.values()), None)
+                if like is None or (own.keys() & {*senders} and any(field.name == "header" for field in form)):
+                    # Ranks exchange entries of each other's parts, and this rank's part may not have those places: none at all.
+                    like = payloads.read(form, torch.zeros(payloads.size(form), dtype=torch.uint8, device=device))
+                return dict.fromkeys(senders, like)
+
+
+def message_of(request: Request) -> Message:
+    """Describe a request's message."""
+    match request:
+        case Gather():
+            return Message("gather", bytes_of(request))
+        case Reduce():
+            return Message("reduce", bytes_of(request))
+        case Send(own, senders, form, _):
+            to = {rank: payload.bytes.numel() for rank, payload in own.items()}
+            return Message("send", bytes_of(request), to, tuple(senders), payloads.size(form))

@@ -1,0 +1,135 @@
+"""What users have without gradcomp, on the same timeline: DDP's own reduction, half precision, PowerSGD, accumulation."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradcomp.prediction.mirror import Message
+from gradcomp.prediction.trial import Bucket, Part, device_wait, gradients
+
+# DistributedDataParallel's buckets in bytes: the first one that backward fills, and the others.
+FIRST, OTHERS = 2**20, 25 * 2**20
+
+# How often a computation is timed.
+TIMES = 5
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+NONE, STOCK = "none", "stock"
+ACCUMULATED = re.compile(r"(?:accumulate:steps=)([1-9][0-9]*)")
+POWERSGD = re.compile(r"(?:powersgd:rank=)([1-9][0-9]*)")
+
+NAMES = (STOCK, *HALVES, "powersgd:rank=1", "powersgd:rank=4", "accumulate:steps=4")
+
+
+def is_peer(spec: str) -> bool:
+    """Decide whether a name is one of these ways."""
+    return spec in (NONE, STOCK, *HALVES) or any(form.fullmatch(spec) for form in (ACCUMULATED, POWERSGD))
+
+
+def accumulated(spec: str) -> int:
+    """Return the backward passes of a step."""
+    match = ACCUMULATED.fullmatch(spec)
+    return int(match[1]) if match else 1
+
+
+def buckets_of(spec: str, shapes: Mapping[str, Sequence[int]], device: torch.device) -> list[Bucket]:
+    """Return the buckets of a way, with the times that its computations take on this device."""
+    if spec == NONE:
+        return []
+    grads, wait = gradients(shapes, device), device_wait(device)
+    parts = _parts_of(spec)
+    return [Bucket(names, parts({name: grads[name] for name in names}, wait)) for names in _plan(grads)]
+
+
+def _plan(grads: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Group layers as DistributedDataParallel does, from the last one on."""
+    found: list[list[str]] = [[]]
+    size = 0
+    for name in reversed(list(grads)):
+        found[-1].append(name)
+        size += 4 * grads[name].numel()
+        if size >= (FIRST if len(found) == 1 else OTHERS):
+            found.append([])
+            size = 0
+    return [tuple(names) for names in found if names]
+
+
+_Parts = Callable[[Mapping[str, Tensor], Callable[[], None]], tuple[Part, ...]]
+
+
+def _parts_of(spec: str) -> _Parts:
+    if (match := POWERSGD.fullmatch(spec)) is not None:
+        rank = int(match[1])
+        return lambda grads, wait: _powersgd(grads, wait, rank)
+    half = HALVES.get(spec)
+    return lambda grads, wait: _reduced(grads, wait, half)
+
+
+def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.dtype | None) -> tuple[Part, ...]:
+    """One reduction: gradients are copied into a bucket and out of it; half precision is a cast on both ways."""
+    flat = torch.cat([grad.view(-1) for grad in grads.values()])
+    other = flat if half is None else flat.to(half)
+    views = list(zip(flat.split([grad.numel() for grad in grads.values()]), grads.values(), strict=True))
+
+    def into() -> None:
+        for view, grad in views:
+            view.copy_(grad.view(-1))
+        if half is not None:
+            flat.to(half)
+
+    def out() -> None:
+        if half is not None:
+            flat.copy_(other)
+        for view, grad in views:
+            grad.view(-1).copy_(view)
+
+    message = Message("reduce", flat.numel() * other.element_size())
+    return Part(_timed(into, wait), message), Part(_timed(out, wait), None)
+
+
+def _powersgd(grads: Mapping[str, Tensor], wait: Callable[[], None], rank: int) -> tuple[Part, ...]:
+    """Reduce the left factors, orthogonalise them, reduce the right factors. What is no matrix travels with the first ones."""
+    matrices = [grad.view(grad.shape[0], -1) for grad in grads.values() if grad.dim() > 1]
+    rest = [grad for grad in grads.values() if grad.dim() <= 1]
+    low = [each for each in matrices if rank * sum(each.shape) < each.numel()]
+    rest += [each for each in matrices if rank * sum(each.shape) >= each.numel()]
+    right = [torch.randn(each.shape[1], rank, device=each.device) for each in low]
+    errors = [torch.zeros_like(each) for each in low]
+    left = [each @ q for each, q in zip(low, right, strict=True)]
+
+    def begin() -> None:
+        for matrix, error, q in zip(low, errors, right, strict=True):
+            torch.add(matrix, error) @ q
+
+    def middle() -> None:
+        for matrix, p in zip(low, left, strict=True):
+            matrix.t() @ torch.linalg.qr(p).Q
+
+    def end() -> None:
+        for matrix, p, q in zip(low, left, right, strict=True):
+            torch.sub(matrix, p @ q.t())
+
+    first = Message("reduce", 4 * (sum(p.numel() for p in left) + sum(grad.numel() for grad in rest)))
+    if not low:
+        return Part(0.0, first), Part(0.0, None)
+    second = Message("reduce", 4 * sum(q.numel() for q in right))
+    return Part(_timed(begin, wait), first), Part(_timed(middle, wait), second), Part(_timed(end, wait), None)
+
+
+def _timed(run: Callable[[], None], wait: Callable[[], None]) -> float:
+    run()
+    found = []
+    for _ in range(TIMES):
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)

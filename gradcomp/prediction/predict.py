@@ -1,0 +1,149 @@
+"""Predicts the step times of every way of exchanging gradients on a cluster that need not be there."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.prediction import peers, timeline, workload
+from gradcomp.prediction.link import Link, Times, bandwidth_of, seconds_of
+from gradcomp.prediction.result import Line, Prediction
+from gradcomp.prediction.timeline import Work
+from gradcomp.prediction.trial import Bucket, try_out
+from gradcomp.requests import World
+from gradcomp.spec import make, names
+
+# Why a compressor that learns is left out.
+LEARNS = "it sends other messages once it has learned; try it out"
+
+
+class Cluster(NamedTuple):
+    """Ranks, spread evenly over hosts, and the time of messages. hosts: one for each rank if None."""
+
+    ranks: int
+    hosts: int | None
+    times: Times
+
+    @property
+    def world(self) -> World:
+        """Return the world of rank 0."""
+        hosts = self.ranks if self.hosts is None else self.hosts
+        if self.ranks < 1:
+            raise ValueError(f"ranks={self.ranks} must be at least 1")
+        if hosts < 1 or self.ranks % hosts:
+            raise ValueError(f"{self.ranks} ranks cannot be spread evenly over {hosts} hosts; give a divisor of the ranks")
+        return World(0, self.ranks, tuple(rank // (self.ranks // hosts) for rank in range(self.ranks)))
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks on {self.ranks if self.hosts is None else self.hosts} hosts, {self.times}"
+
+
+# What is being done, and how much is done.
+Tell = Callable[[str, float], None]
+
+
+def predict(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    ranks: int,
+    *,
+    hosts: int | None = None,
+    link: str | Times = "10Gbit/s",
+    latency: str = "50us",
+    forward: float | None = None,
+    backward: float | None = None,
+    optimizer: torch.optim.Optimizer | float = 0.0,
+    loss: Callable[[], Tensor] | None = None,
+    specs: Sequence[str] | None = None,
+    bucket_mb: float = 25,
+    device: str | torch.device = "cpu",
+    tell: Tell | None = None,
+) -> Prediction:
+    """Predict step times: of none, stock DDP, bf16, fp16, PowerSGD, accumulation, and every compressor.
+
+    model: the model, or {name: shape}. ranks, hosts: of the cluster; one rank on each host by default.
+    link: the bandwidth between hosts; or a Link or Measured, of gradcomp.prediction.link. latency: of a message between hosts.
+    forward, backward: seconds. optimizer: seconds of its step. loss: in their place, computes the loss of a batch; the model is
+    then trained for some steps here, with optimizer if it is one.
+    specs: those to predict; every compressor's default if none. device: where kernels are timed, and where gradients will lie.
+    tell: called with what is being done and how much is done.
+    """
+    shapes = workload.shapes_of(model)
+    times = Link(bandwidth_of(link), seconds_of(latency, "latency")) if isinstance(link, str) else link
+    cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
+    wanted, left_out = wanted_of(specs)
+    place = torch.device(device)
+    tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell)
+    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+    where = f"kernels timed on this {processor(place)}"
+    return Prediction(str(cluster), where, total, lines_of(tried, work, cluster), left_out)
+
+
+def wanted_of(specs: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+    """Return the ways to try, and those that are left out, with the reason."""
+    wanted = [*peers.NAMES, *names()] if specs is None else list(specs)
+    left_out = {spec: LEARNS for spec in wanted if specs is None and not peers.is_peer(spec) and make(spec).traits.learns}
+    for spec in wanted:
+        if not peers.is_peer(spec):
+            make(spec)
+    return [spec for spec in dict.fromkeys([peers.NONE, peers.STOCK, *peers.HALVES, *wanted]) if spec not in left_out], left_out
+
+
+def try_all(
+    wanted: Sequence[str], shapes: workload.Shapes, world: World, bucket_mb: float, device: torch.device, tell: Tell | None
+) -> dict[str, list[Bucket]]:
+    """Try every way on this machine."""
+    found = {}
+    for done, spec in enumerate(wanted):
+        if tell is not None:
+            tell(f"{spec}, {world.size} ranks", done / len(wanted))
+        found[spec] = buckets_of(spec, shapes, world, bucket_mb, device)
+    return found
+
+
+def lines_of(tried: Mapping[str, Sequence[Bucket]], work: Work, cluster: Cluster) -> list[Line]:
+    """Predict the step of every way that was tried."""
+    return [line_of(spec, work, buckets, cluster.times, cluster.world) for spec, buckets in tried.items()]
+
+
+def buckets_of(spec: str, shapes: workload.Shapes, world: World, bucket_mb: float, device: torch.device) -> list[Bucket]:
+    """Return the buckets of a spec or a peer, tried out on this machine."""
+    if peers.is_peer(spec):
+        return peers.buckets_of(spec, shapes, device)
+    return try_out(spec, shapes, world, bucket_mb, device)
+
+
+def line_of(spec: str, work: Work, buckets: Sequence[Bucket], link: Times, world: World) -> Line:
+    """Predict one way's step."""
+    step, passes = timeline.step(work, buckets, link, world), peers.accumulated(spec)
+    sent = sum(part.message.bytes for bucket in buckets for part in bucket.parts if part.message is not None)
+    more = (passes - 1) * (work.forward + work.backward)
+    return Line(spec, (step.seconds + more) / passes, step.encoding / passes, step.waiting / passes, sent // passes)
+
+
+def work_of(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    shapes: workload.Shapes,
+    forward: float | None,
+    backward: float | None,
+    optimizer: torch.optim.Optimizer | float,
+    loss: Callable[[], Tensor] | None,
+) -> Work:
+    """Return what a step computes, given or measured."""
+    if loss is not None:
+        if not isinstance(model, nn.Module):
+            raise TypeError("loss= trains the model for some steps; pass the model, not its shapes")
+        return workload.measured(model, loss, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+    if forward is None or backward is None:
+        raise ValueError("pass forward= and backward= in seconds, or loss=, with which they are measured here")
+    return workload.given(shapes, forward, backward, 0.0 if isinstance(optimizer, torch.optim.Optimizer) else optimizer)
+
+
+def processor(device: torch.device) -> str:
+    """Name the processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,103 @@
+"""A prediction: the step times of every way on one cluster, as a table and as JSON."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradcomp.prediction.peers import NONE, STOCK
+
+# A way has to be this much faster than stock DDP or bf16 before it is advised.
+WORTH = 1.03
+
+
+@dataclass(frozen=True)
+class Line:
+    """A way's step. seconds: of a batch. encoding: compressing and decompressing. waiting: for messages, with nothing to do.
+
+    bytes: handed to the network by a rank.
+    """
+
+    spec: str
+    seconds: float
+    encoding: float
+    waiting: float
+    bytes: int
+
+    def speedup(self, other: Line) -> float:
+        """Return how many times faster this is than another."""
+        return other.seconds / self.seconds
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The lines of all ways. cluster: in words. measured: where kernels and work were timed."""
+
+    cluster: str
+    measured: str
+    parameters: int
+    lines: Sequence[Line]
+    left_out: dict[str, str]
+
+    def __getitem__(self, spec: str) -> Line:
+        return next(line for line in self.lines if line.spec == spec)
+
+    @property
+    def advice(self) -> str:
+        """Say in a sentence what to use. What adds no communication at all and what trains differently is no candidate."""
+        stock, half = self[STOCK], min((self[name] for name in ("bf16", "fp16")), key=lambda line: line.seconds)
+        own = [
+            line
+            for line in self.lines
+            if line.spec not in (NONE, STOCK, "bf16", "fp16") and not line.spec.startswith(("accumulate", "powersgd"))
+        ]
+        best = min(own, key=lambda line: line.seconds, default=stock)
+        simple = half if half.speedup(stock) > WORTH else stock
+        if best.speedup(simple) <= WORTH:
+            how = f"use {simple.spec}" if simple is half else "stay dense"
+            return f"{how}: the fastest spec, {best.spec}, would be {_times(best.speedup(simple))} as fast."
+        return (
+            f"{best.spec}: {_times(best.speedup(stock))} as fast as stock, {_times(best.speedup(half))} as {half.spec}, and "
+            f"{_times(best.seconds / self[NONE].seconds)} the time of no communication."
+        )
+
+    def json(self) -> dict[str, Any]:
+        """Return everything as plain numbers and texts."""
+        return {**asdict(self), "advice": self.advice}
+
+    def __str__(self) -> str:
+        stock = self[STOCK]
+        rows: list[tuple[str, ...]] = [
+            ("", "ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", "bytes", "compression")
+        ]
+        rows += [self._row(line, stock) for line in sorted(self.lines, key=lambda line: line.seconds)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = "\n".join(
+            "  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in rows
+        )
+        out = "".join(f"\nleft out: {spec}: {why}" for spec, why in self.left_out.items())
+        return f"{self.cluster}; {self.parameters:,} parameters; {self.measured}\n\n{table}{out}\n\n{self.advice}"
+
+    def _row(self, line: Line, stock: Line) -> tuple[str, ...]:
+        times = line.seconds / self[NONE].seconds, line.speedup(stock)
+        compression = f"{4 * self.parameters / line.bytes:.0f} x" if line.bytes else "-"
+        ms = (f"{1e3 * seconds:.1f}" for seconds in (line.seconds, line.encoding, line.waiting))
+        return line.spec, next(ms), *(f"{ratio:.2f}" for ratio in times), *ms, f"{line.bytes:,}", compression
+
+
+def crossovers(link: Sequence[float], ahead: Sequence[float]) -> list[float]:
+    """Find the rates at which a ratio passes 1, between the points of a curve."""
+    pairs = list(zip(link, ahead, strict=True))
+    return [
+        math.exp(math.log(x) + (math.log(u) - math.log(x)) * (1 - y) / (v - y))
+        for (x, y), (u, v) in itertools.pairwise(pairs)
+        if (y - 1) * (v - 1) < 0
+    ]
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} x"

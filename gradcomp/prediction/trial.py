@@ -1,0 +1,118 @@
+"""A trial: one rank's steps with random gradients on a mirror. What it computes and sends, bucket by bucket."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.prediction.mirror import Message, Mirror, Note
+from gradcomp.protocol import Layer
+from gradcomp.requests import World
+from gradcomp.spec import make
+
+# Steps before those that count: capacities follow counts some steps later. Steps that count, at least, and seconds for more.
+SETTLING, COUNTED, SECONDS = 12, 3, 0.5
+
+# The learning rate of all layers.
+RATE = 0.1
+
+# Of a large world, a gather's reply holds as many payloads as fit these bytes; the rest of the time follows from two sizes.
+HELD = 32e6
+
+
+class Part(NamedTuple):
+    """What a rank computes, in seconds, and the message that it sends then. The last part of a bucket has none."""
+
+    seconds: float
+    message: Message | None
+
+
+class Bucket(NamedTuple):
+    """The layers of a bucket, in the order of the model, and its parts."""
+
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+
+def device_wait(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for the device."""
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+
+
+def gradients(shapes: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """Draw gradients whose layers differ in size, as those of nets do."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, shape in shapes.items():
+        scale = float(torch.empty(1).log_normal_(0, 1, generator=generator))
+        drawn = torch.empty(tuple(shape)).log_normal_(0, 1, generator=generator)
+        sign = torch.empty(tuple(shape)).uniform_(-1, 1, generator=generator).sign_()
+        made[name] = drawn.mul_(sign).mul_(scale).to(device)
+    return made
+
+
+def try_out(
+    spec: str, shapes: Mapping[str, Sequence[int]], world: World, bucket_mb: float, device: torch.device
+) -> list[Bucket]:
+    """Let a rank do some steps. Return its buckets, in the order in which backward fills them."""
+    grads = gradients(shapes, device)
+    every = _steps(spec, grads, world, bucket_mb, device, HELD)
+    if not any(0 < note.payloads < world.size for _, notes in every for step in notes for note in step):
+        return [Bucket(names, _parts(steps)) for names, steps in every]
+    fewer = _steps(spec, grads, world, bucket_mb, device, HELD / 4, least=1)
+    found = []
+    for (names, steps), (_, short) in zip(every, fewer, strict=True):
+        parts = zip(_parts(steps), _parts(short), steps[0], short[0], strict=True)
+        found.append(Bucket(names, tuple(_extended(*each, world.size) for each in parts)))
+    return found
+
+
+def _extended(long: Part, short: Part, of_long: Note, of_short: Note, ranks: int) -> Part:
+    """Extend a part's time to the payloads of all ranks."""
+    if of_long.payloads in (0, ranks) or of_long.payloads == of_short.payloads:
+        return long
+    each = max(0.0, (long.seconds - short.seconds) / (of_long.payloads - of_short.payloads))
+    return long._replace(seconds=long.seconds + each * (ranks - of_long.payloads))
+
+
+def _parts(steps: Sequence[Sequence[Note]]) -> tuple[Part, ...]:
+    """Take the median of every part's seconds over some steps, and its message in the last one."""
+    return tuple(
+        Part(statistics.median(note.seconds for note in notes), notes[-1].message) for notes in zip(*steps, strict=True)
+    )
+
+
+def _steps(
+    spec: str, grads: Mapping[str, Tensor], world: World, bucket_mb: float, device: torch.device, most: float, least: int = 2
+) -> list[tuple[tuple[str, ...], list[list[Note]]]]:
+    """Return the notes of each bucket, step by step."""
+    network = Mirror(world, device_wait(device), most, least)
+    layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
+    updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
+    targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
+    reducer = Reducer(make(spec), layers, network, bucket_mb, 0, targets=targets, rates=lambda names: (RATE,) * len(names))
+    counted: list[dict[int, list[Note]]] = []
+    began = 0.0
+    for step in range(10**6):
+        if step == SETTLING:
+            began = time.perf_counter()
+        if step >= SETTLING + COUNTED and time.perf_counter() - began > SECONDS:
+            break
+        network.notes = {}
+        for name in reversed(list(grads)):
+            network.begin()
+            reducer.mark_ready(name, grads[name])
+        reducer.start_all()
+        while reducer.advance():
+            pass
+        network.close()
+        reducer.end_step()
+        if step >= SETTLING:
+            counted.append(network.notes)
+    return [(bucket.layout.names, [notes[bucket.index] for notes in counted]) for bucket in reducer.buckets]

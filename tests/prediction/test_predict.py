@@ -1,0 +1,129 @@
+"""What a prediction says: who is fastest on which link, in a table, in JSON, in pictures, and in sentences for bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradcomp
+from gradcomp.prediction import result, trial, workload
+
+SHAPES = {"a": (700, 1000), "b": (300, 1000)}
+TIMES = {"forward": 0.01, "backward": 0.02}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "SECONDS", 0.0)
+
+
+def predicted(link: Any, ranks: int = 4, **options: Any) -> result.Prediction:
+    return gradcomp.predict(SHAPES, ranks, link=link, specs=["topk", "half"], **{**TIMES, **options})
+
+
+def test_a_slow_link_wants_compression_and_a_fast_one_none() -> None:
+    slow, fast = predicted("100Mbit/s"), predicted("400Gbit/s", latency="1us")
+    # A ring of four sends 1.5 times the 4 MB of a gradient, of which backward hides little.
+    assert slow["stock"].seconds == pytest.approx(0.03 + 1.5 * 4e6 / 12.5e6, rel=0.1)
+    assert slow["topk"].seconds < slow["half"].seconds < slow["stock"].seconds
+    assert slow.advice.startswith("topk: ") and "x as fast as stock" in slow.advice
+    assert fast.advice.startswith("stay dense: ")
+    assert fast["none"].seconds == slow["none"].seconds == 0.03
+
+
+def test_accumulation_is_counted_by_batch() -> None:
+    """Four passes, of which the last is exchanged; the figures are those of one batch."""
+    found = gradcomp.predict(SHAPES, 4, link="100Mbit/s", specs=["accumulate:steps=4"], **TIMES)
+    every = found["stock"].seconds
+    assert found["accumulate:steps=4"].seconds == pytest.approx((every + 3 * 0.03) / 4, rel=0.05)
+
+
+def test_one_rank_has_nothing_to_send() -> None:
+    found = predicted("1Gbit/s", ranks=1)
+    assert found["stock"].seconds == pytest.approx(0.03, rel=0.2) and found.advice.startswith("stay dense")
+
+
+def test_by_host_uses_the_link_less() -> None:
+    options = {"hosts": 2, "specs": ["topk", "topk:by_host=true"]}
+    found = gradcomp.predict(SHAPES, 8, link="10Mbit/s", **TIMES, **options)
+    assert found["topk:by_host=true"].waiting < 0.5 * found["topk"].waiting
+
+
+def test_the_work_can_be_measured() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
+    data = torch.randn(64, 400)
+    before = [p.detach().clone() for p in model.parameters()]
+    work = workload.measured(model, lambda: model(data).square().mean(), None)
+    assert 0 < work.ready["2.weight"] < work.ready["0.weight"] <= 1  # the last layer's gradient comes first
+    assert work.forward > 0 and work.backward > 0 and work.optimizer == 0
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    found = gradcomp.predict(model, 4, loss=lambda: model(data).square().mean(), specs=["topk"])
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_every_figure_is_in_the_json_and_in_the_table() -> None:
+    found = predicted("1Gbit/s")
+    made = json.loads(json.dumps(found.json()))
+    assert {line["spec"] for line in made["lines"]} == {"none", "stock", "bf16", "fp16", "topk", "half"}
+    assert made["advice"] == found.advice and all(line["spec"] in str(found) for line in made["lines"])
+
+
+def test_crossovers_lie_between_points() -> None:
+    assert result.crossovers([1, 10, 100], [0.5, 0.75, 1.25]) == [pytest.approx(10**1.5)]
+    assert result.crossovers([1, 10], [0.5, 0.75]) == []
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"ranks": 0}, "ranks=0 must be at least 1"),
+        ({"ranks": 8, "hosts": 3}, "8 ranks cannot be spread evenly over 3 hosts"),
+        ({"link": "fast"}, "bandwidth 'fast' is not a rate"),
+        ({"latency": "5"}, "latency '5' is not a time"),
+        ({"backward": None}, "pass forward= and backward= in seconds, or loss="),
+        ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
+        ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
+        ({"model": {}}, "the model has no parameter to train"),
+    ],
+)
+def test_bad_input_gets_a_sentence(change: dict[str, Any], said: str) -> None:
+    arguments: dict[str, Any] = {"model": SHAPES, "ranks": 4, **TIMES, **change}
+    with pytest.raises(ValueError, match=said):
+        gradcomp.predict(**arguments)
+
+
+def by_command(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradcomp", "predict", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_writes_a_table_and_all_figures(tmp_path: Path) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
+    words = ["--ranks", "4", "--bandwidth", "100Mbit/s", "--forward", "10ms", "--backward", "20ms", "--specs", "topk; half"]
+    done = by_command("--model", str(tmp_path / "shapes.json"), *words, "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    assert "topk: " in done.stdout.splitlines()[-1] and "1,000,000 parameters" in done.stdout
+    assert json.loads((tmp_path / "found.json").read_text())["parameters"] == 1_000_000
+    done = by_command("--model", "torch.nn:ReLU", *words)
+    assert done.returncode == 2 and "the model has no parameter to train" in done.stderr
+    done = by_command("--model", str(tmp_path / "none.json"), *words)
+    assert done.returncode == 2 and "none.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the prediction's pictures were NOT drawn: matplotlib is not installed")
+    (tmp_path / "shapes.json").write_text(json.dumps({"a": [100, 100]}))
+    words = ["--ranks", "4", "--forward", "1ms", "--backward", "2ms", "--specs", "topk", "--plots", str(tmp_path)]
+    done = by_command("--model", str(tmp_path / "shapes.json"), *words)
+    assert done.returncode == 0, done.stderr
+    for name in ("speed-by-bandwidth.png", "speed-by-ranks.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"

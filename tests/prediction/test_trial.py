@@ -1,0 +1,75 @@
+"""A trial of one rank stands for all: its messages are those that real ranks send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.prediction import peers, trial
+from gradcomp.prediction.mirror import Mirror
+from gradcomp.prediction.trial import Bucket
+from gradcomp.requests import World
+
+SHAPES = {"a": (300, 100), "b": (100,), "c": (200, 100)}
+CPU = torch.device("cpu")
+SPECS = [name for name in gradcomp.names() if not gradcomp.make(name).traits.learns]
+SPECS += ["topk:route=split", "topk:route=tree", "orq:route=alltoall", "topk:by_host=true", "half:route=alltoall"]
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "SECONDS", 0.0)
+
+
+def sent(buckets: list[Bucket]) -> int:
+    return sum(part.message.bytes for bucket in buckets for part in bucket.parts if part.message is not None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_bytes_are_those_that_a_simulation_sends(spec: str, ranks: int) -> None:
+    """Rank 0's, over several buckets, with the same gradients in as many steps."""
+    by_host = 2 if "by_host" in spec and ranks == 4 else 1
+    world = World(0, ranks, tuple(rank // by_host for rank in range(ranks)))
+    found = trial.try_out(spec, SHAPES, world, 0.1, CPU)
+    simulation = gradcomp.Simulation(spec, SHAPES, ranks, bucket_mb=0.1, ranks_per_host=by_host)
+    grads = trial.gradients(SHAPES, CPU)
+    for _ in range(trial.SETTLING + trial.COUNTED):
+        simulation.step([grads] * ranks)
+    wanted = simulation._reducers[0].bytes_sent
+    assert sorted(name for bucket in found for name in bucket.names) == sorted(SHAPES)
+    # What a rank receives decides how much sdagc sends next; the mirror's ranks are alike, and a sketch's hashes are not.
+    assert sent(found) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_many_ranks_need_little_memory_and_cost_what_their_payloads_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply holds some payloads of 1,024; the seconds of the others follow from two sizes."""
+    held: list[int] = []
+    reply = Mirror._reply
+
+    def watched(self: Mirror, request: Any) -> Any:
+        answer = reply(self, request)
+        held.append(len(answer) if isinstance(answer, list) else 0)
+        return answer
+
+    monkeypatch.setattr(Mirror, "_reply", watched)
+    payload = 22_000  # bytes, a little more than 100,000 entries take
+    monkeypatch.setattr(trial, "HELD", 32 * payload)
+    (few,) = trial.try_out("orq:route=allgather", {"a": (100_000,)}, World(0, 16), 25, CPU)
+    assert max(held) == 16
+    (many,) = trial.try_out("orq:route=allgather", {"a": (100_000,)}, World(0, 1024), 25, CPU)
+    assert 32 <= max(held) < 64 and sent([few]) == sent([many])
+    assert 16 < many.parts[-1].seconds / few.parts[-1].seconds < 128  # 64 payloads for one
+
+
+def test_a_peers_parts_are_its_reductions() -> None:
+    entries = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    assert sent(peers.buckets_of("stock", SHAPES, CPU)) == 4 * entries
+    assert sent(peers.buckets_of("bf16", SHAPES, CPU)) == 2 * entries
+    assert peers.buckets_of("none", SHAPES, CPU) == []
+    # Rank 2: (300 + 100) x 2 and (200 + 100) x 2, and the bias.
+    assert sent(peers.buckets_of("powersgd:rank=2", SHAPES, CPU)) == 4 * (800 + 600 + 100)
