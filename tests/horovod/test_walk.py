@@ -46,6 +46,7 @@ COMPUTES_AND_RETURNS = (
     "engine/buckets/delivery.py",
     "engine/optimizers/delivered_sample.py",
     "engine/buckets/frozen_layers.py",
+    "engine/sessions/freezes.py",
     "engine/sessions/kept_entries.py",
     "engine/optimizers/loaded_moments.py",
     "engine/buckets/loss_scale.py",

@@ -125,6 +125,8 @@ LAYER = 8 * MOMENTS
 # The ways that the bytes of each spec go, one after the other.
 WAYS: dict[str, list[Way]] = {
     "dense": [reduce(4 * N)],
+    "half:route=allgather": [gather(8 + padded(N // 2))],
+    "half:route=alltoall": [shards(64, lambda groups: 8 + 2 * 64 * groups)],
     "lgc": [reduce(4 * N)],  # in its first steps; of the others tests/compressors/lgc/test_lgc.py
     "topk:ratio=0.01": [gather(compact_bytes(N, K))],
     "topk:ratio=0.01,wire=exact": [gather(8 + 2 * padded(K))],
