@@ -103,8 +103,11 @@ def read(text: str) -> Shapes:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"model {text!r} is not found here ({error}); is its package installed?") from None
-    with torch.device("meta"):
-        made = make()
+    try:
+        with torch.device("meta"):
+            made = make()
+    except TypeError as error:
+        raise ValueError(f"{text} cannot be called without arguments ({error}); name a function that can") from None
     if not isinstance(made, nn.Module):
         raise ValueError(f"{text} returns a {type(made).__name__}; name a function that returns the model")
     return shapes_of(made)

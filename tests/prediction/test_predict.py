@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_net
 import torch
 from torch import nn
 
@@ -68,6 +69,18 @@ def test_the_work_can_be_measured() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     found = gradcomp.predict(model, 4, loss=lambda: model(data).square().mean(), specs=["topk"])
     assert found.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_model_is_a_function_by_name() -> None:
+    assert workload.read("small_net:net") == {name: tuple(p.shape) for name, p in small_net.net().named_parameters()}
+    for name, said in (
+        ("torch.nn:No", "'No'"),
+        ("no:f", "No module"),
+        ("torch", "neither a"),
+        ("torch:zeros", "be called without"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            workload.read(name)
 
 
 def test_every_figure_is_in_the_json_and_in_the_table() -> None:
