@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import Tensor
+
 from gradcomp.engine.buckets.collector import Aside, BucketState
 from gradcomp.native.extension import LARGEST
 
@@ -14,16 +16,16 @@ from gradcomp.native.extension import LARGEST
 ARRAYS = ("residual", "velocity", "second")
 
 
-def set_aside(state: BucketState, frozen: Sequence[int], sizes: Sequence[int], of_residual: float) -> None:
+def set_aside(state: BucketState, frozen: Sequence[int], grads: Sequence[Tensor], of_residual: float) -> None:
     """Set the arrays of frozen layers aside, unless they are. The layers go on with zeros.
 
-    sizes: of all layers. of_residual: the factor that is due to all that waits in this step.
+    grads: of all layers. of_residual: the factor that is due to all that waits in this step.
     """
     for layer in frozen:
         if layer in state.aside:
             continue
-        begin = sum(sizes[:layer])
-        entries = slice(begin, begin + sizes[layer])
+        begin = sum(grad.numel() for grad in grads[:layer])
+        entries = slice(begin, begin + grads[layer].numel())
         kept = state.aside[layer] = Aside(entries, {}, of_residual)
         for name in ARRAYS:
             if (array := getattr(state, name)) is not None:

@@ -31,21 +31,23 @@ class Unused:
 
     def __init__(self, parameters: Parameters, network: Connection, spec: Callable[[], str], remedy: str):
         self._parameters, self._network, self._spec, self._remedy = parameters, network, spec, remedy
-        self._steps, self._inside = 0, False
+        self._steps, self._inside, self._settled = 0, False, False
         optimizer_hooks.add(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Count a step without an exchange; warn once of some."""
         inside, self._inside = self._inside, True  # Horovod's step() calls another one
-        if self._steps == STEPS_BEFORE_WARNING or inside or not self._network.ready or self._network.world.size == 1:
+        if self._settled or inside or not self._network.ready or self._network.world.size == 1:
             return
         every = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
         own = [each for each in every if self._parameters.slot(each) is not None]
         checks = [each for each in optimizer_hooks.all_of(OptimizerCheck) if each.exchanged and not each.replaced]
-        if not own or any(check.owns(own[0]) for check in checks):
+        if not own:
             return
         self._steps += 1
-        if self._steps == STEPS_BEFORE_WARNING:
+        self._settled = any(check.owns(own[0]) for check in checks)  # and no later step looks through all parameters
+        if not self._settled and self._steps == STEPS_BEFORE_WARNING:
+            self._settled = True
             warnings.warn(
                 f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {self._spec()}: the "
                 f"ranks send dense gradients, or none at all. {self._remedy}",

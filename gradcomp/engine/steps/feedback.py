@@ -178,7 +178,7 @@ class Feedback(Collector):
         if state.held is not None:
             mask = self._mask(state, None)  # what waits stays, and no momentum with it
         state.of_residual = of_residual
-        frozen_layers.set_aside(state, step.frozen, [grad.numel() for grad in grads], of_residual or 1.0)
+        frozen_layers.set_aside(state, step.frozen, grads, of_residual or 1.0)
         scales = None
         if state.squares is not None:
             scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", step)
