@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 PACKAGE = Path(gradcomp.__file__).parent
 WAY = [
     "horovod.py",
-    "engine/sessions/session.py",
+    "engine/sessions/stepping.py",
     "engine/steps/reducer.py",
     "engine/steps/feedback.py",
     "compressors/topk.py",
@@ -29,7 +29,7 @@ WAY = [
 ]
 BACK = [
     "horovod.py",
-    "engine/sessions/session.py",
+    "engine/sessions/stepping.py",
     "engine/steps/reducer.py",
     "networks/horovod.py",
     "compressors/topk.py",
