@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from gradcomp import auto
 from gradcomp.doctor import report
 from gradcomp.prediction import command as prediction
 from gradcomp.spec import describe, names, summary
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     prediction.add_options(commands.add_parser("predict", help="predict step times on a cluster, for every way to exchange"))
     options = parser.parse_args(arguments)
     if options.command == "list":
-        for name in names():
+        for name in (*names(), auto.NAME):
             print(f"{name:14}{summary(name)}")
         return
     if options.command == "doctor":

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from gradcomp.choosing.begin import beginning_of
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
 from gradcomp.handle import Handle
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.protocol import Compressor
-from gradcomp.spec import make
 
 __all__ = ["attach"]
 
@@ -43,7 +43,7 @@ def attach(
 ) -> Handle:
     """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
-    model: the result of DistributedDataParallel(...). spec: "name:knob=value", or a compressor; "topk" by default.
+    model: the result of DistributedDataParallel(...). spec: "name:knob=value", a compressor, or "auto"; "topk" by default.
     optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
     scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
@@ -57,10 +57,12 @@ def attach(
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
     options = Options(optimizer, scaler, bucket_mb, seed)
-    session = Session(make(spec), Parameters(named), network, options, _UNKNOWN, _UNUSED, ends_in_backward=True)
+    beginning = beginning_of(spec)
+    session = Session(beginning.compressor, Parameters(named), network, options, _UNKNOWN, _UNUSED, ends_in_backward=True)
+    handle = Handle(session, beginning, (torch.float32, torch.bfloat16))
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
-        model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters), _hook)
+        model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters, network), _hook)
     except RuntimeError as error:
         if "once" not in str(error):
             raise
@@ -68,7 +70,7 @@ def attach(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
-    return Handle(session)
+    return handle
 
 
 class _BackwardPass:
@@ -78,8 +80,8 @@ class _BackwardPass:
     used: the names of layers that have had a gradient in some pass.
     """
 
-    def __init__(self, session: Session, some_unused: bool):
-        self.session, self.some_unused = session, some_unused
+    def __init__(self, session: Session, some_unused: bool, network: TorchNetwork):
+        self.session, self.some_unused, self.network = session, some_unused, network
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.grads: list[tuple[Slot, Tensor]] = []
         self.used: set[str] = set()
@@ -100,6 +102,13 @@ class _BackwardPass:
             self.session.training.forget_update()
         elif self.some_unused:
             _after_ddp(self.write_unused)
+
+    def by_stock(self, buffer: Tensor, form: torch.dtype, last: bool) -> torch.futures.Future[Tensor]:
+        """Exchange a bucket as DDP's own hooks do. The last one ends the step for the session."""
+        mean = self.network.stock_mean(buffer, form)
+        if last:
+            self.session.finish_step()
+        return mean
 
     def write_unused(self) -> None:
         """Write the updates of layers that no rank used in this pass. Residuals give them updates, which DDP drops."""
@@ -130,6 +139,9 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
         raise state.session.failed(ValueError(_SPARSE))
     if bucket.index() == 0:
         state.discard()
+    state.session.begin()
+    if state.session.stock is not None:
+        return state.by_stock(buffer, state.session.stock, bucket.is_last())
     for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
         slot, flat = state.session.slot(parameter), grad.view(-1)
         if state.some_unused:

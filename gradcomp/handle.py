@@ -6,9 +6,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gradcomp.choosing.begin import Beginning, beginning_of
 from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.states.packed import spec_of
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer
@@ -17,15 +20,21 @@ from gradcomp.watching.observer import Intervals, Observer, Writer
 class Handle:
     """One model's exchange on this rank."""
 
-    def __init__(self, session: Session):
-        self._session = session
+    def __init__(self, session: Session, beginning: Beginning, stock: Sequence[torch.dtype]):
+        self._session, self._stock = session, stock
+        self._choose(beginning)
+
+    def _choose(self, beginning: Beginning) -> None:
+        self._chooser = beginning.chooser(self._session, self._stock)
+        self._session.choose_in(self._chooser, "off" if beginning.auto is None else str(beginning.auto))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
 
     def stats(self) -> dict[str, Any]:
         """Return figures of the last step on this rank."""
-        return self._session.reducer.stats()
+        chosen = {} if self._chooser is None else {"auto": self._chooser.report()}
+        return self._session.reducer.stats() | chosen
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by parameter name. It is zero where there is no error feedback."""
@@ -34,9 +43,16 @@ class Handle:
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. All ranks call it, between two steps. Residuals are carried over.
 
-        spec: "name:knob=value", or a compressor.
+        spec: "name:knob=value", a compressor, or "auto".
         """
-        self._session.change(make(spec))
+        beginning, before = beginning_of(spec), (self._chooser, self._session.options.auto)
+        self._choose(beginning)
+        try:
+            self._session.change(beginning.compressor)
+        except BaseException:
+            self._chooser = before[0]
+            self._session.choose_in(*before)
+            raise
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         session = weakref.proxy(self._session)  # the session has the observer
@@ -56,9 +72,14 @@ class Handle:
         return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a state, with the same spec and the same model. All ranks call it, between two steps.
+        """Continue from a state, with the same spec, or auto, and the same model. All ranks call it, between two steps.
 
         state: the result of state_dict() on this rank, or the list of the results of all ranks. The list serves any number of
         ranks: the sum of what waits stays the same, and new ranks begin with nothing that waits.
         """
-        self._session.load_state_dict(state)
+        if self._chooser is not None and (spec := spec_of(state)) is not None:
+            self._session.go_on_with(make(spec), drops=True)
+            self._session.load_state_dict(state)
+            self._chooser.begin_anew(spec)
+        else:
+            self._session.load_state_dict(state)

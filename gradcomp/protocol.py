@@ -5,11 +5,12 @@ A compressor takes what it sends out of the tensor. What is left in the tensor i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +113,11 @@ class Compressor(ABC):
 
     A subclass must define exchange(); every other method has a default. str() gives the canonical spec: the name, and the knobs
     that differ from their defaults. make(str(compressor)) is the same compressor if a spec can name it.
+
+    for_auto: specs among which auto may choose, by the loss that it must be allowed: none, low or high.
     """
+
+    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -132,7 +137,8 @@ class Compressor(ABC):
     def __str__(self) -> str:
         settings = knobs.changed(self)
         if not type(self).__module__.startswith(REGISTRY):  # no spec can name it: all fields tell it from others of its class
-            settings = [f"{name}={getattr(self, name)!r}" for name in getattr(type(self), "__dataclass_fields__", {})]
+            own: Sequence[Any] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+            settings = [f"{field.name}={getattr(self, field.name)!r}" for field in own]
         return ":".join(filter(None, (self.name, ",".join(settings))))
 
     @property

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcomp import compressors, knobs
+from gradcomp import auto, compressors, knobs
 from gradcomp.engine.steps.feedback import Feedback, with_feedback
 from gradcomp.engine.wrappers.by_host import ByHost
 from gradcomp.engine.wrappers.by_layer import ByLayer
@@ -49,6 +49,11 @@ def kind_of(name: str) -> type[Compressor]:
     """Find the compressor class of a name, the only one that its file defines."""
     if re.fullmatch(r"[^\s:,()=]+\s*=\s*[^\s:,()=]+", name):
         raise ValueError(f"{name!r} is a rule for layers; before it comes the spec of all other layers: 'topk; {name}'")
+    if name == auto.NAME:
+        raise ValueError(
+            "auto is no compressor: it chooses one while real ranks train; pass it alone, as the spec of attach(), "
+            "Compression() or DistributedOptimizer()"
+        )
     if name not in names():
         raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join(names())}")
     module = importlib.import_module(f"{compressors.__name__}.{name}")
@@ -90,6 +95,9 @@ def describe(name: str) -> str:
     name: a compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
     """
     first, *rest = (part.strip() for part in name.split(";"))
+    if first.partition(":")[0].strip() == auto.NAME and not rest:
+        chosen = auto.Auto(**settings_of(first, knobs.knobs_of(auto.Auto)))
+        return f"{first}\n\n{textwrap.dedent(auto.__doc__ or '').strip()}\n\nKnobs:\n{knobs.table_of(chosen)}"
     rules = [_parse_rule(name, first, rule) for rule in rest if rule]
     if rules:
         make(name)  # refuses what make() refuses
@@ -112,7 +120,8 @@ def describe(name: str) -> str:
 
 def summary(name: str) -> str:
     """Return the first paragraph of a compressor's file, cut at its first semicolon."""
-    opening = (sys.modules[kind_of(name).__module__].__doc__ or "").strip().split("\n\n")[0]
+    module = auto if name == auto.NAME else sys.modules[kind_of(name).__module__]
+    opening = (module.__doc__ or "").strip().split("\n\n")[0]
     return " ".join(opening.split()).split("; ")[0].rstrip(".")
 
 
@@ -143,24 +152,27 @@ def _parse_rule(spec: str, first: str, rule: str) -> tuple[str, str]:
 
 
 def _parse(spec: str) -> Compressor:
-    name, _, tail = spec.strip().partition(":")
-    kind = kind_of(name.strip())
+    kind = kind_of(spec.partition(":")[0].strip())
     fields = knobs.knobs_of(kind)
+    settings = settings_of(spec, {**fields, **COMMON})
+    return _wrap(
+        kind(**{name: value for name, value in settings.items() if name in fields}),
+        {name: value for name, value in settings.items() if name not in fields},
+    )
+
+
+def settings_of(spec: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the knobs of a spec. fields: those that its name knows."""
+    name, _, tail = spec.strip().partition(":")
     settings: dict[str, Any] = {}
-    wrapper_settings: dict[str, Any] = {}
-    known = [*fields, *COMMON]
-    for knob_, text in _split(spec, tail, known):
-        if knob_ in settings or knob_ in wrapper_settings:
+    for knob_, text in _split(spec, tail, [*fields]):
+        if knob_ in settings:
             raise ValueError(f"{spec!r}: the knob {knob_!r} is given twice; keep one")
-        if knob_ in fields:
-            settings[knob_] = knobs.parse(spec, fields[knob_], text)
-        elif knob_ in COMMON:
-            wrapper_settings[knob_] = knobs.parse(spec, COMMON[knob_], text)
-        else:
-            raise ValueError(
-                f"{spec!r}: {name.strip()} has no knob {knob_!r}{knobs.suggestion(knob_, known)}; known: {', '.join(known)}"
-            )
-    return _wrap(kind(**settings), wrapper_settings)
+        if knob_ not in fields:
+            near = knobs.suggestion(knob_, [*fields])
+            raise ValueError(f"{spec!r}: {name.strip()} has no knob {knob_!r}{near}; known: {', '.join(fields)}")
+        settings[knob_] = knobs.parse(spec, fields[knob_], text)
+    return settings
 
 
 def _wrap(compressor: Compressor, settings: dict[str, Any]) -> Compressor:

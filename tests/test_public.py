@@ -34,7 +34,7 @@ gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
 gradcomp.handle.Handle.state_dict() -> 'dict[str, Any]'
 gradcomp.handle.Handle.stats() -> 'dict[str, Any]'
 gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]]', *, process_set: 'hvd.ProcessSet | None' = None, optimizer: 'torch.optim.Optimizer | None' = None, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0)
-gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot]'
+gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot | None]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
@@ -98,7 +98,7 @@ def test_compression_is_a_handle_that_horovod_can_call() -> None:
 
 def test_attributes_of_doors_are_private() -> None:
     """Nothing that an object of a door keeps is public, but the figure that a simulation documents."""
-    for module in ("handle", "ddp", "horovod", "simulate"):
+    for module in ("handle", "ddp", "horovod/compression", "horovod/optimizer", "simulate"):
         tree = ast.parse((ROOT / "gradcomp" / f"{module}.py").read_text())
         public = {
             node.attr
@@ -158,7 +158,11 @@ def test_doors_are_typed(tmp_path: Path) -> None:
         cwd=ROOT,
     )
     said = done.stdout
-    for type_ in ('"gradcomp.handle.Handle"', '"dict[str, torch._tensor.Tensor]"', '"gradcomp.horovod.Compression"'):
+    for type_ in (
+        '"gradcomp.handle.Handle"',
+        '"dict[str, torch._tensor.Tensor]"',
+        '"gradcomp.horovod.compression.Compression"',
+    ):
         assert f"Revealed type is {type_}".replace("dict[str", "dict[str") in said.replace("builtins.", ""), said
     for wrong in ('"Handle" has no attribute "put"', '"Compression" has no attribute "finish"', 'incompatible type "int"'):
         assert wrong in said, said

@@ -6,7 +6,9 @@ rounds at every rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gradcomp.exchanges.rounded import Rounded, route_knob
 from gradcomp.knobs import knob
@@ -22,6 +24,8 @@ class Half(Rounded):
         "bf16", "bf16: float32's range and 8 bits; fp16: 11 bits, and entries above 65,504 overflow", choices=[*TYPES]
     )
     route: str = route_knob()
+
+    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"none": ["half"]}
 
     # Entries of a part are a multiple of this, so that its bytes are aligned.
     group = 64

@@ -6,7 +6,9 @@ of Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice of the larges
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from gradcomp.exchanges import routes
 from gradcomp.messages.sparse import count_of, ratio_knob, wire_knob
@@ -21,6 +23,8 @@ class TopK(Compressor):
     ratio: float = ratio_knob()
     route: str = routes.route_knob()
     wire: str = wire_knob()
+
+    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"high": ["topk"]}
 
     @property
     def traits(self) -> Traits:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
@@ -128,6 +129,16 @@ class TorchNetwork:
                 incoming = outgoing.new_empty(sum(bytes_in))
                 work = dist.all_to_all_single(incoming, outgoing, bytes_in, bytes_out, self.group, async_op=True)
                 return self._after(work, name, lambda: unpack(request, incoming, bytes_in))
+
+    def stock_mean(self, tensor: Tensor, form: torch.dtype) -> torch.futures.Future[Tensor]:
+        """Start what DistributedDataParallel's own hooks do: the mean over the ranks, added up in this type, in its place."""
+        sent = tensor.to(form)
+        work = dist.all_reduce(sent.div_(self.world.size), group=self.group, async_op=True)
+        assert work is not None
+        found: torch.futures.Future[Tensor] = work.get_future().then(
+            lambda done: tensor if sent is tensor else tensor.copy_(done.value()[0])
+        )
+        return found
 
     def _after(self, work: dist.Work | None, name: str, read: Answer) -> Answer:
         """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""

@@ -63,16 +63,22 @@ class Link(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Operations that were measured on the cluster itself: for each kind, the seconds of an empty one, and of each byte."""
+    """Operations that were measured on the cluster itself: for each kind, the seconds of an empty one, and of each byte.
+
+    lines: of reduce, gather and send; and, where hosts have several ranks, of sends within a host (near) and out of it (far).
+    """
 
     lines: Mapping[str, tuple[float, float]]
 
     def seconds(self, message: Message, world: World) -> float:
         """Return the time of an operation."""
-        fixed, each = self.lines[message.kind]
-        size = message.bytes
-        if message.kind == "send":  # of an exchange in which every rank sends as much to all others
+        kind, size = message.kind, message.bytes
+        if kind == "send":
             size = max(size, message.bytes_in * len(message.senders))
+            away = {world.on_other_host(rank) for rank in (*message.to, *message.senders)}
+            if len(away) == 1 and "near" in self.lines:
+                kind = "far" if away.pop() else "near"
+        fixed, each = self.lines[kind]
         return fixed + each * size
 
 

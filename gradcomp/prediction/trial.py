@@ -16,8 +16,19 @@ from gradcomp.protocol import Layer
 from gradcomp.requests import World
 from gradcomp.spec import make
 
-# Steps before those that count: capacities follow counts some steps later. Steps that count, at least, and seconds for more.
-SETTLING, COUNTED, SECONDS = 12, 3, 0.5
+
+class Effort(NamedTuple):
+    """The steps of a trial. settling: those before the ones that count, since capacities follow counts some steps later.
+
+    counted: those that count, at least. seconds: time for more.
+    """
+
+    settling: int = 12
+    counted: int = 3
+    seconds: float = 0.5
+
+
+EFFORT = Effort()
 
 # The learning rate of all layers.
 RATE = 0.1
@@ -58,14 +69,19 @@ def gradients(shapes: Mapping[str, Sequence[int]], device: torch.device) -> dict
 
 
 def try_out(
-    spec: str, shapes: Mapping[str, Sequence[int]], world: World, bucket_mb: float, device: torch.device
+    spec: str,
+    shapes: Mapping[str, Sequence[int]],
+    world: World,
+    bucket_mb: float,
+    device: torch.device,
+    effort: Effort | None = None,
 ) -> list[Bucket]:
     """Let a rank do some steps. Return its buckets, in the order in which backward fills them."""
-    grads = gradients(shapes, device)
-    every = _steps(spec, grads, world, bucket_mb, device, HELD)
+    grads, effort = gradients(shapes, device), effort or EFFORT
+    every = _steps(spec, grads, world, bucket_mb, device, effort, HELD)
     if not any(0 < note.payloads < world.size for _, notes in every for step in notes for note in step):
         return [Bucket(names, _parts(steps)) for names, steps in every]
-    fewer = _steps(spec, grads, world, bucket_mb, device, HELD / 4, least=1)
+    fewer = _steps(spec, grads, world, bucket_mb, device, effort, HELD / 4, least=1)
     found = []
     for (names, steps), (_, short) in zip(every, fewer, strict=True):
         parts = zip(_parts(steps), _parts(short), steps[0], short[0], strict=True)
@@ -89,7 +105,14 @@ def _parts(steps: Sequence[Sequence[Note]]) -> tuple[Part, ...]:
 
 
 def _steps(
-    spec: str, grads: Mapping[str, Tensor], world: World, bucket_mb: float, device: torch.device, most: float, least: int = 2
+    spec: str,
+    grads: Mapping[str, Tensor],
+    world: World,
+    bucket_mb: float,
+    device: torch.device,
+    effort: Effort,
+    most: float,
+    least: int = 2,
 ) -> list[tuple[tuple[str, ...], list[list[Note]]]]:
     """Return the notes of each bucket, step by step."""
     network = Mirror(world, device_wait(device), most, least)
@@ -100,9 +123,9 @@ def _steps(
     counted: list[dict[int, list[Note]]] = []
     began = 0.0
     for step in range(10**6):
-        if step == SETTLING:
+        if step == effort.settling:
             began = time.perf_counter()
-        if step >= SETTLING + COUNTED and time.perf_counter() - began > SECONDS:
+        if step >= effort.settling + effort.counted and time.perf_counter() - began > effort.seconds:
             break
         network.notes = {}
         for name in reversed(list(grads)):
@@ -113,6 +136,6 @@ def _steps(
             pass
         network.close()
         reducer.end_step()
-        if step >= SETTLING:
+        if step >= effort.settling:
             counted.append(network.notes)
     return [(bucket.layout.names, [notes[bucket.index] for notes in counted]) for bucket in reducer.buckets]

@@ -16,7 +16,7 @@ from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
-from gradcomp.requests import Request, World
+from gradcomp.requests import Reduce, Request, World
 from gradcomp.spec import make
 
 SHAPE = (40, 30)
@@ -61,6 +61,8 @@ class ThreadNetwork:
         self.failures.append(error)
 
     def start(self, request: Request, name: str) -> Answer:
+        if isinstance(request, Reduce):  # the tensor may be used again while another rank still reads it
+            request = Reduce(request.tensor.clone(), request.scale)
         generation, number = self.generation, self._made.get(name, 0)
         self._made[name] = number + 1
         with generation.changed:
@@ -72,7 +74,8 @@ class ThreadNetwork:
             with generation.changed:
                 if not generation.changed.wait_for(lambda: its.missing == 0, PATIENCE):
                     raise TimeoutError(name)
-                return its.reply(self._rank)
+                reply = its.reply(self._rank)
+                return reply.clone() if isinstance(reply, Tensor) else reply
 
         return answer
 

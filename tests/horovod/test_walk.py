@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 PACKAGE = Path(gradcomp.__file__).parent
 WAY = [
-    "horovod.py",
+    "horovod/compression.py",
     "engine/sessions/stepping.py",
     "engine/steps/reducer.py",
     "engine/steps/feedback.py",
@@ -28,7 +28,7 @@ WAY = [
     "networks/horovod.py",
 ]
 BACK = [
-    "horovod.py",
+    "horovod/compression.py",
     "engine/sessions/stepping.py",
     "engine/steps/reducer.py",
     "networks/horovod.py",

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "SECONDS", 0.0)
+    monkeypatch.setattr(trial, "EFFORT", trial.Effort(seconds=0.0))
 
 
 def predicted(link: Any, ranks: int = 4, **options: Any) -> result.Prediction:

@@ -21,7 +21,7 @@ SPECS += ["topk:route=split", "topk:route=tree", "orq:route=alltoall", "topk:by_
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "SECONDS", 0.0)
+    monkeypatch.setattr(trial, "EFFORT", trial.Effort(seconds=0.0))
 
 
 def sent(buckets: list[Bucket]) -> int:
@@ -37,7 +37,7 @@ def test_the_bytes_are_those_that_a_simulation_sends(spec: str, ranks: int) -> N
     found = trial.try_out(spec, SHAPES, world, 0.1, CPU)
     simulation = gradcomp.Simulation(spec, SHAPES, ranks, bucket_mb=0.1, ranks_per_host=by_host)
     grads = trial.gradients(SHAPES, CPU)
-    for _ in range(trial.SETTLING + trial.COUNTED):
+    for _ in range(trial.EFFORT.settling + trial.EFFORT.counted):
         simulation.step([grads] * ranks)
     wanted = simulation._reducers[0].bytes_sent
     assert sorted(name for bucket in found for name in bucket.names) == sorted(SHAPES)

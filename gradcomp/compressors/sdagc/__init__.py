@@ -18,9 +18,9 @@ abstract's words come closest to, cost accuracy (docs/decisions/sdagc.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -91,6 +91,8 @@ class Sdagc(Compressor):
     )
     route: str = routes.route_knob()
     wire: str = wire_knob()
+
+    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"high": ["sdagc"]}
 
     @property
     def traits(self) -> Traits:

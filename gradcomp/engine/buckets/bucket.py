@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class Bucket:
     running: Steps | None = None
     answer: Answer | None = None
     round: int = 0
+
+    @property
+    def health(self) -> dict[str, Any] | None:
+        """The figures of the residual's health, and the layers; None where nothing was measured."""
+        if self.state.health is None or not self.state.health.figures:
+            return None
+        return {"layers": list(self.layout.names), **self.state.health.figures}
 
     @property
     def ordered_grads(self) -> list[Tensor]:

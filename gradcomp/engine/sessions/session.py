@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradcomp.engine.sessions.membership import Snapshot
 from gradcomp.engine.sessions.stepping import Stepping
+from gradcomp.engine.sessions.turns import Turns
 from gradcomp.engine.states import checkpoint, succession
 from gradcomp.engine.states.packed import States
 from gradcomp.engine.steps.step_observer import StepObserver
@@ -21,15 +23,19 @@ class Session(Stepping):
     def watch(self, observer: StepObserver, telemetry: str) -> None:
         """Tell an observer of all steps. The ranks meet again: what their observers do together must be equal."""
         self._guard.refuse_in_step("watch()")
-        before, self._options = self._options, replace(self._options, observer=observer, telemetry=telemetry)
+        before, self.options = self.options, replace(self.options, observer=observer, telemetry=telemetry)
         self.reducer.observer = observer
         if self.has_met:
             self._membership.part()
             try:
                 self.meet()
             except BaseException:
-                self._options, self.reducer.observer = before, before.observer
+                self.options, self.reducer.observer = before, before.observer
                 raise
+
+    def choose_in(self, turns: Turns | None, auto: str) -> None:
+        """Choose compressors in turns from now on, or no longer. auto: what chooses; the ranks compare it when they meet."""
+        self.turns, self.options = turns, replace(self.options, auto=auto)
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
@@ -40,7 +46,16 @@ class Session(Stepping):
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
         self._guard.refuse_in_step("change()")
         self.training.refuse_before_step("change()")
-        before, compressor = (self.reducer, self._compressor), succession.successor(compressor, self.reducer)
+        self.go_on_with(compressor)
+
+    def go_on_with(self, compressor: Compressor, stock: torch.dtype | None = None, drops: bool = False) -> None:
+        """Continue with another compressor, in a turn of all ranks.
+
+        stock: the type in which the stock framework is to exchange gradients that are not watched, in place of the compressor.
+        drops: nothing waits in the residual, and the compressor need not keep one.
+        """
+        before = self.reducer, self._compressor
+        compressor = compressor if drops else succession.successor(compressor, self.reducer)
         changed = succession.carry(self.reducer, self._make_reducer(compressor))
         handed_back = self.training.arrays_to_hand_back(self.reducer, changed)
         self.reducer, self._compressor = changed, compressor
@@ -54,6 +69,7 @@ class Session(Stepping):
                 if not isinstance(error, ValueError):  # which all ranks get
                     self.failed(error)
                 raise
+        self._stock = stock
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gradcomp import _version
@@ -13,6 +14,7 @@ from gradcomp.engine.sessions.kept_entries import KeptEntries
 from gradcomp.engine.sessions.membership import Membership
 from gradcomp.engine.sessions.step_guard import StepGuard
 from gradcomp.engine.sessions.training import Training
+from gradcomp.engine.sessions.turns import Turns
 from gradcomp.engine.sessions.unused import Unused
 from gradcomp.engine.steps.options import Options
 from gradcomp.engine.steps.reducer import Reducer
@@ -26,6 +28,7 @@ class Stepping:
     unknown_message: the door's error message for a gradient that belongs to no known parameter, with {shape} for its shape.
     unused_remedy: what the door's user is to do whose model trains past the exchange.
     ends_in_backward: a step ends in backward, and not in the optimizer's step(). reducer: of the present compressor.
+    turns: what the ranks do together between steps, if anything. by_stock: starts the stock exchange of a gradient.
     """
 
     def __init__(
@@ -40,9 +43,12 @@ class Stepping:
         ends_in_backward: bool = False,
     ):
         self.parameters, self.network = parameters, network
-        self._options, self._unknown_message, self._compressor = options, unknown_message, compressor
+        self.options, self._unknown_message, self._compressor = options, unknown_message, compressor
         self._membership, self._guard = Membership(network), StepGuard(network, ends_in_backward)
         self._held: dict[str, Slot] = {}
+        self.turns: Turns | None = None
+        self._stock: torch.dtype | None = None
+        self.by_stock: Callable[[Slot], object] = lambda slot: None
         self._kept_entries = KeptEntries(len(parameters.slots))
         own = weakref.proxy(self)  # so that a session ends with its last user
         self.training = Training(
@@ -68,6 +74,16 @@ class Stepping:
         """True if the ranks have met since the network was last initialised."""
         return self._membership.has_met
 
+    @property
+    def stock(self) -> torch.dtype | None:
+        """The type in which the stock framework is to exchange the gradients, past this session; None: the session does."""
+        return None if self.options.observer is not None else self._stock
+
+    @property
+    def holds(self) -> bool:
+        """True if gradients are to be held until the ranks have met, or taken a turn, which waits for the other ranks."""
+        return not self.has_met or (self.turns is not None and self.turns.due)
+
     def slot(self, parameter: Tensor) -> Slot:
         """Find the slot of a parameter. Refuse an unknown parameter."""
         slot = self.parameters.slot(parameter)
@@ -83,20 +99,29 @@ class Stepping:
         self.training.note_exchange()  # its steps are refused from now on, also before the first exchange
         return error
 
+    def begin(self, hold: bool = False) -> None:
+        """Begin a step, or go on with it. hold: meet the other ranks, and take a turn with them, in finish_step()."""
+        self._guard.refuse_after_failure()
+        if self._guard.outlived:
+            self._discard_step()
+        if not self._guard.under_way and not hold:
+            self._take_turn()
+        self._guard.begin()
+        self.training.note_exchange()
+        if self.stock is not None:
+            self.reducer.clock.note_gradient()
+
     def mark_ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
         """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
 
         grad: the gradient in the order of the parameter's memory; parameter.grad by default.
-        hold: keep the gradient for finish_step() if the ranks have not met yet, since a meeting waits for the other ranks.
+        hold: keep the gradient for finish_step() where the session holds.
         """
-        self._guard.refuse_after_failure()
-        if self._guard.outlived:
-            self._discard_step()
-        self._guard.begin()
-        self.training.note_exchange()
-        if grad is None:
+        hold = hold and self.holds
+        self.begin(hold)
+        if grad is None and (hold or self.stock is None):  # the stock framework writes sums into the gradient
             self._kept_entries.keep(slot)
-        if hold and not self.has_met:
+        if hold:
             self._held[slot.name] = slot
         else:
             self._hand_over(slot, grad)
@@ -109,19 +134,33 @@ class Stepping:
         self._note_failure(self._kept_entries.check)
         if self._held:
             self.meet()
+            self._take_turn()
         held, self._held = self._held, {}
         for slot in held.values():
             self._hand_over(slot)
-        self._note_failure(lambda: self.reducer.finish_step(scale))
+        if self.stock is None:
+            self._note_failure(lambda: self.reducer.finish_step(scale))
+            self._membership.note_step(scale)
+        else:
+            self.reducer.note_stock_step(self.stock.itemsize)
         self._guard.end()
-        self._membership.note_step(scale)
         self.training.freezes.look(self.network.world.rank)
         for slot in self.parameters.slots:
             slot.close()
+        if self.turns is not None:
+            self.turns.note_step()
+
+    def _take_turn(self) -> None:
+        if self.turns is not None and self.turns.due:
+            self.meet()
+            self._note_failure(self.turns.take)
 
     def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
         self.meet()
-        self._note_failure(lambda: self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad))
+        if self.stock is None:
+            self._note_failure(lambda: self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad))
+        else:
+            self.by_stock(slot)
 
     def note_sums(self) -> None:
         """Note that updates are sums over the ranks, before the first step shows it."""
@@ -138,10 +177,10 @@ class Stepping:
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
         own = {"gradcomp's version": _version.VERSION, "spec": self.spec}
-        return own | self._options.terms | self.training.terms | self.parameters.terms()
+        return own | self.options.terms | self.training.terms | self.parameters.terms()
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
-        options, known = self._options, self.training.of_reducer(compressor) | {"observer": self._options.observer}
+        options, known = self.options, self.training.of_reducer(compressor) | {"observer": self.options.observer}
         reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
         self.training.note_what_stays(reducer.keeps_residual or compressor.traits.momentum > 0)
         return reducer

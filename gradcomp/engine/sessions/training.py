@@ -72,6 +72,11 @@ class Training:
         """Describe what must be equal on all ranks."""
         return {"optimizer": self._momentum.describe() if self._check.is_told else "unknown before its first step"}
 
+    @property
+    def is_told(self) -> bool:
+        """True if the optimizer was given, so that its momentum can be taken over."""
+        return self._check.is_told
+
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""
         self._check.note_exchange()

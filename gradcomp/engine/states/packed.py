@@ -125,3 +125,10 @@ class States:
             if not isinstance(share, Mapping):
                 raise ValueError(f"of_rank holds a {type(share).__name__}: the state is damaged; load another one")
             self.shares[rank] = share
+
+
+def spec_of(state: Any) -> str | None:
+    """Find the spec of a state, or of a list of states. Return None if there is none to be read."""
+    first = state if isinstance(state, Mapping) else next(iter(state), None) if isinstance(state, Sequence) else None
+    spec = first.get("spec") if isinstance(first, Mapping) else None
+    return spec if isinstance(spec, str) else None

@@ -20,7 +20,8 @@ class Options:
 
     optimizer: the source of learning rates; its momentum is checked against the spec's. scaler: the GradScaler of the loss.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws.
-    observer: looks at every step, if there is one. telemetry: what the observers of all ranks do together.
+    observer: looks at every step, if there is one. telemetry: what the observers of all ranks do together. auto: what chooses
+    other compressors, if anything.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -29,11 +30,12 @@ class Options:
     seed: int
     observer: StepObserver | None = None
     telemetry: str = "off"
+    auto: str = "off"
 
     @property
     def terms(self) -> dict[str, str]:
         """Describe the options that must be equal on all ranks."""
-        return {"seed": str(self.seed), "bucket_mb": str(self.bucket_mb), "telemetry": self.telemetry}
+        return {"seed": str(self.seed), "bucket_mb": str(self.bucket_mb), "telemetry": self.telemetry, "auto": self.auto}
 
 
 def check_seed(seed: Any) -> None:

@@ -83,12 +83,9 @@ class Reducer:
         self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
         self._takes_back = delivery is not None or deliver is None
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
-        self.scale = 1.0
-        self.steps_done = 0
+        self.scale, self.steps_done = 1.0, 0
         self._step = 1  # the number in verdicts, which no other step has
-        self.bytes_sent = 0
-        self.bytes_between_hosts = 0
-        self._sent = self._sent_between_hosts = 0
+        self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self.clock, self.observer = StepClock(), observer
 
     @property
@@ -171,6 +168,13 @@ class Reducer:
         if self.observer is not None:
             self.observer.step_done(self)
 
+    def note_stock_step(self, itemsize: int) -> None:
+        """Count a step that the stock framework has exchanged, with entries of this many bytes."""
+        self.clock.note_last_gradient()
+        self._step, self.steps_done = self._step + 1, self.steps_done + 1
+        self.bytes_sent = self.bytes_between_hosts = itemsize * sum(layer.size for layer in self.layers.values())
+        self.clock.note_end()
+
     def abort(self) -> None:
         """Discard the running step after a failure of the network."""
         self._sent = self._sent_between_hosts = 0
@@ -235,11 +239,7 @@ class Reducer:
         by_bucket = [bucket.collector.stats(bucket.state) for bucket in self.buckets]
         return {
             **{name: figure for figures in by_bucket for name, figure in figures.items()},
-            "health": [
-                {"layers": list(bucket.layout.names), **bucket.state.health.figures}
-                for bucket in self.buckets
-                if bucket.state.health is not None and bucket.state.health.figures
-            ],
+            "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
             "overlap": not any(bucket.collector.traits.whole_model for bucket in self.buckets),

@@ -1,0 +1,64 @@
+"""The links between the ranks, measured with short and long messages of every kind, inside hosts and between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from gradcomp.messages import payload as payloads
+from gradcomp.networks import Network
+from gradcomp.prediction.link import Measured
+from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
+
+# The entries of a long message, at least and at most, and how often each one is sent.
+SHORTEST, LONGEST, TIMES = 2**10, 2**18, 3
+
+
+def measure(network: Network, device: torch.device, entries: int) -> Measured:
+    """Measure the links. All ranks call this. entries: of the model; its size bounds that of the long messages."""
+    long = min(max(entries // 8, SHORTEST), LONGEST)
+    lines = {}
+    for kind, request in _requests(network.world, device).items():
+        short, both = _fastest(network, kind, request, 1), _fastest(network, kind, request, long)
+        more = bytes_of(request(long)) - bytes_of(request(1))
+        lines[kind] = short, max(0.0, both - short) / max(1, more)
+    return Measured(lines)
+
+
+def probe(network: Network, device: torch.device) -> float:
+    """Return the time of a middling reduction. All ranks call this."""
+    return _seconds(network, "probe", Reduce(torch.zeros(2**14, device=device)))
+
+
+def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], Request]]:
+    """Return a maker of requests for each kind. A request hands over about so many entries to the network."""
+    near = [rank for rank in world.others if not world.on_other_host(rank)]
+    far = [rank for rank in world.others if world.on_other_host(rank)]
+    made: dict[str, Callable[[int], Request]] = {
+        "reduce": lambda n: Reduce(torch.zeros(n, device=device)),
+        "gather": lambda n: Gather(payloads.wrap(torch.zeros(2 * -(-n // 2), device=device))),
+        "send": lambda n: _send(world.others, -(-n // world.size), device),
+    }
+    if world.hosts is not None and len({*world.hosts}) < world.size:
+        made["near"] = lambda n: _send(near, -(-n // world.size), device)
+        made["far"] = lambda n: _send(far, -(-n // world.size), device)
+    return made
+
+
+def _send(ranks: list[int], entries: int, device: torch.device) -> Send:
+    payload = payloads.wrap(torch.zeros(2 * -(-entries // 2), device=device))
+    return Send(dict.fromkeys(ranks, payload), ranks, payload.form, device)
+
+
+def _fastest(network: Network, kind: str, make: Callable[[int], Request], entries: int) -> float:
+    return min(_seconds(network, f"{kind} {entries}", make(entries)) for _ in range(TIMES if entries == 1 else TIMES - 1))
+
+
+def _seconds(network: Network, name: str, request: Request) -> float:
+    began = time.perf_counter()
+    reply = network.start(request, f"auto {name}")()
+    if isinstance(reply, torch.Tensor) and reply.is_cuda:
+        torch.cuda.synchronize(reply.device)
+    return time.perf_counter() - began

@@ -1,0 +1,64 @@
+"""The ways to exchange gradients among which auto chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from gradcomp.auto import LOSSES
+from gradcomp.prediction import peers
+from gradcomp.spec import kind_of, make, names
+
+
+class Way(NamedTuple):
+    """A way to exchange gradients.
+
+    spec: of the compressor. stock: the type in which stock torch or Horovod exchanges the gradients in the compressor's place.
+    """
+
+    spec: str
+    stock: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        if self.stock is None:
+            return self.spec
+        return peers.STOCK if self.stock is torch.float32 else f"{peers.STOCK} in {self.tried_as}"
+
+    @property
+    def tried_as(self) -> str:
+        """The name under which its step is predicted."""
+        if self.stock is None:
+            return self.spec
+        return next((name for name, form in peers.HALVES.items() if form is self.stock), peers.STOCK)
+
+    @property
+    def keeps(self) -> bool:
+        """True if entries wait in a residual, which must be sent before another way can follow that has none.
+
+        Rules for layers are made of ways without one.
+        """
+        return ";" not in self.spec and make(self.spec).traits.fed_back
+
+
+# The way of the first steps, in which everything is seen, and the one that users have without gradcomp.
+EXACT = "dense"
+FIRST = Way(EXACT)
+STOCK = Way(EXACT, torch.float32)
+
+
+def ways(loss: str, stock: Collection[torch.dtype], several_on_host: bool, optimizer_known: bool) -> list[Way]:
+    """List the ways, from the one that loses least.
+
+    stock: the types in which the stock framework can exchange gradients. several_on_host: some host has several ranks.
+    optimizer_known: its momentum can be taken over, without which what waits in a residual costs accuracy.
+    """
+    found = [STOCK, *(Way(EXACT, form) for form in (torch.bfloat16,) if form in stock)]
+    for each in LOSSES[: LOSSES.index(loss) + 1]:
+        specs = [spec for name in names() for spec in kind_of(name).for_auto.get(each, ())]
+        allowed = [Way(spec) for spec in specs]
+        if several_on_host and each != LOSSES[0]:
+            allowed += [Way(f"{spec}{',' if ':' in spec else ':'}by_host=true") for spec in specs]
+        found += sorted([way for way in allowed if optimizer_known or not way.keeps], key=lambda way: way.keeps)
+    return found

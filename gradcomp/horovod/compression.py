@@ -1,0 +1,141 @@
+"""Compression, the compression= of a stock hvd.DistributedOptimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from gradcomp.choosing.begin import beginning_of
+from gradcomp.engine.parameters import Parameters, Slot
+from gradcomp.engine.sessions.commits import Commits
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.steps.options import Options
+from gradcomp.handle import Handle
+from gradcomp.networks import carrier
+from gradcomp.networks.elastic import keep_with_optimizers
+from gradcomp.networks.horovod import HorovodNetwork, calling_optimizer, exchange_failure
+from gradcomp.protocol import Compressor
+
+# The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
+SPARSE = (
+    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed, not even with "
+    "sparse_as_dense=True; use sparse=False, or give the layer its own optimizer"
+)
+_UNKNOWN = (
+    "a gradient belongs to no known parameter: its shape is {shape}; pass all parameters as named_parameters, and unfreeze "
+    "them before making Compression or DistributedOptimizer"
+)
+
+_UNUSED = (
+    "Pass the Compression to hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=...), and step that one"
+)
+
+_CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
+
+
+class Compression(Handle):
+    """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own object.
+
+    spec: "name:knob=value", or a compressor. named_parameters: those of the optimizer, usually model.named_parameters().
+    process_set: the optimizer's process set; all ranks by default.
+    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    scaler: the GradScaler that scales the loss, if one does.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
+    seed: the seed of random draws, equal on all ranks; 0 by default.
+
+    Only Horovod calls compress() and decompress().
+    """
+
+    def __init__(
+        self,
+        spec: str | Compressor,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        *,
+        process_set: hvd.ProcessSet | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        bucket_mb: float = 25,
+        seed: int = 0,
+    ):
+        if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
+            raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
+        self._network = HorovodNetwork(process_set or hvd.global_process_set)
+        options = Options(optimizer, scaler, bucket_mb, seed)
+        beginning, parameters = beginning_of(spec), Parameters(named_parameters)
+        session = Session(beginning.compressor, parameters, self._network, options, _UNKNOWN, _UNUSED)
+        super().__init__(session, beginning, (torch.float32,))
+        self._knows_optimizer = False
+        self._commits = Commits(self._session)
+        keep_with_optimizers(_commits_of)
+
+    def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot | None]:
+        """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
+
+        Where compression would not be worth it, the gradient itself is returned, and no slot.
+
+        The ranks meet in the hook of the first gradient. Two optimizers in one backward pass must get their first gradients in
+        the same order on all ranks.
+        """
+        if tensor is None:  # Horovod has the class, and `self` is the gradient
+            raise TypeError(_CLASS)
+        if not self._knows_optimizer:
+            self._note_optimizer(calling_optimizer())
+        slot = self._session.parameters.of_gradient(tensor)
+        if slot is None:
+            raise self._session.failed(ValueError(self._why_unknown(tensor)))
+        self._session.begin()
+        if self._session.stock is not None:
+            return tensor, None
+        self._session.mark_ready(slot)
+        return carrier.carrier(self._network.world.rank), slot
+
+    def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
+        """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
+        if ctx is not None:
+            again: Any = tensor  # None where Horovod is asked again after a step that failed, which finish_step() refuses
+            try:
+                scale = 1.0 if again is None else carrier.scale(tensor.item(), self._network.world.size)
+            except ValueError as error:
+                if self._session.reducer.steps_done == 0:
+                    raise self._session.failed(error) from None
+                raise self._session.failed(
+                    exchange_failure(error)
+                ) from error  # earlier carriers were right: a rank that called hvd.join() adds 0
+            self._session.finish_step(scale)
+            assert ctx.parameter.grad is not None
+            return ctx.parameter.grad
+        if tensor.is_sparse:
+            raise ValueError(SPARSE)
+        if self._session.stock is not None:
+            self._session.finish_step()
+        return tensor
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Note Horovod's optimizer, and whether its updates are sums."""
+        self._knows_optimizer = True
+        if optimizer is not None:
+            self._session.training.note_optimizer(optimizer)
+            if getattr(optimizer, "op", None) == hvd.Sum:
+                self._session.note_sums()
+
+    def _why_unknown(self, tensor: Tensor) -> str:
+        if self._session.parameters.slot(tensor) is not None:
+            return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
+        return SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
+
+
+def _commits_of(optimizer: Any) -> Commits | None:
+    """Return the commits of an optimizer's compression, for Horovod's elastic mode.
+
+    The compression then knows the optimizer: a rank that joins meets the others before it has seen a gradient.
+    """
+    compression = getattr(optimizer, "_compression", None)
+    if not isinstance(compression, Compression):
+        return None
+    if not compression._knows_optimizer:
+        compression._note_optimizer(optimizer)
+    return compression._commits

@@ -1,0 +1,92 @@
+"""Links of known speed are measured as they are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from gradcomp.choosing import links
+from gradcomp.networks import Answer
+from gradcomp.networks.memory import Round
+from gradcomp.prediction.link import Measured
+from gradcomp.prediction.mirror import message_of
+from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
+
+CPU = torch.device("cpu")
+FIXED = {"reduce": 2e-3, "gather": 3e-3, "send": 1e-3, "near": 5e-4, "far": 4e-3}
+EACH = {"reduce": 4e-8, "gather": 1e-7, "send": 2e-8, "near": 1e-8, "far": 6e-8}
+
+
+class Known:
+    """A network whose operations take a known time."""
+
+    def __init__(self, world: World):
+        self.world = world
+
+    def kind(self, request: Request) -> str:
+        match request:
+            case Reduce():
+                return "reduce"
+            case Gather():
+                return "gather"
+            case Send(payloads):
+                away = {self.world.on_other_host(rank) for rank in payloads}
+                mixed = len(away) > 1 or len(set(self.world.hosts or ())) == self.world.size
+                return "send" if mixed else ("near", "far")[away.pop()]
+
+    def start(self, request: Request, name: str) -> Answer:
+        kind = self.kind(request)
+
+        def answer() -> Any:
+            time.sleep(FIXED[kind] + EACH[kind] * bytes_of(request))
+            return request.tensor if isinstance(request, Reduce) else []
+
+        return answer
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 2, 3), (0, 0, 1, 1)])
+def test_a_line_for_each_kind(hosts: tuple[int, ...]) -> None:
+    network: Any = Known(World(0, 4, hosts))
+    found = links.measure(network, CPU, 10**6)
+    kinds = {"reduce", "gather", "send"} | ({"near", "far"} if len(set(hosts)) < 4 else set())
+    assert found.lines.keys() == kinds
+    for kind, (fixed, each) in found.lines.items():
+        assert FIXED[kind] < fixed < FIXED[kind] + 1e-3
+        assert each == pytest.approx(EACH[kind], rel=0.3, abs=3e-9), kind
+
+
+def test_a_small_model_is_not_asked_for_long_messages() -> None:
+    sent: list[int] = []
+
+    class Counted(Known):
+        def start(self, request: Request, name: str) -> Answer:
+            sent.append(bytes_of(request))
+            return super().start(request, name)
+
+    network: Any = Counted(World(0, 4, (0, 1, 2, 3)))
+    links.measure(network, CPU, 1000)
+    assert max(sent) <= 4 * 2 * links.SHORTEST
+
+
+def test_a_send_that_stays_on_a_host_takes_its_own_line() -> None:
+    world = World(0, 4, (0, 0, 1, 1))
+    times = Measured({kind: (fixed, EACH[kind]) for kind, fixed in FIXED.items()})
+    for ranks, kind in (((1,), "near"), ((2, 3), "far"), ((1, 2, 3), "send")):
+        request = links._send([*ranks], 1000, CPU)
+        assert times.seconds(message_of(request), world) == pytest.approx(FIXED[kind] + EACH[kind] * bytes_of(request))
+
+
+def test_ranks_of_unequal_hosts_send_payloads_of_one_form() -> None:
+    hosts = (0, 0, 0, 1)
+    made = [links._requests(World(rank, 4, hosts), CPU) for rank in range(4)]
+    for kind in ("send", "near", "far"):
+        requests: list[Any] = [each[kind](1000) for each in made]
+        assert len({request.form for request in requests}) == 1
+        rounds = Round(kind, 4)
+        for rank, request in enumerate(requests):
+            rounds.post(rank, request)
+        for rank in range(4):
+            rounds.reply(rank)

@@ -1,0 +1,82 @@
+"""auto under Horovod, by both doors: dense steps are Horovod's own, and whatever it takes, all ranks hold the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import choices
+import doors
+import horovod.torch as hvd
+import pytest
+import ranks
+import small_net
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.slow
+
+TAKEN = (("stock",), ("stock", "half"), ("half", "topk"), ("sdagc", "stock"))
+STEPS = 40
+
+
+def trained(door: str, wanted: tuple[str, ...], **options: Any) -> tuple[Tensor, dict[str, Any]]:
+    model = small_net.net()
+    spec = None if door == doors.ALONE else "auto:loss=high"
+    with choices.chosen(*wanted):
+        optimizer = doors.sgd(door, model, spec, prefix=f"{door}/{wanted}/{options}.", **options)
+        weights = small_net.train(model, optimizer, small_net.examples(hvd.rank()), STEPS)
+    return weights, {} if spec is None else optimizer.compression.stats()
+
+
+def two_at_once(door: str) -> tuple[Tensor, Tensor]:
+    """Two models with a step each in turn, of which the second is behind by some steps."""
+    models = [small_net.net(seed) for seed in (1, 2)]
+    with choices.chosen("stock", "half"):
+        optimizers = [doors.sgd(door, model, "auto", prefix=f"two {door} {i}.") for i, model in enumerate(models)]
+        data = small_net.examples(hvd.rank())
+        for step in range(STEPS):
+            for model, optimizer in [*zip(models, optimizers, strict=True)][: 1 + (step > 3)]:
+                small_net.train(model, optimizer, data, 1)
+    return small_net.weights(models[0]), small_net.weights(models[1])
+
+
+def program() -> dict[Any, Any]:
+    hvd.init()
+    found: dict[Any, Any] = {(door, wanted): trained(door, wanted) for door in doors.DOORS for wanted in TAKEN}
+    for door in (doors.ALONE, *doors.DOORS):
+        found[door] = trained(door, ("stock",))[0]
+        found[door, "sum"] = trained(door, ("stock",), op=hvd.Sum, lr=0.01)[0]
+        found[door, "momentum"] = trained(door, ("stock",), momentum=0.9)[0]
+    for door in doors.DOORS:
+        found["two", door] = two_at_once(door)
+    return found
+
+
+@ranks.once
+def found() -> list[dict[Any, Any]]:
+    return ranks.launch(program, 2)
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_stock_steps_are_horovods_own(door: str) -> None:
+    """Means, sums, and with the optimizer's momentum, which nobody takes over."""
+    for own in found():
+        assert torch.equal(own[door], own[doors.ALONE])
+        assert torch.equal(own[door, "momentum"], own[doors.ALONE, "momentum"])
+        assert torch.equal(own[door, "sum"], own[doors.ALONE, "sum"])
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+@pytest.mark.parametrize("wanted", TAKEN)
+def test_all_ranks_take_it_and_hold_the_same_weights(wanted: tuple[str, ...], door: str) -> None:
+    (first, stats), (second, others) = (own[door, wanted] for own in found())
+    assert torch.equal(first, second) and first.isfinite().all()
+    assert stats["auto"]["way"] == others["auto"]["way"] == wanted[-1]
+    assert stats["steps"] == STEPS
+    assert stats["auto"]["seconds"] == others["auto"]["seconds"]
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_two_optimizers_take_their_turns_apart(door: str) -> None:
+    first, second = (own["two", door] for own in found())
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
