@@ -62,7 +62,7 @@ def attach(
     handle = Handle(session, beginning, (torch.float32, torch.bfloat16))
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
-        model.register_comm_hook(_BackwardPass(session, model.find_unused_parameters, network), _hook)
+        model.register_comm_hook(_BackwardPass(session, model, network), _hook)
     except RuntimeError as error:
         if "once" not in str(error):
             raise
@@ -77,11 +77,12 @@ class _BackwardPass:
     """The state of a backward pass: the futures that DDP waits for, and the gradients in DDP's buckets.
 
     promised: each future, and the buffer that becomes its result. grads: filled only where some layers may be unused.
-    used: the names of layers that have had a gradient in some pass.
+    in_bucket: gradients lie in the buckets. used: the names of layers that have had a gradient in some pass.
     """
 
-    def __init__(self, session: Session, some_unused: bool, network: TorchNetwork):
-        self.session, self.some_unused, self.network = session, some_unused, network
+    def __init__(self, session: Session, model: DistributedDataParallel, network: TorchNetwork):
+        self.session, self.network = session, network
+        self.some_unused, self.in_bucket = model.find_unused_parameters, model.gradient_as_bucket_view
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.grads: list[tuple[Slot, Tensor]] = []
         self.used: set[str] = set()
@@ -105,7 +106,8 @@ class _BackwardPass:
 
     def by_stock(self, buffer: Tensor, form: torch.dtype, last: bool) -> torch.futures.Future[Tensor]:
         """Exchange a bucket as DDP's own hooks do. The last one ends the step for the session."""
-        mean = self.network.stock_mean(buffer, form)
+        # DDP multiplies while it copies gradients into its bucket. Where they lie in there, it divides, as its bf16 hook does.
+        mean = self.network.stock_mean(buffer, form, divides=self.in_bucket or form != torch.float32)
         if last:
             self.session.finish_step()
         return mean

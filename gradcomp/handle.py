@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gradcomp.choosing.begin import Beginning, beginning_of
 from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.states.packed import spec_of
 from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer
@@ -77,9 +76,4 @@ class Handle:
         state: the result of state_dict() on this rank, or the list of the results of all ranks. The list serves any number of
         ranks: the sum of what waits stays the same, and new ranks begin with nothing that waits.
         """
-        if self._chooser is not None and (spec := spec_of(state)) is not None:
-            self._session.go_on_with(make(spec), drops=True)
-            self._session.load_state_dict(state)
-            self._chooser.begin_anew(spec)
-        else:
-            self._session.load_state_dict(state)
+        self._session.load_state_dict(state, None if self._chooser is None else make)

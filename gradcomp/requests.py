@@ -38,6 +38,12 @@ class World(NamedTuple):
         """Return the factor that turns a sum of shares into the mean over the ranks."""
         return 1 / (self.size * self.share)
 
+    @property
+    def shares_hosts(self) -> bool:
+        """True if there are several hosts, and all have equally many ranks, and several."""
+        counts = {self.hosts.count(host) for host in self.hosts or ()} if self.hosts is not None else {1}
+        return len(counts) == 1 and 1 < counts.pop() < self.size
+
     def on_other_host(self, rank: int) -> bool:
         """Say whether a rank is on another host. Each rank counts as a host of its own where hosts are unknown."""
         return rank != self.rank if self.hosts is None else self.hosts[rank] != self.hosts[self.rank]

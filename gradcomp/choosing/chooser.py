@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import logging
-import math
 import statistics
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradcomp.auto import Auto
+from gradcomp.auto import LOSSES, Auto
 from gradcomp.choosing import links, ways
+from gradcomp.choosing.account import Account
 from gradcomp.choosing.decision import Decision, best_of, shortlist
 from gradcomp.choosing.forecast import Forecast
 from gradcomp.choosing.switch import Switch
+from gradcomp.choosing.tries import COUNTED, SETTLING, SETTLING_KEPT, Tries
 from gradcomp.choosing.ways import Way
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.step_clock import Seconds
 from gradcomp.prediction import workload
+from gradcomp.prediction.link import Measured
 from gradcomp.prediction.timeline import Work
+from gradcomp.spec import make
 
 log = logging.getLogger("gradcomp")
 
 # A course yields the number of steps until its next turn, and gets the seconds that each of them took.
 Course = Generator[int, list[float], None]
 
-# Steps after a change that do not count: a new reducer makes its memory, and capacities follow counts some steps later.
-SETTLING, SETTLING_KEPT = 1, 4
-# Steps of a try that count, and rounds of tries, in which those that lag behind drop out.
-# NEAR: the others are at most this much slower than the fastest.
-COUNTED, ROUNDS, NEAR = 3, 3, 1.15
-# The part of the steps' time that looking at them may take, and the steps between two looks, at least and at most.
+# Kernels are timed until this many exact steps' time has passed, in each choice. Ways that are left come in the next one.
+TIMING = 6
+# The part of the steps' time that looking at them may take, and the steps between two looks, at least and at most. After an odd
+# look the next one comes as soon as it may.
 LOOKING, NEXT_LOOK = 0.005, (10, 200)
 # A step time that differs by this factor, or a link's by the other one, at so many looks in a row, is a change.
 STEP_CHANGED, LINK_CHANGED, LOOKS = 1.25, 2.0, 2
+# The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
+# that came out as before; and twice as many odd looks are then a change, up to MOST_LOOKS.
+AGAIN, MOST_LOOKS = 300, 8
 
 
 class Chooser:
@@ -48,13 +52,21 @@ class Chooser:
 
     def __init__(self, session: Session, auto: Auto, stock: Sequence[torch.dtype]):
         self._session, self._auto, self._stock = session, auto, stock
-        self._switch = Switch(session)
+        self._switch, self._account = Switch(session), Account()
+        layers = session.parameters.layers.values()
+        self._device = next((layer.device for layer in layers), torch.device("cpu"))
+        self._entries = sum(layer.size for layer in layers)
+        self._clock, self._clocks = Seconds(), deque[Seconds](maxlen=COUNTED)
+        self._begin()
+
+    def _begin(self) -> None:
         self._forecast: Forecast | None = None
         self._work: Work | None = None
+        self._exact = 0.0  # seconds of an exact step
         self._times: list[float] = []
-        self._ended = time.perf_counter()
+        self._ended, self._timed = time.perf_counter(), True
         self.decision: Decision | None = None
-        self._looks = LOOKS
+        self._choices, self._looks, self._again = 0, LOOKS, AGAIN
         self._course = self._run()
         self._left = next(self._course)
 
@@ -66,119 +78,146 @@ class Chooser:
     def take(self) -> None:
         """Take the turn."""
         times, self._times = self._times, []
+        began = time.perf_counter()
         self._left = self._course.send(times)
+        self._account.note_turn(time.perf_counter() - began)
 
     def note_step(self) -> None:
         """Note a finished step."""
+        if self._timed:
+            links.wait_for(self._device)
         now = time.perf_counter()
         self._times.append(now - self._ended)
+        self._account.note_step(now - self._ended)
+        clock, before = replace(self._session.reducer.clock.seconds), self._clock
+        self._clocks.append(clock.less(before) if clock.steps == before.steps + 1 else clock)
+        self._clock = clock
         self._ended, self._left = now, self._left - 1
 
-    def begin_anew(self, spec: str) -> None:
-        """Begin anew after the next step: a state was loaded on all ranks, of a session whose compressor had this spec."""
-        self._switch.note_loaded(Way(spec))
-        self._times, self.decision = [], None
-        self._course = self._run()
-        self._left = next(self._course)
+    def begin_anew(self, spec: str, same: bool) -> None:
+        """Begin anew in a meeting: the ranks may be others, or go on from another state.
+
+        spec: with which all ranks go on. same: the session has its compressor already.
+        """
+        if not same:
+            self._session.follow(make(spec))
+        self._switch.begin_anew(Way(spec))
+        self._begin()
 
     def report(self) -> dict[str, Any]:
         """Return what was chosen, and why."""
-        known = {"loss": self._auto.loss, "way": str(self._switch.way)}
+        known = {"loss": self._auto.loss, "way": str(self._switch.way), "changes": self._switch.changes}
+        known |= {"choices": self._choices, "refused": {str(way): why for way, why in self._switch.refused.items()}}
         if self.decision is None:
             return {**known, "reason": "the first steps are measured"}
-        return {**known, **self.decision.report(), "changes": self._switch.changes}
+        return {**known, **self.decision.report()}
 
     def _run(self) -> Course:
         yield 1 + SETTLING  # the network may not be initialised yet
         if self._session.network.world.size == 1:
             yield from self._switch.to(ways.STOCK)
-            yield from itertools.repeat(NEXT_LOOK[1])
-        yield from self._measure_work()
+            self._timed = False
+            while True:
+                yield NEXT_LOOK[1]
         while True:
-            yield from self._choose()
+            self._account.open()
+            self._timed, exact = True, 0.0
+            if self._work is None:
+                yield from self._measure_work()
+                exact = self._exact
+            yield from self._choose(exact)
+            self._timed = False
             yield from self._watch()
 
     def _measure_work(self) -> Course:
-        """Learn from dense steps what forward, backward and the optimizer take."""
-        if self._switch.way != ways.FIRST:
-            yield from self._switch.to(ways.FIRST)
-            yield 1 + SETTLING
-        before = copy.copy(self._session.reducer.clock.seconds)
-        yield COUNTED
-        own = _less(self._session.reducer.clock.seconds, before).by_step()
-        computing = own["total"] - own["exposed"] - own["backward_encoding"]
-        backward = own["backward"] - own["backward_encoding"]
-        computing, backward = self._switch.means([computing, backward])
+        """Learn from exact steps what forward, backward and the optimizer take.
+
+        Where ways with error feedback may follow, these steps take the momentum over as they do: a training that this does not
+        suit is to hear of it now, and not after hours, when a link has become slower.
+        """
+        takes_over = self._auto.loss == LOSSES[-1] and self._session.training.is_told
+        if (yield from self._switch.to(ways.SENDS_ALL if takes_over else ways.FIRST)):
+            yield SETTLING
+        seconds = yield 1 + COUNTED  # the first one's gradients may have been held
+        parts = ("exposed", "backward", "backward_encoding")
+        exposed, backward, encoding = (statistics.median(getattr(each, part) for each in self._clocks) for part in parts)
+        total = statistics.median(seconds[-COUNTED:])
+        self._exact, computing, backward = self._switch.means([total, total - exposed - encoding, backward - encoding])
         shapes: workload.Shapes = {name: (layer.size,) for name, layer in self._session.parameters.layers.items()}
         self._work = workload.given(shapes, max(0.0, computing - backward), backward, 0.0)
 
-    def _choose(self) -> Course:
-        """Measure links and kernels, try what looks fast, and go on with the fastest."""
-        began, steps, spent = time.perf_counter(), 0, 0.0
+    def _choose(self, exact: float) -> Course:
+        """Measure links and kernels, try what looks fast, and go on with the fastest.
+
+        exact: seconds of an exact step; 0 if they were measured long ago, perhaps on another link.
+        """
         session, present = self._session, self._switch.way
-        network, layers = session.network, session.parameters.layers
-        several = network.world.hosts is not None and len({*network.world.hosts}) < network.world.size
-        every = ways.ways(self._auto.loss, self._stock, several, session.training.is_told)
-        if self._forecast is None:
-            self._forecast = Forecast(layers, session.options.bucket_mb, network.world)
-        entries = sum(layer.size for layer in layers.values())
-        device = next(iter(layers.values())).device
-        times = self._switch.mean_of(links.measure(network, device, entries))
-        assert self._work is not None
-        by_group = [ways.FIRST, *(way for way in every if way.stock is None and not way.keeps)]
-        chosen = self._switch.of_first(self._forecast.by_group(by_group, self._work, times))
-        if (mixed := self._forecast.mixed([by_group[i] for i in chosen])) is not None:
-            every.insert(every.index(max((by_group[i] for i in chosen), key=by_group.index)), mixed)
-        own = [self._forecast.seconds(way, self._work, times) for way in every]
-        forecast = dict(zip(every, self._switch.means(own), strict=True))
-        measuring = time.perf_counter() - began
-        tried: dict[Way, list[float]] = {}
-        candidates = shortlist(every, forecast, present)
-        for round_ in range(ROUNDS):
-            for way in [way for way in candidates if way.keeps <= (round_ == ROUNDS - 1)]:
-                if not (yield from self._switch.to(way)):
-                    continue
-                counted = COUNTED if not way.keeps else ROUNDS * COUNTED
-                settling = SETTLING_KEPT if way.keeps else SETTLING
-                seconds = yield settling + counted
-                spent, steps = spent + sum(seconds[1:]), steps + len(seconds[1:])
-                tried.setdefault(way, []).extend(self._switch.means(seconds[-counted:]))
-            fastest = min([*map(statistics.median, tried.values()), *(forecast[way] for way in candidates if way.keeps)])
-            candidates = [way for way in candidates if way.keeps or _median(tried, way) < NEAR * fastest]
-        medians = {way: statistics.median(seconds) for way, seconds in tried.items()}
-        best, reason = best_of(every, medians, present if present in medians else None)
-        cost = (measuring + spent - steps * medians[best]) / medians.get(ways.STOCK, medians[best])
+        stock = self._stock if session.options.observer is None else self._stock[:1]  # what is watched, the session exchanges
+        every = ways.ways(self._auto.loss, stock, session.network.world.shares_hosts, session.training.is_told)
+        times = self._switch.mean_of(links.measure(session.network, self._device, self._entries))
+        every, forecast = self._foresee(every, times)
+        self._account.usual = max(exact, forecast[ways.STOCK])
+        tries = Tries(self._switch, self._account, forecast, exact)
+        yield from tries.take(shortlist(every, forecast, present))
+        best, reason = best_of(every, tries.medians, present)
         step = session.reducer.steps_done
-        self.decision = Decision(reason, step, medians, forecast, times, cost)
-        if network.world.rank == 0:
+        self.decision = Decision(reason, step, tries.medians, forecast, times, self._exact)
+        if session.network.world.rank == 0:
             log.info("gradcomp: auto goes on with %s after step %d: %s", best, step, reason)
         yield from self._switch.to(best)
-        self._looks = self._looks * 2 if best == present else LOOKS
+        if best == present:
+            self._looks, self._again = min(2 * self._looks, MOST_LOOKS), 2 * self._again
+        else:
+            self._looks, self._again = LOOKS, AGAIN
+        self._choices += 1
+
+    def _foresee(self, every: list[Way], times: Measured) -> tuple[list[Way], dict[Way, float]]:
+        """Predict the step of each way, and of a mixed one. Return them all, and their steps' seconds."""
+        assert self._work is not None
+        session, present = self._session, self._switch.way
+        if self._forecast is None:
+            self._forecast = Forecast(session.parameters.layers, session.options.bucket_mb, session.network.world)
+        forecast: dict[Way, float] = {}
+        began, spent = time.perf_counter(), 0.0
+        for way in (ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))):
+            if spent < TIMING * self._exact or way.stock is not None or way == present:
+                seconds = self._forecast.seconds(way, self._work, times)
+                forecast[way], spent = self._switch.means([seconds, time.perf_counter() - began])
+        known = [way for way in every if way in forecast]
+        by_group = [ways.FIRST, *(way for way in known if way.stock is None and not way.keeps)]
+        chosen = self._switch.of_first(self._forecast.by_group(by_group, self._work, times))
+        if (mixed := self._forecast.mixed([by_group[i] for i in chosen])) is not None:
+            known.insert(known.index(max((by_group[i] for i in chosen), key=by_group.index)), mixed)
+            (forecast[mixed],) = self._switch.means([self._forecast.seconds(mixed, self._work, times)])
+        return known, forecast
 
     def _watch(self) -> Course:
-        """Look at steps and links now and then, until they have changed."""
+        """Look at steps and links now and then, until they have changed, or for long."""
         session = self._session
-        device = next(iter(session.parameters.layers.values())).device
         yield SETTLING_KEPT
-        interval, usual, odd = NEXT_LOOK[0], None, 0
-        while odd < self._looks:
+        self._note_cost()
+        interval, usual, odd, ends = NEXT_LOOK[0], None, 0, session.reducer.steps_done + self._again
+        while odd < self._looks and session.reducer.steps_done < ends:
             seconds = yield interval
             began = time.perf_counter()
-            step = statistics.median(seconds)
-            (own,) = self._switch.means([step])
-            step, link, took = self._switch.means([own, links.probe(session.network, device), time.perf_counter() - began])
-            interval = int(min(max(NEXT_LOOK[0], took / (LOOKING * step)), NEXT_LOOK[1]))
+            own = statistics.median(seconds)
+            probed = links.probe(session.network, self._device, self._entries)
+            step, link, took = self._switch.means([own, probed, time.perf_counter() - began])
             usual = usual or (step, link)
-            changed = _apart(step, usual[0]) > STEP_CHANGED or _apart(link, usual[1]) > LINK_CHANGED
-            odd = odd + 1 if changed else 0
+            other_step, other_link = _apart(step, usual[0]) > STEP_CHANGED, _apart(link, usual[1]) > LINK_CHANGED
+            odd = odd + 1 if other_step or other_link else 0
+            if odd == self._looks and not other_link:
+                self._work = None  # the net computes more or less than before
+            rare = int(min(max(NEXT_LOOK[0], took / (LOOKING * step)), NEXT_LOOK[1]))
+            interval = NEXT_LOOK[0] if odd else rare
 
-
-def _less(seconds: Seconds, before: Seconds) -> Seconds:
-    return Seconds(**{name: value - getattr(before, name) for name, value in vars(seconds).items()})
-
-
-def _median(tried: Mapping[Way, Sequence[float]], way: Way) -> float:
-    return statistics.median(tried[way]) if way in tried else math.inf
+    def _note_cost(self) -> None:
+        """Note what the choice has cost, now that its way's first steps are over."""
+        assert self.decision is not None
+        if tried := self.decision.tried:
+            usual = tried.get(self._switch.way, min(tried.values()))
+            (cost,) = self._switch.means([self._account.cost(usual, tried.get(ways.STOCK, self._account.usual))])
+            self.decision = self.decision._replace(cost=cost)
 
 
 def _apart(one: float, other: float) -> float:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gradcomp.choosing import ways
 from gradcomp.choosing.ways import Way
 from gradcomp.prediction.link import Measured
-
-# A way that loses more than another must be faster by this part.
-GAIN = 0.03
+from gradcomp.prediction.result import WORTH
 
 # A way is tried if its step is predicted to be at most this much longer than the shortest; and so many are tried.
 WORTH_A_TRY, TRIED = 1.3, 5
@@ -19,8 +16,9 @@ WORTH_A_TRY, TRIED = 1.3, 5
 class Decision(NamedTuple):
     """What was decided after a step, and from what.
 
-    tried, forecast: the seconds of a step by each way. cost: of measuring and trying, beyond the chosen way's steps, in steps
-    of stock torch or Horovod.
+    tried, forecast: the seconds of a step by each way. exact: those of the exact steps in which it began.
+    cost: of measuring, changes and tries, beyond as many steps of the chosen way, in steps of stock torch or Horovod, or exact
+    ones where stock was not tried; None until the chosen way's first steps are over.
     """
 
     reason: str
@@ -28,7 +26,8 @@ class Decision(NamedTuple):
     tried: Mapping[Way, float]
     forecast: Mapping[Way, float]
     links: Measured
-    cost: float
+    exact: float
+    cost: float | None = None
 
     def report(self) -> dict[str, Any]:
         """Return it as figures."""
@@ -37,30 +36,33 @@ class Decision(NamedTuple):
             "after_step": self.step,
             "seconds": {str(way): seconds for way, seconds in self.tried.items()},
             "forecast": {str(way): seconds for way, seconds in self.forecast.items()},
+            "exact": self.exact,
             "links": dict(self.links.lines),
             "cost_in_steps": self.cost,
         }
 
 
 def shortlist(every: Sequence[Way], forecast: Mapping[Way, float], present: Way) -> list[Way]:
-    """Choose the ways that are worth a try: stock, the present one, and the fastest by forecast."""
+    """Choose the ways that are worth a try: those of stock, the present one, and the fastest by forecast."""
     ordered = sorted(every, key=lambda way: forecast[way])
     most = WORTH_A_TRY * forecast[ordered[0]]
-    wanted = {ways.STOCK, present, *(way for way in ordered[:TRIED] if forecast[way] <= most)}
-    return [way for way in every if way in wanted]
+    fastest = [way for way in ordered[:TRIED] if forecast[way] <= most]
+    return [way for way in every if way.stock is not None or way == present or way in fastest]
 
 
-def best_of(every: Sequence[Way], seconds: Mapping[Way, float], present: Way | None) -> tuple[Way, str]:
+def best_of(every: Sequence[Way], seconds: Mapping[Way, float], present: Way) -> tuple[Way, str]:
     """Return the best of the ways that were tried, and why.
 
-    every: from the way that loses least. One that loses more than the best so far must be faster by GAIN, and so must any that
-    takes the present one's place, unless it loses less.
+    every: from the way that loses least. One that loses more than the best so far must be WORTH times as fast, and so must any
+    that takes the present one's place, unless it loses less.
     """
     tried = [way for way in every if way in seconds]
-    best = tried[0] if present is None else present
+    if not tried:
+        return present, "no other way suits the training now"
+    best = present if present in tried else tried[0]
     for way in tried:
         gentler = tried.index(way) < tried.index(best)
-        if seconds[way] < seconds[best] * (1 if gentler else 1 - GAIN):
+        if seconds[way] < seconds[best] * (1 if gentler else 1 / WORTH):
             best = way
     others = [f"{way} {_ms(seconds[way])}" for way in sorted(tried, key=lambda way: seconds[way]) if way != best]
     beside = f", beside {', '.join(others)}" if others else ""

@@ -21,15 +21,18 @@ def measure(network: Network, device: torch.device, entries: int) -> Measured:
     long = min(max(entries // 8, SHORTEST), LONGEST)
     lines = {}
     for kind, request in _requests(network.world, device).items():
-        short, both = _fastest(network, kind, request, 1), _fastest(network, kind, request, long)
+        short, both = (_fastest(network, device, kind, request, count) for count in (1, long))
         more = bytes_of(request(long)) - bytes_of(request(1))
         lines[kind] = short, max(0.0, both - short) / max(1, more)
     return Measured(lines)
 
 
-def probe(network: Network, device: torch.device) -> float:
-    """Return the time of a middling reduction. All ranks call this."""
-    return _seconds(network, "probe", Reduce(torch.zeros(2**14, device=device)))
+def probe(network: Network, device: torch.device, entries: int) -> float:
+    """Return the time of a long reduction. All ranks call this. entries: of the model; it is a small part of them.
+
+    A short one tells nothing of the rate: it is over within the latency, or within what a shaper lets pass after a pause.
+    """
+    return _seconds(network, device, "probe", Reduce(torch.zeros(min(LONGEST, max(1, entries // 8)), device=device)))
 
 
 def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], Request]]:
@@ -41,7 +44,7 @@ def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], R
         "gather": lambda n: Gather(payloads.wrap(torch.zeros(2 * -(-n // 2), device=device))),
         "send": lambda n: _send(world.others, -(-n // world.size), device),
     }
-    if world.hosts is not None and len({*world.hosts}) < world.size:
+    if world.shares_hosts:
         made["near"] = lambda n: _send(near, -(-n // world.size), device)
         made["far"] = lambda n: _send(far, -(-n // world.size), device)
     return made
@@ -52,13 +55,19 @@ def _send(ranks: list[int], entries: int, device: torch.device) -> Send:
     return Send(dict.fromkeys(ranks, payload), ranks, payload.form, device)
 
 
-def _fastest(network: Network, kind: str, make: Callable[[int], Request], entries: int) -> float:
-    return min(_seconds(network, f"{kind} {entries}", make(entries)) for _ in range(TIMES if entries == 1 else TIMES - 1))
+def _fastest(network: Network, device: torch.device, kind: str, make: Callable[[int], Request], entries: int) -> float:
+    times = TIMES if entries == 1 else TIMES - 1
+    return min(_seconds(network, device, f"{kind} {entries}", make(entries)) for _ in range(times))
 
 
-def _seconds(network: Network, name: str, request: Request) -> float:
+def _seconds(network: Network, device: torch.device, name: str, request: Request) -> float:
     began = time.perf_counter()
-    reply = network.start(request, f"auto {name}")()
-    if isinstance(reply, torch.Tensor) and reply.is_cuda:
-        torch.cuda.synchronize(reply.device)
+    network.start(request, f"auto.{name}")()
+    wait_for(device)
     return time.perf_counter() - began
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for a device, on which messages and kernels may run on while the host goes ahead."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -6,42 +6,46 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from gradcomp.choosing.ways import FIRST, Way
+from gradcomp.choosing.ways import FIRST, SENDS_ALL, Way
 from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.states.kept_arrays import views
 from gradcomp.messages import payload as payloads
 from gradcomp.prediction.link import Measured
 from gradcomp.requests import Gather
 from gradcomp.spec import make
 
-# Sends all that waits in a residual, in one step.
-SENDS_ALL = "dense:feedback=true"
+# The steps in which all that waits must have been sent. What waits of a frozen layer cannot be.
+PATIENCE = 3
 
 
 class Switch:
-    """The way of a session. changes: how often it was changed."""
+    """The way of a session. changes: how often it was changed. refused: the ways that do not suit the training, and why."""
 
     def __init__(self, session: Session):
-        self._session, self.way, self.changes = session, FIRST, 0
-        self._refused: set[Way] = set()
+        self._session, self.changes = session, 0
+        self.begin_anew(FIRST)
+
+    def begin_anew(self, way: Way) -> None:
+        """Begin anew with the way that the session has."""
+        self.way = way
+        self.refused: dict[Way, str] = {}
 
     def to(self, way: Way) -> Generator[int, list[float], bool]:
-        """Go on by another way, after the steps that this needs. Return False if the way does not suit the training."""
-        while way != self.way and way not in self._refused:
-            reducer = self._session.reducer
-            waits = reducer.keeps_residual and any(bool(bucket.state.residual.any()) for bucket in reducer.buckets)
-            busy, waiting = self.means([float(self._busy()), float(waits)])
+        """Go on by another way, after the steps that this needs. Return False if the session now has another one."""
+        left = PATIENCE
+        while way != self.way and way not in self.refused:
+            busy, waiting = self.means([float(self._busy()), float(self._waits())])
             if busy:
                 yield 1
             elif waiting and not way.keeps:
-                self._session.go_on_with(make(SENDS_ALL))
-                yield 1
+                if left == 0:
+                    break
+                left -= 1
+                if self.way == SENDS_ALL or self._change(SENDS_ALL):
+                    yield 1
             else:
                 self._change(way)
         return way == self.way
-
-    def note_loaded(self, way: Way) -> None:
-        """Note that a state was loaded, whose way this is."""
-        self.way = way
 
     def means(self, own: Sequence[float]) -> list[float]:
         """Return the means of these figures over the ranks. All ranks get the same ones."""
@@ -54,7 +58,7 @@ class Switch:
     def _gather(self, own: Sequence[float]) -> list[list[float]]:
         network = self._session.network
         payload = payloads.wrap(torch.tensor(own, dtype=torch.float64).to(network.device))
-        replies = network.start(Gather(payload), f"auto figures {len(own)}")()
+        replies = network.start(Gather(payload), f"auto.figures {len(own)}")()
         assert isinstance(replies, list)
         return [reply["bytes"].tolist() for reply in replies]
 
@@ -63,13 +67,15 @@ class Switch:
         means = iter(self.means([figure for line in links.lines.values() for figure in line]))
         return Measured({kind: (next(means), next(means)) for kind in links.lines})
 
-    def _change(self, way: Way) -> None:
+    def _change(self, way: Way) -> bool:
         try:
-            self._session.go_on_with(make(way.spec), way.stock, drops=not way.keeps)
-        except ValueError:  # as on all ranks: the spec does not suit the optimizer
-            self._refused.add(way)
-        else:
-            self.way, self.changes = way, self.changes + 1
+            prepared = self._session.prepare(make(way.spec), drops=not way.keeps)
+        except ValueError as error:  # on all ranks alike
+            self.refused[way] = str(error)
+            return False
+        self._session.go_on_with(prepared, way.stock)
+        self.way, self.changes = way, self.changes + 1
+        return True
 
     def _busy(self) -> bool:
         """Return True if an update waits for the optimizer's step, after which a change may come."""
@@ -78,3 +84,7 @@ class Switch:
         except RuntimeError:
             return True
         return False
+
+    def _waits(self) -> bool:
+        """Return True if entries wait in the residual, also those that were set aside with a frozen layer."""
+        return any(bool(view.any()) for view in views(self._session.reducer, "residual").values())

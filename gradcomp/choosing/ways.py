@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -23,7 +24,9 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         if self.stock is None:
-            return self.spec
+            rest, *rules = self.spec.split("; ")
+            layers = Counter(rule.partition("=")[2] for rule in rules)
+            return "; ".join([rest, *(f"{spec} in {count} layers" for spec, count in layers.items())])
         return peers.STOCK if self.stock is torch.float32 else f"{peers.STOCK} in {self.tried_as}"
 
     @property
@@ -46,19 +49,21 @@ class Way(NamedTuple):
 EXACT = "dense"
 FIRST = Way(EXACT)
 STOCK = Way(EXACT, torch.float32)
+# The way that sends all that waits in a residual, in one step. Like all ways with error feedback it takes the momentum over.
+SENDS_ALL = Way("dense:feedback=true")
 
 
-def ways(loss: str, stock: Collection[torch.dtype], several_on_host: bool, optimizer_known: bool) -> list[Way]:
+def ways(loss: str, stock: Collection[torch.dtype], shared_hosts: bool, optimizer_known: bool) -> list[Way]:
     """List the ways, from the one that loses least.
 
-    stock: the types in which the stock framework can exchange gradients. several_on_host: some host has several ranks.
-    optimizer_known: its momentum can be taken over, without which what waits in a residual costs accuracy.
+    stock: the types in which the stock framework can exchange gradients. shared_hosts: all hosts have equally many ranks, and
+    several. optimizer_known: its momentum can be taken over, without which what waits in a residual costs accuracy.
     """
     found = [STOCK, *(Way(EXACT, form) for form in (torch.bfloat16,) if form in stock)]
     for each in LOSSES[: LOSSES.index(loss) + 1]:
         specs = [spec for name in names() for spec in kind_of(name).for_auto.get(each, ())]
         allowed = [Way(spec) for spec in specs]
-        if several_on_host and each != LOSSES[0]:
+        if shared_hosts and each != LOSSES[0]:
             allowed += [Way(f"{spec}{',' if ':' in spec else ':'}by_host=true") for spec in specs]
         found += sorted([way for way in allowed if optimizer_known or not way.keeps], key=lambda way: way.keeps)
     return found

@@ -40,7 +40,8 @@ _CLASS = "compression= is the class Compression; pass an object: compression=Com
 class Compression(Handle):
     """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own object.
 
-    spec: "name:knob=value", or a compressor. named_parameters: those of the optimizer, usually model.named_parameters().
+    spec: "name:knob=value", a compressor, or "auto".
+    named_parameters: those of the optimizer, usually model.named_parameters().
     process_set: the optimizer's process set; all ranks by default.
     optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
     scaler: the GradScaler that scales the loss, if one does.

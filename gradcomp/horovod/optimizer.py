@@ -44,7 +44,7 @@ def DistributedOptimizer(
 
     optimizer: the one to wrap; its learning rates are used, and its momentum is checked against the spec's.
     named_parameters: usually model.named_parameters(); Horovod's names by default.
-    compression: "name:knob=value", or a compressor; "topk" by default.
+    compression: "name:knob=value", a compressor, or "auto"; "topk" by default.
     scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.
@@ -109,8 +109,9 @@ def _carrier_free_reduction(
 
         def result() -> Tensor:
             session.finish_step(1.0 if op == hvd.Average else float(process_set.size()))
-            if p in begun:
+            if session.stock is not None:
                 return cast("Tensor", hvd.synchronize(begun.pop(p)))
+            begun.clear()  # what a failed step left
             assert p.grad is not None
             return p.grad
 

@@ -130,10 +130,13 @@ class TorchNetwork:
                 work = dist.all_to_all_single(incoming, outgoing, bytes_in, bytes_out, self.group, async_op=True)
                 return self._after(work, name, lambda: unpack(request, incoming, bytes_in))
 
-    def stock_mean(self, tensor: Tensor, form: torch.dtype) -> torch.futures.Future[Tensor]:
-        """Start what DistributedDataParallel's own hooks do: the mean over the ranks, added up in this type, in its place."""
-        sent = tensor.to(form)
-        work = dist.all_reduce(sent.div_(self.world.size), group=self.group, async_op=True)
+    def stock_mean(self, tensor: Tensor, form: torch.dtype, divides: bool) -> torch.futures.Future[Tensor]:
+        """Start what DistributedDataParallel does: the mean over the ranks, added up in this type, in its place.
+
+        divides: False multiplies by the rounded inverse of the number of ranks.
+        """
+        sent, size = tensor.to(form), self.world.size
+        work = dist.all_reduce(sent.div_(size) if divides else sent.mul_(1 / size), group=self.group, async_op=True)
         assert work is not None
         found: torch.futures.Future[Tensor] = work.get_future().then(
             lambda done: tensor if sent is tensor else tensor.copy_(done.value()[0])

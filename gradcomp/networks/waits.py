@@ -148,6 +148,8 @@ def place_of(name: str) -> str:
     bucket, dot, number = name.partition(".")
     if bucket == "watch":
         return f"telemetry's {number}"
+    if bucket == "auto":
+        return f"auto's choice ({number})"
     return f"bucket {bucket}, request {number}" if dot else MEETING
 
 

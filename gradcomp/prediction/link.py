@@ -26,14 +26,12 @@ class Link(NamedTuple):
     """A full-duplex link of each host, and the memory inside a host.
 
     bandwidth, latency: bytes a second between hosts, and seconds of a message. inside, latency_inside: the same within a host.
-    operation: seconds before the first byte of any operation; Horovod negotiates.
     """
 
     bandwidth: float
     latency: float = 50e-6
     inside: float = 5e9
     latency_inside: float = 10e-6
-    operation: float = 0.0
 
     def __str__(self) -> str:
         return f"{8 * self.bandwidth / 1e9:g} Gbit/s, {1e6 * self.latency:g} us between hosts"
@@ -52,14 +50,14 @@ class Link(NamedTuple):
         latency, bandwidth = (self.latency, self.bandwidth) if away else (self.latency_inside, self.inside)
         rounds = world.size - 1
         if message.kind == "reduce":
-            return self.operation + 2 * rounds * (latency + message.bytes / world.size / bandwidth)
+            return 2 * rounds * (latency + message.bytes / world.size / bandwidth)
         if message.kind == "gather":
-            return self.operation + rounds * (latency + message.bytes / bandwidth)
+            return rounds * (latency + message.bytes / bandwidth)
         out = sum(size for rank, size in message.to.items() if world.on_other_host(rank))
         near = sum(message.to.values()) - out
         into = message.bytes_in * sum(map(world.on_other_host, message.senders))
         waits = 2 * (rounds - of_host + 1) * self.latency + 2 * (of_host - 1) * self.latency_inside
-        return self.operation + waits + of_host * max(out, into) / self.bandwidth + near / self.inside
+        return waits + of_host * max(out, into) / self.bandwidth + near / self.inside
 
 
 class Measured(NamedTuple):

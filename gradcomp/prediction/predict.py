@@ -59,7 +59,7 @@ def predict(
     loss: Callable[[], Tensor] | None = None,
     specs: Sequence[str] | None = None,
     bucket_mb: float = 25,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
     """Predict step times: of none, stock DDP, bf16, fp16, PowerSGD, accumulation, and every compressor.
@@ -68,14 +68,15 @@ def predict(
     link: the bandwidth between hosts; or a Link or Measured, of gradcomp.prediction.link. latency: of a message between hosts.
     forward, backward: seconds. optimizer: seconds of its step. loss: in their place, computes the loss of a batch; the model is
     then trained for some steps here, with optimizer if it is one.
-    specs: those to predict; every compressor's default if none. device: where kernels are timed, and where gradients will lie.
+    specs: those to predict; every compressor's default if none.
+    device: where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
     tell: called with what is being done and how much is done.
     """
     shapes = workload.shapes_of(model)
     times = Link(bandwidth_of(link), seconds_of(latency, "latency")) if isinstance(link, str) else link
     cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
     wanted, left_out = wanted_of(specs)
-    place = torch.device(device)
+    place = workload.device_of(model) if device is None else torch.device(device)
     tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell)
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     where = f"kernels timed on this {processor(place)}"
@@ -133,13 +134,20 @@ def work_of(
     loss: Callable[[], Tensor] | None,
 ) -> Work:
     """Return what a step computes, given or measured."""
+    seconds = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
     if loss is not None:
+        if forward is not None or backward is not None or seconds:
+            raise ValueError(
+                "with loss=, all times are measured: leave forward= and backward= out, and pass the optimizer itself"
+            )
         if not isinstance(model, nn.Module):
             raise TypeError("loss= trains the model for some steps; pass the model, not its shapes")
         return workload.measured(model, loss, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
     if forward is None or backward is None:
         raise ValueError("pass forward= and backward= in seconds, or loss=, with which they are measured here")
-    return workload.given(shapes, forward, backward, 0.0 if isinstance(optimizer, torch.optim.Optimizer) else optimizer)
+    if seconds is None:
+        raise ValueError("the step of optimizer= is measured with loss= only; with forward= and backward=, pass its seconds")
+    return workload.given(shapes, forward, backward, seconds)
 
 
 def processor(device: torch.device) -> str:

@@ -33,6 +33,12 @@ def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
     return found
 
 
+def device_of(model: object) -> torch.device:
+    """Return the device of a model's parameters; the CPU for shapes, and for a model without memory."""
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return torch.device("cpu") if first is None or first.is_meta else first.device
+
+
 def given(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
     """Make the work of a step whose times are known. Backward takes as long for each layer as the layer is large."""
     total, behind, ready = sum(map(_size, shapes.values())), 0, {}

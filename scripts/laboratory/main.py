@@ -20,14 +20,15 @@ SUBCOMMANDS = {
     "study": "train over many seeds and compare accuracy and loss with dense",
     "confirm": "train one seed of a study over real Horovod processes, beside the simulated ranks",
     "compare": "compare specs by step time, throughput, and loss against seconds",
+    "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",
     "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
     "lgc": "measure the phases of lgc, and the redundancy between ranks",
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 INTERRUPTED = 130
 
-# The options that name a folder.
-FOLDERS = ("--out", "--cache", "--data", "--before", "--after")
+# The options that name a folder or a file.
+FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--projects", "--page", "--records")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +53,7 @@ def overview() -> str:
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:
-    """Leave out the options that name a folder: a result file records no path of the machine."""
+    """Leave out the options that name a folder or a file: a result file records no path of the machine."""
     kept, skip = [], False
     for argument in arguments:
         if skip or argument.startswith(tuple(f"{option}=" for option in FOLDERS)):

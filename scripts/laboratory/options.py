@@ -6,20 +6,12 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import gradcomp
 from laboratory.machine import ROOT, slug
-
-# Ways to exchange gradients that are not specs of gradcomp, for step times.
-BUILT_IN = {
-    "none": "no communication, the lower limit",
-    "sync": "one number a step, the lower limit of ranks that wait for one another",
-    "horovod": "Horovod itself, dense",
-    "fp16": "Horovod's Compression.fp16",
-}
 
 # Hosts of the emulated cluster, at most.
 MOST_HOSTS = 250
@@ -116,10 +108,10 @@ def checkout(text: str) -> Path:
     return Path(text)
 
 
-def specs(text: str, built_in: Collection[str] = (), check: Callable[[str], object] = gradcomp.make) -> list[str]:
+def specs(text: str, check: Callable[[str], object] = gradcomp.make) -> list[str]:
     """Read specs separated by semicolons or commas. `name=value` without a colon is a knob of the spec before it.
 
-    built_in: names that are no specs. check: raises ValueError for a wrong spec.
+    check: raises ValueError for a wrong spec.
     """
     found: list[str] = []
     for part in filter(None, (part.strip() for part in re.split("[;,]", text))):
@@ -127,12 +119,7 @@ def specs(text: str, built_in: Collection[str] = (), check: Callable[[str], obje
             found[-1] += "," + part
         else:
             found.append(part)
-    return _once(found, lambda spec: spec if spec in built_in else _checked(spec, built_in, check))
-
-
-def any_specs(text: str) -> list[str]:
-    """Read specs of gradcomp, or names of BUILT_IN."""
-    return specs(text, BUILT_IN)
+    return _once(found, lambda spec: _checked(spec, check))
 
 
 def add_launcher(parser: argparse.ArgumentParser) -> None:
@@ -162,14 +149,11 @@ def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None
         )
 
 
-def _checked(spec: str, built_in: Collection[str], check: Callable[[str], object]) -> str:
-    if spec in BUILT_IN:
-        raise argparse.ArgumentTypeError(f"{spec!r} is not a spec of gradcomp; only `lab train` measures it")
+def _checked(spec: str, check: Callable[[str], object]) -> str:
     try:
         check(spec)
     except ValueError as error:
-        more = f" (beside gradcomp's specs: {', '.join(built_in)})" if built_in else ""
-        raise argparse.ArgumentTypeError(f"{error}{more}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
     return spec
 
 

@@ -22,7 +22,7 @@ SCRIPTS = ROOT / "scripts"
 PROGRESS, RESULT = "@progress ", "@result "
 
 # Lines of a failed job that are repeated.
-TAIL = 25
+TAIL = 60
 
 # Glibc decides by the order of frees whether a step gives gradients back to the system, which costs some 10 ms of page faults;
 # arrays above 32 MB it always gives back. With these settings it never does.
@@ -33,18 +33,23 @@ class RanksFailed(RuntimeError):
     """The ranks failed, or ended without a result."""
 
 
-def command(launcher: str, count: int, job: Sequence[str], rate: str = "1gbit") -> list[str]:
+def command(
+    launcher: str, count: int, job: Sequence[str], rate: str = "1gbit", door: str = "horovod", later: Sequence[str] = ()
+) -> list[str]:
     """Write the command that runs a job on `count` ranks.
 
     launcher: cluster (an emulated host each, links of this rate), horovodrun or torchrun (all on this machine).
-    job: a module of the laboratory and its arguments.
+    job: a module of the laboratory and its arguments. door: whose ranks they are on a cluster; horovod's or ddp's.
+    later: more options of the cluster.
     """
     python, module = sys.executable, ["-m", *job]
     if launcher == "torchrun":
         return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *module]
     if launcher == "horovodrun":
         return [python, "-m", "horovod.runner.launch", "-np", str(count), python, *module]
-    options = ["--hosts", str(count), "--rate", rate, "--output", "0"]
+    options = ["--hosts", str(count), "--rate", rate, "--output", "0", *later]
+    if door == "ddp":
+        options += ["--launcher", "torch"]
     return [python, str(SCRIPTS / "cluster"), *options, "--", python, *module]
 
 

@@ -28,6 +28,19 @@ def upper_bound(differences: Sequence[float]) -> float:
     return statistics.fmean(differences) + quantile * standard_error(differences)
 
 
+def median_bound(values: Sequence[float]) -> float | None:
+    """Bound the true median of these values from above with 95 % confidence, whatever their law. None for too few values.
+
+    The k-th of n values is below the median with the probability that at least k of n coins show heads.
+    """
+    from scipy.stats import binom
+
+    for k, value in enumerate(sorted(values), 1):
+        if binom.sf(k - 1, len(values), 0.5) <= 1 - CONFIDENCE:
+            return value
+    return None
+
+
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
     """Average several curves step by step."""
     return [statistics.fmean(values) for values in zip(*curves, strict=True)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradcomp.choosing import links
+from gradcomp.choosing.chooser import LINK_CHANGED
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
 from gradcomp.prediction.link import Measured
@@ -71,6 +72,22 @@ def test_a_small_model_is_not_asked_for_long_messages() -> None:
     assert max(sent) <= 4 * 2 * links.SHORTEST
 
 
+def test_a_probe_tells_links_apart_that_let_256_kilobytes_pass_at_once() -> None:
+    """Shapers fill up tokens while a link is idle."""
+
+    class Shaped(Known):
+        each = 0.0
+
+        def start(self, request: Request, name: str) -> Answer:
+            seconds = FIXED["reduce"] + self.each * max(0, bytes_of(request) - 256_000)
+            return lambda: time.sleep(seconds)
+
+    network: Any = Shaped(World(0, 4, (0, 1, 2, 3)))
+    fast = links.probe(network, CPU, 10**7)
+    network.each = 8 / 300e6
+    assert links.probe(network, CPU, 10**7) > 1.5 * LINK_CHANGED * fast
+
+
 def test_a_send_that_stays_on_a_host_takes_its_own_line() -> None:
     world = World(0, 4, (0, 0, 1, 1))
     times = Measured({kind: (fixed, EACH[kind]) for kind, fixed in FIXED.items()})
@@ -82,11 +99,11 @@ def test_a_send_that_stays_on_a_host_takes_its_own_line() -> None:
 def test_ranks_of_unequal_hosts_send_payloads_of_one_form() -> None:
     hosts = (0, 0, 0, 1)
     made = [links._requests(World(rank, 4, hosts), CPU) for rank in range(4)]
-    for kind in ("send", "near", "far"):
-        requests: list[Any] = [each[kind](1000) for each in made]
-        assert len({request.form for request in requests}) == 1
-        rounds = Round(kind, 4)
-        for rank, request in enumerate(requests):
-            rounds.post(rank, request)
-        for rank in range(4):
-            rounds.reply(rank)
+    assert {*made[0]} == {"reduce", "gather", "send"}
+    requests: list[Any] = [each["send"](1000) for each in made]
+    assert len({request.form for request in requests}) == 1
+    rounds = Round("send", 4)
+    for rank, request in enumerate(requests):
+        rounds.post(rank, request)
+    for rank in range(4):
+        rounds.reply(rank)

@@ -10,8 +10,8 @@ import threads
 import torch
 from threads import Rank
 
-from gradcomp.choosing.switch import Switch
-from gradcomp.choosing.ways import STOCK, Way
+from gradcomp.choosing.switch import PATIENCE, Switch
+from gradcomp.choosing.ways import FIRST, STOCK, Way
 from gradcomp.requests import Reduce
 
 HALF, LEVELS, TOPK, GTOPK = Way("half:form=fp16"), Way("orq:levels=9"), Way("topk:ratio=0.05"), Way("gtopk:ratio=0.05")
@@ -20,8 +20,10 @@ HALF, LEVELS, TOPK, GTOPK = Way("half:form=fp16"), Way("orq:levels=9"), Way("top
 class Scripted:
     """Turns that take one way after the other, for some steps each."""
 
-    def __init__(self, rank: Rank, ways: list[Way], steps: int):
-        self.switch, self._ways, self._steps, self.taken = Switch(rank.session), ways, steps, []  # type: ignore[var-annotated]
+    def __init__(self, rank: Rank, ways: list[Way], steps: int, present: Way = FIRST):
+        self.switch, self._ways, self._steps = Switch(rank.session), ways, steps
+        self.switch.begin_anew(present)
+        self.taken: list[bool] = []
         self._course = self._run()
         self._left = next(self._course)
 
@@ -100,3 +102,31 @@ def test_a_way_that_does_not_suit_the_training_is_refused_once_on_all_ranks() ->
     for each in threads.together(ranks, train):
         assert each.taken == [False, True, False]
         assert each.switch.way == LEVELS and each.switch.changes == 1
+
+
+def test_what_waits_of_a_frozen_layer_keeps_a_way_without_a_residual_away() -> None:
+    """It would be lost. Once the layer trains again, the way is open."""
+    ranks = threads.start(2, "dense")
+
+    def train(rank: Rank) -> tuple[list[bool], int]:
+        by_stock(rank)
+        rank.step()
+        taken: list[bool] = []
+        changes, way = 0, Way("dense")
+        for wanted, frozen in ((TOPK, False), (STOCK, True), (STOCK, True), (STOCK, False)):
+            rank.parameter.requires_grad_(not frozen)
+            turns = Scripted(rank, [wanted], 3, way)
+            rank.session.turns = turns
+            for _ in range(PATIENCE + 3):
+                if frozen:
+                    rank.session.begin()
+                    rank.session.finish_step()
+                else:
+                    rank.step()
+            taken, changes, way = taken + turns.taken, changes + turns.switch.changes, turns.switch.way
+        return taken, changes
+
+    for each in threads.together(ranks, train):
+        assert each == ([True, False, False, True], 3), each  # topk, what sends all, and stock
+    given = (ranks[0].given + ranks[1].given) / 2
+    torch.testing.assert_close(ranks[0].came, given, atol=1e-4, rtol=0)

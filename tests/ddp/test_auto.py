@@ -15,13 +15,16 @@ from ddp_run import ALONE, DdpRun
 from torch import Tensor
 
 import gradcomp
+from gradcomp import telemetry
+from gradcomp.choosing import forecast
+from gradcomp.choosing.forecast import Forecast
 
 pytestmark = pytest.mark.slow
 
 TAKEN = (
     ("stock",),
     ("stock", "half"),
-    ("stock", "orq:levels=5"),
+    ("stock", "orq:levels=5,momentum=0"),
     ("half", "topk"),
     ("topk", "sdagc"),
     ("sdagc", "stock in bf16"),
@@ -55,13 +58,62 @@ def resumed(wanted: tuple[str, ...], then: str) -> dict[str, Any]:
         return {"kept": kept, "weights": second.train(STEPS), "stats": second.handle.stats()}
 
 
+def uneven(spec: str | None, *wanted: str) -> Tensor:
+    """Train in DDP's join(), with more batches on the first rank. The choice falls while the second one has none left."""
+    with choices.chosen(*wanted or ("stock",)):
+        run = DdpRun(spec)
+        with run.whole.join():
+            run.train(6 if dist.get_rank() else STEPS)
+    return run.weights
+
+
+def mixed() -> tuple[Tensor, dict[str, Any]]:
+    """Train with a way for each of two groups of layers."""
+    before = forecast.GROUP, Forecast.by_group
+    forecast.GROUP, Forecast.by_group = 1000, lambda self, ways, work, times: [i % 2 for i in range(len(self.groups))]  # type: ignore
+    try:
+        with choices.chosen("stock", choices.MIXED):
+            run = DdpRun("auto")
+            return run.train(STEPS), run.handle.stats()["auto"]
+    finally:
+        forecast.GROUP, Forecast.by_group = before  # type: ignore[misc]
+
+
+def watched() -> dict[str, Any]:
+    """Train under the eyes of telemetry. What is watched, the session exchanges itself, and never in bf16."""
+    run = DdpRun("auto:loss=none")
+    telemetry.watch(run.handle, every=1)
+    run.train(STEPS)
+    return dict(run.handle.stats()["auto"])
+
+
+def other_model() -> tuple[str, Tensor, Tensor]:
+    """Load the state of another model, which is refused, and go on as if nobody had tried."""
+    with choices.chosen("half", "topk"):
+        untouched, run = (DdpRun("auto:loss=high") for _ in range(2))
+        for each in (untouched, run):
+            each.train(STEPS)
+        state = DdpRun("half", torch.nn.Linear(3, 3)).handle.state_dict()
+        said = small_net.refused(lambda: run.handle.load_state_dict(state))
+        return said, untouched.train(STEPS), run.train(STEPS)
+
+
 def program() -> dict[Any, Any]:
     ranks.join()
     found: dict[Any, Any] = {wanted: trained(wanted) for wanted in TAKEN}
     with choices.chosen("stock"):
         for options in OPTIONS:
             found[options] = trained_with(options, ALONE), trained_with(options, "auto")
+    for way in ("stock", "half", "topk"):
+        found["uneven", way] = uneven("auto:loss=high", way)
+    found["uneven"] = uneven(ALONE)
     found["alone"] = DdpRun(ALONE).train(STEPS)
+    with choices.chosen("stock"):
+        run = DdpRun("auto")
+        found["long"] = run.train(STEPS), run.handle.stats()
+    found["mixed"] = mixed()
+    found["watched"] = watched()
+    found["other model"] = other_model()
     found["resumed"] = resumed(("half", "topk"), "auto:loss=high")
     found["fixed"] = resumed(("half", "topk"), "topk")
     found["unequal"] = small_net.refused(lambda: DdpRun("auto" if dist.get_rank() else "auto:loss=none"))
@@ -91,10 +143,18 @@ def test_stock_steps_are_ddps_own(options: str) -> None:
 
 def test_a_long_training_that_stays_dense_is_ddps_own() -> None:
     for own in found():
-        assert torch.equal(own["alone"], own["stock",]["weights"])
-        stats = own["stock",]["stats"]
+        assert torch.equal(own["alone"], own["long"][0])
+        stats = own["long"][1]
         assert stats["auto"]["way"] == "stock" and stats["steps"] == STEPS
         assert stats["bytes_sent"] == stats["bytes_dense"]
+
+
+@pytest.mark.parametrize("way", ["stock", "half", "topk"])
+def test_a_rank_without_batches_takes_its_turns(way: str) -> None:
+    first, second = (own["uneven", way] for own in found())
+    assert torch.equal(first, second) and first.isfinite().all()
+    if way == "stock":
+        assert torch.equal(first, found()[0]["uneven"])
 
 
 @pytest.mark.parametrize("wanted", TAKEN)
@@ -132,6 +192,23 @@ def test_change_begins_auto_and_ends_it() -> None:
         assert "auto" not in own["fixed again"][0]
     for name in ("changed", "fixed again"):
         assert torch.equal(found()[0][name][1], found()[1][name][1])
+
+
+def test_groups_of_layers_may_have_different_ways() -> None:
+    for own in found():
+        assert torch.equal(own["mixed"][0], found()[0]["mixed"][0])
+        assert " layers" in own["mixed"][1]["way"] and own["mixed"][1]["way"].startswith(("dense; half in", "half; dense in"))
+
+
+def test_a_way_past_telemetry_is_not_offered() -> None:
+    for own in found():
+        assert {*own["watched"]["forecast"]} == {"dense", "stock", "half"}
+
+
+def test_a_state_of_another_model_changes_nothing() -> None:
+    for own in found():
+        said, untouched, tried = own["other model"]
+        assert "the state does not fit the model" in said and torch.equal(untouched, tried)
 
 
 def test_a_lone_rank_stays_with_ddp(group_of_one: None) -> None:

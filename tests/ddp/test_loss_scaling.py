@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import choices
 import known_gradients
 import pytest
 import ranks
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.slow
 SPECS = ["topk:ratio=0.01", "sdagc:lam=2", "orq:sigmas=2.5,feedback=true"]
 # Nothing waits with these, and a skipped step is lost, as in DDP alone.
 WITHOUT_FEEDBACK = ["dense", "topk:ratio=1,wire=exact,feedback=false"]
+# What auto takes.
+CHOSEN = {"growth": ("stock", "topk"), "back growth": ("topk", "stock"), "overflow": ("topk",)}
 every_type = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 
 
@@ -49,6 +52,9 @@ def all_specs() -> dict[str, Any]:
             found[f"{spec} overflow"] = scaled(spec, 1000, True)
         for spec in WITHOUT_FEEDBACK:
             found[f"{spec} growth"] = scaled(spec, 20, False)
+        for name, chosen in CHOSEN.items():
+            with choices.chosen(*chosen):
+                found[name] = scaled("auto:loss=high", 20 if name.endswith("growth") else 1000, name.endswith("overflow"))
     found["said"] = [str(each.message) for each in said if "GradScaler" in str(each.message)]
     return found
 
@@ -68,6 +74,12 @@ def test_a_skipped_step_waits_whole(spec: str) -> None:
     found = [own[f"{spec} overflow"] for own in outcomes()]
     assert found[0]["scale"] == 2.0**15
     known_gradients.check(found, True)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_choice_of_auto_changes_nothing(name: str) -> None:
+    """It goes to and fro while the scale grows; or has taken topk when a step is skipped."""
+    known_gradients.check([own[name] for own in outcomes()], name == "overflow")
 
 
 def test_a_scaler_that_is_known_is_not_warned_about() -> None:

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import choices
 import doors
 import horovod.torch as hvd
 import torch
@@ -37,6 +38,8 @@ SPECS = [
 # The optimizer's own momentum, which the exchange takes over.
 OWN_MOMENTUM = "topk:ratio=0.05,masking=false"
 SPECS.append(OWN_MOMENTUM)
+# It goes on with topk after each meeting, some steps later, and ranks that join begin with dense.
+SPECS.append("auto:loss=high")
 CASES = [(door, spec) for spec in SPECS for door in doors.DOORS]
 
 
@@ -120,4 +123,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with choices.chosen("topk"):
+        main(Path(sys.argv[1]))

@@ -252,7 +252,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a rank that joins keeps what its script has loaded",
         "gradcomp/engine",
-        "            succession.scale(reducer, 0.0)\n",
+        "            succession.scale(reducer_of(), 0.0)\n",
         "",
         ("test_membership.py",),
     ),

@@ -27,6 +27,10 @@ from gradcomp.requests import World
 MEETING = waits.MEETING
 
 
+def test_the_exchanges_of_auto_have_their_own_place() -> None:
+    assert waits.place_of("auto.figures 2") == "auto's choice (figures 2)"
+
+
 class FakeNotes(dict[int, str]):
     """Notes that a test writes."""
 

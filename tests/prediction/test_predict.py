@@ -71,6 +71,11 @@ def test_the_work_can_be_measured() -> None:
     assert found.parameters == sum(p.numel() for p in model.parameters())
 
 
+def test_kernels_are_timed_where_the_model_is() -> None:
+    assert workload.device_of(SHAPES) == workload.device_of(nn.Linear(2, 2)) == torch.device("cpu")
+    assert workload.device_of(nn.Linear(2, 2, device="meta")) == torch.device("cpu")  # a model without memory
+
+
 def test_a_model_is_a_function_by_name() -> None:
     assert workload.read("small_net:net") == {name: tuple(p.shape) for name, p in small_net.net().named_parameters()}
     for name, said in (
@@ -106,6 +111,9 @@ def test_crossovers_lie_between_points() -> None:
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
         ({"model": {}}, "the model has no parameter to train"),
+        ({"model": nn.Linear(2, 2), "loss": lambda: None}, "with loss=, all times are measured"),
+        ({"model": nn.Linear(2, 2), "loss": lambda: None, "forward": None, "backward": None, "optimizer": 0.1}, "with loss=,"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, "measured with loss= only"),
     ],
 )
 def test_bad_input_gets_a_sentence(change: dict[str, Any], said: str) -> None:

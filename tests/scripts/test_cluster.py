@@ -5,7 +5,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,35 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from clusters import CLUSTER, MARKS, ROOT, TOOLS, cluster, lines, program
 
-ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = [sys.executable, str(ROOT / "scripts" / "cluster")]
-TOOLS = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-LACKING = [tool for tool in ("ip", "tc") if not shutil.which(tool, path=TOOLS)]
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="the emulated cluster was NOT tested: it needs root"),
-    pytest.mark.skipif(bool(LACKING), reason=f"the emulated cluster was NOT tested: {LACKING} missing, install iproute2"),
-]
-
-
-def program(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, f"{ROOT}/tests/scripts/programs/cluster_{name}.py", *arguments]
-
-
-def cluster(options: str, command: list[str], path: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PATH": path or os.environ["PATH"]}
-    whole = [*CLUSTER, *options.split(), "--", *command]
-    return subprocess.run(whole, capture_output=True, text=True, timeout=50, env=environment)
-
-
-def lines(done: subprocess.CompletedProcess[str], count: int) -> dict[int, list[str]]:
-    """What each rank said, once all went well."""
-    assert done.returncode == 0, done.stderr
-    said: dict[int, list[str]] = {rank: [] for rank in range(count)}
-    for line in done.stdout.splitlines():
-        mark, _, rest = line.partition(" ")
-        said[int(mark.strip("[]"))].append(rest)
-    return said
+pytestmark = MARKS
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -130,17 +103,6 @@ def test_each_rank_has_a_host_of_its_own() -> None:
         expected |= {"MASTER_ADDR": "host0", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "3", "COLOUR": "a=b"}
         assert expected.items() <= report["variables"].items()
     assert traces() == before
-
-
-def test_links_have_the_rate() -> None:
-    rates = lines(cluster("--hosts 2 --rate 100mbit --launcher torch", program("transfer", "8000000")), 2)
-    # Headers take 4 % and a full bucket (256 KB) gives 3 % back: never above 99. Below: slack for a busy machine.
-    assert all(70 <= float(rate) <= 100 for [rate] in rates.values()), rates
-
-
-def test_unshaped_links_are_faster() -> None:
-    rates = lines(cluster("--hosts 2 --rate none --launcher torch", program("transfer", "50000000")), 2)
-    assert all(float(rate) > 200 for [rate] in rates.values()), rates
 
 
 def test_the_first_failure_ends_the_rest_and_gives_the_status() -> None:
@@ -239,6 +201,7 @@ def test_two_clusters_at_once(running: Callable[..., Running]) -> None:
         ("--hosts 0", ["true"], "argument --hosts: '0' is not a whole number from 1 to 250"),
         ("--hosts 2 --rate fast", ["true"], "argument --rate: 'fast' is not a rate; write for example 1gbit"),
         ("--hosts 2 --rate 0gbit", ["true"], "argument --rate: '0gbit' is not a rate"),
+        ("--hosts 2 --later 1gbit", ["true"], "argument --later: '1gbit' is not a rate and seconds"),
         ("--hosts 2 --env NAME", ["true"], "argument --env: 'NAME' does not set a variable; write NAME=VALUE"),
         ("--hosts 2 --timeout -1", ["true"], "argument --timeout: '-1' is not a number of seconds above 0"),
         ("--hosts 2", ["no-such-command"], "the command 'no-such-command' is not an executable on PATH"),

@@ -16,6 +16,7 @@ from laboratory.commands import compare
 from laboratory.compare import plan, steptimes, summary, tables
 from laboratory.main import main
 from laboratory.report import results
+from laboratory.train import kept
 from laboratory.train import launch as train
 
 GS, GTOPK, SKETCHED = "gs_sgd:ratio=0.01", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
@@ -43,12 +44,12 @@ def measured(launch: train.Launch, ms: dict[str, list[float]]) -> dict[str, Any]
     """What a launch leaves behind, with these medians of its rounds."""
     raw = {
         "ranks": launch.hosts,
-        "batch": launch.batch,
+        "batch": launch.settings.batch,
         "parameters": 100,
         "bytes_dense": 400,
-        "specs": {
+        "ways": {
             spec: {"rounds": [[value / 1000] for value in ms[spec]], "bytes": 8 * i, "loss": 1.0}
-            for i, spec in enumerate(launch.specs)
+            for i, spec in enumerate(launch.ways)
         },
     }
     return {"commit": "abc", "run": train.summary(raw)}
@@ -59,12 +60,12 @@ ROUNDS = {"none": [10.0, 20.0], "dense": [300.0, 600.0], GTOPK: [26.0, 60.0], SK
 
 def test_specs_of_one_claim_share_a_launch() -> None:
     (launch,) = a_plan().launches(2, "1gbit", 8)
-    assert launch.specs == ["none", GTOPK, SKETCHED, GS, "dense"]
-    assert (launch.batch, launch.momentum) == (8, 0.9)
+    assert launch.ways == ["none", GTOPK, SKETCHED, GS, "dense"]
+    assert (launch.settings.batch, launch.settings.momentum) == (8, 0.9)
     needed = plan.bytes_needed(2, 8, 3)
     first, second = a_plan(memory=needed / 1e9 + 1e-6).launches(2, "1gbit", 8)
-    assert (first.specs, second.specs) == (["none", GTOPK, SKETCHED], ["none", GS, "dense"])
-    assert [launch.specs[1:] for launch in a_plan(memory=1e-9).launches(2, "1gbit", 8)] == [
+    assert (first.ways, second.ways) == (["none", GTOPK, SKETCHED], ["none", GS, "dense"])
+    assert [launch.ways[1:] for launch in a_plan(memory=1e-9).launches(2, "1gbit", 8)] == [
         [GTOPK],
         [SKETCHED],
         [GS],
@@ -148,7 +149,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[train.Launch]:
     """Launches are listed instead of performed."""
     made: list[train.Launch] = []
 
-    def perform(launch: train.Launch, where: str) -> dict[str, Any]:
+    def perform(launch: train.Launch, where: str, *folders: Path | None) -> dict[str, Any]:
         made.append(launch)
         run: dict[str, Any] = measured(launch, ROUNDS)["run"]
         return run
@@ -200,7 +201,7 @@ def test_a_report_is_made_of_what_is_there(tmp_path: Path, capsys: pytest.Captur
     assert main(at) == 1
     assert "nothing is measured or trained yet" in capsys.readouterr().err
     (launch,) = made.launches(2, "100mbit", 12)
-    results.write(steptimes.file_of(launch, tmp_path / "cache" / "compare"), measured(launch, ROUNDS))
+    results.write(kept.file_of(launch, tmp_path / "cache" / "compare"), measured(launch, ROUNDS))
     assert main(at) == 0
     said = capsys.readouterr().out
     assert "| spec | 2 hosts, 100mbit |" in said
@@ -211,10 +212,10 @@ def test_finished_launches_outlive_an_interruption(tmp_path: Path, monkeypatch: 
     made = stand_in(monkeypatch)
     whole = train.perform
 
-    def interrupted(launch: train.Launch, where: str) -> dict[str, Any]:
+    def interrupted(launch: train.Launch, where: str, *folders: Path | None) -> dict[str, Any]:
         if made:
             raise KeyboardInterrupt
-        return whole(launch, where)
+        return whole(launch, where, *folders)
 
     monkeypatch.setattr(train, "perform", interrupted)
     assert main(command(tmp_path, "--rate", "1gbit,100mbit")) == 130
@@ -236,6 +237,6 @@ def test_impossible_comparisons_are_refused(
 def test_ranks_that_fail_end_the_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "command", lambda launch: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(train, "command", lambda *launch: [sys.executable, "-c", "raise SystemExit(3)"])
     assert main(command(tmp_path)) == 1
-    assert "lab compare: the ranks of 2 hosts, 1gbit, width 8 failed with status 3" in capsys.readouterr().err
+    assert "lab compare: the ranks of 2 hosts, 1gbit, mlp by horovod, width 8 failed with status 3" in capsys.readouterr().err

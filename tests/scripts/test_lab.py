@@ -29,6 +29,7 @@ ROOMS = [
         "study",
         "compare",
         "lgc",
+        "accuracy",
         "layers",
         "soak",
         "gpu",
@@ -115,7 +116,7 @@ def test_a_wrong_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     [
         (["kernels", "--rounds", "0"], "'0' is not a whole number above 0"),
         (["kernels", "--colour", "red"], "unrecognized arguments: --colour red"),
-        (["train", "--specs", "tpk"], "did you mean 'topk'"),
+        (["train", "--ways", "tpk"], "did you mean 'topk'"),
         (["resources", "--arch", "90"], "write for example sm_90"),
         (["study", "--tasks", "cnov"], "unknown task 'cnov' (did you mean 'conv'?); known: mlp, conv, resnet, text"),
         (["study", "--tasks", ""], "no task is given"),

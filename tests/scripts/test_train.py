@@ -14,11 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from laboratory import ranks
 from laboratory.main import main
+from laboratory.refusal import Refused
 from laboratory.report.progress import Progress
-from laboratory.train import launch
+from laboratory.stats import median_bound
+from laboratory.tasks.table import TASKS
+from laboratory.train import launch, ways
 
 EXACT, GTOPK, SKETCHED = "topk:ratio=1,wire=exact", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
 BROKEN = [sys.executable, "-c", "print('something broke'); raise SystemExit(3)"]
@@ -31,12 +35,12 @@ def raw() -> dict[str, object]:
         "dense": {"rounds": [[3.0, 3.0], [6.0, 6.0]], "bytes": 400, "loss": 1.0},
         "topk:ratio=0.01": {"rounds": [[1.5, 1.5], [3.0, 3.0]], "bytes": 8, "loss": 1.1},
     }
-    return {"ranks": 4, "batch": 64, "parameters": 100, "bytes_dense": 400, "specs": each}
+    return {"ranks": 4, "batch": 64, "parameters": 100, "bytes_dense": 400, "ways": each}
 
 
 def test_training_is_summed_up_against_none() -> None:
     run = launch.summary(raw())
-    lines = {line["spec"]: line for line in run["lines"]}
+    lines = {line["way"]: line for line in run["lines"]}
     assert lines["dense"]["ratio_to_none"] == {"median": 3.0, "low": 3.0, "high": 3.0}
     assert lines["dense"]["ms"] == {"median": 4500.0, "low": 3000.0, "high": 6000.0}
     assert (lines["topk:ratio=0.01"]["compression"], lines["none"]["compression"]) == (50, None)
@@ -65,7 +69,7 @@ def test_ranks_are_started_in_three_ways() -> None:
 
 
 def test_ranks_that_fail_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "command", lambda launched: BROKEN)
+    monkeypatch.setattr(launch, "command", lambda *launched: BROKEN)
     assert main(["train", "--hosts", "2"]) == 1
     text = capsys.readouterr().err
     assert "something broke" in text
@@ -78,7 +82,9 @@ def test_a_launcher_that_is_missing_gets_a_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_each_rate_is_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laboratory.commands.train.perform", lambda launched, label: {**launch.summary(raw()), "rate": label})
+    monkeypatch.setattr(
+        "laboratory.commands.train.perform", lambda launched, label, *folders: {**launch.summary(raw()), "rate": label}
+    )
     assert main(["train", "--rate", "1gbit,100mbit", "--name", "try", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "train-try.json").read_text()
     assert [run["rate"] for run in json.loads(text)["runs"]] == ["1gbit", "100mbit"]
@@ -99,7 +105,7 @@ def test_termination_leaves_no_process_behind() -> None:
     pytest.importorskip("horovod.torch", reason="the end of horovodrun was NOT tested: Horovod is not installed")
     mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    options = ["--launcher", "horovodrun", "--hosts", "2", "--rounds", "1000000", "--width", "16", "--specs", "none,dense"]
+    options = ["--launcher", "horovodrun", "--hosts", "2", "--rounds", "1000000", "--set", "width=16", "--ways", "none,dense"]
     running = subprocess.Popen(
         [sys.executable, ranks.SCRIPTS / "lab", "train", *options],
         env=os.environ | {name: value},
@@ -127,18 +133,100 @@ def test_termination_leaves_no_process_behind() -> None:
         running.wait()
 
 
+def launched(door: str, own: list[str], **more: Any) -> dict[str, Any]:
+    """Train the digits for some steps on two real ranks, in every one of these ways, and return the lines of the table."""
+    small = TASKS["mlp"].defaults._replace(width=16, batch=8)
+    launcher = {ways.HOROVOD: "horovodrun", ways.DDP: "torchrun"}[door]
+    made = launch.Launch(launcher, 2, "loopback", "mlp", small, own, 2, 3, 0.2, door, **more)
+    run = launch.perform(made, "two ranks")
+    assert (run["ranks"], run["batch"]) == (2, 8)
+    assert all(len(line["ms_of_rounds"]) == 2 and line["ratio_to_none"] for line in run["lines"])
+    assert [line["way"] for line in run["lines"]] == own
+    return {line["way"]: line for line in run["lines"]} | {"parameters": run["parameters"]}
+
+
 @pytest.mark.slow
-def test_two_real_ranks_train_under_every_spec() -> None:
+def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
     """As `lab train` and `lab compare` launch them: steps that fit a turn, and the optimizer's own momentum."""
     pytest.importorskip("horovod.torch", reason="train/job.py was NOT tested: Horovod is not installed")
-    specs = ["none", "sync", "horovod", "fp16", EXACT, GTOPK, SKETCHED]
-    launched = launch.Launch("horovodrun", 2, "loopback", 16, specs, 2, 3, batch=8, momentum=0.9, turn=0.2)
-    run: dict[str, Any] = launch.perform(launched, "two ranks")
-    lines = {line["spec"]: line for line in run["lines"]}
-    assert list(lines) == specs and (run["ranks"], run["batch"]) == (2, 8)
-    assert all(len(line["ms_of_rounds"]) == 2 and line["ratio_to_none"] for line in run["lines"])
-    sent = {spec: line["bytes_per_step"] for spec, line in lines.items()}
+    lines = launched(ways.HOROVOD, ["none", "sync", "stock", "fp16", EXACT, GTOPK, SKETCHED, "auto"])
+    parameters = lines.pop("parameters")
+    sent = {way: line["bytes_per_step"] for way, line in lines.items()}
     assert sent["none"] == sent["sync"] == 0
-    assert sent["horovod"] == 2 * sent["fp16"] == 4 * run["parameters"]
-    assert sent[EXACT] >= 8 * run["parameters"] and sent[GTOPK] < sent[SKETCHED] < sent["horovod"]
-    assert abs(lines["horovod"]["loss"] - lines[EXACT]["loss"]) < 1e-5  # the same training
+    assert sent["stock"] == 2 * sent["fp16"] == 4 * parameters
+    assert sent[EXACT] >= 8 * parameters and sent[GTOPK] < sent[SKETCHED] < sent["stock"]
+    assert abs(lines["stock"]["loss"] - lines[EXACT]["loss"]) < 1e-5  # the same training
+    assert lines["auto"]["auto"]["seconds"] and set(lines["auto"]["over"]) == {"stock"}  # it has chosen
+
+
+@pytest.mark.slow
+def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
+    own = ["none", "sync", "stock", "bf16", "bf16:steps=4", "fp16", "powersgd:rank=1", "dense", "auto"]
+    lines = launched(ways.DDP, own, predicts=True)
+    parameters = lines.pop("parameters")
+    assert lines["stock"]["bytes_per_step"] == 2 * lines["bf16"]["bytes_per_step"] == 4 * parameters
+    assert lines["bf16:steps=4"]["bytes_per_step"] == parameters // 2
+    assert abs(lines["stock"]["loss"] - lines["dense"]["loss"]) < 1e-5
+    assert {way for way, line in lines.items() if "predicted_ms" in line} == set(own) - {"sync", "bf16:steps=4", "auto"}
+    assert set(lines["auto"]["over"]) == {"stock", "bf16"}
+
+
+def test_a_bound_of_the_median_is_one_of_the_values() -> None:
+    """Of twenty values the 15th: fifteen heads of twenty coins have a probability of 2.1 %, fourteen of 5.8 %."""
+    assert median_bound([float(i) for i in range(20, 0, -1)]) == 15
+    assert median_bound([1.0, 2.0, 3.0, 4.0, 5.0]) == 5
+    assert median_bound([1.0, 2.0, 3.0, 4.0]) is None
+
+
+def test_the_bound_of_a_median_covers_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.empty(2000, 11).log_normal_(0, 1, generator=generator)  # its median is 1
+    covered = sum((median_bound(row) or 0) >= 1 for row in drawn.tolist()) / len(drawn)
+    assert 0.95 <= covered < 0.985
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("powersgd", "write for example powersgd:rank=4"),
+        ("powersgd:rank=0", "write for example powersgd:rank=4"),
+        ("none:ratio=1", "write for example none"),
+        ("grace:ratio=2", "write for example grace:ratio=0.01"),
+        ("tpk", "did you mean 'topk'.*beside gradcomp's specs: none, sync, stock"),
+        ("auto:loss=much", "loss"),
+    ],
+)
+def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ways.check(way)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ways", "stock,bf16"], "'bf16' is of the door ddp, not of horovod"),
+        (["--ways", "grace:ratio=0.01", "--door", "ddp"], "is of the door horovod, not of ddp"),
+        (["--ways", "stock", "--launcher", "horovodrun", "--later", "1gbit:5"], "need --launcher cluster"),
+        (["--ways", "stock", "--task", "cifar"], "needs --data FOLDER"),
+        (["--ways", "stock", "--set", "depth=3"], "mlp has no depth"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["100mbit", "100mbit:", "fast:3", "100mbit:-1"])
+def test_a_later_rate_has_a_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--later", text])
+    assert "rate" in capsys.readouterr().err
+
+
+def test_a_project_that_is_not_there_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod.torch", reason="train/projects.py was NOT tested: Horovod is not installed")
+    from laboratory.train import projects
+
+    monkeypatch.setenv(ways.PROJECTS, str(tmp_path))
+    with pytest.raises(Refused, match="there is no checkout of grace; name its parent folder by --projects"):
+        projects.grace(None, [], 0.01)

@@ -26,8 +26,8 @@ _CHANGED = (
 )
 _REMEDY = (
     ". Write clip=1.0,clip_by=model, or whatever the norm is, into the spec, which then clips each rank's own gradient, and "
-    "remove the other clip; or write momentum=0, and the exchange is of gradients. If a GradScaler has changed them, pass it "
-    "as scaler="
+    "remove the other clip; or write momentum=0 (under auto, loss=low), and the exchange is of gradients. If a GradScaler has "
+    "changed them, pass it as scaler="
 )
 _TEXTS: dict[Holds, str] = {
     "direction": f"{_CHANGED}Adam's directions, whose length says nothing about the gradient's{_REMEDY}",

@@ -23,11 +23,11 @@ _UNAPPLIED = (
     "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
     "the momentum: added to the next gradient, or dropped, it would spoil the training. To accumulate gradients, run all "
     "backward passes but the last within no_sync(), or use Horovod's backward_passes_per_step. If updates are dropped, or if "
-    "gradients of several losses meet, write momentum=0 into the spec"
+    "gradients of several losses meet, write momentum=0 into the spec; under auto, loss=low"
 )
 _CLOSURE = (
     "step(closure) cannot work with momentum=auto: the closure would exchange gradients within the step. Call the closure "
-    "before, and step() without it, or write momentum=0 into the spec"
+    "before, and step() without it, or write momentum=0 into the spec; under auto, loss=low"
 )
 _OTHER_KIND = (
     "{name} steps with updates that were made for {old}. Write momentum=0 into the spec before the kind of optimizer changes: "
@@ -43,7 +43,7 @@ _WITHOUT = (
     "{name} steps without an exchange: its gradients come from no_sync() or from the model without DistributedDataParallel, or "
     "it steps a second time. With momentum=auto the exchange has the momentum: such a step would do without it, or nothing at "
     "all. Let the last backward pass before each step exchange its gradients, outside no_sync(). To train on without "
-    'exchanges, call change("SPEC,momentum=0") on all ranks first'
+    'exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks first'
 )
 _UNKNOWN = (
     "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "

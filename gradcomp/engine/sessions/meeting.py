@@ -52,6 +52,11 @@ class Meeting:
         self._check_shares()
         return self.facts[self.leader]
 
+    def of_leader(self, own: str) -> str:
+        """Return the leader's text on all ranks."""
+        lengths = [int(reply) for reply in self._gather(torch.tensor([len(own.encode())]), "text")]
+        return self._send(own.encode(), lengths[self.leader], "text of the leader").decode()
+
     def share(self, reducer: Reducer) -> None:
         """Compare the state that all ranks must share. Where it differs, all ranks adopt the leader's."""
         own = structure.write(shared_state(reducer))
@@ -62,7 +67,7 @@ class Meeting:
         replies = [reply.tolist() for reply in self._gather(torch.tensor([host, digest, len(own)]), "hosts")]
         hosts, digests, sizes = zip(*replies, strict=True)
         if len({*digests}) > 1:
-            adopt(reducer, structure.read(self._send(own, sizes[self.leader])))
+            adopt(reducer, structure.read(self._send(own, sizes[self.leader], "state")))
         self._network.hosts = hosts
         self._network.note_meeting(f"{self.facts[0].name:x}")
 
@@ -91,7 +96,7 @@ class Meeting:
                 self.facts[self.leader].steps,
             )
 
-    def _send(self, own: bytes, size: int) -> bytes:
+    def _send(self, own: bytes, size: int, name: str) -> bytes:
         """Send the leader's bytes to all ranks."""
         form, device = (Field("bytes", torch.uint8, size),), self._network.device
         payload = payloads.empty(form, device)
@@ -99,7 +104,7 @@ class Meeting:
         if leads:
             payload["bytes"].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         outgoing = dict.fromkeys(self._network.world.others, payload) if leads else {}
-        received: Any = self._start(Send(outgoing, () if leads else (self.leader,), form, device), "state")
+        received: Any = self._start(Send(outgoing, () if leads else (self.leader,), form, device), name)
         return own if leads else received[self.leader]["bytes"].cpu().numpy().tobytes()
 
     def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:

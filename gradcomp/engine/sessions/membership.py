@@ -65,28 +65,32 @@ class Membership:
 
     def meet(
         self,
-        reducer: Reducer,
+        reducer_of: Callable[[], Reducer],
         terms: Mapping[str, str],
         leader: int | None = None,
         go_back: Callable[[int], bool] = lambda steps: False,
+        follow: Callable[[Meeting], None] = lambda meeting: None,
     ) -> None:
         """Wait for the other ranks. Check that the terms are equal, adopt the shared state, and scale the residual.
 
         leader: the rank whose state the others adopt where they differ; by default the first with the most steps.
         go_back: called with the leader's steps on a rank that has done others. It restores a state after as many, if it can.
+        follow: called before state is shared. It and go_back may replace the reducer.
         """
-        generation, owner, done = self._network.generation, self.owner, reducer.steps_done
+        generation, owner, done = self._network.generation, self.owner, reducer_of().steps_done
         self._network.prepare()
         meeting = Meeting(self._network)
         facts = Facts(done, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met))
         steps = meeting.compare(terms, facts, leader).steps
         rank, size, _ = self._network.world
         if meeting.joins:
-            succession.scale(reducer, 0.0)
+            succession.scale(reducer_of(), 0.0)
             self.owner = Owner()
         elif steps != done and not go_back(steps) and done:
             log.warning("gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d", rank, done, steps)
         owner = self.owner
+        follow(meeting)
+        reducer = reducer_of()
         meeting.share(reducer)
         if owner.scaled_for not in (0, size) and not self.sums:
             succession.scale(reducer, size / owner.scaled_for)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +13,17 @@ from gradcomp.engine.sessions.membership import Snapshot
 from gradcomp.engine.sessions.stepping import Stepping
 from gradcomp.engine.sessions.turns import Turns
 from gradcomp.engine.states import checkpoint, succession
-from gradcomp.engine.states.packed import States
+from gradcomp.engine.states.packed import States, spec_of
+from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_observer import StepObserver
 from gradcomp.protocol import Compressor
+
+
+class Prepared(NamedTuple):
+    """A compressor, and its reducer with all that waits."""
+
+    compressor: Compressor
+    reducer: Reducer
 
 
 class Session(Stepping):
@@ -46,22 +55,27 @@ class Session(Stepping):
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before."""
         self._guard.refuse_in_step("change()")
         self.training.refuse_before_step("change()")
-        self.go_on_with(compressor)
+        self.go_on_with(self.prepare(compressor))
 
-    def go_on_with(self, compressor: Compressor, stock: torch.dtype | None = None, drops: bool = False) -> None:
-        """Continue with another compressor, in a turn of all ranks.
+    def prepare(self, compressor: Compressor, drops: bool = False) -> Prepared:
+        """Prepare to continue with another compressor. Refuse one that does not suit the training.
 
-        stock: the type in which the stock framework is to exchange gradients that are not watched, in place of the compressor.
         drops: nothing waits in the residual, and the compressor need not keep one.
         """
-        before = self.reducer, self._compressor
         compressor = compressor if drops else succession.successor(compressor, self.reducer)
-        changed = succession.carry(self.reducer, self._make_reducer(compressor))
+        return Prepared(compressor, succession.carry(self.reducer, self._make_reducer(compressor)))
+
+    def go_on_with(self, prepared: Prepared, stock: torch.dtype | None = None) -> None:
+        """Continue with what was just prepared, in a turn of all ranks.
+
+        stock: the type in which the stock framework is to exchange gradients that are not watched, in place of the compressor.
+        """
+        before, changed = (self.reducer, self._compressor), prepared.reducer
         handed_back = self.training.arrays_to_hand_back(self.reducer, changed)
-        self.reducer, self._compressor = changed, compressor
+        self.reducer, self._compressor = changed, prepared.compressor
         if self.has_met or handed_back:
             try:
-                self._membership.meet(self.reducer, self._terms())
+                self._membership.meet(lambda: self.reducer, self._terms())
                 if handed_back:
                     self.training.hand_back(before[0], changed, handed_back)
             except BaseException as error:
@@ -77,19 +91,27 @@ class Session(Stepping):
         share = checkpoint.save(self.reducer, self.parameters.shapes, sums=self._membership.sums)
         return self._membership.pack(self.spec, share)
 
-    def load_state_dict(self, state: Any) -> None:
-        """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before."""
+    def load_state_dict(self, state: Any, make: Callable[[str], Compressor] | None = None) -> None:
+        """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before.
+
+        make: makes the compressor of the state's spec, with which the session then continues; by default it keeps its own.
+        """
         place = self._membership.place
         try:
-            loaded = States(state, self.spec)
+            spec = self.spec if make is None else spec_of(state) or self.spec
+            loaded = States(state, spec)
             taken = loaded.take(place)
-            copy = checkpoint.prepare(self.reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+            kept = make is None or spec == self.spec
+            compressor = self._compressor if kept or make is None else make(spec)
+            reducer = self.reducer if kept else self._make_reducer(compressor)
+            copy = checkpoint.prepare(reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
         except Exception as error:
             if self.has_met:
                 self.network.tell_failure(error)  # the others may load, and wait for this rank
             raise
         meet_again = self.has_met or self._guard.failed
         self._discard_step()
+        self.reducer, self._compressor, self._stock = reducer, compressor, None
         copy()
         self._membership.note_loaded(taken, loaded)
         self.training.note_loaded(self.reducer)
@@ -114,5 +136,6 @@ class Session(Stepping):
         self._discard_step()
         copy()
         self._membership.restore(snapshot.owner, share["sums"])
+        self._stock = None
         self.training.note_loaded(self.reducer)
         self._guard.forgive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ from torch import Tensor
 from gradcomp import _version
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.kept_entries import KeptEntries
+from gradcomp.engine.sessions.meeting import Meeting
 from gradcomp.engine.sessions.membership import Membership
 from gradcomp.engine.sessions.step_guard import StepGuard
 from gradcomp.engine.sessions.training import Training
 from gradcomp.engine.sessions.turns import Turns
 from gradcomp.engine.sessions.unused import Unused
+from gradcomp.engine.states import succession
 from gradcomp.engine.steps.options import Options
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Connection
@@ -56,7 +59,7 @@ class Stepping:
             options,
             lambda: own._compressor,
             self._guard.before_optimizer,
-            lambda: own.reducer.buckets,
+            partial(getattr, own, "reducer"),
             lambda: own.network.world.size if own._membership.sums else 1,
             lambda: own._guard.under_way,
             network.tell_failure,
@@ -153,7 +156,8 @@ class Stepping:
     def _take_turn(self) -> None:
         if self.turns is not None and self.turns.due:
             self.meet()
-            self._note_failure(self.turns.take)
+            if self.turns.due:  # the meeting may have begun them anew
+                self._note_failure(self.turns.take)
 
     def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
         self.meet()
@@ -172,18 +176,27 @@ class Stepping:
         leader, go_back: see Membership.meet().
         """
         if not self.has_met:
-            self._membership.meet(self.reducer, self._terms(), leader, go_back)
+            follow = {} if self.turns is None else {"follow": self._follow}
+            self._membership.meet(lambda: self.reducer, self._terms(), leader, go_back, **follow)
+
+    def _follow(self, meeting: Meeting) -> None:
+        """Go on with the leader's compressor: under turns, ranks that are new to a training have another one."""
+        assert self.turns is not None
+        spec, self._stock = meeting.of_leader(self.spec), None
+        self.turns.begin_anew(spec, same=spec == self.spec)
+
+    def follow(self, compressor: Compressor) -> None:
+        """Continue with the compressor of the rank that leads a meeting, in this meeting."""
+        self.reducer, self._compressor = succession.carry(self.reducer, self._make_reducer(compressor)), compressor
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
-        own = {"gradcomp's version": _version.VERSION, "spec": self.spec}
+        own = {"gradcomp's version": _version.VERSION, "spec": self.spec if self.turns is None else self.options.auto}
         return own | self.options.terms | self.training.terms | self.parameters.terms()
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         options, known = self.options, self.training.of_reducer(compressor) | {"observer": self.options.observer}
-        reducer = Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
-        self.training.note_what_stays(reducer.keeps_residual or compressor.traits.momentum > 0)
-        return reducer
+        return Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
 
     def _note_failure(self, call: Callable[[], None]) -> None:
         """Call a function. Note its failure, if it fails, so that further steps are refused."""

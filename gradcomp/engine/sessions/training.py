@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.buckets.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import own_rates
 from gradcomp.engine.optimizers.check import OptimizerCheck, check_momentum
@@ -25,8 +24,7 @@ from gradcomp.protocol import Compressor
 class Training:
     """The optimizer and the GradScaler of a session's parameters.
 
-    compressor: returns the session's. before_step: called before each step of an optimizer of the parameters.
-    buckets: returns the session's.
+    compressor, reducer: return the session's. before_step: called before each step of an optimizer of the parameters.
     sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
     fail: tells the other ranks, until this one goes on, why its optimizer does not step.
     lags: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
@@ -38,15 +36,14 @@ class Training:
         options: Options,
         compressor: Callable[[], Compressor],
         before_step: Callable[[], None],
-        buckets: Callable[[], Sequence[Bucket]],
+        reducer: Callable[[], Reducer],
         sums: Callable[[], int],
         under_way: Callable[[], bool],
         fail: Callable[[BaseException], object],
     ):
-        self._buckets, self._rates_noted, self.lags = buckets, False, False
+        self._reducer, self._rates_noted, self.lags = reducer, False, False
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
-        self._keeps = True
-        self._unknown_scaler = UnknownScaler(options.scaler, lambda: self._keeps or self._momentum.taken)
+        self._unknown_scaler = UnknownScaler(options.scaler, lambda: reducer().remembers or self._momentum.taken)
         self._check = OptimizerCheck(
             parameters,
             options.optimizer,
@@ -99,7 +96,7 @@ class Training:
 
     def _note_rates(self) -> None:
         if not self._rates_noted and self._check.is_linear:
-            own_rates.note(self._buckets(), self._check.rates)
+            own_rates.note(self._reducer().buckets, self._check.rates)
             self._rates_noted = True
 
     def refuse_before_step(self, call: str) -> None:
@@ -121,7 +118,3 @@ class Training:
     def forget_update(self) -> None:
         """Forget the last step's update: nobody is to apply it on this rank."""
         self._momentum.forget_update()
-
-    def note_what_stays(self, keeps: bool) -> None:
-        """Note whether entries, or a momentum of the spec's, stay from step to step, so that an unknown loss scale matters."""
-        self._keeps = keeps

@@ -17,3 +17,9 @@ class Turns(Protocol):
 
     def note_step(self) -> None:
         """Note a finished step."""
+
+    def begin_anew(self, spec: str, same: bool) -> None:
+        """Begin anew in a meeting: the ranks may be others, or go on from another state.
+
+        spec: with which all ranks go on. same: the session has its compressor already.
+        """

@@ -1,8 +1,8 @@
 """Buckets of gradients, and the only loop that drives a compressor.
 
 mark_ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish_step() advances all
-buckets to their updates, round by round, in bucket order. It never runs one bucket to its end while others wait. Ranks may
-start their buckets in different orders and would then block each other.
+buckets to their updates, round by round, in bucket order. It never runs one to its end while others wait: ranks may start
+their buckets in different orders, and would then block each other.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ class Reducer:
         if momentum is not None and not all(bucket.collector.takes_momentum for bucket in self.buckets):
             momentum.leave()
             self._momentum = None
+        # Entries wait, or a momentum of the spec's stays, from step to step.
+        self.remembers = self.keeps_residual or any(bucket.collector.traits.momentum for bucket in self.buckets)
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
-        self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
         self._takes_back = delivery is not None or deliver is None
+        self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale, self.steps_done = 1.0, 0
         self._step = 1  # the number in verdicts, which no other step has
@@ -94,8 +96,7 @@ class Reducer:
         return any(bucket.collector.keeps_residual for bucket in self.buckets)
 
     @property
-    def takes_momentum(self) -> bool:
-        """True if the optimizer's momentum is taken over."""
+    def takes_momentum(self) -> bool:  # the optimizer's
         return self._momentum is not None
 
     def mark_ready(self, name: str, grad: Tensor) -> None:
@@ -236,9 +237,8 @@ class Reducer:
         health: of each bucket's residual, at the last measurement (Health).
         """
         dense = 4 * sum(layer.size for layer in self.layers.values())
-        by_bucket = [bucket.collector.stats(bucket.state) for bucket in self.buckets]
         return {
-            **{name: figure for figures in by_bucket for name, figure in figures.items()},
+            **{name: figure for bucket in self.buckets for name, figure in bucket.collector.stats(bucket.state).items()},
             "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),

@@ -24,6 +24,10 @@ class Seconds:
     exposed: float = 0.0
     total: float = 0.0
 
+    def less(self, before: Seconds) -> Seconds:
+        """Return the seconds since an earlier copy."""
+        return Seconds(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+
     def by_step(self) -> dict[str, float]:
         """Return the mean of each."""
         named = {name: value for name, value in asdict(self).items() if name != "steps"}

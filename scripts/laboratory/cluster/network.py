@@ -83,8 +83,21 @@ def _link(host: Host, rate: str | None) -> None:
     _run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE, inside=host.namespaces)
     _run("ip", "link", "set", INTERFACE, "up", inside=host.namespaces)
     if rate:
-        _run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, *TOKENS, inside=host.namespaces)
-        _run("tc", "qdisc", "add", "dev", host.name, "root", "tbf", "rate", rate, *TOKENS)
+        _shape(host, "add", rate)
+
+
+def change(hosts: list[Host], before: str | None, rate: str | None) -> None:
+    """Give all links another rate. To be called in the bridge's namespaces."""
+    for host in hosts:
+        if before or rate:
+            _shape(host, "replace" if rate else "delete", rate)
+
+
+def _shape(host: Host, how: str, rate: str | None) -> None:
+    """Shape both ends of a host's link."""
+    shape = ["tbf", "rate", rate, *TOKENS] if rate else []
+    _run("tc", "qdisc", how, "dev", INTERFACE, "root", *shape, inside=host.namespaces)
+    _run("tc", "qdisc", how, "dev", host.name, "root", *shape)
 
 
 def _run(tool: str, *arguments: str, inside: Namespaces | None = None) -> None:

@@ -14,6 +14,7 @@ from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.study import runs
 from laboratory.study.settings import seeds
+from laboratory.train import kept
 
 SPARSE = ("topk:ratio=0.001", "gtopk:ratio=0.001", "sketched_sgd:ratio=0.001", "gs_sgd:ratio=0.001")
 SMALLER = ("gs_sgd:ratio=0.001,rows=3,candidates=2,compression=125", "gs_sgd:ratio=0.001,rows=3,candidates=1,compression=250")
@@ -111,7 +112,7 @@ def write(chosen: argparse.Namespace, plan: Plan, command: str) -> int:
 
 def _model(plan: Plan, width: int, cache: Path, commits: set[str]) -> dict[str, Any]:
     """Return one model's figures, and add the commits at which they were measured."""
-    finished = [steptimes.load(plan.launches(*cluster, width), cache / "compare") for cluster in plan.clusters()]
+    finished = [kept.load(plan.launches(*cluster, width), cache / "compare") for cluster in plan.clusters()]
     records = runs.records(plan.runs(width), cache / "study")
     commits |= {str(launch["commit"]) for launches in finished for launch in launches} | runs.commits_of(records)
     return summary.model(plan, width, [steptimes.together(launches) for launches in finished], records)

@@ -64,10 +64,8 @@ class Plan(NamedTuple):
     def launches(self, hosts: int, rate: str, width: int) -> list[Launch]:
         """List the launches of a cluster, as few as the memory allows. `none` in each makes them comparable."""
         settings = self.settings(width)
-        times = {"rounds": self.rounds, "steps": MOST_STEPS, "turn": self.turn}
-        trained = {"batch": settings.batch, "momentum": settings.momentum}
         return [
-            Launch(self.launcher, hosts, rate, width, ["none", *specs], **times, **trained)  # type: ignore[arg-type]
+            Launch(self.launcher, hosts, rate, TASK, settings, ["none", *specs], self.rounds, MOST_STEPS, self.turn)
             for specs in self._parts(hosts, width)
         ]
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 from laboratory import machine
 from laboratory.compare.plan import Plan, bytes_needed, parameters
 from laboratory.refusal import Refused
-from laboratory.report import results
-from laboratory.report.progress import TimeLeft
 from laboratory.timing import Spread
-from laboratory.train import launch as train
+from laboratory.train import kept
+from laboratory.train.launch import Launch
 
 
 class Timed(NamedTuple):
@@ -23,50 +22,31 @@ class Timed(NamedTuple):
     bytes: int
 
 
-def file_of(launch: train.Launch, folder: Path) -> Path:
-    """Name the file of a launch."""
-    return results.kept(folder, f"{launch.hosts}-hosts-{launch.rate}-width-{launch.width}", launch._asdict())
-
-
 def complete(plan: Plan, folder: Path) -> None:
-    """Perform the missing launches, one after the other: each needs the whole machine."""
+    """Perform the missing launches."""
     every = [launch for width in plan.widths for cluster in plan.clusters() for launch in plan.launches(*cluster, width)]
-    missing = [launch for launch in every if results.read(file_of(launch, folder)) is None]
-    finished, left = len(every) - len(missing), TimeLeft(map(_work, missing))
-    print(f"{len(every)} launches, {finished} of them finished", flush=True)
-    for launch in missing:
-        _check_memory(launch)
-        where = f"{launch.hosts} hosts, {launch.rate}, width {launch.width}"
-        run = train.perform(launch, where)
-        results.write(file_of(launch, folder), {"launch": launch._asdict(), "commit": machine.commit(), "run": run})
-        finished += 1
-        print(f"launch {finished} of {len(every)}  {where}  {len(launch.specs)} specs  {left.after(_work(launch))}", flush=True)
+    kept.complete(every, folder, _work, check=_check_memory)
 
 
-def _work(launch: train.Launch) -> float:
+def _work(launch: Launch) -> float:
     """Estimate how long a launch takes, in any unit."""
-    return launch.hosts * (parameters(launch.width) * len(launch.specs) + 2e7)
+    return launch.hosts * (parameters(launch.settings.width) * len(launch.ways) + 2e7)
 
 
-def _check_memory(launch: train.Launch) -> None:
-    needed, free = bytes_needed(launch.hosts, launch.width, len(launch.specs)) / 1e9, machine.memory_available() / 1e9
+def _check_memory(launch: Launch) -> None:
+    needed, free = bytes_needed(launch.hosts, launch.settings.width, len(launch.ways)) / 1e9, machine.memory_available() / 1e9
     if needed > free:
         raise Refused(
-            f"{launch.hosts} ranks of width {launch.width} with {len(launch.specs)} specs need about {needed:.0f} GB, but "
-            f"{free:.0f} GB are free; lower --memory to put fewer specs into one launch"
+            f"{launch.hosts} ranks of width {launch.settings.width} with {len(launch.ways)} specs need about {needed:.0f} GB, "
+            f"but {free:.0f} GB are free; lower --memory to put fewer specs into one launch"
         )
 
 
-def load(launches: Sequence[train.Launch], folder: Path) -> list[dict[str, Any]]:
-    """Read the results of the finished launches."""
-    return [kept for launch in launches if (kept := results.read(file_of(launch, folder))) is not None]
-
-
-def together(kept: Sequence[dict[str, Any]]) -> dict[str, Timed]:
+def together(finished: Sequence[dict[str, Any]]) -> dict[str, Timed]:
     """Merge the launches of one cluster. The line of none is the first launch's."""
     found: dict[str, Timed] = {}
-    for each in kept:
-        lines = {line["spec"]: line for line in each["run"]["lines"]}
+    for each in finished:
+        lines = {line["way"]: line for line in each["run"]["lines"]}
         floor = lines["none"]["ms_of_rounds"]
         for spec, line in lines.items():
             over_none = [own / none for own, none in zip(line["ms_of_rounds"], floor, strict=True)]

@@ -2,78 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from laboratory import ranks
 from laboratory.report.tables import columns, figure
+from laboratory.stats import median_bound
+from laboratory.tasks import prepared
+from laboratory.tasks.task import Settings
 from laboratory.timing import Spread
+from laboratory.train.ways import HOROVOD, environment
+
+# The ways that a user has without gradcomp, and that no way should be slower than.
+RIVALS = ("stock", "bf16")
 
 
 class Launch(NamedTuple):
     """Everything that decides a launch: the ranks, their links, and the measurement.
 
-    turn: seconds of a spec in a round. momentum: the optimizer's, for specs without a momentum of their own.
+    turn: seconds of a way in a round. later: the rate that the links get after so many seconds, if they change.
+    data: the name of the prepared file, if the task has one. predicts: step times are predicted there, too.
     """
 
     launcher: str
     hosts: int
     rate: str
-    width: int
-    specs: Sequence[str]
+    task: str
+    settings: Settings
+    ways: Sequence[str]
     rounds: int
     steps: int
-    batch: int = 64
-    momentum: float = 0.0
     turn: float = 1e9
+    door: str = HOROVOD
+    later: tuple[str, float] | None = None
+    data: str = ""
+    predicts: bool = False
+
+    def key(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**self._asdict(), "settings": self.settings.key()}
 
 
-def command(launch: Launch) -> list[str]:
-    """Write the launch's command."""
-    options = [f"--{name}={getattr(launch, name)}" for name in ("rounds", "steps", "width", "batch", "momentum", "turn")]
-    return ranks.command(launch.launcher, launch.hosts, ["laboratory.train.job", *options, *launch.specs], launch.rate)
+def command(launch: Launch, folder: Path | None = None) -> list[str]:
+    """Write the launch's command. folder: of prepared data."""
+    words = [f"--{name}={getattr(launch, name)}" for name in ("door", "task", "rounds", "steps", "turn")]
+    words.append(f"--settings={json.dumps(launch.settings._asdict())}")
+    if launch.data and folder is not None:
+        words.append(f"--data={prepared.place(folder, launch.data)}")
+    if launch.predicts:
+        words.append("--predicts")
+    later = ["--later", "{}:{:g}".format(*launch.later)] if launch.later else []
+    job = ["laboratory.train.job", *words, *launch.ways]
+    return ranks.command(launch.launcher, launch.hosts, job, launch.rate, launch.door, later)
 
 
-def perform(launch: Launch, label: str) -> dict[str, Any]:
-    """Run the ranks and summarise their times. `label` begins each line of progress."""
-    return summary(ranks.run(command(launch), ranks.environment(launch.hosts), label))
+def perform(launch: Launch, label: str, folder: Path | None = None, projects: Path | None = None) -> dict[str, Any]:
+    """Run the ranks and summarise their times. `label` begins each line of progress. folder: of prepared data."""
+    variables = ranks.environment(launch.hosts, **environment(projects))
+    return summary(ranks.run(command(launch, folder), variables, label))
 
 
-def summary(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return medians and ranges of the job's times. Ratios to none are taken within rounds."""
-    medians = {spec: [Spread.of(steps).median for steps in each["rounds"]] for spec, each in raw["specs"].items()}
+def summary(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return medians and ranges of the job's times. Ratios to other ways are taken within rounds."""
+    medians = {way: [Spread.of(steps).median for steps in each["rounds"]] for way, each in raw["ways"].items()}
+    means = {way: [statistics.fmean(steps) for steps in each["rounds"]] for way, each in raw["ways"].items()}
     lines = []
-    for spec, each in raw["specs"].items():
+    for way, each in raw["ways"].items():
         steps = Spread.of([second for steps in each["rounds"] for second in steps])
         line: dict[str, Any] = {
-            "spec": spec,
+            "way": way,
             "ms": {key: 1000 * value for key, value in steps._asdict().items()},
-            "ms_of_rounds": [1000 * median for median in medians[spec]],
+            "ms_of_rounds": [1000 * median for median in medians[way]],
             "bytes_per_step": each["bytes"],
             "compression": raw["bytes_dense"] / each["bytes"] if each["bytes"] else None,
             "ratio_to_none": None,
             "loss": each["loss"],
         }
         if "none" in medians:
-            line["ratio_to_none"] = Spread.of([a / b for a, b in zip(medians[spec], medians["none"], strict=True)])._asdict()
+            line["ratio_to_none"] = Spread.of([a / b for a, b in zip(medians[way], medians["none"], strict=True)])._asdict()
+        line["over"] = {rival: over(means[way], means[rival]) for rival in RIVALS if rival in means and rival != way}
+        line |= {name: each[name] for name in ("auto", "predicted_ms") if name in each}
         lines.append(line)
     return {"ranks": raw["ranks"], "parameters": raw["parameters"], "batch": raw["batch"], "lines": lines}
 
 
-def table(run: dict[str, Any]) -> str:
+def over(own: Sequence[float], rival: Sequence[float]) -> dict[str, float | None]:
+    """Return the median of a way's time over a rival's in the rounds, and its upper bound with 95 % confidence."""
+    ratios = [a / b for a, b in zip(own, rival, strict=True)]
+    return {"median": statistics.median(ratios), "at_most": median_bound(ratios)}
+
+
+def table(run: Mapping[str, Any]) -> str:
     """Write a launch's table."""
-    rows = [("", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression")]
+    predicted = any("predicted_ms" in line for line in run["lines"])
+    rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
+    heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
+    rows = [[*heading, *(f"x {rival}, at most" for rival in rivals), *(["predicted ms"] if predicted else [])]]
     for line in run["lines"]:
         ms, ratio = line["ms"], line["ratio_to_none"]
-        rows.append(
-            (
-                line["spec"],
-                f"{ms['median']:.0f}",
-                f"{ms['low']:.0f}..{ms['high']:.0f}",
-                f"{ratio['median']:.2f}" if ratio else "-",
-                f"{ratio['low']:.2f}..{ratio['high']:.2f}" if ratio else "-",
-                f"{line['bytes_per_step']:,}",
-                figure(line["compression"], "{:.0f} x"),
-            )
-        )
+        row = [
+            line["way"],
+            f"{ms['median']:.0f}",
+            f"{ms['low']:.0f}..{ms['high']:.0f}",
+            f"{ratio['median']:.2f}" if ratio else "-",
+            f"{ratio['low']:.2f}..{ratio['high']:.2f}" if ratio else "-",
+            figure(line["bytes_per_step"], "{:,}"),
+            figure(line["compression"], "{:.0f} x"),
+        ]
+        row += [_over(line["over"].get(rival)) for rival in rivals]
+        rows.append(row + ([figure(line.get("predicted_ms"), "{:.0f}")] if predicted else []))
     return columns(rows)
+
+
+def _over(found: Mapping[str, float | None] | None) -> str:
+    return "-" if found is None else f"{found['median']:.2f}, {figure(found['at_most'], '{:.2f}', 'unresolved')}"

@@ -1,0 +1,137 @@
+"""The page that the documentation shows: for each task a table of seconds, by way and cluster, and what won."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, EVERY, OWN, RANKS
+from laboratory.accuracy.summary import NEARLY
+from laboratory.report.tables import figure, markdown
+from laboratory.tasks.table import TASKS
+from laboratory.train.ways import DDP
+
+DOORS = {"ddp": "DDP", "horovod": "Horovod"}
+NEVER, UNTRAINED = "never", "-"
+
+# A predicted step counts as right if it differs by at most this part.
+CLOSE = 0.2
+UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
+
+INTRODUCTION = f"""\
+# Time to accuracy
+
+How long a training takes until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one, by every way to exchange
+gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accuracy` makes this page.
+
+- **Scores** come from whole trainings on {RANKS} real ranks of one machine, with the score of held-out data after every
+  {EVERY} batches.
+- **Seconds** are batches times the seconds of a batch, which are measured on emulated clusters with links of the given rate,
+  where all ways take turns. A cluster of 8 hosts trains with the same batch in all, half as large on each; its scores are
+  those of {RANKS} ranks.
+- `{ADDED_UP}` adds up the gradients of four batches before it exchanges them in bf16, with the best of three learning
+  rates. PowerSGD is torch's hook, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the
+  authors' Deep Gradient Compression with their own code. gradcomp's specs are used as they come.
+- `auto` counts with what choosing cost. Its scores are those of the way that it chose.
+- Steps are also predicted, by the ranks on the cluster: they measure links, kernels and a step's own work for a few seconds.
+- All hosts share one machine, so all messages cost processor time that real network cards would not."""
+
+
+def cluster(hosts: int, rate: str) -> str:
+    """Name a cluster."""
+    found = re.fullmatch(r"([0-9.]+)([a-z]+)", rate)
+    return f"{hosts} hosts, " + (f"{found[1]} {UNITS.get(found[2], found[2])}" if found else "unshaped")
+
+
+def name(line: Mapping[str, Any]) -> str:
+    """Name a way and its door."""
+    rate = f", lr {line['lr']:g}" if "lr" in line else ""
+    return f"`{line['way']}`{rate}, {DOORS[line['door']]}"
+
+
+def best(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the line that reaches the goal first."""
+    reached = [line for line in lines if line["seconds"] is not None]
+    return min(reached, key=lambda line: float(line["seconds"]), default=None)
+
+
+def verdict(cells: Mapping[str, Any]) -> str:
+    """Say what won on a cluster, and how far the best of gradcomp's and of the others are apart."""
+    own = best([line for line in cells["lines"] if line["way"] in (*OWN, *CHOOSING)])
+    other = best([line for line in cells["lines"] if line["way"] not in (*OWN, *CHOOSING)])
+    where = cluster(cells["hosts"], cells["rate"])
+    if own is None or other is None:
+        return f"- {where}: not comparable yet"
+    ratio = own["seconds"] / other["seconds"]
+    how = f"{ratio:.2f} of the {other['seconds']:.0f} s of {name(other)}"
+    return f"- {where}: {name(own)} takes {own['seconds']:.0f} s, {how}{', **which wins**' if ratio > 1 else ''}"
+
+
+def table(every: Sequence[Mapping[str, Any]], score: str) -> str:
+    """Write a task's table. The best of each cluster is bold."""
+    ways = {(line["door"], line["way"]): line for cells in every for line in cells["lines"] if line["way"] != "none"}
+    rows = [["way", score, *(cluster(cells["hosts"], cells["rate"]) for cells in every)]]
+    for key in sorted(ways, key=lambda key: key[0] != DDP):
+        lines = [next((line for line in cells["lines"] if (line["door"], line["way"]) == key), None) for cells in every]
+        final = ways[key]["score"] if ways[key]["way"] not in CHOOSING else None
+        seconds = [_seconds(line, best(cells["lines"])) for line, cells in zip(lines, every, strict=True)]
+        rows.append([name(ways[key]), figure(final, "{:.2f}", ""), *seconds])
+    return markdown(rows)
+
+
+def _seconds(line: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> str:
+    if line is None or line["score"] is None:
+        return UNTRAINED
+    if line["seconds"] is None:
+        return NEVER
+    text = f"{line['seconds']:.0f} s"
+    text = f"**{text}**" if first is line else text
+    return f"{text} ({line['chosen']})" if "chosen" in line else text
+
+
+def predictions(every: Sequence[Mapping[str, Any]]) -> str:
+    """Compare predicted steps with measured ones, on each cluster. What a step computes alone was measured there, too."""
+    rows = [["predicted / measured step", "within 20 %", "median", "lowest", "highest"]]
+    for cells in every:
+        lines = [line for line in cells["lines"] if line.get("predicted_ms") and line["way"] != "none"]
+        ratios = {name(line): line["predicted_ms"] / line["ms"] for line in lines}
+        if not ratios:
+            continue
+        close = sum(abs(ratio - 1) <= CLOSE for ratio in ratios.values())
+        ends = [
+            f"{ratios[way]:.2f} ({way})" for way in (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__))
+        ]
+        median = f"{statistics.median(ratios.values()):.2f}"
+        rows.append([cluster(cells["hosts"], cells["rate"]), f"{close} of {len(ratios)}", median, *ends])
+    return markdown(rows) if len(rows) > 1 else ""
+
+
+def confirmed(found: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> str:
+    """Compare the seconds of a whole training on a cluster with those of the table."""
+    lines = [line for cells in every if (cells["hosts"], cells["rate"]) == (RANKS, AT) for line in cells["lines"]]
+    foreseen = next((line["seconds"] for line in lines if line["door"] == DDP and line["way"] == found["way"]), None)
+    how = f"A whole training by `{found['way']}`, DDP, with links of {cluster(RANKS, AT)}, chose `{found['chosen']}` and ended"
+    end = f"{how} at {found['score']:.2f}"
+    if found["seconds"] is None:
+        return f"{end}, short of the goal."
+    beside = "" if foreseen is None else f"; the table says {foreseen:.0f} s"
+    return f"{end}. It reached the goal after {found['batches']:.0f} batches and {found['seconds']:.0f} s{beside}."
+
+
+def page(tasks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, str], result: str) -> str:
+    """Write the page. pictures: each task's. result: the file with all figures."""
+    parts = [INTRODUCTION]
+    for task, found in tasks.items():
+        settings, about = found["settings"], TASKS[task].about
+        trained = f"{settings['steps']} steps of {RANKS} x {settings['batch']}, {TASKS[task].optimizer}, {found['seeds']} seeds"
+        trained = trained.replace("1 seeds", "one seed")
+        what = f"dense ends at {found['dense']:.2f} ({TASKS[task].score_name}), and {found['goal']:.2f} counts as reached"
+        parts.append(f"## {task}\n\n{about[0].upper()}{about[1:]}; {trained}; {what} ([plot]({pictures[task]})).")
+        parts.append("\n".join(verdict(cells) for cells in found["clusters"]))
+        parts.append(table(found["clusters"], TASKS[task].score_name))
+        parts.append(confirmed(found["confirmed"], found["clusters"]) if found.get("confirmed") else "")
+        parts.append(predictions(found["clusters"]))
+    parts.append(f"All figures, with predicted steps: [{result.rpartition('/')[2]}]({result}).")
+    return "\n\n".join(filter(None, parts)) + "\n"

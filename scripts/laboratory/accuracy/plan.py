@@ -1,0 +1,96 @@
+"""The plan: which ways are trained, on which clusters they are timed, and with which settings."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from laboratory.accuracy.courses import Course
+from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import Settings
+from laboratory.train.launch import Launch
+from laboratory.train.ways import DDP, HOROVOD
+
+# The ways of gradcomp, and the two that choose among them.
+OWN = ("topk", "sdagc", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0")
+CHOOSING = ("auto", "auto:loss=high")
+# The ways that auto may choose beside those.
+CHOSEN = ("orq:momentum=0", "half")
+
+# What a user of each door would have in their place.
+ADDED_UP = "bf16:steps=4"
+RIVALS = {
+    DDP: ("stock", "bf16", ADDED_UP, "powersgd:rank=1", "powersgd:rank=4"),
+    HOROVOD: ("stock", "fp16", "grace:ratio=0.01", "dgc:ratio=0.01"),
+}
+
+# The learning rates that are tried where gradients of several batches are added up, as multiples of the task's.
+RATES = (1, 2, 4)
+
+# A whole training on a cluster, on as many hosts as a course has ranks, confirms the seconds of this way at this rate.
+CONFIRMED, AT = "auto:loss=high", "100mbit"
+
+# The ranks of a course, and the batches between two scores.
+RANKS, EVERY = 4, 25
+
+# A launch: rounds, the steps of a turn, and its seconds.
+ROUNDS, STEPS, TURN = 7, 8, 1.6
+
+
+class Plan(NamedTuple):
+    """Everything that decides the courses and launches. data: the name of each task's prepared file. seeds: of courses."""
+
+    tasks: list[str]
+    hosts: list[int]
+    rates: list[str]
+    seeds: int
+    data: dict[str, str]
+
+    def clusters(self) -> list[tuple[int, str]]:
+        """List the clusters: hosts and rate."""
+        return list(itertools.product(self.hosts, self.rates))
+
+    def settings(self, task: str, ranks: int, rate: float = 1.0) -> Settings:
+        """Return a task's settings. All ranks together have the same batch, however many they are.
+
+        Nothing is clipped: the ways would clip different things.
+        """
+        own = TASKS[task].defaults
+        return own._replace(clip=0.0, batch=own.batch * RANKS // ranks, lr=own.lr * rate)
+
+    def courses(self) -> list[Course]:
+        """List the courses seed by seed."""
+        return [
+            course
+            for seed in range(self.seeds)
+            for task in self.tasks
+            for door, way in self.trained()
+            for course in self.courses_of(task, door, way, seed)
+        ]
+
+    def trained(self) -> list[tuple[str, str]]:
+        """List the ways that are trained, and their doors. A way that both doors have learns alike by both."""
+        ours = [(DDP, way) for way in (*RIVALS[DDP], *OWN, *CHOSEN)]
+        return ours + [(HOROVOD, way) for way in RIVALS[HOROVOD] if way not in RIVALS[DDP]]
+
+    def courses_of(self, task: str, door: str, way: str, seed: int) -> list[Course]:
+        """List the courses of a way: one for each learning rate that is tried."""
+        return [
+            Course(task, way, door, seed, RANKS, self.settings(task, RANKS, rate), EVERY, self.data.get(task, ""))
+            for rate in (RATES if way == ADDED_UP else (1,))
+        ]
+
+    def confirmations(self) -> list[Course]:
+        """List the whole trainings on a cluster: one for each task, where the cluster is among those that are timed."""
+        every = [self.courses_of(task, DDP, CONFIRMED, 0)[0]._replace(rate=AT) for task in self.tasks]
+        return every if (RANKS, AT) in self.clusters() else []
+
+    def launches(self) -> list[Launch]:
+        """List the launches."""
+        return [self.launch(task, door, *cluster) for task in self.tasks for door in RIVALS for cluster in self.clusters()]
+
+    def launch(self, task: str, door: str, hosts: int, rate: str) -> Launch:
+        """Return the launch that times all ways of a door on one cluster."""
+        every = ["none", *RIVALS[door], *OWN, *CHOOSING]
+        settings, data = self.settings(task, hosts), self.data.get(task, "")
+        return Launch("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data, predicts=True)

@@ -1,0 +1,42 @@
+"""A forecast of step times by the ranks themselves: they measure links, kernels and the model's work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import gradcomp
+from gradcomp.choosing import links
+from gradcomp.prediction import peers
+from gradcomp.prediction.link import Measured
+from laboratory.tasks import training
+from laboratory.train import ways
+from laboratory.train.start import Started
+
+
+def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
+    """Predict the seconds of a batch by each of these ways that can be predicted, averaged over the ranks.
+
+    All ranks measure at the same time, as they train at the same time: on one machine they share its cores.
+    """
+    door, job = started.door, started.job
+    specs = [way for way in wanted if ways.other(way) is None and not way.startswith("auto")]
+    specs += [way for way in wanted if peers.is_peer(way)]
+    network = door.network()
+    entries = started.parameters
+    own = links.measure(network, torch.device("cpu"), entries)
+    figures = door.means([figure for line in own.lines.values() for figure in line], "links")
+    measured = Measured({kind: (figures[2 * i], figures[2 * i + 1]) for i, kind in enumerate(own.lines)})
+    batches = job.batches[door.rank]
+
+    def loss() -> Tensor:
+        x, y = next(batches)
+        return job.loss(job.model(x), y)
+
+    optimizer = training.optimizer_of(started.task, started.settings, job.model)
+    door.means([0.0], "forecast")
+    found = gradcomp.predict(job.model, door.size, link=measured, optimizer=optimizer, loss=loss, specs=specs)
+    seconds = door.means([line.seconds for line in found.lines], "forecasts")
+    return {line.spec: mean for line, mean in zip(found.lines, seconds, strict=True)}

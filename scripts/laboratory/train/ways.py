@@ -1,0 +1,92 @@
+"""Ways to exchange gradients that are no specs of gradcomp: what users have without it, and two published projects."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gradcomp.choosing.begin import beginning_of
+from laboratory import options
+
+HOROVOD, DDP = "horovod", "ddp"
+DOORS = (HOROVOD, DDP)
+
+# The variable that names the folder of the published projects.
+PROJECTS = "GRADCOMP_PROJECTS"
+
+
+class Other(NamedTuple):
+    """A way that is no spec. knob: the name of its number; its example is the text that a user may write."""
+
+    doors: tuple[str, ...]
+    about: str
+    example: str
+
+
+OTHERS = {
+    "none": Other(DOORS, "no communication, the lower limit", "none"),
+    "sync": Other(DOORS, "one number a step, the lower limit of ranks that wait for one another", "sync"),
+    "stock": Other(DOORS, "Horovod or DDP itself, dense", "stock"),
+    "fp16": Other(DOORS, "Horovod's Compression.fp16, or DDP's hook", "fp16"),
+    "bf16": Other(
+        (DDP,), "DDP's hook; with steps=4, gradients of four batches are added up before an exchange", "bf16:steps=4"
+    ),
+    "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4"),
+    "grace": Other((HOROVOD,), "GRACE's Top-k with its residual memory, from --projects", "grace:ratio=0.01"),
+    "dgc": Other((HOROVOD,), "the authors' Deep Gradient Compression, from --projects", "dgc:ratio=0.01"),
+}
+
+_KNOBS = {
+    "bf16": re.compile(r"steps=([1-9]\d*)"),
+    "powersgd": re.compile(r"rank=([1-9]\d*)"),
+    "grace": re.compile(r"ratio=(0?\.\d+)"),
+    "dgc": re.compile(r"ratio=(0?\.\d+)"),
+}
+
+
+def other(way: str) -> tuple[str, float] | None:
+    """Return the name and the number of a way that is no spec: 1 where it has none. None for a spec. Refuse a wrong one."""
+    name, colon, knob = way.partition(":")
+    if name not in OTHERS:
+        return None
+    found = _KNOBS[name].fullmatch(knob) if colon and name in _KNOBS else None
+    if found is None and (colon or name in ("powersgd", "grace", "dgc")):
+        raise ValueError(f"{way!r} is not a way to exchange gradients; write for example {OTHERS[name].example}")
+    return name, float(found[1]) if found else 1.0
+
+
+def passes(way: str) -> int:
+    """Return the batches between two exchanges."""
+    found = other(way)
+    return int(found[1]) if found is not None and found[0] == "bf16" else 1
+
+
+def check(way: str, door: str | None = None) -> None:
+    """Refuse a wrong way, or one that a door does not have."""
+    found = other(way)
+    if found is None:
+        try:
+            beginning_of(way)
+        except ValueError as error:
+            raise ValueError(f"{error} (beside gradcomp's specs: {', '.join(OTHERS)})") from None
+    elif door is not None and door not in OTHERS[found[0]].doors:
+        raise ValueError(f"{way!r} is of the door {' or '.join(OTHERS[found[0]].doors)}, not of {door}")
+
+
+def allow(chosen: Sequence[str], door: str) -> None:
+    """Refuse ways that a door does not have."""
+    for way in chosen:
+        check(way, door)
+
+
+def several(text: str) -> list[str]:
+    """Read ways separated by semicolons or commas."""
+    return options.specs(text, check)
+
+
+def environment(projects: Path | None) -> dict[str, str]:
+    """Return the variable that names the folder of the published projects to the ranks."""
+    return {PROJECTS: os.fspath(projects.resolve())} if projects else {}

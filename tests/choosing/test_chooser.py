@@ -1,0 +1,221 @@
+"""The chooser's course on links that take time: it finds the fastest way, keeps to it, and chooses again on another link."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import threads
+import torch
+from steady import steady
+from threads import Rank
+
+from gradcomp.auto import Auto
+from gradcomp.choosing import chooser, ways
+from gradcomp.choosing.chooser import LOOKS, Chooser
+from gradcomp.networks import Answer
+from gradcomp.requests import Reduce, Request, bytes_of
+
+# Seconds of an empty message, and of each byte on a slow link and on a fast one. The layer has 4,800 bytes.
+LATENCY, SLOW, FAST = 0.3e-3, 4e-6, 1e-9
+# Seconds that a step computes.
+COMPUTES = 8e-3
+# The steps in which a choice is over, and those in which a change of the link must have been seen: a look costs a quarter of a
+# step here, and looks may take 0.5 %.
+CHOICE, SEEN = 90, (LOOKS + 1) * 60
+
+
+class Link:
+    """The link of all ranks."""
+
+    def __init__(self, each: float):
+        self.each = each
+
+    def under(self, rank: Rank) -> None:
+        """Let a rank's messages take their time; and let its network take the part of stock Horovod."""
+        network: Any = rank.network
+        start = network.start
+
+        def slow(request: Request, name: str) -> Answer:
+            ends = time.perf_counter() + LATENCY + bytes_of(request) * self.each
+            answer = start(request, name)
+
+            def wait() -> Any:
+                reply = answer()
+                time.sleep(max(0.0, ends - time.perf_counter()))
+                return reply
+
+            return wait
+
+        def mean(slot: Any) -> None:
+            grad = rank.parameter.grad
+            assert grad is not None
+            grad.copy_(network.start(Reduce(grad.clone(), 1 / network.world.size), "stock")())
+
+        network.start, rank.session.by_stock = slow, mean
+
+
+def begun(link: Link, loss: str, hosts: list[str] | None = None) -> list[Rank]:
+    """Make ranks that choose: two, or as many as have hosts."""
+    ranks = threads.start(len(hosts or "ab"), ways.EXACT, hosts)
+    for rank in ranks:
+        link.under(rank)
+        auto = Auto(loss)
+        rank.session.choose_in(Chooser(rank.session, auto, (torch.float32,)), str(auto))
+    return ranks
+
+
+def train(ranks: list[Rank], steps: int) -> list[dict[str, Any]]:
+    """Train for some steps, and return what each rank's chooser says."""
+
+    def of_rank(rank: Rank) -> dict[str, Any]:
+        for _ in range(steps):
+            time.sleep(COMPUTES)
+            rank.step()
+        turns = rank.session.turns
+        assert isinstance(turns, Chooser)
+        return turns.report()
+
+    said = threads.together(ranks, of_rank)
+    assert all(isinstance(each, dict) for each in said), said
+    assert len({str([each[key] for key in ("way", "choices", "seconds", "cost_in_steps")]) for each in said}) == 1
+    return said
+
+
+@pytest.mark.parametrize("loss", ["none", "low"])
+@steady
+def test_a_slow_link_gets_fewer_bytes_and_a_fast_one_stays_stock(loss: str) -> None:
+    link = Link(SLOW)
+    ranks = begun(link, loss)
+    slow = train(ranks, CHOICE)[0]
+    assert slow["way"].startswith("half" if loss == "none" else "orq"), slow
+    assert slow["seconds"][slow["way"]] < 0.8 * slow["exact"]
+    link.each = FAST
+    fast = train(ranks, SEEN + CHOICE)[0]
+    assert fast["way"] == "stock" and fast["after_step"] > slow["after_step"], fast
+    link.each = SLOW
+    assert train(ranks, SEEN + CHOICE)[0]["way"].startswith("half" if loss == "none" else "orq")
+    assert torch.equal(ranks[0].came, ranks[1].came)
+
+
+@steady
+def test_a_link_that_stays_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "AGAIN", 10**6)
+    ranks = begun(Link(SLOW), "low")
+    first = train(ranks, CHOICE)[0]
+    later = train(ranks, 4 * SEEN)[0]
+    assert (later["way"], later["after_step"], later["changes"]) == (first["way"], first["after_step"], first["changes"])
+
+
+@steady
+def test_a_choice_that_noise_made_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "AGAIN", 120)
+    right = chooser.best_of
+    monkeypatch.setattr(chooser, "best_of", lambda every, seconds, present: (ways.STOCK, "noise"))
+    ranks = begun(Link(SLOW), "low")
+    assert train(ranks, CHOICE)[0]["way"] == "stock"
+    monkeypatch.setattr(chooser, "best_of", right)
+    assert train(ranks, 120 + CHOICE)[0]["way"].startswith("orq")
+
+
+@pytest.mark.parametrize("loss", ["low", "high"])
+@steady
+def test_choosing_costs_few_steps(loss: str) -> None:
+    """At most twenty of stock's: measuring, changes, and what the steps of slower ways took longer."""
+    for each in (SLOW, FAST):
+        assert 0 < train(begun(Link(each), loss), CHOICE)[0]["cost_in_steps"] <= 20
+
+
+@steady
+def test_where_exact_steps_take_long_stock_is_not_tried() -> None:
+    said = train(begun(Link(4 * SLOW), "low"), CHOICE)[0]
+    assert said["way"].startswith("orq") and "stock" in said["forecast"] and "stock" not in said["seconds"], said
+
+
+@steady
+def test_pauses_are_no_part_of_the_cost() -> None:
+    """A validation after every ninth step, for example."""
+    ranks = begun(Link(SLOW), "low")
+
+    def of_rank(rank: Rank) -> dict[str, Any]:
+        for step in range(CHOICE):
+            time.sleep(COMPUTES + (0 if step % 9 else 40 * COMPUTES))
+            rank.step()
+        turns = rank.session.turns
+        assert isinstance(turns, Chooser)
+        return turns.report()
+
+    said = threads.together(ranks, of_rank)[0]
+    assert said["way"].startswith("orq") and said["cost_in_steps"] <= 20, said
+
+
+@steady
+def test_slow_meetings_are_part_of_the_cost_and_end_the_tries() -> None:
+    """Each change of way is a meeting of a step's length or more."""
+    ranks = begun(Link(FAST), "low")
+    for rank in ranks:
+        rank.network.prepare = lambda: time.sleep(4 * COMPUTES)  # type: ignore[method-assign]
+    began = time.perf_counter()
+    said = train(ranks, CHOICE)[0]
+    spent = (time.perf_counter() - began) / said["seconds"]["stock"] - CHOICE
+    assert 4 * said["changes"] < said["cost_in_steps"] <= min(20, spent + 3), (said, spent)
+
+
+@pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "a", "b", "b"], ["a", "a"]], ids="-".join)
+@steady
+def test_ways_between_hosts_need_as_many_ranks_on_each(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "TIMING", 1000)
+    said = train(begun(Link(SLOW), "low", hosts), CHOICE)[0]
+    offered = any("by_host" in way for way in said["forecast"])
+    assert offered == (hosts == ["a", "a", "b", "b"]) and not said["refused"]
+    assert ("near" in said["links"]) == offered
+
+
+@steady
+def test_ways_whose_kernels_there_was_no_time_for_come_in_the_next_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "TIMING", 0)
+    monkeypatch.setattr(chooser, "AGAIN", 40)
+    ranks = begun(Link(SLOW), "low")
+    first = train(ranks, CHOICE)[0]
+    assert first["way"] == "stock" and {*first["forecast"]} <= {"stock", "dense"}, first  # dense is the way of the first steps
+    monkeypatch.setattr(chooser, "TIMING", 1000)
+    second = train(ranks, 40 + CHOICE)[0]
+    assert second["way"].startswith("orq") and {*second["forecast"]} > {*first["forecast"]}
+
+
+@steady
+def test_after_a_change_of_ranks_all_is_measured_anew() -> None:
+    ranks = begun(Link(SLOW), "low")
+    before = train(ranks, CHOICE)[0]
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser) and turns._forecast is not None and turns._forecast.world.size == 2
+    left = ranks[:1] + begun(Link(SLOW), "low") + ranks[1:]
+    threads.move(left)
+    after = train(left, CHOICE)[0]
+    assert turns._forecast.world.size == 4
+    assert after["choices"] == 1 and after["after_step"] > before["after_step"]
+
+
+@steady
+def test_many_equal_choices_do_not_make_it_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a choice has come out as before, a change is seen after some looks."""
+    monkeypatch.setattr(chooser, "AGAIN", 1)
+    ranks = begun(Link(FAST), "none")
+    train(ranks, 6 * CHOICE)
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser) and turns.report()["choices"] > 4
+    assert turns._looks <= chooser.MOST_LOOKS
+
+
+@steady
+def test_a_net_that_computes_longer_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = begun(Link(FAST), "none")
+    train(ranks, CHOICE)
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser)
+    before = turns._work
+    monkeypatch.setitem(globals(), "COMPUTES", 3 * COMPUTES)
+    train(ranks, SEEN + CHOICE)
+    after = turns._work
+    assert before is not None and after is not None and after.forward > 2 * before.forward
