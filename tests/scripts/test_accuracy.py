@@ -174,13 +174,13 @@ def test_nothing_trained_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_a_course_on_real_ranks_scores_on_its_way(tmp_path: Path) -> None:
-    settings = TASKS["mlp"].defaults._replace(steps=8, width=16)
-    every = [Course("mlp", way, DDP, 0, 2, settings, 5) for way in ("stock", "dense", ADDED_UP)]
+    settings = TASKS["mlp"].defaults._replace(steps=10, width=16)
+    every = [Course("mlp", way, DDP, 0, 2, settings, 3) for way in ("stock", "dense", ADDED_UP)]
     courses.complete(every, tmp_path, tmp_path, None)
     stock, dense, added_up = (course.load(tmp_path) for course in every)
     assert stock and dense and added_up
-    assert [batch for batch, _, _ in stock["scores"]] == [5, 8] and [batch for batch, _, _ in added_up["scores"]] == [8]
+    assert [batch for batch, _, _ in stock["scores"]] == [6, 9, 10] and [batch for batch, _, _ in added_up["scores"]] == [4, 8]
     assert stock["scores"][-1][2] == pytest.approx(dense["scores"][-1][2])  # the same training
-    assert (stock["steps"], added_up["steps"]) == (8, 2)
+    assert (stock["steps"], added_up["steps"]) == (10, 2)
     courses.complete(every, tmp_path, tmp_path, None)  # nothing is left
     assert accuracy.PAGE.name == "time-to-accuracy.md"

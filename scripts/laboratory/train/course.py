@@ -9,6 +9,9 @@ from laboratory import ranks
 from laboratory.tasks.training import rate_of
 from laboratory.train import start
 
+# The part of the batches before the first score: no training is nearly as good as dense's end by then.
+SCORED_FROM = 0.4
+
 
 def measure(started: start.Started) -> dict[str, Any]:
     """Train by the way on the command line, with as many batches as the settings have steps."""
@@ -23,7 +26,7 @@ def measure(started: start.Started) -> dict[str, Any]:
         seconds += time.perf_counter() - began
         steps += 1
         is_last = batch + trainee.passes > settings.steps
-        if batch % options.every < trainee.passes or is_last:
+        if (batch >= SCORED_FROM * settings.steps and batch % options.every < trainee.passes) or is_last:
             if door.rank == 0:
                 scores.append((batch, seconds, started.score_of(trainee)))
                 ranks.tell(f"{options.way}: batch {batch} of {settings.steps}, {scores[-1][2]:.2f}", batch / settings.steps)

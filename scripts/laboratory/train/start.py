@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from laboratory import ranks
@@ -43,10 +44,15 @@ class Started:
         return Trainee(way, fitted, self._job().batches[self.door.rank], self.job.loss)
 
     def score_of(self, trainee: Trainee) -> float:
-        """Compute the score of a trainee's model."""
+        """Compute the score of a trainee's model, on all cores: the other ranks wait."""
         trained: Any = trainee.fitted.model
         self._model.load_state_dict(getattr(trained, "module", trained).state_dict())
-        return self.job.score()
+        before = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        try:
+            return self.job.score()
+        finally:
+            torch.set_num_threads(before)
 
     def _job(self) -> Job:
         return self.task.make(self.settings, self.options.seed, self.door.size, self._arrays)
