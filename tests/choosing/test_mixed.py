@@ -29,7 +29,7 @@ def test_the_present_way_is_a_candidate_whatever_is_mixed_now(groups: tuple[int,
     chooser._session = SimpleNamespace()
     chooser._switch = SimpleNamespace(way=PRESENT, means=list, of_first=list)
     chooser._exact, chooser._forecast = 1.0, Forecast(LAYERS, 8.0, World(0, 4, (0, 1, 2, 3)))
-    chooser._work = workload.given({name: (3_000_000,) for name in LAYERS}, 0.01, 1.0, 0.0)
+    chooser._work = workload.given(dict.fromkeys(LAYERS, (3_000_000,)), 0.01, 1.0, 0.0)
     every = ways("low", (torch.float32,), False, False)
     known, forecast = chooser._foresee(every, LINKS)
     assert known.count(PRESENT) == 1 and PRESENT in forecast
