@@ -27,6 +27,8 @@ from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # Seconds between two looks at an operation under way.
 SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+# The types of gradients that Horovod adds up.
+SUMMED = {torch.float16, torch.float32, torch.float64}
 # Callers of compress() among which Horovod's optimizer is looked for.
 MOST_CALLERS = 4
 

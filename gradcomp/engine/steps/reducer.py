@@ -169,11 +169,11 @@ class Reducer:
         if self.observer is not None:
             self.observer.step_done(self)
 
-    def note_stock_step(self, itemsize: int) -> None:
-        """Count a step that the stock framework has exchanged, with entries of this many bytes."""
+    def note_stock_step(self, sent: int) -> None:
+        """Count a step that the stock framework has exchanged, with so many bytes."""
         self.clock.note_last_gradient()
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
-        self.bytes_sent = self.bytes_between_hosts = itemsize * sum(layer.size for layer in self.layers.values())
+        self.bytes_sent = self.bytes_between_hosts = sent
         self.clock.note_end()
 
     def abort(self) -> None:
