@@ -55,7 +55,7 @@ def imported_under(driver: int | None, folder: Path) -> subprocess.CompletedProc
         source.write_text(f"int cuDriverGetVersion(int* version) {{ *version = {driver}; return 0; }}\n")
         subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(folder / "libcuda.so.1")], check=True)
         found["LD_LIBRARY_PATH"] = str(folder)
-    command = [sys.executable, "-c", IMPORT, str(extension._native.__file__)]
+    command = [sys.executable, "-c", IMPORT, str(extension.native.__file__)]
     return subprocess.run(command, capture_output=True, text=True, env=found)
 
 

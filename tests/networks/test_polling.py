@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import torch
 
@@ -22,10 +24,10 @@ class Sent(torch.Tensor):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses of a wait for an operation that ends at the twelfth look."""
     slept: list[float] = []
-    monkeypatch.setattr(network.time, "sleep", slept.append)
-    monkeypatch.setattr(network.hvd, "poll", lambda handle: len(slept) == 12)
-    monkeypatch.setattr(network.hvd, "allreduce_async_", lambda tensor, **options: tensor)
-    monkeypatch.setattr(network.hvd, "synchronize", lambda handle: torch.zeros(1))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(hvd, "poll", lambda handle: len(slept) == 12)
+    monkeypatch.setattr(hvd, "allreduce_async_", lambda tensor, **options: tensor)
+    monkeypatch.setattr(hvd, "synchronize", lambda handle: torch.zeros(1))
     return slept
 
 
