@@ -89,6 +89,9 @@ def _widened(content: Content, bfloat16: bool) -> Content:
 class Draw(random.Random):
     """All that is random about one call. It follows from the seed, the kernel and the call's number alone."""
 
+    # Calls may be what only CPU twins take: peaks, and a search in 2^31 places with little scratch.
+    for_cpu = True
+
     def likely(self, share: float) -> bool:
         """Draw true with this probability."""
         return self.random() < share
