@@ -22,15 +22,16 @@ def module(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The emulator's kernels, whose device claims to be a GPU: arrays are copied to it and back."""
     monkeypatch.setattr(extension, "native", extension.native)  # restored after the test
     monkeypatch.setattr(watched, "module_of", lambda device: emulator)
+    monkeypatch.setattr(watched, "DEVICE", "cpu")
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return emulator
 
 
-@pytest.mark.parametrize("device", ["simt", "cuda"])
-def test_every_kernel_keeps_its_contract(module: Any, device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--device", device) == 0
+@pytest.mark.parametrize("options", [["simt"], ["cuda"], ["cuda", "--uninitialised"]])
+def test_every_kernel_keeps_its_contract(module: Any, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--device", *options) == 0
     *calls, result = capsys.readouterr().out.splitlines()
     kernels = list(declared.kernels())
     assert sorted(calls) == sorted(f"{kernel} 0" for kernel in kernels)
