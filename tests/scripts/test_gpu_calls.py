@@ -193,10 +193,12 @@ def test_a_driver_gets_the_name_by_which_horovod_loads_it(names: list[str], tmp_
     assert done.stdout.splitlines() == wanted
 
 
-def test_tests_that_a_limit_ended_are_counted() -> None:
+def test_tests_that_a_limit_ended_are_counted_by_one_process_or_several() -> None:
     text = (
         "tests/a.py::b[cuda] PASSED   [ 10%]\ntests/a.py::c FAILED   [ 20%]\ntests/a.py::d SKIPPED (no) [ 30%]\ntests/a.py::e "
     )
+    assert work.so_far(text) == "3 tests had ended, 1 of them passed; failures: ['tests/a.py::c']"
+    text = "[gw1] [ 10%] PASSED tests/a.py::b[cuda] \n[gw0] [ 20%] FAILED tests/a.py::c \n[gw2] [ 30%] SKIPPED tests/a.py::d \n"
     assert work.so_far(text) == "3 tests had ended, 1 of them passed; failures: ['tests/a.py::c']"
 
 

@@ -13,7 +13,9 @@ TOTAL = 520.0
 
 FIRST_TESTS = ("tests/test_cuda.py",)
 KERNEL_TESTS = ("tests/kernels",)
-LAW_TESTS = ("tests/test_laws.py", "tests/test_simulate.py", "tests/compressors")
+LAW_TESTS = ("tests/test_laws.py",)
+# Processes that share the GPU for the tests, where tests are many.
+WORKERS = 8
 TOOLS = {"memcheck": 110.0, "racecheck": 110.0, "initcheck": 90.0, "synccheck": 90.0}
 PARTS = ("passes", "sparse", "above", "sketches", "levels")
 
@@ -31,13 +33,16 @@ def stages(call: str, gpu: Gpu | None) -> list[Stage]:
 def kernels(gpu: Gpu | None, device: str) -> list[Stage]:
     """Return the stages that test and measure kernels."""
     size, large, rounds = ("64M", "256M", 30) if gpu else ("100k", "200k", 2)
-    first = FIRST_TESTS if gpu else ("tests/native/test_streams.py",)
+    wanted = FIRST_TESTS, KERNEL_TESTS, LAW_TESTS
+    if gpu is None:
+        wanted = ("tests/native/test_streams.py",), ("tests/kernels/test_delivery.py",), ("tests/test_laws.py", "dense")
+    first, of_kernels, of_laws = wanted
     return [
         Stage("steps", partial(work.tests, device=device, wanted=first), 80, ("build",)),
         Stage("kernels", partial(work.kernels, device=device, size=size, rounds=rounds), 90, ("build",)),
-        Stage("tests", partial(work.tests, device=device, wanted=KERNEL_TESTS), 150, ("build",)),
+        Stage("tests", partial(work.tests, device=device, wanted=of_kernels, most_workers=WORKERS), 150, ("build",)),
         Stage("kernels-large", partial(work.kernels, device=device, size=large, rounds=max(2, rounds // 3)), 90, ("build",)),
-        Stage("laws", partial(work.tests, device=device, wanted=LAW_TESTS if gpu else LAW_TESTS[:2]), 120, ("build",)),
+        Stage("laws", partial(work.tests, device=device, wanted=of_laws, most_workers=WORKERS), 120, ("build",)),
     ]
 
 

@@ -13,7 +13,7 @@ from laboratory.gpu import place
 
 # Packages that every call needs, and others that some stages use.
 REQUIRED_PACKAGES = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
-OPTIONAL_PACKAGES = ("cupy", "horovod", "cloudpickle", "psutil", "yaml", "packaging", "setuptools", "ninja")
+OPTIONAL_PACKAGES = ("cupy", "horovod", "xdist", "cloudpickle", "psutil", "yaml", "packaging", "setuptools", "ninja")
 
 PREPARE = "run `scripts/gpu_check --prepare` where there is a package registry, and carry build/gpu-prepare"
 REMEDIES = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
@@ -92,15 +94,36 @@ def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
     return {"archs": gpu.arch if gpu else None, "bytes": extension.stat().st_size}
 
 
-def tests(clock: Clock, device: str, wanted: Sequence[str]) -> Record:
-    """Run those tests that are named after the device."""
+def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 1) -> Record:
+    """Run those tests that are named after the device, in processes that share it, if pytest-xdist is there.
+
+    wanted: folders and files of tests; and words, which a test's name must have as well.
+    """
     report = BUILD / "tests.xml"
     report.unlink(missing_ok=True)
     # Not `-m pytest`: that puts the checkout's own gradcomp, and its extension, first.
     start = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
-    common = ["-v", "-k", device, "-o", "minversion=1", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    words = [each for each in wanted if not each.startswith("tests/")]
+    common = [
+        "-v",
+        "-k",
+        " and ".join([device, *words]),
+        "-o",
+        "minversion=1",
+        "-p",
+        "no:cacheprovider",
+        f"--junitxml={report}",
+    ]
+    workers = min(most_workers, len(os.sched_getaffinity(0)) // 2)
+    if workers > 1 and importlib.util.find_spec("xdist"):
+        common += ["-p", "xdist.plugin", "-n", str(workers)]
     try:
-        clock.command([sys.executable, "-c", start, *common, *wanted], cwd=ROOT, **PLUGINS)
+        clock.command(
+            [sys.executable, "-c", start, *common, *(each for each in wanted if each not in words)],
+            cwd=ROOT,
+            OMP_NUM_THREADS="1",
+            **PLUGINS,
+        )
     except TimedOut as error:
         raise TimedOut(f"{so_far(clock.output())}\n{error}") from None
     except Failed as error:
@@ -118,8 +141,10 @@ def tests(clock: Clock, device: str, wanted: Sequence[str]) -> Record:
 
 def so_far(text: str) -> str:
     """Count the tests that have ended, from pytest's lines: it writes its report only at its end."""
-    ended = re.findall(r" (PASSED|FAILED|ERROR|SKIPPED)\b.*\[", text)
-    bad = re.findall(r"(\S+) (?:FAILED|ERROR)\b", text)
+    alone = re.findall(r"^(\S+) (PASSED|FAILED|ERROR|SKIPPED)\b.*\[", text, re.MULTILINE)
+    shared = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", text, re.MULTILINE)
+    every = [*alone, *((name, outcome) for outcome, name in shared)]
+    ended, bad = [outcome for _, outcome in every], [name for name, outcome in every if outcome in ("FAILED", "ERROR")]
     return f"{len(ended)} tests had ended, {ended.count('PASSED')} of them passed; failures: {bad[:20]}"
 
 
