@@ -11,9 +11,13 @@ from laboratory.gpu.stages import Stage
 # Seconds of all stages of a call. With its start and end it then takes less than nine minutes.
 TOTAL = 520.0
 
-FIRST_TESTS = ("tests/test_cuda.py",)
-KERNEL_TESTS = ("tests/kernels",)
-LAW_TESTS = ("tests/test_laws.py",)
+# Tests of whole steps, of kernels and of laws, as work.tests() wants them.
+WANTED: tuple[tuple[str, ...], ...] = (("tests/test_cuda.py",), ("tests/kernels",), ("tests/test_laws.py",))
+WANTED_DRY: tuple[tuple[str, ...], ...] = (
+    ("tests/native/test_streams.py",),
+    ("tests/kernels/test_delivery.py",),
+    ("tests/test_laws.py", "dense"),
+)
 # Processes that share the GPU for the tests, where tests are many.
 WORKERS = 8
 TOOLS = {"memcheck": 110.0, "racecheck": 110.0, "initcheck": 90.0, "synccheck": 90.0}
@@ -33,10 +37,7 @@ def stages(call: str, gpu: Gpu | None) -> list[Stage]:
 def kernels(gpu: Gpu | None, device: str) -> list[Stage]:
     """Return the stages that test and measure kernels."""
     size, large, rounds = ("64M", "256M", 30) if gpu else ("100k", "200k", 2)
-    wanted = FIRST_TESTS, KERNEL_TESTS, LAW_TESTS
-    if gpu is None:
-        wanted = ("tests/native/test_streams.py",), ("tests/kernels/test_delivery.py",), ("tests/test_laws.py", "dense")
-    first, of_kernels, of_laws = wanted
+    first, of_kernels, of_laws = WANTED if gpu else WANTED_DRY
     return [
         Stage("steps", partial(work.tests, device=device, wanted=first), 80, ("build",)),
         Stage("kernels", partial(work.kernels, device=device, size=size, rounds=rounds), 90, ("build",)),
