@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz import declared, watched
+from fuzz.drawn import Draw
 
 from gradcomp.native import extension
 
@@ -46,3 +47,19 @@ def test_a_kernel_that_does_nothing_is_named(
     monkeypatch.setattr(watched, "module_of", lambda device: lying)
     assert watched.main(["--device", device, "--only", "flatten"]) == 1
     assert "flat is not the gradients" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("uninitialised", [False, True])
+def test_what_a_kernel_is_to_write_first_gets_no_contents_for_initcheck(module: Any, uninitialised: bool) -> None:
+    draw = Draw("seed")
+    values = {"flat": draw.garbage(100, "float32"), "grads": [draw.lend(draw.floats(100, 0))]}
+    empty, torch.empty = torch.empty, lambda *shape, **options: empty(*shape, **options).fill_(7)
+    try:
+        (garbage, memory), (filled, other) = watched.move(values, uninitialised)
+    finally:
+        torch.empty = empty
+    assert bool((memory[garbage._at : garbage._end] == 7).all()) == uninitialised
+    assert other[filled._at : filled._end].numpy().tobytes() == filled.was.tobytes()
+    for lent, there in ((garbage, memory), (filled, other)):  # bands are always filled
+        lent._memory[:] = there.numpy()
+        assert lent.guarded()

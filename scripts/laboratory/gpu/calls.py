@@ -16,7 +16,7 @@ WANTED: tuple[tuple[str, ...], ...] = (("tests/test_cuda.py",), ("tests/kernels"
 WANTED_DRY: tuple[tuple[str, ...], ...] = (
     ("tests/native/test_streams.py",),
     ("tests/kernels/test_delivery.py",),
-    ("tests/test_laws.py", "dense"),
+    ("tests/test_laws.py", "test_conservation", "dense"),
 )
 # Processes that share the GPU for the tests, where tests are many.
 WORKERS = 8
