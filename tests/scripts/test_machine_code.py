@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -72,3 +73,26 @@ def test_a_missing_disassembler_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine_code, "PACKAGE", "no-such-package")
     with pytest.raises(Refused, match="pip install no-such-package"):
         machine_code.disassembler()
+
+
+# The 128-bit loads, or the bytes, that a thread of a streaming kernel has in flight before it uses the first, at least. With 64
+# registers a thread, four of the first are 64 KB a multiprocessor; an H200 needs 29 KB to reach its bandwidth.
+WIDE = {
+    r"mark_candidates<ResidualReader>": 8,
+    r"mark_passing\(": 8,
+    r"count_first_digits<ResidualReader": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def codes() -> list[machine_code.Code]:
+    return machine_code.measure("sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found, so what it makes of loops is NOT checked")
+def test_streaming_loops_keep_enough_loads_in_flight(codes: list[machine_code.Code]) -> None:
+    for pattern, least in WIDE.items():
+        found = [code for code in codes if re.match(pattern, code.kernel)]
+        assert found, pattern
+        assert all(code.wide >= least for code in found), found
