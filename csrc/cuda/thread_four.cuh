@@ -62,4 +62,17 @@ static __device__ __forceinline__ void store_four(Element* p, int64_t count, con
   }
 }
 
+// Read and write fours that are there and aligned, or any.
+template <bool kWhole, class Element>
+static __device__ __forceinline__ auto load(Element* p, int64_t count) {
+  if constexpr (kWhole) return load_whole(p);
+  return load_four(p, count);
+}
+
+template <bool kWhole, class Element>
+static __device__ __forceinline__ void store(Element* p, int64_t count, const FourOf<Element>& four) {
+  if constexpr (kWhole) return store_whole(p, four);
+  store_four(p, count, four);
+}
+
 }  // namespace gradcomp::cuda

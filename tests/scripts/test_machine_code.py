@@ -81,6 +81,10 @@ WIDE = {
     r"mark_candidates<ResidualReader>": 8,
     r"mark_passing\(": 8,
     r"count_first_digits<ResidualReader": 8,
+    r"add_(and_measure_)?tiles<\(Keeps\)0>": 8,
+    r"add_(and_measure_)?tiles<\(Keeps\)1>": 6,
+    r"add_(and_measure_)?tiles<\(Keeps\)2>": 4,
+    r"(flatten|spread|square)_tiles": 4,
 }
 
 

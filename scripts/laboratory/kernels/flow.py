@@ -70,10 +70,27 @@ class Graph:
             open_ += more
         return found
 
-    def only_predecessor(self, block: int) -> int | None:
-        """Return the block that always comes before this one, if it stands before it."""
-        before = self._before[block]
-        return next(iter(before)) if len(before) == 1 and min(before) < block else None
+    def forward(self) -> list[tuple[int, list[int]]]:
+        """Return every block with those that may come right before it, in an order in which these are first. Loops are cut."""
+        order: list[int] = []
+        seen: set[int] = set()
+
+        def walk(first: int) -> None:
+            open_ = [(first, iter(sorted(self.next[first])))]
+            seen.add(first)
+            while open_:
+                more = next((each for each in open_[-1][1] if each not in seen), None)
+                if more is None:
+                    order.append(open_.pop()[0])
+                else:
+                    seen.add(more)
+                    open_.append((more, iter(sorted(self.next[more]))))
+
+        for block in range(len(self.blocks)):
+            if block not in seen:
+                walk(block)
+        place = {block: i for i, block in enumerate(reversed(order))}
+        return [(block, [each for each in self._before[block] if place[each] < place[block]]) for block in place]
 
     def loops(self) -> list[set[int]]:
         """Return the blocks of each loop. Jumps back to the same block make one loop."""

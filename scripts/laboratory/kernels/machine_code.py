@@ -159,14 +159,20 @@ def divisions(graph: Graph, block: int) -> int:
 
 
 def in_flight(graph: Graph) -> tuple[int, int]:
-    """Return the most 128-bit loads, and the most bytes, that are under way before the first of them is used."""
+    """Return the most 128-bit loads, and the most bytes, that are under way before the first of them is used.
+
+    Where ways meet, the one with most bytes under way counts: that of whole, aligned tiles.
+    """
+
+    def rank(coming: dict[int, int]) -> tuple[int, int]:
+        return sum(coming.values()), sum(its == 16 for its in coming.values())
+
     wide = most = 0
     after: dict[int, dict[int, int]] = {}
-    for block, instructions in enumerate(graph.blocks):
-        before = graph.only_predecessor(block)
+    for block, before in graph.forward():
         # The registers that are still to come, each with the bytes of its load.
-        coming = dict(after.get(before, {})) if before is not None else {}
-        for each in instructions:
+        coming = dict(max((after[each] for each in before), key=rank, default={}))
+        for each in graph.blocks[block]:
             registers = [int(number) for number in re.findall(r"\bR(\d+)", each.rest)]
             match = LOAD.match(each.name)
             if any(register in coming for register in (registers[1:] if match else registers)):
@@ -178,8 +184,7 @@ def in_flight(graph: Graph) -> tuple[int, int]:
             for register in range(registers[0], registers[0] + max(1, bytes_ // 4)):
                 coming[register] = 0
             coming[registers[0]] = bytes_
-            wide = max(wide, sum(its == 16 for its in coming.values()))
-            most = max(most, sum(coming.values()))
+            most, wide = max(most, rank(coming)[0]), max(wide, rank(coming)[1])
         after[block] = coming
     return wide, most
 
