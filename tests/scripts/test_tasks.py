@@ -50,7 +50,9 @@ def test_two_steps_of_every_task_through_the_command_line(
 ) -> None:
     monkeypatch.setattr(byte_texts, "LIBRARY_BYTES", 8000)
     monkeypatch.setattr(plots, "draw", lambda *given: None)
-    small = "steps=2,batch=2,cifar.width=2,cifar-large.width=4,shakespeare.width=32,library.width=32,shakespeare.depth=1"
+    # With less than eight channels, the backward of a channels-last convolution in torch 2.13 writes beyond its memory on
+    # processors that have AVX2 and no AVX-512.
+    small = "steps=2,batch=2,cifar.width=8,cifar-large.width=8,shakespeare.width=32,library.width=32,shakespeare.depth=1"
     specs = "bf16;powersgd:rank=1"
     given = ["study", "--tasks", ",".join(WITH_DATA), "--seeds", "2", "--ranks", "2", "--specs", specs, "--set", small]
     places = ["--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
