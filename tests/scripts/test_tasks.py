@@ -78,7 +78,7 @@ def test_two_steps_of_every_task_through_the_command_line(
 
 @pytest.mark.parametrize("spec", ["sdagc:density=0.01,lr_revision=density", "topk:ratio=0.1,momentum=0.9"])
 def test_a_spec_that_needs_learning_rates_or_keeps_a_momentum_trains(spec: str, data: Path, tmp_path: Path) -> None:
-    for name, width in (("cifar", 2), ("shakespeare", 32)):
+    for name, width in (("cifar", 8), ("shakespeare", 32)):
         task = TASKS[name]
         assert task.source is not None
         file = prepared.prepare(name, task.source, data, tmp_path)
@@ -263,7 +263,7 @@ def test_ranks_take_different_pictures_with_their_labels() -> None:
 
 def test_a_model_is_tested_with_its_running_statistics_and_trains_on(data: Path) -> None:
     arrays = cifar.decode((data / "cifar10-25k.npz").read_bytes())
-    job = cifar.job(TASKS["cifar"].defaults._replace(width=2, batch=2), 0, 2, arrays)
+    job = cifar.job(TASKS["cifar"].defaults._replace(width=8, batch=2), 0, 2, arrays)
     before = {name: value.clone() for name, value in job.model.state_dict().items()}
     assert 0 <= job.score() <= 100 and job.model.training
     assert all(torch.equal(value, before[name]) for name, value in job.model.state_dict().items())
