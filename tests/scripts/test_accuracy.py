@@ -78,7 +78,8 @@ def test_the_goal_is_nearly_denses_end() -> None:
         ("dense; orq:levels=5,momentum=0 in 2 layers", "orq:levels=5,momentum=0"),
         ("sdagc", "sdagc"),
         ("sdagc:by_host=true", "sdagc"),
-        ("orq:levels=9,momentum=0,by_host=true", "orq:levels=9,momentum=0"),
+        ("orq:levels=9,by_host=true,momentum=0", "orq:levels=9,momentum=0"),
+        ("orq:by_host=true,momentum=0", "orq:momentum=0"),
     ],
 )
 def test_autos_curve_is_that_of_the_way_that_loses_most(way: str, curve: str) -> None:

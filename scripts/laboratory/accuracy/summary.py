@@ -90,7 +90,8 @@ def chosen(auto: Mapping[str, Any]) -> str:
     A way between hosts learns like the same one between ranks.
     """
     way = str(auto["way"])
-    parts = [re.sub(r" in \d+ layers$|[:,]by_host=true", "", part) for part in way.split("; ")]
+    specs = [re.sub(r" in \d+ layers$", "", part) for part in way.split("; ")]
+    parts = [re.sub(r"by_host=true(,|$)", "", spec).rstrip(":,") for spec in specs]
     return max((STOCK.get(part, part) for part in parts), key=LOSING.index)
 
 
