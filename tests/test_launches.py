@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradcomp
 from gradcomp.messages.sparse import Codec
 from gradcomp.native import extension
+from laboratory.host.resnet import resnet50
 
 # Launches in a step of one bucket.
 MOST = 30
@@ -37,33 +38,8 @@ ONLY_LOOK = {"alias", "as_strided", "detach", "expand", "select", "slice", "spli
 WAIT = {"_local_scalar_dense", "nonzero", "unique", "_unique2", "masked_select", "is_nonzero", "equal"}
 
 
-def resnet50(width: int) -> dict[str, tuple[int, ...]]:
-    """The parameters' names and shapes of the net of that name whose first block is `width` wide; 64 as published."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def convolution(name: str, channels: int, out: int, size: int) -> None:
-        norm = name.replace("conv", "bn") if "conv" in name else f"{name[:-1]}1"
-        shapes[f"{name}.weight"] = (out, channels, size, size)
-        shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (out,)
-
-    convolution("conv1", 3, width, 7)
-    channels = width
-    for layer, blocks in enumerate((3, 4, 6, 3)):
-        inside = width * 2**layer
-        for block in range(blocks):
-            name = f"layer{layer + 1}.{block}"
-            convolution(f"{name}.conv1", channels, inside, 1)
-            convolution(f"{name}.conv2", inside, inside, 3)
-            convolution(f"{name}.conv3", inside, 4 * inside, 1)
-            if block == 0:
-                convolution(f"{name}.downsample.0", channels, 4 * inside, 1)
-            channels = 4 * inside
-    classes = 1000 * width // 64
-    return shapes | {"fc.weight": (classes, channels), "fc.bias": (classes,)}
-
-
 def test_the_net_is_the_published_one() -> None:
-    shapes = resnet50(64)
+    shapes = resnet50()
     assert len(shapes) == 161 and sum(map(math.prod, shapes.values())) == 25_557_032
 
 
