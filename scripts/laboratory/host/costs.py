@@ -1,7 +1,7 @@
 """The costs of a step on the host: a reducer's steps on a network that answers at once, with the native calls timed.
 
-The time outside native calls is Python's. A model whose layers are a thousandth as large has the same calls with nearly no work,
-so its native calls take the binding's time. What they take longer with whole layers is the kernels'.
+The time outside native calls is Python's. A model whose layers are a ten thousandth as large has the same calls with nearly no
+work, so its native calls take the binding's time. What they take longer with whole layers is the kernels'.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from laboratory.timing import Spread
 
 BUCKET_MB = 25.0
 # The layers of the small model are so much smaller.
-SMALLER = 1000
+SMALLER = 10_000
 # Steps before those that count: capacities have settled then, and memory is kept.
 SETTLING = 20
 RATE = 0.1
