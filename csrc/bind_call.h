@@ -1,6 +1,7 @@
 // A call from Python: arrays become a kernel's arguments, are checked, and go to the twin for their device.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -37,14 +38,22 @@ struct Slot {
   T value{};
 };
 
-// The items of a list or tuple, each held until its array has been read.
-inline std::vector<py::object> items_of(py::handle object, const Where& where) {
-  EXPECTS(py::isinstance<py::list>(object) || py::isinstance<py::tuple>(object), where, " must be a list of arrays, not ",
-          std::string(py::str(py::type::of(object))));
-  std::vector<py::object> items;
-  for (py::handle item : object) items.push_back(py::reinterpret_borrow<py::object>(item));
-  return items;
-}
+// A list or tuple of arrays. at() holds an item: reading an array may run code of its library, which could change the list.
+class Items {
+ public:
+  Items(py::handle object, const Where& where) : object_(object.ptr()), is_list_(PyList_Check(object_)) {
+    EXPECTS(is_list_ || PyTuple_Check(object_), where, " must be a list of arrays, not ",
+            std::string(py::str(py::type::of(object))));
+  }
+  Py_ssize_t size() const { return is_list_ ? PyList_GET_SIZE(object_) : PyTuple_GET_SIZE(object_); }
+  py::object at(Py_ssize_t i) const {
+    return py::reinterpret_borrow<py::object>(is_list_ ? PyList_GET_ITEM(object_, i) : PyTuple_GET_ITEM(object_, i));
+  }
+
+ private:
+  PyObject* object_;
+  bool is_list_;
+};
 
 template <class T>
 struct Slot<Span<T>> {
@@ -74,9 +83,11 @@ struct Slot<OptionalSpan<T>> {
 template <>
 struct Slot<const Pieces&> {
   Slot(py::handle object, const Where& where) {
-    for (const py::object& item : items_of(object, where)) {
-      EXPECTS(pieces.count < Pieces::kMost, where, " must be at most ", Pieces::kMost, " arrays");
-      const Array& array = arrays.emplace_back(item, Where{where.kernel, where.argument, pieces.count});
+    const Items items(object, where);
+    EXPECTS(items.size() <= Pieces::kMost, where, " must be at most ", Pieces::kMost, " arrays");
+    arrays.reserve(static_cast<size_t>(items.size()));
+    while (pieces.count < std::min<Py_ssize_t>(items.size(), Pieces::kMost)) {
+      const Array& array = arrays.emplace_back(items.at(pieces.count), Where{where.kernel, where.argument, pieces.count});
       pieces.dtype[pieces.count] = array.gradient_type();
       pieces.data[pieces.count] = array.data();
       pieces.begin[pieces.count + 1] = pieces.begin[pieces.count] + array.size();
@@ -95,9 +106,11 @@ struct Slot<const Pieces&> {
 template <class T>
 struct Slot<const Spans<T>&> {
   Slot(py::handle object, const Where& where) {
-    for (const py::object& item : items_of(object, where)) {
-      EXPECTS(spans.count < Spans<T>::kMost, where, " must be at most ", Spans<T>::kMost, " arrays");
-      const Array& array = arrays.emplace_back(item, Where{where.kernel, where.argument, spans.count});
+    const Items items(object, where);
+    EXPECTS(items.size() <= Spans<T>::kMost, where, " must be at most ", Spans<T>::kMost, " arrays");
+    arrays.reserve(static_cast<size_t>(items.size()));
+    while (spans.count < std::min<Py_ssize_t>(items.size(), Spans<T>::kMost)) {
+      const Array& array = arrays.emplace_back(items.at(spans.count), Where{where.kernel, where.argument, spans.count});
       if (spans.count == 0) spans.size = array.size();
       EXPECTS(array.size() == spans.size, where, "[", spans.count, "] has ", array.size(), " entries, but ", where.argument,
               "[0] has ", spans.size);

@@ -10,6 +10,7 @@
 #include "expects.h"
 #include "math_levels.h"
 #include "math_packed.h"
+#include "math_payload.h"
 #include "math_rounding.h"
 #include "math_sketch.h"
 #include "ops.h"
@@ -29,6 +30,10 @@
   EXPECT(k >= 1 && k <= flat.size, #k "=", k, " must be in [1, ", flat.size, "], the number of entries of " #flat)
 #define LINES_OF(lines, flat) ::gradcomp::one_for_each(NAMED(lines), NAMED(flat), kLine)
 #define PACKED(blocks, entries, n, capacity) ::gradcomp::is_packed(NAMED(blocks), NAMED(entries), n, capacity)
+#define PACKED_PAYLOAD(payload, n, capacity) \
+  (::gradcomp::is_packed_payload(NAMED(payload), n, capacity) && ::gradcomp::is_aligned(NAMED(payload), payload))
+#define LEVELS_PAYLOAD(payload, n, group, count) \
+  (::gradcomp::is_levels_payload(NAMED(payload), n, group, count) && ::gradcomp::is_aligned(NAMED(payload), payload))
 #define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
 #define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
 #define IS_STEP(step) EXPECT(step >= 1 && step < kMostEntries / 2, #step "=", step, " must be in [1, 2^30)")
@@ -108,15 +113,48 @@ inline bool is_grouped(const Named& flat, int64_t group, int64_t count) {
   return indexable(flat) && holds(flat, 1);
 }
 
+inline Packed packed_form(const char* kernel, int64_t n, int64_t capacity) {
+  if (n < 1 || n >= kMostEntries) refuse(kernel, ": n=", n, " must be in [1, 2^31)");
+  if (capacity < 1 || capacity > n) refuse(kernel, ": capacity=", capacity, " must be in [1, ", n, "]");
+  return {n, capacity};
+}
+
 inline bool is_packed(const Named& blocks, const Named& entries, int64_t n, int64_t capacity) {
-  if (n < 1 || n >= kMostEntries) refuse(blocks.kernel, ": n=", n, " must be in [1, 2^31)");
-  if (capacity < 1 || capacity > n) refuse(blocks.kernel, ": capacity=", capacity, " must be in [1, ", n, "]");
-  const Packed form(n, capacity);
+  const Packed form = packed_form(blocks.kernel, n, capacity);
   const auto needs = [&](const Named& array, int64_t size) {
     return array.size == size || refuse(array.kernel, ": ", array.name, " has ", array.size, " words, but needs ", size,
                                         " for ", capacity, " of ", n, " entries");
   };
   return needs(blocks, form.blocks()) && needs(entries, form.words());
+}
+
+// Check that payloads have this many bytes.
+inline bool has_bytes(const Named& payload, int64_t needed) {
+  return payload.size == needed ||
+         refuse(payload.kernel, ": ", payload.name, " has ", payload.size, " bytes, but needs ", needed);
+}
+
+inline bool is_packed_payload(const Named& payload, int64_t n, int64_t capacity) {
+  return has_bytes(payload, PackedPayload(packed_form(payload.kernel, n, capacity)).bytes());
+}
+
+// The group and the count have passed.
+inline bool is_levels_payload(const Named& payload, int64_t n, int64_t group, int64_t count) {
+  return has_bytes(payload, LevelsPayload(Groups{n, group}, count).bytes());
+}
+
+inline bool is_aligned(const Named& named, const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % kAlignment == 0 ||
+         refuse(named.kernel, ": ", named.name, " begins at an address that is no multiple of ", kAlignment, ": pass a copy");
+}
+template <class T>
+bool is_aligned(const Named& named, const Span<T>& payload) {
+  return is_aligned(named, static_cast<const void*>(payload.data));
+}
+template <class T>
+bool is_aligned(const Named& named, const Spans<T>& payloads) {
+  for (int rank = 0; rank < payloads.count; ++rank) is_aligned(named, static_cast<const void*>(payloads.data[rank]));
+  return true;
 }
 
 // The numbers of groups, and of words for their codes, that a checked flat array makes.

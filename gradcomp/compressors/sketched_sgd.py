@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gradcomp.exchanges import server, sketched
-from gradcomp.messages.sparse import check_places
+from gradcomp.messages.codec import check_places
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import World
 

@@ -35,5 +35,5 @@ class TopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         k = count_of(self.ratio, acc.residual.numel())
-        taken = routes.codec_of(self.wire, self.route).take(acc, k, routes.mask_of(acc, self.route))
+        taken = routes.take(acc, k, self.wire, self.route)
         return (yield from routes.exchange(acc, taken, world, self.route))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -80,7 +81,13 @@ class Quantiser(Rounded):
         return QuantisedState(layout, seed, self.group)
 
     def rounding(self, n: int) -> LevelRounding:
-        return LevelRounding(self.rule, n)
+        if n not in self._roundings:
+            self._roundings[n] = LevelRounding(self.rule, n)
+        return self._roundings[n]
+
+    @functools.cached_property
+    def _roundings(self) -> dict[int, LevelRounding]:
+        return {}
 
     @property
     def may_round_twice(self) -> bool:

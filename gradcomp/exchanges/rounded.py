@@ -14,7 +14,7 @@ from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
-from gradcomp.native.memory import Update
+from gradcomp.native.memory import Memory, Update
 from gradcomp.protocol import Acc, Compressor, Layout, Steps
 from gradcomp.requests import Form, Payload, World, gather, send
 from gradcomp.saved import whole
@@ -40,16 +40,28 @@ class Rounding(Protocol):
     form: Form
 
     def take(
-        self, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
+        self,
+        residual: Tensor,
+        bounds: Tensor | None,
+        flag: Tensor | None,
+        key: int,
+        payload: Payload | None = None,
+        memory: Memory | None = None,
     ) -> Payload:
         """Move the rounded entries out of the residual into a payload; the rounding error stays.
 
         bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
         key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
+        memory: lends scratch.
         """
 
     def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
         """Add scale times the entries of each payload to the target, one payload after the other."""
+
+    def add_and_settle(
+        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+    ) -> None:
+        """Add the payloads that were received to the update, and settle the one that this rank sent."""
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
         """Put all taken entries back if the update is not finite."""
@@ -100,11 +112,10 @@ class Rounded(Compressor):
             parts = GroupPartition(acc.residual.numel(), self.group, world.size)
             if parts.none_empty:
                 return (yield from self._by_parts(acc, state, world, parts, bounds))
-        taken = rounding.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0))
+        taken = rounding.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0), memory=acc.memory)
         received = yield from gather(taken)
         update = state.zeros(acc.residual)
-        rounding.add(update, received, 1 / world.size)
-        rounding.settle(acc.residual, taken, update)
+        rounding.add_and_settle(update, received, 1 / world.size, acc.residual, taken)
         return Update(update)
 
     def _by_parts(self, acc: Acc, state: RoundedState, world: World, parts: GroupPartition, bounds: Tensor | None) -> Steps:
@@ -119,20 +130,24 @@ class Rounded(Compressor):
         for rank in world.others:
             part_bounds = None if bounds is None else parts.bounds_of(bounds, rank)
             payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
-            sent[rank] = roundings[rank].take(parts.part_of(acc.residual, rank), part_bounds, acc.flag, key, payload)
+            part = parts.part_of(acc.residual, rank)
+            sent[rank] = roundings[rank].take(part, part_bounds, acc.flag, key, payload, acc.memory)
         received = yield from send(sent, world.others, form, own.device)
         sums, rounding = own * world.share, roundings[world.rank]
         rounding.add(sums, [received[rank] for rank in sorted(received)], world.share)
         flags = [payload["header"][1:] for payload in received.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
-        payload = payloads.empty(form, own.device)
-        taken = rounding.take(sums, self.bounds_of_sums(sums, state), flag, state.key(world.rank, 0), payload)
+        payload, key = payloads.empty(form, own.device), state.key(world.rank, 0)
+        taken = rounding.take(sums, self.bounds_of_sums(sums, state), flag, key, payload, acc.memory)
         results = yield from gather(taken)
         update = state.zeros(acc.residual)
         for rank, result in enumerate(results):
-            roundings[rank].add(parts.part_of(update, rank), [result], world.mean_of_shares)
+            part = parts.part_of(update, rank)
             if rank in sent:
-                roundings[rank].settle(parts.part_of(acc.residual, rank), sent[rank], parts.part_of(update, rank))
+                residual = parts.part_of(acc.residual, rank)
+                roundings[rank].add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])
+            else:
+                roundings[rank].add(part, [result], world.mean_of_shares)
         left = sums.div_(world.share).clamp_(-LARGEST, LARGEST)
         own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), left, own))
         return Update(update)

@@ -7,8 +7,9 @@ from typing import Any
 from gradcomp.exchanges import split, tree
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.knobs import knob
-from gradcomp.messages.sparse import CODECS, EXACT, Codec, Taken
-from gradcomp.native.kernels import Mask
+from gradcomp.messages.codec import Codec, Taken
+from gradcomp.messages.sparse import CODECS, EXACT
+from gradcomp.native.kernels import Bar, Mask
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc, Steps
 from gradcomp.requests import World, gather
@@ -30,7 +31,18 @@ def codec_of(wire: str, route: str) -> Codec:
     return EXACT if route == "tree" else CODECS[wire]
 
 
-def mask_of(acc: Acc, route: str) -> Mask | None:
+def take(acc: Acc, k: int, wire: str, route: str) -> Taken:
+    """Move the k largest entries out of acc, for exchange()."""
+    return codec_of(wire, route).take(acc, k, _mask_of(acc, route), packs=route == "allgather")
+
+
+def take_above(acc: Acc, capacity: int, bar: Bar, wire: str, route: str, changes: bool = False) -> Taken:
+    """Move the entries above the bar out of acc, at most `capacity`, for exchange(). changes: the caller changes values."""
+    packs = route == "allgather" and not changes
+    return codec_of(wire, route).take_above(acc, capacity, bar, _mask_of(acc, route), packs)
+
+
+def _mask_of(acc: Acc, route: str) -> Mask | None:
     """Return the mask of a take. A tree masks later: only its root knows which entries were used."""
     return None if route == "tree" else acc.mask
 
@@ -46,7 +58,7 @@ def exchange(
     """
     if route == "tree":
         return (yield from tree.sparse_sum(acc, taken.payload, world, kept_share=kept_share, observe=observe))
-    if route == "split" and split.Partition(acc.residual.numel(), world.size).part_capacity(len(taken.entries.values)) > 0:
+    if route == "split" and split.Partition(acc.residual.numel(), world.size).part_capacity(len(taken.unpacked.values)) > 0:
         return (yield from split.sparse_sum(acc, taken, world, kept_share, observe))
     return (yield from allgather(acc, taken, world, kept_share, observe))
 
@@ -67,9 +79,8 @@ def allgather(
     payload = codec.pack(taken, acc.residual)
     received = yield from gather(payload)
     update = acc.memory.lend(n, acc.residual.device) if into is None else into
-    codec.add(update, received, 1 / world.size)
+    codec.add_and_settle(update, received, 1 / world.size, acc.residual, payload, kept_share)
     codec.check(dict(enumerate(received)), update, n)
-    codec.settle(acc.residual, payload, update, kept_share)
     if observe is not None:
         observe(received)
     return update

@@ -13,7 +13,8 @@ from torch import Tensor
 from gradcomp.exchanges import dense
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import are_outside, check_places, count_of, ratio_knob
+from gradcomp.messages.codec import are_outside, check_places
+from gradcomp.messages.sparse import count_of, ratio_knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import SEARCH_BLOCK, TILE
 from gradcomp.native.memory import Memory, Update

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import Codec, Entries, Taken
+from gradcomp.messages.codec import Codec, Entries, Taken
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory, Update
@@ -94,7 +94,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     """
     n, device, codec = acc.residual.numel(), acc.residual.device, taken.codec
     parts = Partition(n, world.size)
-    dealt = _deal(taken.entries, parts)
+    dealt = _deal(taken.unpacked, parts)
     capacity = dealt.values.shape[1]
     form = codec.form(parts.size, capacity)
     own = [_payload(codec, form, *entries) for entries in zip(dealt.values, dealt.local, dealt.headers, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.sparse import Entries, are_outside, check_places
+from gradcomp.messages.codec import Entries, are_outside, check_places
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
 from gradcomp.protocol import Acc, Steps

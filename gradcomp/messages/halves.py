@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.messages import payload as payloads
+from gradcomp.native import kernels
+from gradcomp.native.memory import Memory
 from gradcomp.requests import Field, Form, Payload
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,20 +24,25 @@ class HalfRounding:
         self.form: Form = (Field("header", torch.int32, 2), Field("values", TYPES[kind], n))
 
     def take(
-        self, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
+        self,
+        residual: Tensor,
+        bounds: Tensor | None,
+        flag: Tensor | None,
+        key: int,
+        payload: Payload | None = None,
+        memory: Memory | None = None,
     ) -> Payload:
         """Move the rounded entries out of the residual into a payload; the rounding error stays.
 
         flag: not 0 if a gradient is not finite, where those were kept out of the residual. What is too large for 16 bits then
-        stays there, too. Without a flag it becomes infinite, as in a cast. bounds, key: not used.
+        stays there, too. Without a flag it becomes infinite, as in a cast. bounds, key, memory: not used.
         """
         payload = payloads.empty(self.form, residual.device) if payload is None else payload
         values = self._values(payload)
-        payload["header"].zero_()
+        kernels.write_header(payload["header"], flag)
         if flag is None:
             values.copy_(residual)
         else:
-            payload["header"][1:].copy_(flag)
             values.copy_(residual.clamp(-self._most, self._most))
         residual.sub_(values)
         return payload
@@ -45,6 +52,13 @@ class HalfRounding:
         for payload in received:
             target.add_(self._values(payload), alpha=scale)
             target[:1].masked_fill_(payload["header"][1:] != 0, math.nan)
+
+    def add_and_settle(
+        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+    ) -> None:
+        """Add the payloads that were received to the update, and settle the one that this rank sent."""
+        self.add(update, received, scale)
+        self.settle(residual, payload, update)
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
         """Put all taken entries back if the update is not finite."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
+from gradcomp.native.extension import MOST_RANKS
+from gradcomp.native.memory import Memory
 from gradcomp.requests import Field, Form, Payload
 
 
@@ -47,24 +49,33 @@ class LevelRounding:
         )
 
     def take(
-        self, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, payload: Payload | None = None
+        self,
+        residual: Tensor,
+        bounds: Tensor | None,
+        flag: Tensor | None,
+        key: int,
+        payload: Payload | None = None,
+        memory: Memory | None = None,
     ) -> Payload:
         """Move the rounded entries out of the residual into a payload; the rounding error stays.
 
         bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
         key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
+        memory: lends scratch.
         """
         rule, device = self.rule, residual.device
         payload = payloads.empty(self.form, device) if payload is None else payload
+        if self._is_whole(payload):
+            sizes = rule.group, rule.count
+            kernels.find_and_take_levels(residual, rule.kind, *sizes, key, payload.bytes, rule.stochastic, bounds, flag, memory)
+            return payload
         levels = torch.empty(self.groups * rule.count, device=device)
         cuts = torch.empty(self.groups, device=device)
         kernels.find_levels(residual, rule.kind, rule.group, rule.count, levels, cuts, bounds)
         rows = levels.view(self.groups, rule.count)
         sent = {"all": rows, "top": rows[:, -1:], "ends": rows[:, :: rule.count - 1]}[rule.sent]
         payload["levels"][: self.sent_levels].copy_(sent.flatten())
-        payload["header"].zero_()
-        if flag is not None:
-            payload["header"][1:].copy_(flag)
+        kernels.write_header(payload["header"], flag)
         fixed_cuts = None if rule.stochastic else cuts
         kernels.take_levels(residual, self._levels(payload), rule.group, rule.count, key, self._words(payload), fixed_cuts)
         return payload
@@ -75,9 +86,24 @@ class LevelRounding:
         headers = [payload["header"] for payload in received]
         kernels.add_levels(target, levels, words, headers, self.rule.group, self.rule.count, scale)
 
+    def add_and_settle(
+        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+    ) -> None:
+        """Add the payloads that were received to the update, and settle the one that this rank sent."""
+        if len(received) <= MOST_RANKS and self._is_whole(payload) and all(map(self._is_whole, received)):
+            sent, rule = [each.bytes for each in received], self.rule
+            kernels.add_and_settle_levels(update, sent, rule.group, rule.count, scale, residual, payload.bytes)
+        else:
+            self.add(update, received, scale)
+            self.settle(residual, payload, update)
+
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
         """Put all taken entries back if the update is not finite."""
         kernels.settle_levels(residual, self._levels(payload), self._words(payload), self.rule.group, self.rule.count, update)
+
+    def _is_whole(self, payload: Payload) -> bool:
+        """Decide whether kernels can have the bytes as they are: all levels travel, and no array is longer than needed."""
+        return self.rule.sent == "all" and (payload.form is self.form or payload.form == self.form)
 
     def _words(self, payload: Payload) -> Tensor:
         return payload["words"][: self.form[-1].length]

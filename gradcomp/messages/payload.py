@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -15,14 +18,43 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+@functools.lru_cache(maxsize=1024)
 def size(form: Form) -> int:
     """Return the bytes of a payload of this form."""
     return sum(_padded(field.length * field.dtype.itemsize) for field in form)
 
 
+class Views(Mapping[str, Tensor]):
+    """The arrays of a buffer, by name. Each is made when it is asked for: most kernels take whole buffers."""
+
+    def __init__(self, form: Form, buffer: Tensor):
+        self._form, self._buffer = form, buffer
+        self._made: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        made = self._made.get(name)
+        return self._make(name) if made is None else made
+
+    def _make(self, wanted: str) -> Tensor:
+        begin = 0
+        for name, dtype, length, _ in self._form:
+            end = begin + length * dtype.itemsize
+            if name == wanted:
+                return self._made.setdefault(name, self._buffer[begin:end].view(dtype))
+            begin += _padded(end - begin)
+        raise KeyError(wanted)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in self._form)
+
+    def __len__(self) -> int:
+        return len(self._form)
+
+
 def empty(form: Form, device: torch.device) -> Payload:
     """Make a payload with uninitialised arrays."""
-    return read(form, torch.empty(size(form), dtype=torch.uint8, device=device))
+    buffer = torch.empty(size(form), dtype=torch.uint8, device=device)
+    return Payload(form, buffer, Views(form, buffer))
 
 
 def read(form: Form, buffer: Tensor) -> Payload:
@@ -32,13 +64,7 @@ def read(form: Form, buffer: Tensor) -> Payload:
             f"received {buffer.numel()} entries of {buffer.dtype} where a payload of {size(form)} bytes was expected; "
             "run the same gradcomp with the same settings on all ranks"
         )
-    arrays: dict[str, Tensor] = {}
-    begin = 0
-    for name, dtype, length, _ in form:
-        end = begin + length * dtype.itemsize
-        arrays[name] = buffer[begin:end].view(dtype)
-        begin += _padded(end - begin)
-    return Payload(form, buffer, arrays)
+    return Payload(form, buffer, Views(form, buffer))
 
 
 def wrap(array: Tensor) -> Payload:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
+from gradcomp.messages.codec import Codec, Entries, Taken, malformed
 from gradcomp.native import kernels
+from gradcomp.native.extension import MOST_RANKS
 from gradcomp.native.memory import Update
 from gradcomp.protocol import Acc
 from gradcomp.requests import Field, Form, Payload
@@ -21,89 +23,11 @@ from gradcomp.requests import Field, Form, Payload
 LARGEST_EXPONENT = 253
 
 
-class Entries(NamedTuple):
-    """Sparse entries: values, places and header.
-
-    header: the number of selected entries, which may exceed the capacity, and the flag.
-    """
-
-    values: Tensor
-    indices: Tensor
-    header: Tensor
-
-
-class Taken(NamedTuple):
-    """Entries that a take kernel fills in, with the payload that carries them."""
-
-    codec: Codec
-    entries: Entries
-    payload: Payload
-
-
-class Codec(ABC):
-    """A codec of sparse entries. The two subclasses hold all that differs between them."""
-
-    @abstractmethod
-    def form(self, n: int, capacity: int) -> Form:
-        """Describe a payload of this capacity for a bucket of n entries."""
-
-    @abstractmethod
-    def allocate(self, acc: Acc, capacity: int) -> Taken:
-        """Allocate for `capacity` of acc's entries. A take kernel must fill them in before the caller yields."""
-
-    @abstractmethod
-    def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
-        """Write entries into a payload with a filled header. Add the rounding error to the residual, if given."""
-
-    @abstractmethod
-    def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
-        """Pack the taken entries into their payload. Add the rounding error to the residual, if given."""
-
-    @abstractmethod
-    def read(self, payload: Payload) -> Entries:
-        """Read the entries of a payload. COMPACT sets the header's flag if the payload is malformed."""
-
-    @abstractmethod
-    def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
-        """Add payloads, one after the other. The update's first entry becomes NaN if one is flagged or malformed."""
-
-    @abstractmethod
-    def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
-        """Put kept_share times the sent entries back into the residual; put all of them back if the update is not finite."""
-
-    @abstractmethod
-    def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
-        """Return the places that a payload names. They are unchecked and may lie outside the bucket."""
-
-    def take(self, acc: Acc, k: int, mask: kernels.Mask | None = None) -> Taken:
-        """Move the k largest entries out of acc, in index order. The mask, if given, notes them."""
-        taken = self.allocate(acc, k)
-        kernels.take_topk(acc.residual, k, *taken.entries, mask, acc.flag, acc.peaks, acc.memory)
-        return taken
-
-    def check(self, received: Mapping[int, Payload], update: Update, n: int) -> None:
-        """Raise if a payload is malformed, and name its rank. Finite updates, and those on a GPU, are not checked."""
-        if update.flat.device.type == "cpu" and not math.isfinite(update.flat[0]):
-            for rank, payload in received.items():
-                self.check_one(payload, n, f"rank {rank}")
-
-    def check_one(self, payload: Payload, n: int, sender: str) -> None:
-        """Raise if a payload for a bucket of n entries is malformed."""
-        wanted, flag = payload["header"].tolist()
-        if wanted < 0 or flag not in (0, 1):
-            raise _malformed(sender, f"its header holds the count {wanted} and the flag {flag}")
-        check_places(self.places(payload, wanted, sender), n, sender)
-
-
 class Exact(Codec):
     """The codec of wire=exact: values and places of 32 bits each."""
 
     def form(self, n: int, capacity: int) -> Form:
-        return (
-            Field("header", torch.int32, 2),
-            Field("values", torch.float32, capacity),
-            Field("indices", torch.int32, capacity),
-        )
+        return _exact_form(capacity)
 
     def allocate(self, acc: Acc, capacity: int) -> Taken:
         payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
@@ -134,11 +58,7 @@ class Compact(Codec):
     """The codec of wire=compact: places in the bits that they need, values as powers of two."""
 
     def form(self, n: int, capacity: int) -> Form:
-        return (
-            Field("header", torch.int32, 2),
-            Field("blocks", torch.int32, -(-n // kernels.BLOCK), n),
-            Field("entries", torch.int32, kernels.packed_words(n, capacity), capacity),
-        )
+        return _compact_form(n, capacity)
 
     def allocate(self, acc: Acc, capacity: int) -> Taken:
         payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
@@ -150,8 +70,25 @@ class Compact(Codec):
         n, _ = _sizes(payload)
         kernels.pack_sparse(values, indices, payload["header"], n, payload["blocks"], payload["entries"], residual)
 
+    def take(self, acc: Acc, k: int, mask: kernels.Mask | None = None, packs: bool = False) -> Taken:
+        if not packs:
+            return super().take(acc, k, mask)
+        payload = payloads.empty(self.form(acc.residual.numel(), k), acc.residual.device)
+        kernels.take_topk_and_pack(acc.residual, k, payload.bytes, mask, acc.flag, acc.peaks, acc.memory)
+        return Taken(self, None, payload)
+
+    def take_above(
+        self, acc: Acc, capacity: int, bar: kernels.Bar, mask: kernels.Mask | None = None, packs: bool = False
+    ) -> Taken:
+        if not packs:
+            return super().take_above(acc, capacity, bar, mask)
+        payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
+        kernels.take_above_and_pack(acc.residual, bar, capacity, payload.bytes, mask, acc.flag, acc.peaks, acc.memory)
+        return Taken(self, None, payload)
+
     def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
-        self.write(taken.payload, taken.entries.values, taken.entries.indices, residual)
+        if taken.entries is not None:
+            self.write(taken.payload, taken.entries.values, taken.entries.indices, residual)
         return taken.payload
 
     def read(self, payload: Payload) -> Entries:
@@ -167,6 +104,22 @@ class Compact(Codec):
         capacity = _sizes(received[0])[1] if received else 1
         kernels.add_packed(update.flat, blocks, entries, headers, capacity, scale, update.marks)
 
+    def add_and_settle(
+        self,
+        update: Update,
+        received: Sequence[Payload],
+        scale: float,
+        residual: Tensor,
+        payload: Payload,
+        kept_share: float = 0.0,
+    ) -> None:
+        if len(received) > MOST_RANKS:
+            super().add_and_settle(update, received, scale, residual, payload, kept_share)
+        else:
+            sent, capacity = [each.bytes for each in received], _sizes(payload)[1]
+            arrays = update.marks, residual, payload.bytes
+            kernels.add_and_settle_packed(update.flat, sent, capacity, scale, *arrays, kept_share)
+
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
         arrays = payload["blocks"], payload["entries"], payload["header"]
         kernels.settle_packed(residual, *arrays, update.flat, _sizes(payload)[1], kept_share)
@@ -174,16 +127,34 @@ class Compact(Codec):
     def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         counts, exponents = payload["blocks"] & 0xFFFFFF, (payload["blocks"] >> 24) & 0xFF
         if (counts > kernels.BLOCK).any() or (exponents > LARGEST_EXPONENT).any():
-            raise _malformed(
+            raise malformed(
                 sender, f"a block holds more than {kernels.BLOCK} entries, or its exponent is above {LARGEST_EXPONENT}"
             )
         held = min(wanted, _sizes(payload)[1])
         if int(counts.sum()) != held:
-            raise _malformed(sender, f"its blocks count {int(counts.sum())} entries, but it holds {held}")
+            raise malformed(sender, f"its blocks count {int(counts.sum())} entries, but it holds {held}")
         read = self.read(payload)
         if int(read.header[1]) != int(payload["header"][1]):
-            raise _malformed(sender, "its places are not as many as its blocks count, or lie outside the bucket")
+            raise malformed(sender, "its places are not as many as its blocks count, or lie outside the bucket")
         return read.indices[:held]
+
+
+@functools.lru_cache(maxsize=1024)
+def _exact_form(capacity: int) -> Form:
+    return (
+        Field("header", torch.int32, 2),
+        Field("values", torch.float32, capacity),
+        Field("indices", torch.int32, capacity),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _compact_form(n: int, capacity: int) -> Form:
+    return (
+        Field("header", torch.int32, 2),
+        Field("blocks", torch.int32, -(-n // kernels.BLOCK), n),
+        Field("entries", torch.int32, kernels.packed_words(n, capacity), capacity),
+    )
 
 
 def _sizes(payload: Payload) -> tuple[int, int]:
@@ -210,18 +181,3 @@ def ratio_knob(default: float = 0.01) -> Any:
 def count_of(ratio: float, n: int) -> int:
     """Return the number of entries in this share of n: at least one."""
     return min(n, max(1, math.ceil(ratio * n)))
-
-
-def check_places(places: Tensor, n: int, sender: str) -> None:
-    """Raise if places that came lie outside a bucket of n entries. Those on a GPU are not checked."""
-    if places.device.type == "cpu" and are_outside(places, n).any():
-        raise _malformed(sender, f"it names places outside the bucket of {n} entries")
-
-
-def are_outside(places: Tensor, n: int) -> Tensor:
-    """Return a mask of the places outside a bucket of n entries."""
-    return (places < 0) | (places >= n)
-
-
-def _malformed(sender: str, fault: str) -> ValueError:
-    return ValueError(f"the payload of {sender} is malformed: {fault}; run the same gradcomp on all ranks")

@@ -5,9 +5,10 @@ Arrays go in as they are: torch tensors, NumPy and CuPy arrays, on CPU or GPU, o
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def library(array: Array) -> str:
 
 def on_cuda(array: Array) -> bool:
     """Decide whether the array lies on a GPU."""
-    return int(array.__dlpack_device__()[0]) != 1
+    return array.is_cuda if isinstance(array, Tensor) else int(array.__dlpack_device__()[0]) != 1
 
 
 def count(array: Array) -> int:
@@ -68,10 +69,18 @@ def count(array: Array) -> int:
     return array.numel() if isinstance(array, Tensor) else array.size
 
 
+def _public_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+# torch's own way to a stream's address is 20 times as fast as the public one, which makes an object.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+
+
 def stream(array: Array) -> int:
     """Find the current stream of the array's own library; 0 on a CPU."""
     if isinstance(array, Tensor):
-        return int(torch.cuda.current_stream(array.device).cuda_stream) if array.is_cuda else 0
+        return current_stream(array.device.index) if array.is_cuda else 0
     if library(array) == "cupy":
         return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
     return 0
@@ -80,6 +89,12 @@ def stream(array: Array) -> int:
 def queue(array: Array) -> dict[str, int]:
     """Name the place where a kernel runs: the stream, and on CPUs the number of threads."""
     return {"stream": stream(array), "threads": torch.get_num_threads()}
+
+
+@functools.lru_cache(maxsize=1024)
+def scratch_words(extension: Any, kernel: str, on_cuda: bool, n: int, most: int) -> int:
+    """Ask the extension for the words of scratch that a kernel needs. Buckets ask in every step, always for the same sizes."""
+    return int(getattr(extension, f"{kernel}_scratch")(on_cuda, n, most))
 
 
 def launches(kernel: str, **arrays: Sequence[Array]) -> list[slice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +12,28 @@ from torch import Tensor
 from gradcomp.native import extension, streams
 from gradcomp.native.extension import LINE, Array
 
+# Where scratch lies: its use and type, the device, with the library if that is not torch, and the stream.
+Place = tuple[str, str, torch.device | str, int]
 
-class ZeroedUpdate(NamedTuple):
-    """A zeroed array and its zeroed marks, for lending. stream: that of a GPU on which both were zeroed."""
+
+@dataclass
+class ZeroedUpdate:
+    """A zeroed array and its zeroed marks, for lending. stream: that of a GPU on which both were zeroed.
+
+    starts: the first entries of both, by their number, since buckets of a few sizes borrow it in turn.
+    """
 
     flat: Tensor
     marks: Tensor
     stream: Any = None
+    starts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def first(self, n: int) -> tuple[Tensor, Tensor]:
+        """Return the first n entries and their marks."""
+        start = self.starts.get(n)
+        if start is None:
+            start = self.starts[n] = self.flat[:n], self.marks[: -(-n // LINE)]
+        return start
 
 
 @dataclass
@@ -28,18 +43,26 @@ class Update:
     flat: all entries.
     marks: one for each line of 64 entries, 0 if the line holds only zeros; None if that is not known.
     source: the arrays that it was lent from; None if it was not lent.
+    is_wiped: it is all zeros again, and so are its marks.
     """
 
     flat: Tensor
     marks: Tensor | None = None
     source: ZeroedUpdate | None = field(default=None, repr=False)
+    is_wiped: bool = False
+
+    @property
+    def first(self) -> Tensor:
+        """The first entry, which is not finite where the exchange failed. One that was lent has kept this view."""
+        return self.flat[:1] if self.source is None else self.source.first(1)[0]
 
 
 class Memory:
     """A lender of scratch and sparse updates, which keeps them for the next call."""
 
     def __init__(self) -> None:
-        self._scratch: dict[tuple[str, str, str, int], Array] = {}
+        self._scratch: dict[Place, Array] = {}
+        self._lent: dict[tuple[Place, int], Array] = {}
         self._free: dict[torch.device, list[ZeroedUpdate]] = {}
 
     def scratch(self, use: str, words: int, like: Array, dtype: str = "int32") -> Array:
@@ -47,33 +70,41 @@ class Memory:
 
         The next call with the same use returns the same memory, so the array is valid only until its borrower yields.
         """
-        library = extension.library(like)
-        key = (use + dtype, library, str(like.device) if hasattr(like, "device") else "cpu", extension.stream(like))
-        buffer = self._scratch.get(key)
-        if buffer is None or len(buffer) < words:
-            module = sys.modules[library]
+        device = like.device if isinstance(like, Tensor) else f"{extension.library(like)} {getattr(like, 'device', 'cpu')}"
+        place = use, dtype, device, extension.stream(like)
+        lent = self._lent.get((place, words))
+        return self._lend_first(place, words, like) if lent is None else lent
+
+    def _lend_first(self, place: Place, words: int, like: Array) -> Array:
+        """Lend scratch of a size that nobody has asked for, since the memory there grew."""
+        buffer = self._scratch.get(place)
+        if buffer is None or extension.count(buffer) < words:
+            module = sys.modules[extension.library(like)]
             where = {"device": like.device} if module is torch else {}
-            buffer = self._scratch[key] = module.empty(words, dtype=getattr(module, dtype), **where)
-        return buffer[:words]
+            buffer = self._scratch[place] = module.empty(words, dtype=getattr(module, place[1]), **where)
+            self._lent = {key: lent for key, lent in self._lent.items() if key[0] != place}
+        lent = self._lent[place, words] = buffer[:words]
+        return lent
 
     def lend(self, n: int, device: torch.device) -> Update:
         """Lend n zeros for an update that only sparse codecs write to. This costs nothing for lines that stay 0."""
-        lines, place = -(-n // LINE), _numbered(device)
-        free = self._free.get(place, [])
+        place = _numbered(device)
+        free = self._free.get(place)
         source = free.pop() if free else None
-        if source is None or len(source.flat) < n:
-            source = ZeroedUpdate(torch.zeros(n, device=place), torch.zeros(lines, dtype=torch.uint8, device=place))
+        if source is None or source.flat.numel() < n:
+            source = ZeroedUpdate(torch.zeros(n, device=place), torch.zeros(-(-n // LINE), dtype=torch.uint8, device=place))
         elif source.stream is not None:
             streams.follow(torch.cuda.current_stream(place), source.stream)
-        return Update(source.flat[:n], source.marks[:lines], source)
+        return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
-        """Take an update back and wipe its marked lines. An update that was not lent is left alone."""
+        """Take an update back and wipe its marked lines, unless they are. An update that was not lent is left alone."""
         source, update.source = update.source, None
         if source is not None:
-            extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-            stream = torch.cuda.current_stream(source.flat.device) if source.flat.is_cuda else None
-            self._free.setdefault(source.flat.device, []).append(source._replace(stream=stream))
+            if not update.is_wiped:
+                extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
+            source.stream = torch.cuda.current_stream(source.flat.device) if source.flat.is_cuda else None
+            self._free.setdefault(source.flat.device, []).append(source)
 
 
 def _numbered(device: torch.device) -> torch.device:

@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "predict": "write benchmarks/gpu.md: predicted kernel times beside measured ones",
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
+    "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
     "layers": "time steps of a model of many tiny layers, by every door, beside the door alone",
     "traffic": "count the bytes that ranks send: by interface, by formula, simulated",
     "study": "train over many seeds and compare accuracy and loss with dense",

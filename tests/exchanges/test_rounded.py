@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -82,18 +82,29 @@ def simulation(spec: str, grads: Named) -> gradcomp.Simulation:
 def found_by(spec: str, grads: Named) -> Found:
     """A compressor's levels and errors in its first step."""
     found: list[Found] = []
-    find_levels = kernels.find_levels
+    find_levels, find_and_take_levels = kernels.find_levels, kernels.find_and_take_levels
+
+    def note(value: Tensor, group: int, levels: Tensor, bounds: Tensor | None) -> None:
+        within = torch.tensor([-math.inf, math.inf]).repeat(len(levels)) if bounds is None else bounds
+        found.append(Found(value, group, levels.clone(), within.view(-1, 2)))
 
     def watched(
         value: Tensor, form: str, group: int, count: int, levels: Tensor, cuts: Tensor, bounds: Tensor | None = None
     ) -> None:
         find_levels(value, form, group, count, levels, cuts, bounds)
-        within = torch.tensor([-math.inf, math.inf]).repeat(len(cuts)) if bounds is None else bounds
-        found.append(Found(value.clone(), group, levels.clone().view(-1, count), within.view(-1, 2)))
+        note(value.clone(), group, levels.view(-1, count), bounds)
+
+    def watched_chain(
+        residual: Tensor, rule: str, group: int, count: int, key: int, payload: Tensor, *drawn_and_bounds: Any
+    ) -> None:
+        value, end = residual.clone(), 8 + 4 * kernels.groups(len(residual), group) * count
+        find_and_take_levels(residual, rule, group, count, key, payload, *drawn_and_bounds)
+        note(value, group, payload[8:end].view(torch.float32).view(-1, count), drawn_and_bounds[1])
 
     made = simulation(spec, grads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "find_levels", watched)
+        patch.setattr(kernels, "find_and_take_levels", watched_chain)
         made.step([dict(grads)])
     (one,) = found
     return one

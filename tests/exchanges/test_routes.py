@@ -18,7 +18,7 @@ def test_a_malformed_payload_raises_and_names_the_rank() -> None:
     for form in ("compact", "exact"):
         acc = Acc(torch.randn(100_000), Memory())
         taken = CODECS[form].allocate(acc, 50)
-        kernels.take_topk(acc.residual, 50, *taken.entries)
+        kernels.take_topk(acc.residual, 50, *taken.unpacked)
         steps = routes.allgather(acc, taken, World(0, 2))
         request = next(steps)
         broken = payload.read(request.payload.form, request.payload.bytes.clone())

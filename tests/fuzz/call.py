@@ -12,7 +12,7 @@ from fuzz.drawn import Draw, Lent
 KERNELS = declared.kernels()
 SCRATCHES = declared.scratches()
 # Kernels that write into gradients. ops.inc declares all gradients alike.
-WRITES_GRADIENTS = ("spread",)
+WRITES_GRADIENTS = ("spread", "spread_and_wipe")
 
 # Exceptions by which the binding, pybind11 and the array libraries refuse a call.
 REFUSALS = (ValueError, TypeError, RuntimeError, BufferError, NotImplementedError)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-OPS = Path(__file__).resolve().parents[2] / "csrc" / "ops.inc"
+OPS = [Path(__file__).resolve().parents[2] / "csrc" / name for name in ("ops.inc", "ops_chains.inc")]
 
 # NumPy's names of the types of entries. torch has few operations for unsigned words, so the binding takes signed ones, too.
 DTYPES = {
@@ -50,7 +50,7 @@ def scratches() -> list[str]:
 
 
 def _declarations() -> str:
-    return re.sub(r"//.*", "", OPS.read_text())
+    return re.sub(r"//.*", "", "\n".join(file.read_text() for file in OPS))
 
 
 def _argument(declared: str) -> Argument:

@@ -14,7 +14,7 @@ from fuzz import call, declared, run
 from gradcomp.native import extension
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = 5600
+CALLS = 7600
 
 
 def fuzzed(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:

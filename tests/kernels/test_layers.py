@@ -13,12 +13,13 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 LAYERS = [
     ["span.", "expects."],
     ["math.", "math_"],
-    ["ops."],
+    ["ops.", "ops_"],
     ["cpu/entry_", "cpu/lane_", "cuda/launch."],
     ["cpu/thread_", "cuda/thread_"],
     ["cuda/warp."],
     ["cpu/block_", "cuda/block.", "cuda/block_"],
     ["cpu/bucket_", "cuda/device_"],
+    ["chains."],
     ["cpu/", "cuda/"],
     ["bind.", "bind_"],
 ]

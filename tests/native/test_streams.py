@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.steps.reducer import Reducer
-from gradcomp.native import streams
+from gradcomp.native import extension
 from gradcomp.native.streams import Streams
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.protocol import Layer
@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     for name in ("current_stream", "stream", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(made, name))
-    monkeypatch.setattr(streams, "_handle", lambda index: made.current.cuda_stream)
+    monkeypatch.setattr(extension, "current_stream", lambda index: made.current.cuda_stream)
     return made
 
 

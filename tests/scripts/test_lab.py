@@ -31,6 +31,7 @@ ROOMS = [
         "lgc",
         "accuracy",
         "layers",
+        "host",
         "soak",
         "gpu",
         "machines",

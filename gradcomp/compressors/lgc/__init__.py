@@ -215,7 +215,7 @@ class Lgc(Compressor):
         """Send this rank's largest entries as they are. The update must be zero."""
         n = len(acc.residual)
         if n:
-            taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.mask)
+            taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.mask, packs=True)
             yield from routes.allgather(acc, taken, world, into=update)
 
     def _share_places(self, acc: Acc, selection: PlaceSelection, coder: Autoencoder, coded: bool) -> Requests[CommonPlaces]:

@@ -12,8 +12,9 @@ from gradcomp.compressors.lgc.autoencoder import Autoencoder, ordered_mean, sele
 from gradcomp.compressors.lgc.code_error import CodeCheck
 from gradcomp.compressors.lgc.common_places import CommonPlaces
 from gradcomp.messages import payload as payloads
+from gradcomp.messages.codec import Codec
 from gradcomp.messages.payload import wrap
-from gradcomp.messages.sparse import EXACT, Codec
+from gradcomp.messages.sparse import EXACT
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.protocol import Acc
@@ -113,7 +114,7 @@ def gather_innovations(acc: Acc, common: CommonPlaces, count: int, codec: Codec,
     n = len(acc.residual)
     codec = min(codec, EXACT, key=lambda codec: payloads.size(codec.form(n, count)))
     taken = codec.take(Acc(acc.residual, acc.memory), count)
-    kernels.add_sparse(acc.residual, *taken.entries)  # they stay in the residual until the step is known to succeed
+    kernels.add_sparse(acc.residual, *taken.unpacked)  # they stay in the residual until the step is known to succeed
     received = yield from gather(codec.pack(taken, None))
     inside, outside = [], []
     for payload in received:

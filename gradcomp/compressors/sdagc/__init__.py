@@ -35,7 +35,7 @@ from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import wire_knob
-from gradcomp.native import kernels
+from gradcomp.native.kernels import Bar
 from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.requests import World, gather
 from gradcomp.saved import checked_whole, entry, number, sequence, table, tensor, whole
@@ -147,22 +147,17 @@ class Sdagc(Compressor):
             # Most buckets never need this buffer.
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam))
-        self._set_thresholds(moments, state)
-        taken = codec.allocate(acc, capacity.entries)
-        layers, mask = (state.ends, state.thresholds), routes.mask_of(acc, self.route)
-        kernels.take_above(acc.residual, *layers, *taken.entries, mask, acc.flag, acc.peaks, acc.memory)
-        if target is not None:
-            kernels.steer(state.lam, taken.entries.header, target)
-        if self.lr_revision in AGE_REVISIONS:
+        divides = self.lr_revision in AGE_REVISIONS
+        taken = routes.take_above(acc, capacity.entries, self._bar(moments, state, target), self.wire, self.route, divides)
+        if divides:
             state.ages = state.ages or Ages(acc.residual.numel(), state.ends)
-            state.ages.divide(taken.entries, state.steps, by_layer=self.lr_revision == "per_layer")
+            state.ages.divide(taken.unpacked, state.steps, by_layer=self.lr_revision == "per_layer")
         return (yield from routes.exchange(acc, taken, world, self.route, kept_share=self.sam, observe=capacity.observe))
 
-    def _set_thresholds(self, moments: Tensor, state: SdagcState) -> None:
-        """Set each layer's threshold from its statistics."""
-        from_zero, pooled = self.sigma == "zero", self.per == "bucket"
-        state_arrays = (state.ends, state.lam, state.thresholds)
-        kernels.set_thresholds(moments, *state_arrays, from_zero=from_zero, live=self.live, pooled=pooled)
+    def _bar(self, moments: Tensor, state: SdagcState, target: int | None) -> Bar:
+        """Return what entries must exceed: lam times the deviation of their layer, or of the bucket."""
+        options = self.sigma == "zero", self.live, self.per == "bucket"
+        return Bar(moments, state.ends, state.lam, state.thresholds, *options, target)
 
     def save(self, state: SdagcState) -> dict[str, Any]:
         return {

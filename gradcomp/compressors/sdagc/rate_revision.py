@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradcomp.messages.sparse import Entries
+from gradcomp.messages.codec import Entries
 
 REVISIONS = ("none", "density", "staleness", "per_layer")
 # The revisions that need the steps that entries waited.

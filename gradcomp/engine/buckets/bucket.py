@@ -42,6 +42,8 @@ class Bucket:
     def complete(self) -> None:
         """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""
         self.streams.join()
+        if len(self.grads) == len(self.layout.names):
+            return
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
             if name not in self.grads:
                 self.grads[name] = torch.zeros(size, device=self.layout.device)

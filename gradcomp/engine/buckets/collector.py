@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,11 @@ class Collector(Wrapper):
     @property
     def traits(self) -> Traits:
         return replace(self.inner.traits, outermost=True)
+
+    @functools.cached_property
+    def inner_traits(self) -> Traits:
+        """The traits of the wrapped compressor, which makes them anew at every look."""
+        return self.inner.traits
 
     def init(self, layout: Layout, seed: int) -> BucketState:
         residual = torch.zeros(layout.total, device=layout.device)

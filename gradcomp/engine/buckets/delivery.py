@@ -32,6 +32,7 @@ class Delivery:
         self._targets = targets or (lambda bucket: bucket.ordered_grads)
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
+        self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
 
     def loss_scale(self, bucket: Bucket) -> Tensor | None:
         """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled."""
@@ -40,21 +41,21 @@ class Delivery:
         return self._loss_scale.on(bucket.layout.device)
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
-        """Write an update into the gradients, scale times.
+        """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.
 
         With a loss scale the step may be taken back, and then the residual gets what casts to 16 bits leave out.
         """
         loss_scale, keeps = self.loss_scale(bucket), bucket.collector.keeps_residual
-        verdict = self._verdicts[bucket.layout.device][bucket.index : bucket.index + 1]
-        kernels.spread(
+        update.is_wiped = kernels.spread(
             update.flat,
             self._targets(bucket),
             scale,
             update.marks,
             loss_scale=loss_scale,
             residual=bucket.state.residual if keeps and loss_scale is not None else None,
-            verdict=verdict,
+            verdict=self._verdict_of[bucket.layout.device][bucket.index],
             step=step,
+            wipes=update.source is not None,
         )
 
     def has_failed(self, step: int) -> bool:

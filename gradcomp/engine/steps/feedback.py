@@ -159,7 +159,7 @@ class Feedback(Collector):
         if state.second is not None and not isinstance(step.momentum, AdamStep):
             adam_moments.forget(state)
         # An update that is larger than its gradients may be too large for float16.
-        kept = self.own_rate and all(grad.dtype != torch.float16 for grad in grads)
+        kept = self.own_rate and step.own_rates is not None and all(grad.dtype != torch.float16 for grad in grads)
         of_residual = own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0
         frozen_layers.follow_rates(state, of_residual or 1.0)
         momentum, nesterov, adaptive, compares = self.set_momentum, self.nesterov, None, False
@@ -194,7 +194,7 @@ class Feedback(Collector):
             scales=scales,
             loss_scale=step.loss_scale,
             moments=state.moments,
-            raw=self.inner.traits.moments == "raw",
+            raw=self.inner_traits.moments == "raw",
             peaks=state.peaks,
             adaptive=adaptive,
             mask=mask if momentum or adaptive else None,
@@ -216,7 +216,7 @@ class Feedback(Collector):
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
         """Return what notes the entries that are sent in this step; None if none wait, or masking=false."""
-        if not self.masking or not self.feedback or not self.inner.traits.selects:
+        if not self.masking or not self.feedback or not self.inner_traits.selects:
             return None
         if state.sent_in is None:  # nothing has waited yet
             state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)

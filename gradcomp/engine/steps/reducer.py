@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradcomp.engine.buckets.bucket import Bucket, check_type
+from gradcomp.engine.buckets.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.buckets.collector import Rates, StepFacts
 from gradcomp.engine.buckets.delivery import Delivery
 from gradcomp.engine.buckets.loss_scale import LossScale
@@ -83,9 +83,8 @@ class Reducer:
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
         self._takes_back = delivery is not None or deliver is None
         self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
-        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.layout.names}
-        self.scale, self.steps_done = 1.0, 0
-        self._step = 1  # the number in verdicts, which no other step has
+        self._bucket_of = dict.fromkeys(layers) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
+        self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self.clock, self.observer = StepClock(), observer
 
@@ -103,12 +102,14 @@ class Reducer:
 
         grad: contiguous. It must not change before its update is delivered.
         """
-        check_type(grad, f"the gradient of {name!r}")
-        self.clock.note_gradient()
-        if self.layers[name].size == 0:
-            return
+        if grad.dtype not in GRADIENT_TYPES:
+            check_type(grad, f"the gradient of {name!r}")
         bucket = self._bucket_of[name]
-        if name in bucket.grads:
+        if bucket is None:  # a layer without entries
+            return
+        if not bucket.grads:
+            self.clock.note_gradient()
+        elif name in bucket.grads:
             raise RuntimeError(
                 f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
             )
@@ -133,8 +134,7 @@ class Reducer:
         for bucket in running:
             assert bucket.answer is not None
             bucket.streams.join()
-            asked = time.perf_counter()
-            reply = bucket.answer()
+            asked, reply = time.perf_counter(), bucket.answer()
             replied = self.clock.note_reply(asked)
             self._resume(bucket, reply)
             self.clock.note_encoded(replied)
@@ -203,8 +203,7 @@ class Reducer:
         acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
         if self.observer is not None:
             self.observer.collected(bucket)
-        bucket.round = 0
-        bucket.running = collector.exchange(acc, bucket.state, world)
+        bucket.round, bucket.running = 0, collector.exchange(acc, bucket.state, world)
         self._resume(bucket, None)
         self.clock.note_encoded(began)
 

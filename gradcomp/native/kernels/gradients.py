@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue
+from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, count, on_cuda, queue, scratch_words
 from gradcomp.native.kernels.sparse import Mask
 from gradcomp.native.memory import Memory
 
 
 class _Chunk(NamedTuple):
-    """Gradients that fit one launch, the layers that they belong to, and their place in the flat bucket."""
+    """Gradients that fit one launch, the layers that they belong to, and their place in the flat bucket. None: all of it."""
 
     grads: Sequence[Array]
-    layers: slice
-    place: slice
+    layers: slice | None
+    place: slice | None
 
 
 def _chunks(grads: Sequence[Array]) -> list[_Chunk]:
     if len(grads) <= MOST_PIECES:
-        return [_Chunk(grads, slice(None), slice(None))]
+        return [_Chunk(grads, None, None)]
     chunks = []
     at = 0
     for first in range(0, len(grads), MOST_PIECES):
@@ -35,15 +35,20 @@ def _chunks(grads: Sequence[Array]) -> list[_Chunk]:
     return chunks
 
 
+def _part(array: Array | None, span: slice | None) -> Array | None:
+    """Slice an array, unless the part is all of it: a view costs 1.5 us."""
+    return array if array is None or span is None else array[span]
+
+
 def flatten(grads: Sequence[Array], flat: Array) -> None:
     """Copy the gradients into flat, one after the other, cast to float32."""
     for part, _, place in _chunks(grads):
-        extension.native.flatten(part, flat[place], **queue(flat))
+        extension.native.flatten(part, _part(flat, place), **queue(flat))
 
 
-def _lend_scratch(grads: Sequence[Array], like: Array, memory: Memory) -> Array:
-    """Lend scratch for the moments of accumulate(), or for sum_squares()."""
-    words = extension.native.accumulate_scratch(on_cuda(like), sum(map(count, grads)), len(grads))
+def _lend_scratch(n: int, grads: Sequence[Array], like: Array, memory: Memory) -> Array:
+    """Lend scratch for the moments of accumulate(), or for sum_squares(). n: entries of the gradients."""
+    words = scratch_words(extension.native, "accumulate", on_cuda(like), n, len(grads))
     return memory.scratch("measuring", words, like)
 
 
@@ -51,7 +56,8 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
     """Sum the squares of each gradient in float64: squares[i] <- sum of grads[i]^2."""
     memory = memory or Memory()
     for part, layers, _ in _chunks(grads):
-        extension.native.sum_squares(part, squares[layers], _lend_scratch(part, squares, memory), **queue(squares))
+        scratch = _lend_scratch(sum(map(count, part)), part, squares, memory)
+        extension.native.sum_squares(part, _part(squares, layers), scratch, **queue(squares))
 
 
 class Adaptive(NamedTuple):
@@ -74,6 +80,9 @@ class Adaptive(NamedTuple):
     root_scale: float = 1.0
     epsilon: float = 0.0
     waiting: float = 0.0
+
+
+_PLAIN = Adaptive(None)
 
 
 def accumulate(
@@ -106,25 +115,26 @@ def accumulate(
     peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
     """
     memory = memory or Memory()
-    rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or Adaptive(None)
+    rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or _PLAIN
     chunks = _chunks(grads)
     if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
         peaks = None
     flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), residual)
     for i, (part, layers, place) in enumerate(chunks):
+        flat = _part(residual, place)
         extension.native.accumulate(
             part,
-            None if scales is None else scales[layers],
+            _part(scales, layers),
             loss_scale,
-            residual[place],
-            None if velocity is None else velocity[place],
-            None if rule.second is None else rule.second[place],
-            None if mask is None else mask.sent_in[place],
-            flags[i : i + 1],
-            None if moments is None else moments[layers],
+            flat,
+            _part(velocity, place),
+            _part(rule.second, place),
+            None if mask is None else _part(mask.sent_in, place),
+            flag if len(chunks) == 1 else flags[i : i + 1],
+            _part(moments, layers),
             peaks,
-            None if moments is None else _lend_scratch(part, residual, memory),
+            None if moments is None else _lend_scratch(count(flat), part, residual, memory),
             of_residual,
             momentum,
             *rule[1:],
@@ -154,18 +164,24 @@ def spread(
     residual: Array | None = None,
     verdict: Array | None = None,
     step: int = 1,
-) -> None:
-    """Write scale * loss_scale * flat into the gradients, each in its own memory and type.
+    wipes: bool = False,
+) -> bool:
+    """Write scale * loss_scale * flat into the gradients, each in its own memory and type. Return whether flat is zeros now.
 
     marks: of an update, to skip its zeros. residual: gets what casts leave out.
     verdict: int32[1]; tells add_back() whether the bucket failed in this step.
+    wipes: set flat and its marks to zeros in the same call, if one call is enough.
     """
     chunks = _chunks(grads)
+    if wipes and marks is not None and len(chunks) == 1:
+        extension.native.spread_and_wipe(flat, marks, grads, loss_scale, residual, verdict, scale, step, **queue(flat))
+        return True
     marks = marks if len(chunks) == 1 else None  # chunks do not end where lines do
     for part, _, place in chunks:
-        kept = None if residual is None else residual[place]
-        rest = (marks, part, loss_scale, kept, verdict, scale, step)
-        extension.native.spread(flat[place], flat[:1], *rest, **queue(flat))
+        rest = (marks, part, loss_scale, _part(residual, place), verdict, scale, step)
+        first = flat if place is None else flat[:1]
+        extension.native.spread(_part(flat, place), first, *rest, **queue(flat))
+    return False
 
 
 def may_have_failed(verdicts: Tensor, step: int) -> bool:
@@ -192,7 +208,13 @@ def add_back(
 ) -> None:
     """Add what spread() delivered to the residual if a verdict is of this step, unless this bucket itself failed."""
     for part, _, place in _chunks(grads):
-        extension.native.add_back(part, residual[place], loss_scale, verdicts, bucket, scale, step, **queue(residual))
+        own = _part(residual, place)
+        extension.native.add_back(part, own, loss_scale, verdicts, bucket, scale, step, **queue(residual))
+
+
+def write_header(header: Array, flag: Array | None = None, count: int = 0) -> None:
+    """Write a payload's header: the number of entries, 0 where all travel, and the flag, 0 where there is none."""
+    extension.native.write_header(flag, count, header, **queue(header))
 
 
 def offer_all(residual: Array, taken: Array, flag: Array | None = None, scale: float = 1.0) -> Array:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, launches, queue
+from gradcomp.native.extension import Array, count, launches, on_cuda, queue, scratch_words
+from gradcomp.native.memory import Memory
 
 # Rules for a group's levels, in the order of csrc/math_levels.h.
 LEVEL_RULES = ("optimal", "partly", "mean", "lloyd", "peak", "norm", "range", "quantile", "sign")
@@ -59,3 +60,40 @@ def settle_levels(
 ) -> None:
     """Put keep times the taken levels back if update[0] is finite, otherwise all of them."""
     extension.native.settle_levels(residual, levels, words, group, count, update, keep, **queue(residual))
+
+
+def find_and_take_levels(
+    residual: Array,
+    rule: str,
+    group: int,
+    levels: int,
+    key: int,
+    payload: Array,
+    drawn: bool = True,
+    bounds: Array | None = None,
+    flag: Array | None = None,
+    memory: Memory | None = None,
+) -> None:
+    """Do what find_levels() and take_levels() do: payload <- header, all levels and words, in bytes. drawn: not by cuts."""
+    words = scratch_words(extension.native, "find_and_take_levels", on_cuda(residual), count(residual), group)
+    scratch, form = (memory or Memory()).scratch("cuts", words, residual), LEVEL_RULES.index(rule)
+    extension.native.find_and_take_levels(
+        residual, bounds, flag, form, group, levels, drawn, key, payload, scratch, **queue(residual)
+    )
+
+
+def add_and_settle_levels(
+    update: Array,
+    payloads: Sequence[Array],
+    group: int,
+    count: int,
+    scale: float,
+    residual: Array,
+    own: Array,
+    keep: float = 0.0,
+) -> None:
+    """Do what add_levels() does, for the payloads of at most MOST_RANKS ranks, and settle_levels() with the sums as the update.
+
+    own: the payload that this rank sent. Payloads are given in bytes.
+    """
+    extension.native.add_and_settle_levels(update, payloads, group, count, scale, residual, own, keep, **queue(residual))

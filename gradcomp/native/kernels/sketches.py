@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, count, on_cuda, queue
+from gradcomp.native.extension import Array, count, on_cuda, queue, scratch_words
 from gradcomp.native.memory import Memory
 
 
@@ -25,6 +25,6 @@ def heaviest(
     parts: int = 1,
 ) -> None:
     """Find the entries, of a part of n, with the largest estimated magnitudes, in index order, ties to the lower index."""
-    words = extension.native.heaviest_scratch(on_cuda(table), n, count(indices))
+    words = scratch_words(extension.native, "heaviest", on_cuda(table), n, count(indices))
     scratch = (memory or Memory()).scratch("heaviest", words, table)
     extension.native.heaviest(table, rows, seed, n, part, parts, indices, estimates, scratch, **queue(table))

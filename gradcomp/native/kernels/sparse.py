@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, count, launches, on_cuda, queue
+from gradcomp.native.extension import Array, count, launches, on_cuda, queue, scratch_words
 from gradcomp.native.memory import Memory
 
 # Entries of a block of a packed payload, and the bits of a value: its sign, and its power of two.
@@ -66,7 +66,7 @@ def take_topk(
 
     mask: sets the velocity to 0 where the entry waited. header <- (k, flag).
     """
-    words = extension.native.take_topk_scratch(on_cuda(residual), count(residual), k)
+    words = scratch_words(extension.native, "take_topk", on_cuda(residual), count(residual), k)
     scratch = (memory or Memory()).scratch("topk", words, residual)
     extension.native.take_topk(
         residual, *(mask or _NO_MASK), flag, peaks, k, values, indices, header, scratch, **queue(residual)
@@ -89,9 +89,60 @@ def take_above(
 
     The capacity is that of values; if more pass, the largest are taken. mask: see take_topk(). header <- (how many pass, flag).
     """
-    words = extension.native.take_above_scratch(on_cuda(residual), count(residual), count(values))
+    words = scratch_words(extension.native, "take_above", on_cuda(residual), count(residual), count(values))
     arrays = (ends, thresholds, values, indices, header, (memory or Memory()).scratch("above", words, residual))
     extension.native.take_above(residual, *(mask or _NO_MASK), flag, peaks, *arrays, **queue(residual))
+
+
+class Bar(NamedTuple):
+    """What an entry must exceed: its layer's threshold, which follows from the layer's moments and lam. See set_thresholds().
+
+    target: the number of entries to which steer() moves lam; None if lam is fixed.
+    """
+
+    moments: Array
+    ends: Array
+    lam: Array
+    thresholds: Array
+    from_zero: bool = False
+    live: bool = True
+    pooled: bool = False
+    target: int | None = None
+
+
+def take_topk_and_pack(
+    residual: Array,
+    k: int,
+    payload: Array,
+    mask: Mask | None = None,
+    flag: Array | None = None,
+    peaks: Array | None = None,
+    memory: Memory | None = None,
+) -> None:
+    """Do what take_topk() and pack_sparse() do: payload <- header, blocks and entries, in bytes. The rounding error stays."""
+    words = scratch_words(extension.native, "take_topk_and_pack", on_cuda(residual), count(residual), k)
+    scratch = (memory or Memory()).scratch("take", words, residual)
+    extension.native.take_topk_and_pack(residual, *(mask or _NO_MASK), flag, peaks, k, payload, scratch, **queue(residual))
+
+
+def take_above_and_pack(
+    residual: Array,
+    bar: Bar,
+    capacity: int,
+    payload: Array,
+    mask: Mask | None = None,
+    flag: Array | None = None,
+    peaks: Array | None = None,
+    memory: Memory | None = None,
+) -> None:
+    """Do what set_thresholds(), take_above(), steer() and pack_sparse() do. payload: see take_topk_and_pack()."""
+    words = scratch_words(extension.native, "take_above_and_pack", on_cuda(residual), count(residual), capacity)
+    scratch = (memory or Memory()).scratch("take", words, residual)
+    moments, ends, lam, thresholds, from_zero, live, pooled, target = bar
+    rule = (moments, ends, lam, from_zero, live, pooled, target or 0, thresholds)
+    extension.native.take_above_and_pack(
+        residual, *(mask or _NO_MASK), flag, peaks, *rule, capacity, payload, scratch, **queue(residual)
+    )
 
 
 def set_thresholds(
@@ -165,3 +216,20 @@ def settle_packed(
 ) -> None:
     """Put packed entries back, as settle_sparse() does."""
     extension.native.settle_packed(residual, blocks, entries, header, update, capacity, keep, **queue(residual))
+
+
+def add_and_settle_packed(
+    update: Array,
+    payloads: Sequence[Array],
+    capacity: int,
+    scale: float,
+    marks: Array | None,
+    residual: Array,
+    own: Array,
+    keep: float = 0.0,
+) -> None:
+    """Do what add_packed() does, for the payloads of at most MOST_RANKS ranks, and settle_packed() with the sums as the update.
+
+    own: the payload that this rank sent. Payloads are given in bytes.
+    """
+    extension.native.add_and_settle_packed(update, marks, payloads, capacity, scale, residual, own, keep, **queue(residual))

@@ -1,0 +1,134 @@
+"""The costs of a step on the host: a reducer's steps on a network that answers at once, with the native calls timed.
+
+The time outside native calls is Python's. A model whose layers are a ten thousandth as large has the same calls with nearly no
+work, so its native calls take the binding's time. What they take longer with whole layers is the kernels'.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.native import extension
+from gradcomp.networks import Answer
+from gradcomp.prediction import trial
+from gradcomp.prediction.mirror import Mirror
+from gradcomp.protocol import Layer
+from gradcomp.requests import Request, World
+from gradcomp.spec import make
+from laboratory.host.resnet import Shapes, resnet50, shrunk
+from laboratory.timing import Spread
+
+BUCKET_MB = 25.0
+# The layers of the small model are so much smaller.
+SMALLER = 10_000
+# Steps before those that count: capacities have settled then, and memory is kept.
+SETTLING = 20
+RATE = 0.1
+
+
+class Native:
+    """The extension, with its calls counted and timed. To be put in its place."""
+
+    def __init__(self, real: Any):
+        self._real = real
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.seconds, self.calls = 0.0, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if not callable(found):
+            return found
+        timed = self.__dict__[name] = self._timed(name, found)
+        return timed
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            found = function(*arguments, **options)
+            self.seconds += time.perf_counter() - began
+            self.calls[name] += 1
+            return found
+
+        return timed
+
+
+class Instant(Mirror):
+    """A network that answers at once, as if all ranks had sent the same. seconds: that making the answers took."""
+
+    def __init__(self, world: World):
+        super().__init__(world, lambda: None)
+        self.seconds = 0.0
+
+    def start(self, request: Request, name: str) -> Answer:
+        """Make the answer."""
+        began = time.perf_counter()
+        reply = self._reply(request)
+        self.seconds += time.perf_counter() - began
+        return lambda: reply
+
+
+class Costs(NamedTuple):
+    """Of a step: its buckets, its seconds outside native calls and in them, and the native calls by name."""
+
+    buckets: int
+    outside: Spread
+    native: Spread
+    calls: Counter[str]
+
+
+def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -> Costs:
+    """Take steps on one of some ranks, and return the costs of those that count."""
+    device, world = torch.device("cpu"), World(0, ranks, tuple(range(ranks)))
+    grads = trial.gradients(shapes, device)
+    layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
+    updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
+    targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
+    network, real = Instant(world), extension.native
+    native = extension.native = Native(real)
+    outside, inside = [], []
+    try:
+        rates = (RATE,) * len(layers)
+        reducer = Reducer(make(spec), layers, network, bucket_mb, 0, targets=targets, rates=lambda names: rates[: len(names)])
+        for step in range(SETTLING + count):
+            if step == SETTLING:
+                native.clear()
+            native.seconds = network.seconds = 0.0
+            began = time.perf_counter()
+            for name in reversed(grads):
+                reducer.mark_ready(name, grads[name])
+            reducer.finish_step()
+            spent = time.perf_counter() - began
+            if step >= SETTLING:
+                inside.append(native.seconds)
+                outside.append(spent - native.seconds - network.seconds)
+    finally:
+        extension.native = real
+    each = Counter({name: math.ceil(calls / count) for name, calls in native.calls.items()})
+    return Costs(len(reducer.buckets), Spread.of(outside), Spread.of(inside), each)
+
+
+def of_resnet(spec: str, ranks: int, count: int, whole: bool = True) -> dict[str, Any]:
+    """Return what a step of ResNet-50 costs. whole: take steps of the whole model, too, for the kernels' time."""
+    small = steps(spec, shrunk(resnet50(), SMALLER), BUCKET_MB / SMALLER, ranks, count)
+    found: dict[str, Any] = {
+        "spec": spec,
+        "buckets": small.buckets,
+        "calls_a_bucket": sum(small.calls.values()) / small.buckets,
+        "calls": dict(small.calls),
+        "python_ms": {name: 1e3 * value for name, value in small.outside._asdict().items()},
+        "binding_ms": {name: 1e3 * value for name, value in small.native._asdict().items()},
+    }
+    if whole:
+        large = steps(spec, resnet50(), BUCKET_MB, ranks, max(3, count // 20))
+        found["kernels_ms"] = 1e3 * max(0.0, large.native.median - small.native.median)
+    return found

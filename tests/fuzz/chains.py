@@ -1,0 +1,217 @@
+"""Calls of the chains. Their definition is that of their kernels, called one after the other on copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from fuzz import gradients, levels, packed, sparse
+from fuzz.call import Made, expect, maker
+from fuzz.drawn import Content, Draw, Lent, same
+from fuzz.sparse import BLOCK, f32
+
+from gradcomp.native import extension, kernels
+
+TAKE = ("residual", "velocity", "sent_in", "step", "flag", "peaks")
+
+
+def padded(content: Content) -> bytes:
+    """Pad an array of a payload to a multiple of 8 bytes."""
+    return content.tobytes() + bytes(-content.nbytes % 8)
+
+
+def payload(draw: Draw, parts: Sequence[Content]) -> Lent:
+    """Lend the bytes of a payload with these arrays, at an address that a payload may have."""
+    lent = Lent(np.frombuffer(b"".join(map(padded, parts)), np.int64), draw)
+    lent.now, lent.was, lent.floats = (each.view(np.uint8) for each in (lent.now, lent.was, lent.was))
+    lent.given = lent.given.view(torch.uint8 if isinstance(lent.given, torch.Tensor) else np.uint8)
+    return lent
+
+
+def arrays_of(content: Content, forms: Sequence[tuple[str, int]]) -> list[Content]:
+    """Take a payload's bytes apart. forms: type and length of each array."""
+    found, at = [], 0
+    for dtype, length in forms:
+        end = at + length * np.dtype(dtype).itemsize
+        found.append(content[at:end].view(dtype))
+        at = -(-end // 8) * 8
+    return found
+
+
+def packed_form(n: int, space: int) -> list[tuple[str, int]]:
+    return [("int32", 2), ("uint32", -(-n // BLOCK)), ("uint32", kernels.packed_words(n, space))]
+
+
+def levels_form(n: int, group: int, count: int) -> list[tuple[str, int]]:
+    return [("int32", 2), ("float32", kernels.groups(n, group) * count), ("uint64", kernels.words(n, group, count))]
+
+
+def empty(draw: Draw, forms: Sequence[tuple[str, int]]) -> Lent:
+    return payload(draw, [np.frombuffer(draw.randbytes(length * np.dtype(dtype).itemsize), dtype) for dtype, length in forms])
+
+
+def copy(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy the arrays as they were before the call."""
+    return {name: value.was.copy() if isinstance(value, Lent) else value for name, value in values.items()}
+
+
+def check_written(values: dict[str, Any], copies: dict[str, Any], *names: str) -> None:
+    for name in names:
+        expect(values[name] is None or same(values[name].now, copies[name]), f"{name} is not what the kernels leave")
+
+
+def check_packed(values: dict[str, Any], copies: dict[str, Any], space: int, taken: Sequence[Content]) -> None:
+    """Pack the taken entries, and compare the payloads."""
+    n = len(values["residual"])
+    header, *parts = arrays_of(copies["payload"], packed_form(n, space))
+    extension.native.pack_sparse(copies["residual"], *taken, header, n, *parts)
+    check_written(values, copies, "payload", "residual", "velocity", "sent_in")
+
+
+@maker
+def take_topk_and_pack(draw: Draw) -> Made:
+    values, sound = sparse.selection(draw)
+    n = len(values["residual"])
+    k = packed.space_of(draw, n)
+    words = extension.native.take_topk_and_pack_scratch(False, n, k) + draw.choice((0, 0, 1, 1000))
+    values |= {"k": k, "payload": empty(draw, packed_form(n, k)), "scratch": draw.garbage(words, "uint32")}
+
+    def check() -> None:
+        copies, taken = copy(values), (np.zeros(k, f32), np.zeros(k, np.int32))
+        header, scratch = (
+            copies["payload"][:8].view(np.int32),
+            np.zeros(extension.native.take_topk_scratch(False, n, k), np.uint32),
+        )
+        extension.native.take_topk(*(copies[name] for name in TAKE), k, *taken, header, scratch)
+        check_packed(values, copies, k, taken)
+
+    return values, check if sound else None
+
+
+@maker
+def take_above_and_pack(draw: Draw) -> Made:
+    values, sound = sparse.selection(draw)
+    n = len(values["residual"])
+    ends, legal = sparse.layout(draw, n)
+    space, moments = packed.space_of(draw, n), draw.floats(len(ends) * extension.MOMENTS).astype(np.float64)
+    words = extension.native.take_above_and_pack_scratch(False, n, space)
+    options = {name: draw.likely(0.5) for name in ("from_zero", "live", "pooled")}
+    values |= {"moments": draw.lend(np.abs(moments)), "ends": ends, "lam": draw.lend(draw.floats(2)), **options}
+    values |= {"target": draw.choice((0, 1, 1000, 2**63 - 1)), "thresholds": draw.garbage(len(ends), "float32")}
+    values |= {"capacity": space, "payload": empty(draw, packed_form(n, space)), "scratch": draw.garbage(words, "uint32")}
+
+    def check() -> None:
+        copies, taken = copy(values), (np.zeros(space, f32), np.zeros(space, np.int32))
+        header, own = copies["payload"][:8].view(np.int32), [copies[name] for name in ("ends", "lam", "thresholds")]
+        extension.native.set_thresholds(copies["moments"], *own[:2], *options.values(), own[2])
+        scratch = np.zeros(extension.native.take_above_scratch(False, n, space), np.uint32)
+        extension.native.take_above(*(copies[name] for name in TAKE), own[0], own[2], *taken, header, scratch)
+        if values["target"]:
+            extension.native.steer(own[1], header, values["target"])
+        check_packed(values, copies, space, taken)
+        check_written(values, copies, "lam", "thresholds")
+
+    return values, check if sound and legal else None
+
+
+@maker
+def add_and_settle_packed(draw: Draw) -> Made:
+    n, scale, keep = draw.size(1), draw.factor(), draw.factor()
+    space = packed.space_of(draw, n)
+    sent = [payload(draw, [part.was for part in packed.payload(draw, n, space)]) for _ in range(draw.ranks(n) + 1)]
+    values = {"target": draw.lend(draw.floats(n)), "marks": draw.maybe(draw.lend(np.zeros(gradients.lines(n), np.uint8)))}
+    values |= {"residual": draw.lend(draw.floats(n))}
+
+    def check() -> None:
+        copies, (own, *others) = copy(values), (arrays_of(each.was, packed_form(n, space)) for each in sent)
+        headers, blocks, entries = ([parts[i] for parts in others] for i in range(3))
+        extension.native.add_packed(copies["target"], copies["marks"], blocks, entries, headers, space, scale)
+        extension.native.settle_packed(copies["residual"], *own[1:], own[0], copies["target"], space, keep)
+        check_written(values, copies, "target", "marks", "residual")
+
+    return {**values, "payloads": sent[1:], "capacity": space, "scale": scale, "own": sent[0], "keep": keep}, check
+
+
+@maker
+def find_and_take_levels(draw: Draw) -> Made:
+    values, _ = levels.find_levels(draw)
+    n, group, count = len(values["flat"]), values["group"], values["count"]
+    groups, drawn = kernels.groups(n, group), count != 2 or draw.likely(0.5)
+    values |= {"residual": draw.lend(values["flat"].was), "flag": draw.maybe(draw.flag()), "drawn": drawn}
+    values |= {"key": draw.getrandbits(62), "payload": empty(draw, levels_form(n, group, count))}
+    values |= {"scratch": draw.garbage(groups + draw.choice((0, 0, 3)), "uint32")}
+
+    def check() -> None:
+        copies, cuts = copy(values), np.zeros(groups, f32)
+        header, found, words = arrays_of(copies["payload"], levels_form(n, group, count))
+        extension.native.write_header(copies["flag"], 0, header)
+        bounds = copies["bounds"]
+        extension.native.find_levels(copies["residual"], bounds, values["form"], group, count, found, cuts)
+        cut = None if drawn else cuts
+        extension.native.take_levels(copies["residual"], found, cut, group, count, values["key"], words)
+        check_written(values, copies, "payload", "residual")
+
+    return values, check
+
+
+@maker
+def add_and_settle_levels(draw: Draw) -> Made:
+    n, count, scale, keep = draw.size(1), draw.choice(levels.COUNTS), draw.factor(), draw.factor()
+    group = levels.group_of(draw, n)
+    ranks = [levels.rank_of(draw, n, group, count) for _ in range(draw.ranks(n) + 1)]
+    sent = [payload(draw, [header.was, own.was, words.was]) for own, words, header in ranks]
+    values = {"target": draw.lend(draw.floats(n)), "residual": draw.lend(draw.floats(n)), "group": group, "count": count}
+
+    def check() -> None:
+        copies, (own, *others) = copy(values), (arrays_of(each.was, levels_form(n, group, count)) for each in sent)
+        headers, found, words = ([parts[i] for parts in others] for i in range(3))
+        extension.native.add_levels(copies["target"], found, words, headers, group, count, scale)
+        extension.native.settle_levels(copies["residual"], *own[1:], group, count, copies["target"], keep)
+        check_written(values, copies, "target", "residual")
+
+    return {**values, "payloads": sent[1:], "scale": scale, "own": sent[0], "keep": keep}, check
+
+
+@maker
+def spread_and_wipe(draw: Draw) -> Made:
+    while True:
+        values, _ = gradients.spread(draw)
+        if len(values["flat"]) > 0:
+            break
+    flat, marks = values["flat"], values["marks"]
+    if marks is None:
+        marks = draw.lend(np.ones(gradients.lines(len(flat)), np.uint8))
+    values |= {"marks": marks, "first": flat}
+
+    def check() -> None:
+        copies = copy(values)
+        grads = [each.was.copy() for each in values["grads"]]
+        typed = [torch.from_numpy(own).view(torch.bfloat16) if is_bfloat16(each) else own for own, each in pairs(grads, values)]
+        rest = [copies[name] for name in ("loss_scale", "residual", "verdict", "scale", "step")]
+        extension.native.spread(copies["flat"], copies["flat"], copies["marks"], typed, *rest)
+        extension.native.wipe(copies["flat"], copies["marks"])
+        check_written(values, copies, "flat", "marks", "residual", "verdict")
+        for own, each in pairs(grads, values):
+            expect(own.tobytes() == each.now.tobytes() or same(own, each.now), "a gradient is not the update")
+
+    return values, check
+
+
+def pairs(grads: list[Content], values: dict[str, Any]) -> list[tuple[Content, Lent]]:
+    return list(zip(grads, values["grads"], strict=True))
+
+
+def is_bfloat16(lent: Lent) -> bool:
+    return isinstance(lent.given, torch.Tensor) and lent.given.dtype == torch.bfloat16
+
+
+@maker
+def write_header(draw: Draw) -> Made:
+    flag, header, count = draw.maybe(draw.flag()), draw.garbage(2, "int32"), draw.choice((0, 1, 1000, 2**31 - 1))
+
+    def check() -> None:
+        expect(header.now.tolist() == [count, 0 if flag is None else flag.was[0]], f"the header is {header.now}")
+
+    return {"flag": flag, "count": count, "header": header}, check

@@ -1,0 +1,49 @@
+"""lab host: what a step costs beside its kernels, and the native calls that a bucket may make."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradcomp.engine.buckets.health import INTERVAL
+from gradcomp.native import extension
+from laboratory.host import costs
+from laboratory.host.resnet import resnet50, shrunk
+from laboratory.main import main
+
+# accumulate; take and pack; add and settle; spread (design: the path of a gradient).
+MOST_CALLS = 4
+# No residual's health is measured in them.
+STEPS = 10
+BUCKETS = 5
+
+
+@pytest.mark.parametrize("spec", ["dense", "half", "topk", "topk:momentum=0.9", "sdagc", "orq", "bingrad"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_bucket_makes_at_most_four_native_calls(spec: str, ranks: int, one_thread: None) -> None:
+    assert costs.SETTLING + STEPS < INTERVAL
+    before = extension.native
+    small = shrunk(resnet50(), costs.SMALLER)
+    found = costs.steps(spec, small, costs.BUCKET_MB / costs.SMALLER, ranks, STEPS)
+    assert found.buckets == BUCKETS and len(small) == 161
+    assert 0 < sum(found.calls.values()) <= MOST_CALLS * BUCKETS, found.calls
+    assert not any(name.endswith("_scratch") for name in found.calls)  # sizes are asked for once
+    assert extension.native is before
+
+
+def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, smaller = torch.get_num_threads(), shrunk(resnet50(), 100)
+    monkeypatch.setattr(costs, "resnet50", lambda: smaller)
+    assert main(["host", "--specs", "topk;dense", "--ranks", "2", "--steps", "3", "--name", "try", "--out", str(tmp_path)]) == 0
+    assert torch.get_num_threads() == threads
+    result = json.loads((tmp_path / "host-try.json").read_text())
+    topk, dense = result["lines"]
+    assert topk["spec"] == "topk" and topk["calls"]["accumulate"] == dense["calls"]["flatten"] == topk["buckets"]
+    for line in (topk, dense):
+        assert 0 < line["python_ms"]["low"] <= line["python_ms"]["median"] <= line["python_ms"]["high"]
+        assert line["binding_ms"]["low"] > 0 and line["kernels_ms"] >= 0
+    text = capsys.readouterr().out
+    assert "native calls a bucket" in text and "topk" in text
