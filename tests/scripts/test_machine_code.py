@@ -90,6 +90,10 @@ WIDE = {
 BYTES = {
     r"(add|settle|round)_words<[359]>": 36,
     r"(add|settle|round)_words<2>": 32,
+    # The second cache serves most of these reads, and 1,536 threads are there.
+    r"sum_cells": 20,
+    r"(mark_candidates|count_first_digits)<EstimateReader<[57]>": 64,
+    r"(mark_candidates|count_first_digits)<EstimateReader<[39]>": 48,
 }
 # Kernels whose loops may read local memory, or divide.
 EXCEPTIONS: dict[str, str] = {}
