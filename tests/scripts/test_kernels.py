@@ -78,16 +78,16 @@ def test_every_case_has_a_prediction_and_the_page_is_up_to_date() -> None:
 
 
 def test_a_prediction_sums_the_slowest_part_of_each_kernel() -> None:
-    gpu = prediction.Gpu("toy", copy=100, cache=200, issued=1000, launch=0.5)
-    memory, cache, instructions = Kernel(8), Kernel(8, 0, 40), Kernel(8, 300, 40)
-    assert prediction.Cost((memory,)).seconds(100, gpu) == 0.5 + 8
-    assert prediction.Cost((cache,), 2).seconds(100, gpu) == 1 + 20
-    assert prediction.Cost((memory, cache, instructions), 3).seconds(100, gpu) == 1.5 + 8 + 20 + 30
+    gpu = prediction.Gpu("toy", copy=64, cache=128, issued=512, launch=0.5)
+    memory, cache, instructions = Kernel(8), Kernel(8, 0, 40), Kernel(8, 256, 40)
+    assert prediction.Cost((memory,)).seconds(64, gpu) == 0.5 + 8
+    assert prediction.Cost((cache,), 2).seconds(64, gpu) == 1 + 20
+    assert prediction.Cost((memory, cache, instructions), 3).seconds(64, gpu) == 1.5 + 8 + 20 + 32
     line = {"name": "flatten", "ms": {"median": 1.25}}
-    stage = {"name": "kernels", "status": "ok", "figures": {"settings": {"size": 100}, "lines": [line]}}
+    stage = {"name": "kernels", "status": "ok", "figures": {"settings": {"size": 64}, "lines": [line]}}
     check = {"device": {"name": "toy 80GB"}, "stages": [stage]}
-    assert prediction.measured([check], 100, gpu) == {"flatten": 1.25} and prediction.measured([check], 50, gpu) == {}
-    assert "| flatten | 8 | 4 | 1 | 8500.000 | 1.250 |" in prediction.table(100, gpu, {"flatten": 1.25})
+    assert prediction.measured([check], 64, gpu) == {"flatten": 1.25} and prediction.measured([check], 50, gpu) == {}
+    assert "| flatten | 8 | 4 | 1 | 8500.000 | 1.250 |" in prediction.table(64, gpu, {"flatten": 1.25})
 
 
 def test_promises_for_a_gpu_are_looked_up() -> None:

@@ -3,8 +3,8 @@
 A case takes the sum of its kernels' times: no kernel starts before the one in front of it has ended. A kernel takes as long as
 its slowest part: bytes of memory at the speed of a copy, bytes of the second cache, or instructions. Each launch adds a little.
 
-Bytes are those of the comments in csrc/cuda. Instructions are counted in the machine code (`lab machine-code`), along the way of
-a whole, aligned tile: those of a loop's turn, or of code without a loop, over the entries that it handles.
+Bytes are those of the comments in csrc/cuda. Instructions are counted in the machine code that `lab machine-code` reads, along
+the way of a whole, aligned tile: those of a loop's turn, or of code without a loop, over the entries that it handles.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ COSTS = {
 PAGE = """\
 # On a GPU: predicted, and measured
 
-{state} A prediction sums the times of a case's kernels. A kernel takes as long as the slowest of its bytes of memory, bytes of the
-second cache, and instructions ([`prediction.py`](../scripts/laboratory/kernels/prediction.py)), on an {gpu.name} that copies
-{copy:.2g} TB/s, has a second cache twice as fast, and takes {launch:.1f} us a launch. Bytes and instructions in the table are an
-entry's, all kernels together. Each kernel's registers and memory are in `results/resources-sm_90.json`, its loads in flight and
-its loops in `results/machine-code-sm_90.json`. `scripts/lab predict` writes this page.
+{state} A prediction sums the times of a case's kernels. A kernel takes as long as the slowest of its bytes of memory, bytes
+of the second cache, and instructions ([`prediction.py`](../scripts/laboratory/kernels/prediction.py)), on an {gpu.name} that
+copies {copy:.2g} TB/s, has a second cache twice as fast, and takes {launch:.1f} us a launch. Bytes and instructions in the table
+are an entry's, all kernels together. Each kernel's registers and memory are in `results/resources-sm_90.json`, its loads in
+flight and its loops in `results/machine-code-sm_90.json`. `scripts/lab predict` writes this page.
 
 {table}
 """
