@@ -171,7 +171,7 @@ def in_flight(graph: Graph) -> tuple[int, int]:
     after: dict[int, dict[int, int]] = {}
     for block, before in graph.forward():
         # The registers that are still to come, each with the bytes of its load.
-        coming = dict(max((after[each] for each in before), key=rank, default={}))
+        coming = max((dict(after[each]) for each in before), key=rank, default={})
         for each in graph.blocks[block]:
             registers = [int(number) for number in re.findall(r"\bR(\d+)", each.rest)]
             match = LOAD.match(each.name)

@@ -124,9 +124,9 @@ PAGE = """\
 
 {state} A prediction sums the times of a case's kernels. A kernel takes as long as the slowest of its bytes of memory, bytes
 of the second cache, and instructions ([`prediction.py`](../scripts/laboratory/kernels/prediction.py)), on an {gpu.name} that
-copies {copy:.2g} TB/s, has a second cache twice as fast, and takes {launch:.1f} us a launch. Bytes and instructions in the table
-are an entry's, all kernels together. Each kernel's registers and memory are in `results/resources-sm_90.json`, its loads in
-flight and its loops in `results/machine-code-sm_90.json`. `scripts/lab predict` writes this page.
+copies {copy:.2g} TB/s, has a second cache twice as fast, and takes {launch:.1f} us a launch. Bytes and instructions in the
+table are an entry's, all kernels together. `results/resources-sm_90.json` has each kernel's registers and memory,
+`results/machine-code-sm_90.json` its loads in flight and its loops. `scripts/lab predict` writes this page.
 
 {table}
 """
