@@ -34,9 +34,34 @@ struct SketchPart {
   SHARED_MATH uint32_t entry(uint32_t own) const { return (own / kBlock * parts + part) * kBlock + own % kBlock; }
 };
 
+// A number below a modulus, to multiply by without a division: `over` is the number times 2^32 over the modulus, rounded down.
+struct Multiplier {
+  uint32_t number, over;
+
+  Multiplier() = default;
+  Multiplier(uint32_t number_, uint32_t modulus)
+      : number(number_), over(static_cast<uint32_t>((uint64_t{number_} << 32) / modulus)) {}
+
+  // The quotient found is the true one, or one less. The modulus is below 2^31.
+  SHARED_MATH uint32_t times(uint32_t x, uint32_t modulus) const {
+    const uint32_t left = number * x - static_cast<uint32_t>(uint64_t{over} * x >> 32) * modulus;
+    return left >= modulus ? left - modulus : left;
+  }
+};
+
 // The permutation of a round.
 struct Deal {
-  uint32_t step, first, inverse;  // inverse undoes the step
+  Multiplier step, inverse;  // inverse undoes the step
+  uint32_t first;
+
+  // The tile of columns that tile `place` of the round goes to, and the way back.
+  SHARED_MATH uint32_t column_tile(uint32_t place, uint32_t tiles) const {
+    const uint32_t far = step.times(place, tiles) + first;
+    return far >= tiles ? far - tiles : far;
+  }
+  SHARED_MATH uint32_t place(uint32_t column_tile, uint32_t tiles) const {
+    return inverse.times(column_tile - first + (column_tile < first ? tiles : 0), tiles);
+  }
 };
 
 // The lanes and signs of a tile in one row. Entry lane `lane` goes to column lane `lane ^ flip`. The sign belongs to the column
@@ -53,23 +78,33 @@ struct SketchHash {
   static constexpr uint32_t kSteps = 32;
 
   uint32_t seed, tiles;
-  uint32_t steps[kSteps], inverses[kSteps];
+  uint32_t per_tile;  // 2^32 over the number of tiles, or a little less
+  Multiplier steps[kSteps], inverses[kSteps];
 
   SketchHash(int64_t columns, int64_t seed_)
-      : seed(mix(static_cast<uint32_t>(seed_))), tiles(static_cast<uint32_t>(columns / kSketchTile)) {
-    uint32_t drawn = seed;
+      : seed(mix(static_cast<uint32_t>(seed_))),
+        tiles(static_cast<uint32_t>(columns / kSketchTile)),
+        per_tile(0xffffffffu / tiles) {
+    uint32_t drawn = seed, step = 0;
     for (uint32_t i = 0; i < kSteps; ++i) {
       do {
         drawn = mix(drawn + 1);
-        steps[i] = static_cast<uint32_t>((uint64_t{drawn} * tiles) >> 32);
-      } while (std::gcd(steps[i], tiles) != 1);  // with one tile, the step is 0 and its own inverse
-      inverses[i] = inverse_of(steps[i]);
+        step = static_cast<uint32_t>((uint64_t{drawn} * tiles) >> 32);
+      } while (std::gcd(step, tiles) != 1);  // with one tile, the step is 0 and its own inverse
+      steps[i] = {step, tiles};
+      inverses[i] = {inverse_of(step), tiles};
     }
+  }
+
+  // The round of a tile of entries. The quotient found is the true one, or one less.
+  SHARED_MATH uint32_t round_of(uint32_t tile) const {
+    const auto round = static_cast<uint32_t>(uint64_t{per_tile} * tile >> 32);
+    return tile - round * tiles >= tiles ? round + 1 : round;
   }
 
   SHARED_MATH Deal deal(uint32_t row, uint32_t round) const {
     const uint32_t drawn = mix(mix(seed ^ (2 * row + 1)) ^ round), which = drawn % kSteps;
-    return {steps[which], static_cast<uint32_t>((uint64_t{mix(drawn)} * tiles) >> 32), inverses[which]};
+    return {steps[which], inverses[which], static_cast<uint32_t>((uint64_t{mix(drawn)} * tiles) >> 32)};
   }
 
   SHARED_MATH uint32_t turns_of(uint32_t row) const { return mix(seed ^ (2 * row + 2)); }

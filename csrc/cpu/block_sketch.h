@@ -72,7 +72,7 @@ class Walk {
     tile_ += static_cast<uint32_t>(count);
     for (int64_t i = 0; i < count;) {
       const int64_t here = std::min<int64_t>(count - i, hash_->tiles - inside_);
-      step_along(column_, deal_.step, hash_->tiles, here + 1, places.columns + i);
+      step_along(column_, deal_.step.number, hash_->tiles, here + 1, places.columns + i);
       i += here;
       inside_ += static_cast<uint32_t>(here);
       if (inside_ == hash_->tiles) {
@@ -88,7 +88,7 @@ class Walk {
     round_ = round;
     inside_ = inside;
     deal_ = hash_->deal(row_, round);
-    column_ = static_cast<uint32_t>((uint64_t{deal_.step} * inside + deal_.first) % hash_->tiles);
+    column_ = deal_.column_tile(inside, hash_->tiles);
   }
 
   const SketchHash* hash_;

@@ -30,10 +30,11 @@ static __global__ void __launch_bounds__(kThreads)
     const auto count = [&](const Four& four, int) {
       for (const float x : four.x) count_digit(counts, magnitude_key(x) >> kFirstShift);
     };
-    if (is_whole(reader, tile, n)) {
-      for_each_whole(reader, tile, count);
+    const auto& its = reader.over(tile);
+    if (is_whole(its, tile, n)) {
+      for_each_whole(its, tile, count);
     } else {
-      for_each_there(reader, tile, n, count);
+      for_each_there(its, tile, n, count);
     }
   }
   add_up_digits<kThreads, kFirstDigits>(counts, plan.first_counts);

@@ -114,12 +114,13 @@ static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t 
                         __ballot_sync(kWholeWarp, last)};
     if (threadIdx.x % kWarp == 0) votes[number * (kThreads / kWarp) + threadIdx.x / kWarp] = four;
   };
-  if (alike && is_whole(reader, tile, n)) {
-    for_each_whole(reader, tile, [&](const Four& four, int number) {
+  const auto& its = reader.over(tile);
+  if (alike && is_whole(its, tile, n)) {
+    for_each_whole(its, tile, [&](const Four& four, int number) {
       vote(number, passes(four.x[0]), passes(four.x[1]), passes(four.x[2]), passes(four.x[3]));
     });
   } else {
-    for_each_there(reader, tile, n, [&](const Four& four, int number) {
+    for_each_there(its, tile, n, [&](const Four& four, int number) {
       const int64_t entry = tile + 4 * (threadIdx.x + int64_t{number} * kThreads);
       bool marked[4];
       for (int i = 0; i < 4; ++i) marked[i] = entry + i < n && passes_at(four.x[i], static_cast<uint32_t>(entry + i));
@@ -128,8 +129,8 @@ static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t 
   }
   __syncthreads();
   const uint4 four = votes[threadIdx.x / 4];
-  const auto its = [](uint32_t votes_of) { return four_apart(votes_of >> (threadIdx.x % 4 * 8) & 0xffu); };
-  const uint32_t word = its(four.x) | its(four.y) << 1 | its(four.z) << 2 | its(four.w) << 3;
+  const auto gathered = [](uint32_t votes_of) { return four_apart(votes_of >> (threadIdx.x % 4 * 8) & 0xffu); };
+  const uint32_t word = gathered(four.x) | gathered(four.y) << 1 | gathered(four.z) << 2 | gathered(four.w) << 3;
   plan.bits[blockIdx.x * kThreads + threadIdx.x] = word;
   uint32_t total;
   block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(word)), total);

@@ -30,30 +30,60 @@ __device__ __forceinline__ float median_of(float* x) {
   return x[kRows / 2];
 }
 
+// The deals of a round, which most fours of a tile share.
 template <int kRows>
-struct EstimateReader {
+struct KnownRound {
+  uint32_t round;
+  Deal deals[kRows];
+};
+
+// Reads a tile whose first round is known.
+template <int kRows, class Reader>
+struct TileReader {
   static constexpr int kShare = 1;
 
+  const Reader& reader;
+  const KnownRound<kRows>& known;
+
+  __device__ __forceinline__ bool is_aligned() const { return cuda::is_aligned(reader.table); }
+  __device__ __forceinline__ Four read_whole(int64_t own) const { return reader.template estimate<true>(own, 4, &known); }
+  __device__ __forceinline__ Four read(int64_t own, int64_t count) const { return reader.read(own, count, &known); }
+};
+
+template <int kRows>
+struct EstimateReader {
   SketchHash hash;
   const float* table;
   SketchPart part;
 
-  __device__ __forceinline__ bool is_aligned() const { return true; }
-  __device__ __forceinline__ Four read_whole(int64_t own) const { return read(own, 4); }
+  // All threads of the block must call this.
+  __device__ __forceinline__ TileReader<kRows, EstimateReader> over(int64_t tile) const {
+    __shared__ KnownRound<kRows> known;
+    const uint32_t round = hash.round_of(part.entry(static_cast<uint32_t>(tile)) / kSketchTile);
+    __syncthreads();  // the tile before has been read
+    if (threadIdx.x < kRows) known.deals[threadIdx.x] = hash.deal(threadIdx.x, round);
+    if (threadIdx.x == 0) known.round = round;
+    __syncthreads();
+    return {*this, known};
+  }
+
+  __device__ __forceinline__ Four read(int64_t own, int64_t count, const KnownRound<kRows>* known = nullptr) const {
+    return count > 0 ? estimate<false>(own, count, known) : Four{};
+  }
 
   // Four entries from a multiple of four on lie in one tile, and in each row in four columns from a multiple of four on.
-  __device__ __forceinline__ Four read(int64_t own, int64_t count) const {
-    Four four = {};
-    if (count <= 0) return four;
+  template <bool kWhole>
+  __device__ __forceinline__ Four estimate(int64_t own, int64_t count, const KnownRound<kRows>* known) const {
+    Four four;
     const uint32_t entry = part.entry(static_cast<uint32_t>(own)), tile = entry / kSketchTile, lane = entry % kSketchTile;
-    const uint32_t round = tile / hash.tiles, place = tile % hash.tiles;
+    const uint32_t round = hash.round_of(tile), place = tile - round * hash.tiles;
     float x[4][kRows];
     UNROLLED for (uint32_t row = 0; row < kRows; ++row) {
-      const Deal deal = hash.deal(row, round);
+      const Deal deal = known != nullptr && known->round == round ? known->deals[row] : hash.deal(row, round);
       const Turn turn = SketchHash::turn(hash.turns_of(row), tile);
-      const uint32_t column_tile = static_cast<uint32_t>((uint64_t{deal.step} * place + deal.first) % hash.tiles);
+      const uint32_t column_tile = deal.column_tile(place, hash.tiles);
       const uint32_t column_lane = (lane ^ turn.flip()) & ~3u;
-      Four cells = load_four(table + (int64_t{row} * hash.tiles + column_tile) * kSketchTile + column_lane, 4);
+      Four cells = load<kWhole>(table + (int64_t{row} * hash.tiles + column_tile) * kSketchTile + column_lane, 4);
       for (uint32_t i = 0; i < 4; ++i) cells.x[i] = float_of(bits_of(cells.x[i]) ^ turn.sign(column_lane + i));
       for (uint32_t i = 0; i < 4; i += 2) swap_if(turn.flip() & 1, cells.x[i], cells.x[i + 1]);
       for (uint32_t i = 0; i < 2; ++i) swap_if(turn.flip() & 2, cells.x[i], cells.x[i + 2]);

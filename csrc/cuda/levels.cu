@@ -1,5 +1,5 @@
-// The levels of each group, on a GPU. A warp looks through a group as often as its form needs. Bytes: 4 an entry, and 4 more
-// from the first cache for each look.
+// The levels of each group, on a GPU. A warp looks through a group as often as its form needs, in shared memory if it fits.
+// Bytes: 4 an entry, and 4 more from shared memory, or from the first cache, for each look.
 
 #include "../math_levels.h"
 #include "../math_rounding.h"
@@ -31,14 +31,63 @@ __device__ __forceinline__ T warp_least(T x) {
   return joined(x, [](T a, T b) { return a < b ? a : b; });
 }
 
-// A group's entries, within bounds if it has any. Lane i reads the fours i, i + 32, i + 64 and so on. All lanes get the same
-// answers.
-template <bool kBounded>
-struct View {
-  const float* x;
+// Entries of a group that fits into its warp's part of shared memory: of 2,048, and the rest that belongs to the last group.
+constexpr uint32_t kStaged = 2048 + Groups::kShortest;
+
+// A group in shared memory. Lane i reads the fours i, i + 32, i + 64 and so on.
+struct Staged {
   int64_t n;
+
+  static __device__ __forceinline__ float* place() {
+    DYNAMIC_SHARED(float, staged);
+    return staged + threadIdx.x / kWarp * kStaged;
+  }
+
+  // Fetch the group, within bounds if it has any. A lane asks for eight fours before it uses the first.
+  template <bool kBounded>
+  __device__ __forceinline__ void fetch(const float* x, Ends bounds) const {
+    constexpr uint32_t kShare = 8;
+    const auto bounded = [&](float its) {
+      if constexpr (kBounded) {
+        its = its < bounds.low ? bounds.low : its;
+        its = its > bounds.high ? bounds.high : its;
+      }
+      return its;
+    };
+    float* const to = place();
+    const uint32_t lane = threadIdx.x % kWarp, count = static_cast<uint32_t>(n), whole = is_aligned(x) ? count / 4 * 4 : 0;
+    for (uint32_t first = 4 * lane; first < whole; first += kShare * 4 * kWarp) {
+      Four share[kShare] = {};
+      UNROLLED for (uint32_t i = 0; i < kShare; ++i) {
+        if (first + i * 4 * kWarp < whole) share[i] = load_whole(x + first + i * 4 * kWarp);
+      }
+      UNROLLED for (uint32_t i = 0; i < kShare; ++i) {
+        for (float& its : share[i].x) its = bounded(its);
+        if (first + i * 4 * kWarp < whole) store_whole(to + first + i * 4 * kWarp, share[i]);
+      }
+    }
+    for (uint32_t i = whole + lane; i < count; i += kWarp) to[i] = bounded(x[i]);
+    __syncwarp();
+  }
+
+  template <class Use>
+  __device__ __forceinline__ void each(Use use) const {
+    const float* const from = place();
+    const uint32_t lane = threadIdx.x % kWarp, count = static_cast<uint32_t>(n), whole = count / 4 * 4;
+    UNROLLED for (uint32_t i = 4 * lane; i < whole; i += 4 * kWarp) {
+      const Four four = load_whole(from + i);
+      for (const float its : four.x) use(its);
+    }
+    if (lane < count - whole) use(from[whole + lane]);
+  }
+};
+
+// A longer group, which is read where it lies for each look.
+template <bool kBounded>
+struct Direct {
+  int64_t n;
+  const float* x;
   Ends bounds;
-  uint32_t kept = 0xffffffff;  // the bits of an entry that count: all but the sign for magnitudes
 
   template <class Use>
   __device__ __forceinline__ void each(Use use) const {
@@ -47,7 +96,7 @@ struct View {
         its = its < bounds.low ? bounds.low : its;
         its = its > bounds.high ? bounds.high : its;
       }
-      use(float_of(bits_of(its) & kept));
+      use(its);
     };
     const auto count = static_cast<uint32_t>(n);
     for (uint32_t i = 4 * (threadIdx.x % kWarp); i < count; i += 4 * kWarp) {
@@ -61,6 +110,15 @@ struct View {
         }
       }
     }
+  }
+};
+
+// Looks through a group's entries, or their magnitudes. All lanes get the same answers.
+template <class Group, bool kMagnitudes = false>
+struct View : Group {
+  template <class Use>
+  __device__ __forceinline__ void each(Use use) const {
+    Group::each([&](float its) { use(kMagnitudes ? float_of(magnitude_key(its)) : its); });
   }
 
   ONE_COPY __device__ Ends ends() const {
@@ -100,18 +158,25 @@ struct View {
     each([&](float its) { sum += whole(static_cast<double>(its) * its, unit); });
     return warp_sum(sum);
   }
-  __device__ View magnitudes() const { return {x, n, bounds, 0x7fffffff}; }
+  __device__ View<Group, true> magnitudes() const { return {*this}; }
 };
 
-template <bool kBounded>
+template <bool kBounded, bool kFits>
 __global__ void __launch_bounds__(kThreads) find(const float* flat, const float* bounds, const __grid_constant__ Groups groups,
                                                  Form form, int64_t count, float* levels, float* cuts) {
   const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
   if (group >= groups.count()) return;
   const Ends ends = kBounded ? Ends{bounds[2 * group], bounds[2 * group + 1]} : Ends{};
-  const View<kBounded> view{flat + groups.begin(group), groups.end(group) - groups.begin(group), ends};
+  const float* const x = flat + groups.begin(group);
+  const int64_t n = groups.end(group) - groups.begin(group);
   float own[9], cut;
-  levels_of(view, form, count, own, cut);
+  if constexpr (kFits) {
+    const View<Staged> view{{n}};
+    view.template fetch<kBounded>(x, ends);
+    levels_of(view, form, count, own, cut);
+  } else {
+    levels_of(View<Direct<kBounded>>{{n, x, ends}}, form, count, own, cut);
+  }
   if (threadIdx.x % kWarp != 0) return;
   for (int64_t i = 0; i < count; ++i) levels[group * count + i] = own[i];
   cuts[group] = cut;
@@ -122,9 +187,12 @@ __global__ void __launch_bounds__(kThreads) find(const float* flat, const float*
 void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64_t form, int64_t group, int64_t count,
                  Span<float> levels, Span<float> cuts, Queue queue) {
   const Groups groups{flat.size, group};
-  const auto find_within = bounds.given() ? find<true> : find<false>;
-  LAUNCH(find_within, blocks_for(groups.count(), kGroups), kThreads, 0, queue, flat.data, bounds.data, groups,
-         static_cast<Form>(form), count, levels.data, cuts.data);
+  const bool fits = groups.longest() <= kStaged;
+  const auto find_in = bounds.given() ? (fits ? find<true, true> : find<true, false>)
+                       : fits         ? find<false, true>
+                                      : find<false, false>;
+  LAUNCH(find_in, blocks_for(groups.count(), kGroups), kThreads, fits ? kGroups * kStaged * sizeof(float) : 0, queue, flat.data,
+         bounds.data, groups, static_cast<Form>(form), count, levels.data, cuts.data);
 }
 
 }  // namespace gradcomp::cuda

@@ -90,24 +90,49 @@ __global__ void __launch_bounds__(kThreads) pack_words(Span<const float> values,
   entries.data[w] = word;
 }
 
+// The number of a payload's entries up to the end of this block's, if all words up to its own are sound.
+struct Offset {
+  uint32_t end;  // at most 2^31: 2^15 words that count up to 2^16 each
+  bool sound;
+};
+
+// Sum the words up to this block's that are this thread's, one of `threads`. A few are read before the first is used.
+__device__ __forceinline__ Offset sum_words(const uint32_t* blocks, uint32_t thread, uint32_t threads) {
+  constexpr uint32_t kEach = 8;
+  Offset mine = {0, true};
+  for (uint32_t first = thread; first <= blockIdx.x; first += kEach * threads) {
+    uint32_t words[kEach];
+    UNROLLED for (uint32_t i = 0; i < kEach; ++i) {
+      const uint32_t b = first + i * threads;
+      words[i] = b <= blockIdx.x ? blocks[b] : 0;  // sound, and without entries
+    }
+    UNROLLED for (uint32_t i = 0; i < kEach; ++i) {
+      const BlockWord word = read_block_word(words[i]);
+      mine.sound = mine.sound && word.sound;
+      mine.end += word.sound ? word.count : 0;
+    }
+  }
+  return mine;
+}
+
+__device__ __forceinline__ Offset offset_in(const uint32_t* blocks) {
+  const Offset mine = sum_words(blocks, threadIdx.x, kThreads);
+  Offset all;
+  block_exclusive_sum<kThreads>(mine.end, all.end);
+  all.sound = !__syncthreads_or(!mine.sound);
+  return all;
+}
+
 // Call use(i, index, value) for the entries of this block's word. Returns false, in at least one thread of one block, if a use
 // returned false or the payload is malformed. Entries are used up to the first block with an unsound word or with too many
 // entries. Arbitrary bytes never make it touch anything outside the arrays.
 template <class Use>
 __device__ __forceinline__ bool for_block(const Packed& form, const uint32_t* blocks, const uint32_t* entries, int32_t count,
-                                          const Use& use) {
+                                          const Offset& offset, const Use& use) {
   if (count < 0) return blockIdx.x + threadIdx.x != 0;
   const auto there = static_cast<uint32_t>(entries_there(count, form.capacity));
-  uint32_t sum = 0;  // at most 2^31: 2^15 words that count up to 2^16 each
-  bool sound = true;
-  for (uint32_t b = threadIdx.x; b <= blockIdx.x; b += kThreads) {
-    const BlockWord word = read_block_word(blocks[b]);
-    sound = sound && word.sound;
-    sum += word.sound ? word.count : 0;
-  }
-  uint32_t end;
-  block_exclusive_sum<kThreads>(sum, end);
-  if (__syncthreads_or(!sound) || end > there) return threadIdx.x != 0;
+  const uint32_t end = offset.end;
+  if (!offset.sound || end > there) return threadIdx.x != 0;
   const BlockWord word = read_block_word(blocks[blockIdx.x]);
   const uint32_t begin = end - word.count, highs = form.highs_in(blockIdx.x), length = highs + word.count;
   const int64_t first = form.highs_before(blockIdx.x) + begin;
@@ -133,31 +158,41 @@ __device__ __forceinline__ bool for_block(const Packed& form, const uint32_t* bl
 }
 
 __device__ bool add_block(Span<float> target, Span<uint8_t> marks, const uint32_t* blocks, const uint32_t* entries,
-                          const Packed& form, int32_t count, float scale) {
-  return for_block(form, blocks, entries, count,
+                          const Packed& form, int32_t count, const Offset& offset, float scale) {
+  return for_block(form, blocks, entries, count, offset,
                    [&](uint32_t, int64_t index, float x) { return add_at(target, marks, index, scale * x); });
 }
 
 __global__ void __launch_bounds__(kThreads) unpack_blocks(const Packed form, const uint32_t* blocks, const uint32_t* entries,
                                                           int32_t* header, float* values, int32_t* indices) {
-  const bool well_formed = for_block(form, blocks, entries, header[0], [&](uint32_t i, int64_t index, float x) {
-    values[i] = x;
-    indices[i] = static_cast<int32_t>(index);
-    return index < form.n;
-  });
+  const bool well_formed =
+      for_block(form, blocks, entries, header[0], offset_in(blocks), [&](uint32_t i, int64_t index, float x) {
+        values[i] = x;
+        indices[i] = static_cast<int32_t>(index);
+        return index < form.n;
+      });
   if (!well_formed) header[1] = 1;
 }
 
-// Add rank by rank. No other block adds to this block's entries.
+// Add rank by rank. No other block adds to this block's entries. Each warp first finds the offsets of some ranks, so that no
+// rank waits for them.
 __global__ void __launch_bounds__(kThreads)
     add_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
                const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
                const Packed form, float scale) {
+  __shared__ Offset offsets[Spans<const uint32_t>::kMost];
+  for (unsigned rank = threadIdx.x / kWarp; rank < static_cast<unsigned>(headers.count); rank += kThreads / kWarp) {
+    const Offset mine = sum_words(blocks.data[rank], threadIdx.x % kWarp, kWarp);
+    const Offset all = {warp_inclusive_sum(mine.end), __all_sync(kWholeWarp, mine.sound) != 0};
+    if (threadIdx.x % kWarp == kWarp - 1) offsets[rank] = all;
+  }
+  __syncthreads();
   for (int rank = 0; rank < headers.count; ++rank) {
     const int32_t* header = headers.data[rank];
     const bool flagged = header[1] != 0;
-    const bool well_formed = flagged ? blockIdx.x + threadIdx.x != 0
-                                     : add_block(target, marks, blocks.data[rank], entries.data[rank], form, header[0], scale);
+    const bool well_formed =
+        flagged ? blockIdx.x + threadIdx.x != 0
+                : add_block(target, marks, blocks.data[rank], entries.data[rank], form, header[0], offsets[rank], scale);
     if (!well_formed) spoil(target, marks);
     __syncthreads();
   }
@@ -167,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
     settle_blocks(Span<float> residual, const uint32_t* blocks, const uint32_t* entries, const int32_t* header,
                   const float* update, const Packed form, float keep) {
   const float share = share_to_keep(update, keep);
-  if (share != 0) add_block(residual, {}, blocks, entries, form, header[0], share);
+  if (share != 0) add_block(residual, {}, blocks, entries, form, header[0], offset_in(blocks), share);
 }
 
 }  // namespace

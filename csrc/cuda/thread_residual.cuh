@@ -13,6 +13,7 @@ struct ResidualReader {
 
   const float* residual;
 
+  __device__ __forceinline__ const ResidualReader& over(int64_t) const { return *this; }
   __device__ __forceinline__ bool is_aligned() const { return cuda::is_aligned(residual); }
   __device__ __forceinline__ Four read_whole(int64_t entry) const { return load_whole(residual + entry); }
   __device__ __forceinline__ Four read(int64_t entry, int64_t count) const { return load_four(residual + entry, count); }

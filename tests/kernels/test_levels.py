@@ -65,7 +65,9 @@ forms = pytest.mark.parametrize("form,count", CASES)
 
 
 @forms
-@pytest.mark.parametrize("n,group", [(1, 64), (33, 64), (96, 64), (1000, 129), (1300, 512), (1000, 2048), (2079, 2048)])
+@pytest.mark.parametrize(
+    "n,group", [(1, 64), (33, 64), (96, 64), (1000, 129), (1300, 512), (1000, 2048), (2079, 2048), (2500, 4096)]
+)
 def test_twins_agree_and_nothing_is_lost(
     device: torch.device, form: str, count: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

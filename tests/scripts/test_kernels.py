@@ -9,6 +9,7 @@ import torch
 from laboratory import timing
 from laboratory.kernels import arrays, lines, prediction, yardsticks
 from laboratory.kernels.cases import cases
+from laboratory.kernels.prediction import Kernel
 from laboratory.main import main
 
 SMALL = ["kernels", "--size", "20k", "--rounds", "2", "--layers", "3", "--name", "try"]
@@ -76,16 +77,17 @@ def test_every_case_has_a_prediction_and_the_page_is_up_to_date() -> None:
     assert (results.parent / "gpu.md").read_text() == prediction.page(64_000_000, prediction.H200, found)
 
 
-def test_a_prediction_is_that_of_the_slowest_part() -> None:
-    gpu = prediction.Gpu("toy", copy=100, cache=200, issued=1000, launch=0.5)
-    assert prediction.Cost(8).seconds(100, gpu) == 0.5 + 8
-    assert prediction.Cost(8, 2, 40).seconds(100, gpu) == 1 + 20
-    assert prediction.Cost(8, 2, 40, 300).seconds(100, gpu) == 1 + 30
+def test_a_prediction_sums_the_slowest_part_of_each_kernel() -> None:
+    gpu = prediction.Gpu("toy", copy=64, cache=128, issued=512, launch=0.5)
+    memory, cache, instructions = Kernel(8), Kernel(8, 0, 40), Kernel(8, 256, 40)
+    assert prediction.Cost((memory,)).seconds(64, gpu) == 0.5 + 8
+    assert prediction.Cost((cache,), 2).seconds(64, gpu) == 1 + 20
+    assert prediction.Cost((memory, cache, instructions), 3).seconds(64, gpu) == 1.5 + 8 + 20 + 32
     line = {"name": "flatten", "ms": {"median": 1.25}}
-    stage = {"name": "kernels", "status": "ok", "figures": {"settings": {"size": 100}, "lines": [line]}}
+    stage = {"name": "kernels", "status": "ok", "figures": {"settings": {"size": 64}, "lines": [line]}}
     check = {"device": {"name": "toy 80GB"}, "stages": [stage]}
-    assert prediction.measured([check], 100, gpu) == {"flatten": 1.25} and prediction.measured([check], 50, gpu) == {}
-    assert "| flatten | 8 | 1 | 8500.000 | 1.250 |" in prediction.table(100, gpu, {"flatten": 1.25})
+    assert prediction.measured([check], 64, gpu) == {"flatten": 1.25} and prediction.measured([check], 50, gpu) == {}
+    assert "| flatten | 8 | 4 | 1 | 8500.000 | 1.250 |" in prediction.table(64, gpu, {"flatten": 1.25})
 
 
 def test_the_median_of_the_yardstick_is_torchs() -> None:

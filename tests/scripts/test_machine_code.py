@@ -85,14 +85,21 @@ WIDE = {
     r"add_(and_measure_)?tiles<\(Keeps\)1>": 6,
     r"add_(and_measure_)?tiles<\(Keeps\)2>": 4,
     r"(flatten|spread|square)_tiles": 4,
+    r"find<.*, true>": 5,
 }
 # The same in bytes, where a thread reads entries that lie apart.
 BYTES = {
     r"(add|settle|round)_words<[359]>": 36,
     r"(add|settle|round)_words<2>": 32,
+    # The second cache serves most of these reads, and 1,536 threads are there.
+    r"sum_cells": 20,
+    r"(mark_candidates|count_first_digits)<EstimateReader<[57]>": 64,
+    r"(mark_candidates|count_first_digits)<EstimateReader<[39]>": 48,
 }
-# Kernels whose loops may read local memory, or divide.
-EXCEPTIONS: dict[str, str] = {}
+# Kernels that may read local memory, or divide, in loops around those that read entries.
+EXCEPTIONS = {
+    r"find<": "a search keeps its levels and what it found of each in local memory, and divides a few times for each look",
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +115,13 @@ def test_streaming_loops_keep_enough_loads_in_flight(codes: list[machine_code.Co
             found = {code.kernel: getattr(code, what) for code in codes if re.match(pattern, code.kernel)}
             assert found, pattern
             assert all(has >= least for has in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found, so what it makes of loops is NOT checked")
+def test_no_loop_reads_local_memory_or_divides(codes: list[machine_code.Code]) -> None:
+    for code in codes:
+        assert all((loop.local, loop.divisions) == (0, 0) for loop in code.loops if loop.bytes), code
+    excused = [code for code in codes if any(re.match(pattern, code.kernel) for pattern in EXCEPTIONS)]
+    assert [code.kernel for code in codes if (code.local or code.divisions) and code not in excused] == []
+    assert all(any(re.match(pattern, code.kernel) for code in excused) for pattern in EXCEPTIONS)

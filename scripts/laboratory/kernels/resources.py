@@ -61,7 +61,7 @@ EXCEPTIONS = {
     r"find(<.*>)?\(": (Budget(96, 560, 640), "loops index its levels, outside the reads that take the time"),
     r"^(round|add|settle)_words<": (
         Budget(80),
-        "each of ten entries needs three: itself and its address; 768 threads hold 30 KB",
+        "ten entries and their addresses; 768 threads have 30 KB in flight",
     ),
     r"<EstimateReader<9>": (Budget(80), "it holds nine rows of a table at once"),
 }
