@@ -1,6 +1,7 @@
 // A call from Python: arrays become a kernel's arguments, are checked, and go to the twin for their device.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -155,7 +156,18 @@ class Kernel {
     const Twin<Call>& twin = choose([&](auto seen) { (std::get<I>(slots).visit(seen), ...); });
     twin.check(std::get<I>(slots).get()..., queue);
     py::gil_scoped_release release;
+#if defined(GRADCOMP_SIMT)
+    // Scratch holds whatever an earlier call has left, or worse.
+    (spoil_scratch(names_[I], std::get<I>(slots).get()), ...);
+#endif
     twin.run(std::get<I>(slots).get()..., queue);
+  }
+
+  template <class T>
+  static void spoil_scratch(std::string_view name, const T& argument) {
+    if constexpr (std::is_base_of_v<Span<uint32_t>, T>) {
+      if (name == "scratch") std::fill_n(argument.data, argument.size, 0xCDCDCDCDu);
+    }
   }
 
   // The twin for the device that all arrays share.

@@ -87,6 +87,13 @@ def test_shared_memory_static_and_dynamic_begins_as_garbage(simt: Any) -> None:
     assert np.all(np.array(before) == GARBAGE)
 
 
+def test_a_template_has_shared_memory_of_its_own_too(simt: Any) -> None:
+    """GCC ignores a section attribute in templates, so that once it held what the last block had left."""
+    out = words(20 * 32)
+    simt.left_over(out)
+    assert np.all(out == GARBAGE)
+
+
 def test_three_dimensions(simt: Any) -> None:
     out = words(24 * 210)
     simt.places(out)
@@ -213,14 +220,3 @@ def test_a_right_kernel_does_not_depend_on_the_order(simt: Any) -> None:
         results.append((sums, totals))
     assert np.array_equal(results[0][0], results[1][0])
     assert np.array_equal(results[0][1], results[1][1])
-
-
-def test_a_missing_barrier_shows_in_one_of_the_orders(simt: Any) -> None:
-    seen = []
-    for shuffled in (False, True):
-        simt.set_order(shuffled)
-        out = words(64)
-        simt.race(out)
-        seen.append(out[1:])
-    assert np.all(seen[0] == 7)
-    assert np.all(seen[1] == GARBAGE)
