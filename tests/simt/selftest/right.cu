@@ -149,6 +149,7 @@ __global__ void narrow(const float* x, uint16_t* out) {
 }  // namespace
 
 void define_right(py::module_& m) {
+  m.def("set_order", [](bool shuffled) { simt::set_order(shuffled ? simt::Order::shuffled : simt::Order::plain); });
   DEFINE(scan, (const U32& x, U32 sums, U32 totals), blocks_of(x), kBlock, 0, queue, x.data(), sums.mutable_data(),
          totals.mutable_data());
   DEFINE(scan_twice, (const U32& x, U32 sums, U32 totals), 1, kBlock, 0, queue, x.data(), sums.mutable_data(),
