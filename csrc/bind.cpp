@@ -62,6 +62,11 @@ PYBIND11_MODULE(GRADCOMP_MODULE, m) {
   m.attr("tile") = kSketchTile;
   m.attr("search_block") = SketchPart::kBlock;
   m.attr("built_with_cuda") = WITH_CUDA;
+#ifdef GRADCOMP_CUDA
+  m.attr("cuda_version") = CUDART_VERSION;  // 13000 for 13.0
+#else
+  m.attr("cuda_version") = 0;
+#endif
   m.attr("built_with_cpu") = WITH_CPU;
 #define KERNEL(name, arguments, ...)                                                               \
   define(m, #name, #arguments, Twin<decltype(&cpu::name)>{CPU_TWIN(checks::name), CPU_TWIN(name)}, \

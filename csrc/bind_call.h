@@ -14,7 +14,7 @@
 #include "expects.h"
 #include "span.h"
 #ifdef GRADCOMP_CUDA
-#include <cuda_runtime.h>
+#include "bind_device.h"
 #endif
 
 namespace gradcomp {
@@ -153,8 +153,16 @@ class Kernel {
     using Types = std::tuple<Args...>;
     const std::tuple<Slot<std::tuple_element_t<I, Types>>...> slots{
         Slot<std::tuple_element_t<I, Types>>(args[I], Where{name_, names_[I]})...};
-    const Twin<Call>& twin = choose([&](auto seen) { (std::get<I>(slots).visit(seen), ...); });
+    const auto device = shared_device([&](auto seen) { (std::get<I>(slots).visit(seen), ...); });
+    const Twin<Call>& twin = twin_for(device);
     twin.check(std::get<I>(slots).get()..., queue);
+#ifdef GRADCOMP_CUDA
+    std::optional<CurrentDevice> current;
+    if (&twin == &cuda_) {
+      current.emplace(device->id);
+      devices_seen_.see(name_, device->id, static_cast<cudaStream_t>(queue.stream));
+    }
+#endif
     py::gil_scoped_release release;
 #if defined(GRADCOMP_SIMT)
     // Scratch holds whatever an earlier call has left, or worse.
@@ -163,16 +171,18 @@ class Kernel {
     twin.run(std::get<I>(slots).get()..., queue);
   }
 
+#if defined(GRADCOMP_SIMT)
   template <class T>
   static void spoil_scratch(std::string_view name, const T& argument) {
     if constexpr (std::is_base_of_v<Span<uint32_t>, T>) {
       if (name == "scratch") std::fill_n(argument.data, argument.size, 0xCDCDCDCDu);
     }
   }
+#endif
 
-  // The twin for the device that all arrays share.
+  // The device that all arrays share; none if there are no arrays.
   template <class VisitAll>
-  const Twin<Call>& choose(VisitAll visit_all) const {
+  std::optional<dlpack::Device> shared_device(VisitAll visit_all) const {
     std::optional<dlpack::Device> device;
     Where first{};
     visit_all([&](const Array& array) {
@@ -184,16 +194,16 @@ class Kernel {
       EXPECTS(its.type == device->type && its.id == device->id, array.where(), " is on ", device_name(its), ", but ",
               first.argument, " is on ", device_name(*device), ": move all arrays to one device");
     });
+    return device;
+  }
+
+  const Twin<Call>& twin_for(std::optional<dlpack::Device> device) const {
     const bool on_cpu = !device || device->type == dlpack::kCpu;
 #if defined(GRADCOMP_SIMT)
     EXPECTS(on_cpu, name_, ": its arrays must lie in main memory: the emulator has no device");
     return cuda_;
 #elif defined(GRADCOMP_CUDA)
-    if (on_cpu) return cpu_;
-    int current = 0;
-    CUDA_TRY(cudaGetDevice(&current));
-    if (current != device->id) CUDA_TRY(cudaSetDevice(device->id));
-    return cuda_;
+    return on_cpu ? cpu_ : cuda_;
 #else
     EXPECTS(on_cpu, name_, ": this gradcomp was built without CUDA: rebuild it with GRADCOMP_CUDA=ON, which needs nvcc");
     return cpu_;
@@ -203,6 +213,9 @@ class Kernel {
   const char* name_;
   std::vector<std::string_view> names_;
   Twin<Call> cpu_, cuda_;
+#ifdef GRADCOMP_CUDA
+  mutable DevicesSeen devices_seen_;
+#endif
 };
 
 }  // namespace gradcomp

@@ -3,6 +3,7 @@
 from typing import Any
 
 most_pieces: int
+cuda_version: int
 built_with_cuda: bool
 
 def __getattr__(name: str) -> Any: ...

@@ -59,7 +59,8 @@ def attach(
     options = Options(optimizer, scaler, bucket_mb, seed)
     beginning = beginning_of(spec)
     session = Session(beginning.compressor, Parameters(named), network, options, _UNKNOWN, _UNUSED, ends_in_backward=True)
-    handle = Handle(session, beginning, (torch.float32, torch.bfloat16))
+    casts = torch.float32 in session.parameters.types
+    handle = Handle(session, beginning, (torch.float32, torch.bfloat16) if casts else (torch.float32,))
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
         model.register_comm_hook(_BackwardPass(session, model, network), _hook)
@@ -107,7 +108,8 @@ class _BackwardPass:
     def by_stock(self, buffer: Tensor, form: torch.dtype, last: bool) -> torch.futures.Future[Tensor]:
         """Exchange a bucket as DDP's own hooks do. The last one ends the step for the session."""
         # DDP multiplies while it copies gradients into its bucket. Where they lie in there, it divides, as its bf16 hook does.
-        mean = self.network.stock_mean(buffer, form, divides=self.in_bucket or form != torch.float32)
+        form = form if form.itemsize < buffer.dtype.itemsize else buffer.dtype
+        mean = self.network.stock_mean(buffer, form, divides=self.in_bucket or form != buffer.dtype)
         if last:
             self.session.finish_step()
         return mean

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from gradcomp import _version
-from gradcomp.native import extension
+from gradcomp.native import cuda_versions, extension
 
 
 class Finding(NamedTuple):
@@ -49,8 +49,13 @@ def _versions() -> Iterator[Finding]:
 
 
 def _extension() -> Iterator[Finding]:
-    has = "with CUDA kernels" if extension.BUILT_WITH_CUDA else "without CUDA kernels"
-    yield Finding("extension", f"{Path(extension.native.__file__).name}, {has}")
+    own, driver, has, advice = extension.CUDA_VERSION, 0, "without CUDA kernels", ""
+    if extension.BUILT_WITH_CUDA:
+        driver = cuda_versions.driver_version()
+        has = f"with kernels of CUDA {cuda_versions.in_words(own)}"
+        has += f", under a driver for {cuda_versions.in_words(driver)}" if driver else ""
+        advice = cuda_versions.misfit(own, driver, torch.version.cuda)
+    yield Finding("extension", f"{Path(extension.native.__file__).name}, {has}", advice)
 
 
 def _gpus() -> Iterator[Finding]:

@@ -48,6 +48,8 @@ class Handle:
         self._choose(beginning)
         try:
             self._session.change(beginning.compressor)
+            if self._chooser is not None:  # the session may have given the compressor error feedback, for what waits
+                self._chooser.begin_anew(self._session.spec, same=True)
         except BaseException:
             self._chooser = before[0]
             self._session.choose_in(*before)

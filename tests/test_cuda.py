@@ -3,12 +3,23 @@ runs without one."""
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
 import pytest
 import torch
+import waiting
 from devices import HAS_GPU
 from torch import Tensor
 
 import gradcomp
+from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.native import cuda_versions, extension, kernels
+from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.protocol import Layer
 
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU: whole steps on one are NOT checked")
 
@@ -40,12 +51,127 @@ def test_no_step_waits_for_the_gpu(spec: str) -> None:
     for own in grads[:WARM]:
         simulated.step([own])
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting.forbidden():
         for own in grads[WARM:]:
             simulated.step([own])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_wait_in_a_step_would_be_found() -> None:
+    with pytest.raises(RuntimeError, match="synchroniz"), waiting.forbidden():
+        torch.ones(1, device="cuda").item()
+    torch.ones(1, device="cuda").item()  # allowed again
+
+
+def test_versions_of_cuda_fit() -> None:
+    driver = cuda_versions.driver_version()
+    assert extension.CUDA_VERSION > 0 and driver > 0
+    assert cuda_versions.misfit(extension.CUDA_VERSION, driver, torch.version.cuda) == ""
+
+
+def context() -> int | None:
+    """Ask the driver for this thread's context; None if it has none."""
+    found = ctypes.c_void_p()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found)) == 0
+    return found.value
+
+
+def flatten_on(device: str) -> None:
+    kernels.flatten([torch.ones(9, device=device)], torch.empty(9, device=device))
+
+
+def test_a_thread_without_a_context_has_none_after_a_call() -> None:
+    seen: list[int | None] = []
+    grad, flat = torch.ones(9, device="cuda"), torch.empty(9, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+
+    def call() -> None:
+        seen.append(context())
+        extension.native.flatten([grad], flat, stream=stream)
+        seen.append(context())
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert seen == [None, None] and flat.all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU: that the device is restored is NOT checked on two")
+def test_the_device_that_was_current_is_current_again() -> None:
+    for current, other in ((0, 1), (1, 0)):
+        torch.cuda.set_device(current)
+        before = context()
+        flatten_on(f"cuda:{other}")
+        assert torch.cuda.current_device() == current and context() == before
+        assert torch.ones(1, device="cuda").device.index == current
+    torch.cuda.set_device(0)
+
+
+@pytest.mark.parametrize("spec", ["dense", "topk:ratio=1,wire=exact", "sdagc:small=none", "orq"])
+def test_gradients_and_rounds_on_several_streams_wait_for_each_other(spec: str) -> None:
+    """The first gradient comes late on its stream, and step() has a stream of its own."""
+    size, device = 1 << 18, torch.device("cuda", 0)
+    layers = {name: Layer(size, device, 1) for name in "ab"}
+    grads, updates = ({name: torch.empty(size, device=device) for name in "ab"} for _ in range(2))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for spread_out in (False, True):
+        own = Reducer(gradcomp.make(spec), layers, MemoryNetwork(Board(1), 0, 1), 25, 0, targets=lambda _: [*updates.values()])
+        for _ in range(3):
+            for name, grad in grads.items():
+                grad.copy_(torch.randn(size, generator=torch.Generator().manual_seed(ord(name))))
+            late = grads["a"].clone()
+            grads["a"].zero_()
+            torch.cuda.synchronize()
+            first, second, third = streams if spread_out else [streams[0]] * 3
+            with torch.cuda.stream(first):
+                if spread_out:
+                    torch.cuda._sleep(100_000_000)  # some 50 ms
+                grads["a"].copy_(late)
+                own.mark_ready("a", grads["a"])
+            with torch.cuda.stream(second):
+                own.mark_ready("b", grads["b"])
+                if spread_out:
+                    torch.cuda._sleep(100_000_000)
+            with torch.cuda.stream(third):
+                own.finish_step()
+            torch.cuda.synchronize()
+        found.append(torch.cat([*updates.values()]).cpu())
+    assert torch.equal(*found) and found[0].any()
+
+
+CAPTURE = """
+import torch
+from gradcomp.native import kernels
+
+grads, flat = [torch.ones(9, device="cuda")], torch.zeros(9, device="cuda")
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        kernels.flatten(grads, flat)
+except ValueError as error:
+    print(error)
+with torch.cuda.stream(stream):
+    kernels.flatten(grads, flat)
+stream.synchronize()
+flat.zero_()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, stream=stream):
+    kernels.flatten(grads, flat)
+print(flat.sum().item())
+graph.replay()
+print(flat.sum().item())
+"""
+
+
+def test_a_first_call_in_a_capture_is_refused_and_a_later_one_captured(tmp_path: Path) -> None:
+    # In a folder of its own, since the checkout's gradcomp may be another than the one that is tested.
+    done = subprocess.run([sys.executable, "-c", CAPTURE], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    refusal, captured, replayed = done.stdout.splitlines()
+    assert refusal.startswith("flatten: its first call on cuda:0 falls into the capture of a graph")
+    assert (captured, replayed) == ("0.0", "9.0")
 
 
 @every_spec
@@ -74,16 +200,19 @@ def test_a_gpu_updates_as_a_cpu_does(spec: str) -> None:
         assert sum(int((~same).sum()) for same in close.values()) <= 1e-3 * sum(same.numel() for same in close.values())
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("spec", ["dense", "topk:ratio=0.01", "topk:ratio=0.01,momentum=0.9", "sdagc:density=0.01"])
-def test_a_step_can_be_replayed_as_a_graph(spec: str) -> None:
+def test_a_step_can_be_replayed_as_a_graph(spec: str, elsewhere: bool) -> None:
+    """elsewhere: the steps before the capture ran on another stream."""
     plain, captured = simulation(spec), simulation(spec)
     stream, graph, inputs = torch.cuda.Stream(), torch.cuda.CUDAGraph(), draw(0)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    warm = torch.cuda.Stream() if elsewhere else stream
+    warm.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm):
         for _ in range(WARM):
             plain.step([inputs])
             captured.step([inputs])
-    stream.synchronize()
+    warm.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         update = captured.step([inputs])
     for step in range(1, 4):

@@ -61,7 +61,9 @@ __global__ void __launch_bounds__(kThreads)
     mark_passing(ResidualReader reader, MovingHand hand, uint32_t n, Passing passing, uint32_t capacity, Plan plan) {
   const uint32_t tile = blockIdx.x * kTile;
   const Passing its = passing.over(tile, n - tile < kTile ? n - 1 : tile + kTile - 1);
-  if (!mark_tile(reader, n, plan, [&](float x, uint32_t index) { return its(x, index) != 0; })) return;
+  const auto passes = [least = its.threshold](float x) { return magnitude_key(x) > least; };
+  const auto passes_at = [&](float x, uint32_t index) { return its(x, index) != 0; };
+  if (!mark_tile(reader, n, plan, its.low == its.high, passes, passes_at)) return;
   const uint32_t found = scan_in_place<kThreads>(plan.tile_listed, gridDim.x);
   if (threadIdx.x != 0) return;
   const bool listed = found <= plan.longest_list;

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "launch.cuh"
 #include "warp.cuh"
@@ -30,24 +31,42 @@ static __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t x, uint3
   return before + inclusive - x;
 }
 
-// Replace each of counts[0 .. size) by the sum of those before it. Returns the sum of all. One block calls this.
+// Replace each of counts[0 .. size) by the sum of those before it. Returns the sum of all. One block calls this. A thread reads
+// its counts of a round before it adds up the first: the other blocks have ended, and nothing else hides the way to memory.
 template <unsigned kThreads>
 static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint32_t size) {
-  constexpr uint32_t kEach = 8;
+  constexpr uint32_t kEach = 32;
+  const bool aligned = reinterpret_cast<uintptr_t>(counts) % sizeof(uint4) == 0;
   uint32_t before = 0;
   for (uint32_t at = 0; at < size; at += kThreads * kEach) {
     const uint32_t first = at + threadIdx.x * kEach;
+    const bool whole = aligned && first + kEach <= size;
     uint32_t mine[kEach];
+    if (whole) {
+      UNROLLED for (uint32_t i = 0; i < kEach; i += 4) {
+        const uint4 four = __ldcg(reinterpret_cast<const uint4*>(counts + first + i));
+        memcpy(mine + i, &four, sizeof four);
+      }
+    } else {
+      UNROLLED for (uint32_t i = 0; i < kEach; ++i) mine[i] = first + i < size ? __ldcg(counts + first + i) : 0;
+    }
     uint32_t sum = 0;
-    for (uint32_t i = 0; i < kEach; ++i) {
-      mine[i] = first + i < size ? __ldcg(counts + first + i) : 0;
-      sum += mine[i];
+    UNROLLED for (uint32_t i = 0; i < kEach; ++i) {
+      const uint32_t its = mine[i];
+      mine[i] = sum;
+      sum += its;
     }
     uint32_t total;
-    uint32_t running = before + block_exclusive_sum<kThreads>(sum, total);
-    for (uint32_t i = 0; i < kEach; ++i) {
-      if (first + i < size) counts[first + i] = running;
-      running += mine[i];
+    const uint32_t running = before + block_exclusive_sum<kThreads>(sum, total);
+    UNROLLED for (uint32_t i = 0; i < kEach; i += 4) {
+      const uint4 four = {running + mine[i], running + mine[i + 1], running + mine[i + 2], running + mine[i + 3]};
+      if (whole) {
+        *reinterpret_cast<uint4*>(counts + first + i) = four;
+      } else {
+        UNROLLED for (uint32_t j = i; j < i + 4; ++j) {
+          if (first + j < size) counts[first + j] = running + mine[j];
+        }
+      }
     }
     before += total;
   }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../math.h"
+#include "launch.cuh"
 #include "thread_four.cuh"
 #include "warp.cuh"
 
@@ -53,6 +54,27 @@ static __device__ __forceinline__ void include(Shifted<float>& all, const Four& 
   all.moments = merge(all.moments, four);
 }
 
+// Include whole fours.
+template <int kFours>
+static __device__ __forceinline__ void include(Shifted<float>& all, const Four (&of)[kFours], const Four (&range)[kFours]) {
+  constexpr float kEntries = 4 * kFours, kShare = 1 / kEntries;
+  if (all.moments.count == 0) all.pivot = of[0].x[0];
+  Moments<float> share = {kEntries, 0.0f, 0.0f, range[0].x[0], range[0].x[0], 0.0f};
+  UNROLLED for (int i = 0; i < kFours; ++i) {
+    UNROLLED for (int j = 0; j < 4; ++j) share.mean += (of[i].x[j] - all.pivot) * kShare;
+  }
+  UNROLLED for (int i = 0; i < kFours; ++i) {
+    UNROLLED for (int j = 0; j < 4; ++j) {
+      const float apart = (of[i].x[j] - all.pivot) - share.mean, its = range[i].x[j];
+      share.squares += apart * apart;
+      share.low = its < share.low ? its : share.low;
+      share.high = its > share.high ? its : share.high;
+      share.nonzero += of[i].x[j] != 0.0f ? 1.0f : 0.0f;
+    }
+  }
+  all.moments = merge(all.moments, share);
+}
+
 template <class T>
 static __device__ __forceinline__ T shuffle_down(const T& x, unsigned step) {
   uint32_t words[sizeof(T) / sizeof(uint32_t)];
@@ -78,41 +100,6 @@ static __device__ __forceinline__ T join_block(T mine, Join join) {
   }
   __syncthreads();  // the next call writes of_warps
   return mine;
-}
-
-// The moments of a block's part of a piece, as 32-bit words in scratch.
-struct MomentsRecord {
-  float pivot;
-  float five[kMoments];
-};
-
-// The same for a sum. Scratch may not be aligned for a double.
-struct SumRecord {
-  uint32_t words[2];
-};
-
-static __device__ __forceinline__ MomentsRecord record_of(const Shifted<float>& found) {
-  MomentsRecord record;
-  record.pivot = found.pivot;
-  store_moments(found.moments, record.five);
-  return record;
-}
-
-static __device__ __forceinline__ SumRecord record_of(double found) {
-  SumRecord record;
-  memcpy(record.words, &found, sizeof found);
-  return record;
-}
-
-// Read a record of `count` entries.
-static __device__ __forceinline__ Shifted<double> read_record(const MomentsRecord& record, double count) {
-  return {record.pivot, load_moments(record.five, count)};
-}
-
-static __device__ __forceinline__ double read_record(const SumRecord& record, double) {
-  double found;
-  memcpy(&found, record.words, sizeof found);
-  return found;
 }
 
 }  // namespace gradcomp::cuda

@@ -2,6 +2,8 @@
 //
 // Bytes an entry (f32 pieces): spread 8, add_back 0, or 12 after a step that failed. One launch each, for the whole bucket.
 
+#include <type_traits>
+
 #include "../math.h"
 #include "../ops.h"
 #include "block_pieces.cuh"
@@ -27,21 +29,37 @@ __global__ void __launch_bounds__(kThreads)
   const float back = 1.0f / factor;
   const bool failed = !is_finite(how.first[0]);
   bool all_finite = true;
-  for_each_run(grads, [&](int piece, int64_t entry, int count) {
-    // A run lies in one line, since both begin at multiples of four.
-    const bool zeros = marks != nullptr && marks[entry / kLine] == 0;
-    const Four from = zeros ? Four{} : load_four(flat + entry, count);
+  // kWhole: all four are there and aligned. A run lies in one line, since both begin at multiples of four.
+  const auto is_empty = [&](int64_t entry) { return marks != nullptr && marks[entry / kLine] == 0; };
+  const auto deliver = [&](auto whole, int piece, int64_t entry, int count, const Four& from, bool empty) {
+    constexpr bool kWhole = decltype(whole)::value;
     Four to;
     for (int i = 0; i < 4; ++i) to.x[i] = factor * from.x[i];
-    const Four delivered = write_piece(grads, piece, entry, count, to);
+    const Four delivered = write_piece<kWhole>(grads, piece, entry, count, to);
     bool finite = true;
     for (const float x : delivered.x) finite &= is_finite(x);
     all_finite &= finite;
-    if (how.residual == nullptr || failed || zeros || (finite && grads.dtype[piece] == Dtype::f32)) return;
+    if (how.residual == nullptr || failed || empty || (finite && grads.dtype[piece] == Dtype::f32)) return;
     Four residual = load_four(how.residual + entry, count);
     for (int i = 0; i < 4; ++i) residual.x[i] = add_if_finite(residual.x[i], left_out(from.x[i], delivered.x[i], back));
     store_four(how.residual + entry, count, residual);
-  });
+  };
+  const int piece = is_aligned(flat) ? only_piece(grads) : -1;
+  if (piece >= 0) {
+    const int64_t entry = blockIdx.x * kTile + threadIdx.x * 4;
+    bool empty[kRows];
+    Four share[kRows] = {};
+    UNROLLED for (int i = 0; i < kRows; ++i) empty[i] = is_empty(entry + i * kRow);
+    UNROLLED for (int i = 0; i < kRows; ++i) {
+      if (!empty[i]) share[i] = load_whole(flat + entry + i * kRow);
+    }
+    UNROLLED for (int i = 0; i < kRows; ++i) deliver(std::true_type{}, piece, entry + i * kRow, 4, share[i], empty[i]);
+  } else {
+    for_each_run(grads, [&](int its, int64_t entry, int count) {
+      const bool empty = is_empty(entry);
+      deliver(std::false_type{}, its, entry, count, empty ? Four{} : load_four(flat + entry, count), empty);
+    });
+  }
   if (how.verdict != nullptr && (failed || !all_finite)) atomicMax(how.verdict, verdict_of(how.step, failed));
 }
 

@@ -27,9 +27,13 @@ static __global__ void __launch_bounds__(kThreads)
   __shared__ Digit picked;
   clear_digits<kThreads, kFirstDigits>(counts);
   for (int64_t tile = int64_t{blockIdx.x} * kTile; tile < n; tile += int64_t{gridDim.x} * kTile) {
-    for (int64_t entry = tile + threadIdx.x * 4; entry < tile + kTile; entry += 4 * kThreads) {
-      const Four four = reader.read(entry, n - entry);
+    const auto count = [&](const Four& four, int) {
       for (const float x : four.x) count_digit(counts, magnitude_key(x) >> kFirstShift);
+    };
+    if (is_whole(reader, tile, n)) {
+      for_each_whole(reader, tile, count);
+    } else {
+      for_each_there(reader, tile, n, count);
     }
   }
   add_up_digits<kThreads, kFirstDigits>(counts, plan.first_counts);
@@ -47,8 +51,8 @@ static __global__ void __launch_bounds__(kThreads)
     mark_candidates(const __grid_constant__ Reader reader, uint32_t n, Plan plan) {
   if (plan.choice->listed == 0) return;
   const uint32_t least = plan.choice->digits;
-  const bool last = mark_tile(reader, n, plan, [least](float x, uint32_t) { return magnitude_key(x) >= least; });
-  if (last) scan_in_place<kThreads>(plan.tile_listed, gridDim.x);
+  const auto reaches = [least](float x, uint32_t = 0) { return magnitude_key(x) >= least; };
+  if (mark_tile(reader, n, plan, true, reaches, reaches)) scan_in_place<kThreads>(plan.tile_listed, gridDim.x);
 }
 
 static __global__ void __launch_bounds__(kThreads) list_candidates(Plan plan) {

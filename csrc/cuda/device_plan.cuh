@@ -49,7 +49,7 @@ struct Plan {
     longest_list = static_cast<uint32_t>(wish < n / 4 ? wish : n / 4);
     const auto part = [&](int64_t size) {
       uint32_t* const begin = scratch == nullptr ? nullptr : scratch + words;
-      words += size;
+      words += (size + 3) / 4 * 4;  // so that all parts can be read in fours
       return begin;
     };
     choice = reinterpret_cast<Choice*>(part(sizeof(Choice) / sizeof(uint32_t)));
@@ -65,31 +65,74 @@ struct Plan {
   }
 };
 
-// Join the bits of eight neighbouring lanes, four each, into a word, which all eight get.
-static __device__ __forceinline__ uint32_t join_bits(uint32_t four_bits) {
-  uint32_t word = four_bits << (4 * (threadIdx.x % 8));
-  for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(kWholeWarp, word, step);
-  return word;
+// Call use(four, number) for the fours of a whole tile that are this thread's: 0, 1, 2 and so on. The reader's share of them is
+// read before the first is used.
+constexpr int kFours = kTile / (4 * kThreads);
+template <class Reader, class Use>
+static __device__ __forceinline__ void for_each_whole(const Reader& reader, int64_t tile, Use use) {
+  const int64_t entry = tile + 4 * threadIdx.x;
+  for (int first = 0; first < kFours; first += Reader::kShare) {
+    Four share[Reader::kShare];
+    UNROLLED for (int i = 0; i < Reader::kShare; ++i) share[i] = reader.read_whole(entry + int64_t{first + i} * 4 * kThreads);
+    UNROLLED for (int i = 0; i < Reader::kShare; ++i) use(share[i], first + i);
+  }
 }
 
-// Mark the entries of this block's tile for which passes(x, index) holds, and count them. Returns true in the last block.
-template <class Reader, class Passes>
-static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t n, const Plan& plan, Passes passes) {
-  const int64_t tile = int64_t{blockIdx.x} * kTile;
-  uint32_t found = 0;
-  for (uint32_t at = threadIdx.x * 4; at < kTile; at += 4 * kThreads) {
-    const Four four = reader.read(tile + at, n - (tile + at));
-    uint32_t four_bits = 0;
-    for (int i = 0; i < 4; ++i) {
-      const bool marked = tile + at + i < n && passes(four.x[i], static_cast<uint32_t>(tile + at + i));
-      four_bits |= static_cast<uint32_t>(marked) << i;
-    }
-    found += __popc(four_bits);
-    const uint32_t word = join_bits(four_bits);
-    if (threadIdx.x % 8 == 0) plan.bits[(tile + at) / 32] = word;
+// The same for a tile of which any part may be there, one four at a time.
+template <class Reader, class Use>
+static __device__ __forceinline__ void for_each_there(const Reader& reader, int64_t tile, uint32_t n, Use use) {
+  for (int number = 0; number < kFours; ++number) {
+    const int64_t entry = tile + 4 * (threadIdx.x + int64_t{number} * kThreads);
+    use(reader.read(entry, n - entry), number);
   }
+}
+
+template <class Reader>
+static __device__ __forceinline__ bool is_whole(const Reader& reader, int64_t tile, uint32_t n) {
+  return tile + kTile <= n && reader.is_aligned();
+}
+
+// Move bit i of a byte to bit 4 i.
+static __device__ __forceinline__ uint32_t four_apart(uint32_t byte) {
+  byte = (byte | byte << 12) & 0x000f000fu;
+  byte = (byte | byte << 6) & 0x03030303u;
+  return (byte | byte << 3) & 0x11111111u;
+}
+
+// Mark the entries of this block's tile for which passes_at(x, index) holds, and count them. If all entries of the tile are
+// judged `alike`, passes(x) tells the same. Returns true in the last block.
+//
+// A warp votes on the first, second, third and last of its fours. The votes meet in shared memory, where a thread gathers its
+// word: 32 entries in a row, a byte from each of four votes.
+template <class Reader, class Passes, class PassesAt>
+static __device__ __forceinline__ bool mark_tile(const Reader& reader, uint32_t n, const Plan& plan, bool alike, Passes passes,
+                                                 PassesAt passes_at) {
+  __shared__ uint4 votes[kThreads / 4];
+  const int64_t tile = int64_t{blockIdx.x} * kTile;
+  const auto vote = [&](int number, bool first, bool second, bool third, bool last) {
+    const uint4 four = {__ballot_sync(kWholeWarp, first), __ballot_sync(kWholeWarp, second), __ballot_sync(kWholeWarp, third),
+                        __ballot_sync(kWholeWarp, last)};
+    if (threadIdx.x % kWarp == 0) votes[number * (kThreads / kWarp) + threadIdx.x / kWarp] = four;
+  };
+  if (alike && is_whole(reader, tile, n)) {
+    for_each_whole(reader, tile, [&](const Four& four, int number) {
+      vote(number, passes(four.x[0]), passes(four.x[1]), passes(four.x[2]), passes(four.x[3]));
+    });
+  } else {
+    for_each_there(reader, tile, n, [&](const Four& four, int number) {
+      const int64_t entry = tile + 4 * (threadIdx.x + int64_t{number} * kThreads);
+      bool marked[4];
+      for (int i = 0; i < 4; ++i) marked[i] = entry + i < n && passes_at(four.x[i], static_cast<uint32_t>(entry + i));
+      vote(number, marked[0], marked[1], marked[2], marked[3]);
+    });
+  }
+  __syncthreads();
+  const uint4 four = votes[threadIdx.x / 4];
+  const auto its = [](uint32_t votes_of) { return four_apart(votes_of >> (threadIdx.x % 4 * 8) & 0xffu); };
+  const uint32_t word = its(four.x) | its(four.y) << 1 | its(four.z) << 2 | its(four.w) << 3;
+  plan.bits[blockIdx.x * kThreads + threadIdx.x] = word;
   uint32_t total;
-  block_exclusive_sum<kThreads>(found, total);
+  block_exclusive_sum<kThreads>(static_cast<uint32_t>(__popc(word)), total);
   if (threadIdx.x == 0) plan.tile_listed[blockIdx.x] = total;
   return is_last_block(plan.tickets + 1, gridDim.x);
 }

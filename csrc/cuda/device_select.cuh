@@ -5,8 +5,9 @@
 // The entries to choose from, the sources, are listed from a bit for each entry. If they are too many for the list, every pass
 // reads all entries instead; the device decides. The last block of a launch picks and scans for all, so that no block waits.
 //
-//   Reader  the entries. read(entry, count) gives four from entry on, a multiple of four, with zeros beyond count; at(index)
-//           gives one.
+//   Reader  the entries. read(entry, count) gives four from entry on, a multiple of four, with zeros beyond count;
+//           read_whole(entry) gives four that are there, if is_aligned() holds; at(index) gives one. kShare fours are read at
+//           once.
 //   Key     the comparison. key.over(first, last), called by whole blocks, gives a key for entries first to last. Its
 //           key(x, index) is below 2^31, and 0 for an entry that cannot be chosen.
 //   Hand    the destination. announce(found), by one thread, tells it the number of entries that passed or were asked for;

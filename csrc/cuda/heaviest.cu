@@ -32,9 +32,14 @@ __device__ __forceinline__ float median_of(float* x) {
 
 template <int kRows>
 struct EstimateReader {
+  static constexpr int kShare = 1;
+
   SketchHash hash;
   const float* table;
   SketchPart part;
+
+  __device__ __forceinline__ bool is_aligned() const { return true; }
+  __device__ __forceinline__ Four read_whole(int64_t own) const { return read(own, 4); }
 
   // Four entries from a multiple of four on lie in one tile, and in each row in four columns from a multiple of four on.
   __device__ __forceinline__ Four read(int64_t own, int64_t count) const {

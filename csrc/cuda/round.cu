@@ -10,6 +10,8 @@ namespace gradcomp::cuda {
 namespace {
 
 constexpr unsigned kThreads = 128;
+// Blocks of a multiprocessor, at least: 768 threads, which have 30 KB in flight with ten entries each.
+constexpr unsigned kBlocks = 6;
 
 template <int kLevels>
 constexpr Packing packing = *packing_of(kLevels);
@@ -23,17 +25,19 @@ struct Place {
 template <int kLevels>
 __device__ __forceinline__ Place place_of(const Groups& groups, int64_t word) {
   constexpr Packing kPacking = packing<kLevels>;
+  // The words of any bucket can be counted in 32 bits, whose division takes a quarter of the instructions.
   const int64_t each = kPacking.words(groups.size), last = groups.count() - 1;
-  const int64_t group = word / each < last ? word / each : last, begin = groups.begin(group), n = groups.end(group) - begin;
+  const int64_t before = static_cast<uint32_t>(word) / static_cast<uint32_t>(each);
+  const int64_t group = before < last ? before : last, begin = groups.begin(group), n = groups.end(group) - begin;
   return {group, begin, static_cast<uint32_t>(n), static_cast<uint32_t>(kPacking.words(n)),
           static_cast<uint32_t>(word - group * each)};
 }
 
-// Entries that are read before the first of them is used.
+// Entries that are read before the first of them is used: each needs three registers, for itself and for its address.
 template <int kLevels>
-constexpr int batch = packing<kLevels>.digits % 8 == 0   ? 8
-                      : packing<kLevels>.digits % 5 == 0 ? 5
-                                                         : 3;
+constexpr int batch = packing<kLevels>.digits % 10 == 0  ? 10
+                      : packing<kLevels>.digits % 9 == 0 ? 9
+                                                         : 8;
 
 // Let use(entries) change a batch of the word's entries, from x[first] on.
 template <int kBatch, class Use>
@@ -73,7 +77,7 @@ __device__ __forceinline__ Around around(float x, const float (&level)[kLevels],
 }
 
 template <int kLevels>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     round_words(float* residual, const float* levels, const float* cuts, const __grid_constant__ Groups groups, int64_t key,
                 int64_t count, uint64_t* words) {
   constexpr int kDigits = packing<kLevels>.digits, kBatch = batch<kLevels>;
@@ -109,50 +113,84 @@ __global__ void __launch_bounds__(kThreads)
   words[at] = word;
 }
 
-// Drop the first digits of a part of a word, and return the rest.
-template <int kLevels>
-__device__ __forceinline__ uint32_t digits_from(uint64_t word, int part, int digit) {
-  UNROLLED
-  for (int before = 0; before < part; ++before) word /= packing<kLevels>.base;
-  auto sum = static_cast<uint32_t>(word % packing<kLevels>.base);
-  uint32_t power = 1;
-  UNROLLED
-  for (int before = 0; before < digit; ++before) power *= kLevels;
-  return sum / power;
+// Drop the first digits of a part of a word, and return the rest. Part and digit are constants: divisions by runtime values
+// would take most of the time.
+template <int kLevels, int kPart, int kDigit>
+__device__ __forceinline__ uint32_t digits_from(uint64_t word) {
+  constexpr auto power = [](uint64_t base, int times) {
+    uint64_t all = 1;
+    for (int i = 0; i < times; ++i) all *= base;
+    return all;
+  };
+  constexpr uint64_t kBase = packing<kLevels>.base, kBefore = power(kBase, kPart);
+  constexpr auto kDropped = static_cast<uint32_t>(power(kLevels, kDigit));
+  return static_cast<uint32_t>(word / kBefore % kBase) / kDropped;
 }
 
-// Add the levels of all ranks to a batch of entries, and then write the batch.
+// A group's levels, times a factor. A few are kept in registers.
+template <int kLevels>
+struct Scaled {
+  const float* levels;
+  float factor;
+  float few[3];
+
+  __device__ __forceinline__ Scaled(const float* all, int64_t group, float factor_)
+      : levels(all + group * kLevels), factor(factor_), few{} {
+    UNROLLED
+    for (int i = 0; i < kLevels && i < 3; ++i) few[i] = factor * __ldg(levels + i);
+  }
+  __device__ __forceinline__ float at(uint32_t code) const {
+    if constexpr (kLevels > 3) return factor * __ldg(levels + code);
+    return code == 0 ? few[0] : code == 1 ? few[1] : few[2];
+  }
+};
+
+struct Ranks {
+  const Spans<const float>& levels;
+  const Spans<const uint64_t>& words;
+  int64_t at;
+  float scale;
+};
+
+// Add the levels of all ranks to each batch of a word's entries in turn, and then write the batch. A rank's word is on its way
+// while the one before is added.
+template <int kLevels, int kPart = 0, int kDigit = 0>
+__device__ __forceinline__ void add_batches(float* own, const Place& place, const Ranks& ranks) {
+  constexpr int kDigits = packing<kLevels>.digits, kBatch = batch<kLevels>;
+  uint64_t next = ranks.words.data[0][ranks.at];
+  change_batch<kBatch>(own, place, place.word + (kPart * kDigits + kDigit) * place.words, [&](float(&x)[kBatch]) {
+    for (int rank = 0; rank < ranks.words.count; ++rank) {
+      const uint64_t word = next;
+      if (rank + 1 < ranks.words.count) next = ranks.words.data[rank + 1][ranks.at];
+      const Scaled<kLevels> level(ranks.levels.data[rank], place.group, ranks.scale);
+      uint32_t sum = digits_from<kLevels, kPart, kDigit>(word);
+      UNROLLED
+      for (float& entry : x) {
+        const uint32_t left = sum / kLevels, code = sum - left * kLevels;
+        sum = left;
+        entry += level.at(code);
+      }
+    }
+  });
+  if constexpr (kDigit + kBatch < kDigits) {
+    add_batches<kLevels, kPart, kDigit + kBatch>(own, place, ranks);
+  } else if constexpr (kPart + 1 < packing<kLevels>.parts) {
+    add_batches<kLevels, kPart + 1>(own, place, ranks);
+  }
+}
+
 template <int kLevels>
 __device__ __forceinline__ void add_word(float* target, const Spans<const float>& levels, const Spans<const uint64_t>& words,
                                          const Groups& groups, int64_t count, float scale) {
-  constexpr int kDigits = packing<kLevels>.digits, kParts = packing<kLevels>.parts, kBatch = batch<kLevels>;
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (at >= count) return;
   const Place place = place_of<kLevels>(groups, at);
-  float* const own = target + place.begin;
-  UNROLLED
-  for (int part = 0; part < kParts; ++part) {
-    UNROLLED
-    for (int digit = 0; digit < kDigits; digit += kBatch) {
-      const uint32_t first = place.word + (part * kDigits + digit) * place.words;
-      change_batch<kBatch>(own, place, first, [&](float(&x)[kBatch]) {
-        for (int rank = 0; rank < words.count; ++rank) {
-          uint32_t sum = digits_from<kLevels>(words.data[rank][at], part, digit);
-          UNROLLED
-          for (float& entry : x) {
-            const uint32_t left = sum / kLevels, code = sum - left * kLevels;
-            sum = left;
-            entry += scale * __ldg(levels.data[rank] + place.group * kLevels + code);
-          }
-        }
-      });
-    }
-  }
+  add_batches<kLevels>(target + place.begin, place, {levels, words, at, scale});
 }
 
 // The thread of the first word both adds to the first entry and sets it to NaN.
 template <int kLevels>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     add_words(float* target, const __grid_constant__ Spans<const float> levels,
               const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Spans<const int32_t> headers,
               const __grid_constant__ Groups groups, int64_t count, float scale) {
@@ -164,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kLevels>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     settle_words(float* residual, const __grid_constant__ Spans<const float> levels,
                  const __grid_constant__ Spans<const uint64_t> words, const __grid_constant__ Groups groups, int64_t count,
                  const float* update, float keep) {

@@ -9,8 +9,12 @@
 namespace gradcomp::cuda {
 
 struct ResidualReader {
+  static constexpr int kShare = 8;
+
   const float* residual;
 
+  __device__ __forceinline__ bool is_aligned() const { return cuda::is_aligned(residual); }
+  __device__ __forceinline__ Four read_whole(int64_t entry) const { return load_whole(residual + entry); }
   __device__ __forceinline__ Four read(int64_t entry, int64_t count) const { return load_four(residual + entry, count); }
   __device__ __forceinline__ float at(uint32_t index) const { return residual[index]; }
 };

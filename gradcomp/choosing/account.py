@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 # A step that takes this many usual ones without its turn contains a pause that is not the choice's: a validation, for example.
 PAUSE = 3.0
+# The steps between two turns whose median tells what is usual there.
+TELLING = 3
 
 
 class Account:
@@ -20,17 +23,25 @@ class Account:
     def open(self) -> None:
         """Begin anew."""
         self.usual, self._steps, self._seconds, self._turn = math.inf, 0, 0.0, 0.0
+        self._since_turn: list[float] = []
 
     def note_turn(self, seconds: float) -> None:
-        """Note the turn before a step."""
+        """Note a turn. The next step contains it."""
         self._turn += seconds
 
     def note_step(self, seconds: float) -> None:
         """Note a step, and the turn within it."""
-        rest = seconds - self._turn
-        self._seconds += self._turn + (rest if rest < PAUSE * self.usual else self.usual)
-        self._steps, self._turn = self._steps + 1, 0.0
+        self._seconds += self._turn
+        self._since_turn.append(seconds - self._turn)
+        self._turn = 0.0
+
+    def close(self) -> None:
+        """Note that a turn begins: the steps since the last one went by one way, and what is usual there leaves pauses out."""
+        rests, self._since_turn = self._since_turn, []
+        usual = statistics.median(rests) if len(rests) >= TELLING else self.usual
+        self._seconds += sum(rest if rest < PAUSE * usual else usual for rest in rests)
+        self._steps += len(rests)
 
     def cost(self, step: float, unit: float) -> float:
-        """Return what was spent beyond steps that take so long, in units of seconds."""
+        """Return what was spent until the last turn beyond steps that take so long, in units of seconds."""
         return (self._seconds - self._steps * step) / unit

@@ -6,7 +6,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from gradcomp.choosing import links, ways
 from gradcomp.choosing.account import Account
 from gradcomp.choosing.decision import Decision, best_of, shortlist
 from gradcomp.choosing.forecast import Forecast
-from gradcomp.choosing.switch import Switch
+from gradcomp.choosing.switch import Course, Switch
 from gradcomp.choosing.tries import COUNTED, SETTLING, SETTLING_KEPT, Tries
 from gradcomp.choosing.ways import Way
 from gradcomp.engine.sessions.session import Session
@@ -25,18 +25,16 @@ from gradcomp.engine.steps.step_clock import Seconds
 from gradcomp.prediction import workload
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.timeline import Work
+from gradcomp.prediction.trial import device_wait
 from gradcomp.spec import make
 
 log = logging.getLogger("gradcomp")
-
-# A course yields the number of steps until its next turn, and gets the seconds that each of them took.
-Course = Generator[int, list[float], None]
 
 # Kernels are timed until this many exact steps' time has passed, in each choice. Ways that are left come in the next one.
 TIMING = 6
 # The part of the steps' time that looking at them may take, and the steps between two looks, at least and at most. After an odd
 # look the next one comes as soon as it may.
-LOOKING, NEXT_LOOK = 0.005, (10, 200)
+LOOKING, NEXT_LOOK = 0.005, (10, 1000)
 # A step time that differs by this factor, or a link's by the other one, at so many looks in a row, is a change.
 STEP_CHANGED, LINK_CHANGED, LOOKS = 1.25, 2.0, 2
 # The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
@@ -52,9 +50,11 @@ class Chooser:
 
     def __init__(self, session: Session, auto: Auto, stock: Sequence[torch.dtype]):
         self._session, self._auto, self._stock = session, auto, stock
+        self._unit = ways.STOCK if ways.STOCK.stock in stock else ways.FIRST  # what users have without gradcomp
         self._switch, self._account = Switch(session), Account()
         layers = session.parameters.layers.values()
         self._device = next((layer.device for layer in layers), torch.device("cpu"))
+        self._wait = device_wait(self._device)
         self._entries = sum(layer.size for layer in layers)
         self._clock, self._clocks = Seconds(), deque[Seconds](maxlen=COUNTED)
         self._begin()
@@ -78,6 +78,7 @@ class Chooser:
     def take(self) -> None:
         """Take the turn."""
         times, self._times = self._times, []
+        self._account.close()
         began = time.perf_counter()
         self._left = self._course.send(times)
         self._account.note_turn(time.perf_counter() - began)
@@ -85,7 +86,7 @@ class Chooser:
     def note_step(self) -> None:
         """Note a finished step."""
         if self._timed:
-            links.wait_for(self._device)
+            self._wait()
         now = time.perf_counter()
         self._times.append(now - self._ended)
         self._account.note_step(now - self._ended)
@@ -112,11 +113,14 @@ class Chooser:
             return {**known, "reason": "the first steps are measured"}
         return {**known, **self.decision.report()}
 
-    def _run(self) -> Course:
+    def _run(self) -> Course[None]:
         yield 1 + SETTLING  # the network may not be initialised yet
         if self._session.network.world.size == 1:
-            yield from self._switch.to(ways.STOCK)
-            self._timed = False
+            yield from self._switch.to(self._unit)
+            self._timed, self._choices = False, 1
+            self.decision = Decision(
+                "one rank exchanges nothing", self._session.reducer.steps_done, {}, {}, Measured({}), 0.0, 0.0
+            )
             while True:
                 yield NEXT_LOOK[1]
         while True:
@@ -129,7 +133,7 @@ class Chooser:
             self._timed = False
             yield from self._watch()
 
-    def _measure_work(self) -> Course:
+    def _measure_work(self) -> Course[None]:
         """Learn from exact steps what forward, backward and the optimizer take.
 
         Where ways with error feedback may follow, these steps take the momentum over as they do: a training that this does not
@@ -146,7 +150,7 @@ class Chooser:
         shapes: workload.Shapes = {name: (layer.size,) for name, layer in self._session.parameters.layers.items()}
         self._work = workload.given(shapes, max(0.0, computing - backward), backward, 0.0)
 
-    def _choose(self, exact: float) -> Course:
+    def _choose(self, exact: float) -> Course[None]:
         """Measure links and kernels, try what looks fast, and go on with the fastest.
 
         exact: seconds of an exact step; 0 if they were measured long ago, perhaps on another link.
@@ -156,15 +160,21 @@ class Chooser:
         every = ways.ways(self._auto.loss, stock, session.network.world.shares_hosts, session.training.is_told)
         times = self._switch.mean_of(links.measure(session.network, self._device, self._entries))
         every, forecast = self._foresee(every, times)
-        self._account.usual = max(exact, forecast[ways.STOCK])
-        tries = Tries(self._switch, self._account, forecast, exact)
+        self._account.usual = max(exact, forecast[self._unit])
+        tries = Tries(self._switch, self._account, forecast, exact, self._unit)
+        self._switch.open()
         yield from tries.take(shortlist(every, forecast, present))
         best, reason = best_of(every, tries.medians, present)
+        if not (yield from self._switch.to(best)):
+            keeping = {way: seconds for way, seconds in tries.medians.items() if way.keeps}
+            best, reason = best_of(every, keeping, self._switch.way)
+            yield from self._switch.to(best)
+            reason = f"{reason}; entries wait that cannot be sent, perhaps of frozen layers, and only some ways keep them"
+        cost = None if self.decision is None else self.decision.cost
         step = session.reducer.steps_done
-        self.decision = Decision(reason, step, tries.medians, forecast, times, self._exact)
+        self.decision = Decision(reason, step, tries.medians, forecast, times, self._exact, cost)
         if session.network.world.rank == 0:
             log.info("gradcomp: auto goes on with %s after step %d: %s", best, step, reason)
-        yield from self._switch.to(best)
         if best == present:
             self._looks, self._again = min(2 * self._looks, MOST_LOOKS), 2 * self._again
         else:
@@ -184,14 +194,18 @@ class Chooser:
                 seconds = self._forecast.seconds(way, self._work, times)
                 forecast[way], spent = self._switch.means([seconds, time.perf_counter() - began])
         known = [way for way in every if way in forecast]
+        if present.is_mixed:
+            known.insert(_place_of(present, known), present)
+            (forecast[present],) = self._switch.means([self._forecast.seconds(present, self._work, times)])
         by_group = [ways.FIRST, *(way for way in known if way.stock is None and not way.keeps)]
         chosen = self._switch.of_first(self._forecast.by_group(by_group, self._work, times))
-        if (mixed := self._forecast.mixed([by_group[i] for i in chosen])) is not None:
-            known.insert(known.index(max((by_group[i] for i in chosen), key=by_group.index)), mixed)
+        mixed = self._forecast.mixed([by_group[i] for i in chosen])
+        if mixed is not None and mixed != present:
+            known.insert(_place_of(mixed, known), mixed)
             (forecast[mixed],) = self._switch.means([self._forecast.seconds(mixed, self._work, times)])
         return known, forecast
 
-    def _watch(self) -> Course:
+    def _watch(self) -> Course[None]:
         """Look at steps and links now and then, until they have changed, or for long."""
         session = self._session
         yield SETTLING_KEPT
@@ -218,6 +232,11 @@ class Chooser:
             usual = tried.get(self._switch.way, min(tried.values()))
             (cost,) = self._switch.means([self._account.cost(usual, tried.get(ways.STOCK, self._account.usual))])
             self.decision = self.decision._replace(cost=cost)
+
+
+def _place_of(mixed: Way, known: Sequence[Way]) -> int:
+    """Return the place of a mixed way among some that are sorted by what they lose: before that of its own that loses most."""
+    return max((known.index(way) for way in map(Way, mixed.specs) if way in known), default=len(known))
 
 
 def _apart(one: float, other: float) -> float:

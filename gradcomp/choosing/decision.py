@@ -17,8 +17,8 @@ class Decision(NamedTuple):
     """What was decided after a step, and from what.
 
     tried, forecast: the seconds of a step by each way. exact: those of the exact steps in which it began.
-    cost: of measuring, changes and tries, beyond as many steps of the chosen way, in steps of stock torch or Horovod, or exact
-    ones where stock was not tried; None until the chosen way's first steps are over.
+    cost: of measuring, changes and tries of the last choice whose way's first steps are over, beyond as many steps of that way,
+    in steps of stock torch or Horovod, or exact ones where stock was not tried; None before the first.
     """
 
     reason: str

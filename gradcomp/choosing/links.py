@@ -10,6 +10,7 @@ import torch
 from gradcomp.messages import payload as payloads
 from gradcomp.networks import Network
 from gradcomp.prediction.link import Measured
+from gradcomp.prediction.trial import device_wait
 from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
 
 # The entries of a long message, at least and at most, and how often each one is sent.
@@ -63,11 +64,5 @@ def _fastest(network: Network, device: torch.device, kind: str, make: Callable[[
 def _seconds(network: Network, device: torch.device, name: str, request: Request) -> float:
     began = time.perf_counter()
     network.start(request, f"auto.{name}")()
-    wait_for(device)
+    device_wait(device)()
     return time.perf_counter() - began
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait for a device, on which messages and kernels may run on while the host goes ahead."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

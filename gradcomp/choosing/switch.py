@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,10 @@ from gradcomp.messages import payload as payloads
 from gradcomp.prediction.link import Measured
 from gradcomp.requests import Gather
 from gradcomp.spec import make
+
+T = TypeVar("T")
+# A course yields the number of steps until its next turn, and gets the seconds that each of them took.
+Course = Generator[int, list[float], T]
 
 # The steps in which all that waits must have been sent. What waits of a frozen layer cannot be.
 PATIENCE = 3
@@ -29,8 +34,13 @@ class Switch:
         """Begin anew with the way that the session has."""
         self.way = way
         self.refused: dict[Way, str] = {}
+        self.open()
 
-    def to(self, way: Way) -> Generator[int, list[float], bool]:
+    def open(self) -> None:
+        """Begin a choice. stuck: entries wait that cannot be sent, so that ways without a residual are out of reach."""
+        self.stuck = False
+
+    def to(self, way: Way) -> Course[bool]:
         """Go on by another way, after the steps that this needs. Return False if the session now has another one."""
         left = PATIENCE
         while way != self.way and way not in self.refused:
@@ -38,7 +48,8 @@ class Switch:
             if busy:
                 yield 1
             elif waiting and not way.keeps:
-                if left == 0:
+                self.stuck |= left == 0
+                if self.stuck:
                     break
                 left -= 1
                 if self.way == SENDS_ALL or self._change(SENDS_ALL):
@@ -68,6 +79,10 @@ class Switch:
         return Measured({kind: (next(means), next(means)) for kind in links.lines})
 
     def _change(self, way: Way) -> bool:
+        if way.spec == self.way.spec:  # only who exchanges its gradients is another one
+            self._session.exchange_by(way.stock)
+            self.way, self.changes = way, self.changes + 1
+            return True
         try:
             prepared = self._session.prepare(make(way.spec), drops=not way.keeps)
         except ValueError as error:  # on all ranks alike
@@ -79,11 +94,7 @@ class Switch:
 
     def _busy(self) -> bool:
         """Return True if an update waits for the optimizer's step, after which a change may come."""
-        try:
-            self._session.training.refuse_before_step("a change of auto's way")
-        except RuntimeError:
-            return True
-        return False
+        return self._session.training.update_waits
 
     def _waits(self) -> bool:
         """Return True if entries wait in the residual, also those that were set aside with a frozen layer."""

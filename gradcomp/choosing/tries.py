@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from gradcomp.choosing import ways
 from gradcomp.choosing.account import Account
-from gradcomp.choosing.switch import Switch
+from gradcomp.choosing.switch import Course, Switch
 from gradcomp.choosing.ways import Way
 
 # Steps after a change that do not count: a new reducer makes its memory, and capacities follow counts some steps later.
@@ -17,54 +16,77 @@ SETTLING, SETTLING_KEPT = 1, 4
 # NEAR: the others are at most this much slower than the fastest.
 COUNTED, ROUNDS, NEAR = 3, 3, 1.15
 # The stock steps that a choice has cost after which the rounds end, and after which nothing more is tried: it is to end
-# within 20.
+# within 20. The present way and stock are tried in any case, since one of them is what users compare with.
 ENOUGH, MOST = 10, 15
 # The part of an exact step that a step of stock takes at least, if it sends as many bytes.
 LEAST = 0.8
-
-# Yields the number of steps until the next turn, and gets the seconds of each of them.
-Steps = Generator[int, list[float], None]
 
 
 class Tries:
     """The tries of one choice.
 
-    forecast: the seconds of a step by each way. exact: those of an exact step, or 0. medians: of the ways that were tried.
+    forecast: the seconds of a step by each way. exact: those of an exact step, or 0. unit: the way whose steps the cost counts.
+    medians: of the ways that were tried.
     """
 
-    def __init__(self, switch: Switch, account: Account, forecast: Mapping[Way, float], exact: float):
-        self._switch, self._account, self._forecast, self._exact = switch, account, forecast, exact
+    def __init__(self, switch: Switch, account: Account, forecast: Mapping[Way, float], exact: float, unit: Way):
+        self._switch, self._account, self._forecast, self._exact, self._unit = switch, account, forecast, exact, unit
         self.medians: dict[Way, float] = {}
         self._seconds: dict[Way, list[float]] = {}
-        self._cost = 0.0
+        self._cost = self._change = 0.0  # of the choice until now, and of the dearest change of way in it
 
-    def take(self, candidates: Sequence[Way]) -> Steps:
-        """Try some ways, those that look fast first. Stock is left out where it cannot be fast.
+    def take(self, candidates: Sequence[Way]) -> Course[None]:
+        """Try some ways: the present one, then by forecast. Those of stock are left out where they cannot be fast.
 
         Those that keep a residual come after the rounds: what waits is then sent once.
         """
-        in_order = sorted(candidates, key=lambda way: self._forecast[way])
+        present = self._switch.way
+        self._shared([])
+        in_order = sorted(candidates, key=lambda way: (way != present, self._forecast[way]))
         keeping, left = [way for way in in_order if way.keeps], [way for way in in_order if not way.keeps]
-        for _ in range(ROUNDS):
+        for done in range(ROUNDS):
             for way in left:
-                if self._cost <= ENOUGH and self._least(way) < NEAR * min(self.medians.values(), default=math.inf):
+                owed = done == 0 and (way == present or way.stock is not None)
+                affordable = owed or self._cost + self._expected(way, SETTLING + COUNTED) <= ENOUGH
+                if affordable and self._least(way) < NEAR * min(self.medians.values(), default=math.inf):
                     yield from self._try(way, SETTLING, COUNTED)
             fastest = min([*self.medians.values(), *(self._forecast[way] for way in keeping)], default=math.inf)
             left = [way for way in left if self.medians.get(way, math.inf) < NEAR * fastest]
+        steps = ROUNDS * COUNTED
         for way in keeping:
-            if self._cost <= MOST:
-                yield from self._try(way, SETTLING_KEPT, ROUNDS * COUNTED)
+            if way == present or self._cost + self._expected(way, SETTLING_KEPT + steps) <= MOST:
+                yield from self._try(way, SETTLING_KEPT, steps)
 
-    def _try(self, way: Way, settling: int, counted: int) -> Steps:
+    def _try(self, way: Way, settling: int, counted: int) -> Course[None]:
         """Take some steps by a way, unless it does not suit the training."""
-        if not (yield from self._switch.to(way)):
-            return
-        seconds = yield settling + counted
-        own = self._seconds.get(way, []) + seconds[-counted:]
-        fastest = min([statistics.median(own), *self.medians.values()])
-        cost = self._account.cost(fastest, self.medians.get(ways.STOCK, self._account.usual))
-        *self._seconds[way], self._cost = self._switch.means([*own, cost])
-        self.medians[way] = statistics.median(self._seconds[way])
+        own: list[float] = []
+        if (yield from self._switch.to(way)):
+            seconds = yield settling + counted
+            own = self._seconds.get(way, []) + seconds[-counted:]
+        before, best = self._cost, self._fastest
+        if own := self._shared(own):
+            self._seconds[way], self.medians[way] = own, statistics.median(own)
+            steps = (settling + counted) * max(0.0, self.medians[way] - best) / self._unit_seconds
+            self._change = max(self._change, self._cost - before - steps)
+
+    def _shared(self, own: Sequence[float]) -> list[float]:
+        """Return the means over the ranks of some steps' seconds, and note what the choice has cost until now."""
+        fastest = min(statistics.median(own), self._fastest) if own else self._fastest
+        *shared, self._cost = self._switch.means([*own, self._account.cost(fastest, self._unit_seconds)])
+        return shared
+
+    @property
+    def _fastest(self) -> float:
+        return min(self.medians.values(), default=self._account.usual)
+
+    @property
+    def _unit_seconds(self) -> float:
+        return self.medians.get(self._unit, self._account.usual)
+
+    def _expected(self, way: Way, steps: int) -> float:
+        """Return what a change and so many steps are expected to cost beyond steps of the fastest way."""
+        slower = max(0.0, self.medians.get(way, self._forecast[way]) - self._fastest)
+        return self._change + steps * slower / self._unit_seconds
 
     def _least(self, way: Way) -> float:
         """Return the least time that a step can take: one of stock, as much of an exact one as it sends of the bytes."""

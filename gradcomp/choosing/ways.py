@@ -16,7 +16,8 @@ from gradcomp.spec import kind_of, make, names
 class Way(NamedTuple):
     """A way to exchange gradients.
 
-    spec: of the compressor. stock: the type in which stock torch or Horovod exchanges the gradients in the compressor's place.
+    spec: of the compressor, in canonical form. stock: the widest type in which stock torch or Horovod exchanges the gradients
+    in the compressor's place; wider ones are cast.
     """
 
     spec: str
@@ -24,8 +25,8 @@ class Way(NamedTuple):
 
     def __str__(self) -> str:
         if self.stock is None:
-            rest, *rules = self.spec.split("; ")
-            layers = Counter(rule.partition("=")[2] for rule in rules)
+            rest, *others = self.specs
+            layers = Counter(others)
             return "; ".join([rest, *(f"{spec} in {count} layers" for spec, count in layers.items())])
         return peers.STOCK if self.stock is torch.float32 else f"{peers.STOCK} in {self.tried_as}"
 
@@ -37,12 +38,23 @@ class Way(NamedTuple):
         return next((name for name, form in peers.HALVES.items() if form is self.stock), peers.STOCK)
 
     @property
+    def specs(self) -> list[str]:
+        """The specs of a mixed way's groups of layers, or the way's own."""
+        rest, *rules = self.spec.split("; ")
+        return [rest, *(rule.partition("=")[2] for rule in rules)]
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if groups of layers have different specs."""
+        return ";" in self.spec
+
+    @property
     def keeps(self) -> bool:
         """True if entries wait in a residual, which must be sent before another way can follow that has none.
 
         Rules for layers are made of ways without one.
         """
-        return ";" not in self.spec and make(self.spec).traits.fed_back
+        return not self.is_mixed and make(self.spec).traits.fed_back
 
 
 # The way of the first steps, in which everything is seen, and the one that users have without gradcomp.
@@ -56,14 +68,15 @@ SENDS_ALL = Way("dense:feedback=true")
 def ways(loss: str, stock: Collection[torch.dtype], shared_hosts: bool, optimizer_known: bool) -> list[Way]:
     """List the ways, from the one that loses least.
 
-    stock: the types in which the stock framework can exchange gradients. shared_hosts: all hosts have equally many ranks, and
-    several. optimizer_known: its momentum can be taken over, without which what waits in a residual costs accuracy.
+    stock: the types in which the stock framework can exchange the model's gradients; none if it cannot. shared_hosts: all hosts
+    have equally many ranks, and several. optimizer_known: its momentum can be taken over, without which what waits in a
+    residual costs accuracy.
     """
-    found = [STOCK, *(Way(EXACT, form) for form in (torch.bfloat16,) if form in stock)]
+    found = [way for way in (STOCK, Way(EXACT, torch.bfloat16)) if way.stock in stock] or [FIRST]
     for each in LOSSES[: LOSSES.index(loss) + 1]:
         specs = [spec for name in names() for spec in kind_of(name).for_auto.get(each, ())]
-        allowed = [Way(spec) for spec in specs]
         if shared_hosts and each != LOSSES[0]:
-            allowed += [Way(f"{spec}{',' if ':' in spec else ':'}by_host=true") for spec in specs]
+            specs += [f"{spec}{',' if ':' in spec else ':'}by_host=true" for spec in specs]
+        allowed = [Way(str(make(spec))) for spec in specs]
         found += sorted([way for way in allowed if optimizer_known or not way.keeps], key=lambda way: way.keeps)
     return found

@@ -109,6 +109,15 @@ class Parameters:
         return any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self.slots)
 
     @property
+    def types(self) -> set[torch.dtype]:
+        """Return the types of the parameters."""
+        return {slot.parameter.dtype for slot in self.slots}
+
+    def bytes_in(self, widest: torch.dtype) -> int:
+        """Count the bytes of all gradients, each in its own type or in this one if that is narrower."""
+        return sum(slot.layer.size * min(slot.parameter.dtype.itemsize, widest.itemsize) for slot in self.slots)
+
+    @property
     def shapes(self) -> dict[str, str]:
         """Describe the shape of every parameter."""
         return {slot.name: slot.shape_text for slot in self.slots}

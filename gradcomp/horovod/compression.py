@@ -17,7 +17,7 @@ from gradcomp.engine.steps.options import Options
 from gradcomp.handle import Handle
 from gradcomp.networks import carrier
 from gradcomp.networks.elastic import keep_with_optimizers
-from gradcomp.networks.horovod import HorovodNetwork, calling_optimizer, exchange_failure
+from gradcomp.networks.horovod import SUMMED, HorovodNetwork, calling_optimizer, exchange_failure
 from gradcomp.protocol import Compressor
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
@@ -68,7 +68,7 @@ class Compression(Handle):
         options = Options(optimizer, scaler, bucket_mb, seed)
         beginning, parameters = beginning_of(spec), Parameters(named_parameters)
         session = Session(beginning.compressor, parameters, self._network, options, _UNKNOWN, _UNUSED)
-        super().__init__(session, beginning, (torch.float32,))
+        super().__init__(session, beginning, (torch.float32,) if parameters.types <= SUMMED else ())
         self._knows_optimizer = False
         self._commits = Commits(self._session)
         keep_with_optimizers(_commits_of)

@@ -6,11 +6,14 @@ Arrays go in as they are: torch tensors, NumPy and CuPy arrays, on CPU or GPU, o
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradcomp.native import cuda_versions
 
 try:
     import gradcomp._native as _native
@@ -43,6 +46,11 @@ LARGEST: float = native.largest
 UNKNOWN_PEAK = 0x7F800000
 
 BUILT_WITH_CUDA: bool = native.built_with_cuda
+# The CUDA of the kernels: 13000 is 13.0, and 0 means that there are none.
+CUDA_VERSION: int = native.cuda_version
+
+if BUILT_WITH_CUDA and (misfit := cuda_versions.misfit(CUDA_VERSION, cuda_versions.driver_version(), torch.version.cuda)):
+    warnings.warn(misfit, RuntimeWarning, stacklevel=2)
 
 
 def library(array: Array) -> str:

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradcomp.native import extension
+from gradcomp.native import extension, streams
 from gradcomp.native.extension import LINE, Array
 
 
 class ZeroedUpdate(NamedTuple):
-    """A zeroed array and its zeroed marks, for lending. ready: a GPU event after both are zeroed."""
+    """A zeroed array and its zeroed marks, for lending. stream: that of a GPU on which both were zeroed."""
 
     flat: Tensor
     marks: Tensor
-    ready: Any = None
+    stream: Any = None
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Memory:
         source = free.pop() if free else None
         if source is None or len(source.flat) < n:
             source = ZeroedUpdate(torch.zeros(n, device=place), torch.zeros(lines, dtype=torch.uint8, device=place))
-        elif source.ready is not None:
-            torch.cuda.current_stream(place).wait_event(source.ready)  # the stream that gave it back may differ from this one
+        elif source.stream is not None:
+            streams.follow(torch.cuda.current_stream(place), source.stream)
         return Update(source.flat[:n], source.marks[:lines], source)
 
     def give_back(self, update: Update) -> None:
@@ -72,8 +72,8 @@ class Memory:
         source, update.source = update.source, None
         if source is not None:
             extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-            ready = torch.cuda.current_stream(source.flat.device).record_event() if source.flat.is_cuda else None
-            self._free.setdefault(source.flat.device, []).append(source._replace(ready=ready))
+            stream = torch.cuda.current_stream(source.flat.device) if source.flat.is_cuda else None
+            self._free.setdefault(source.flat.device, []).append(source._replace(stream=stream))
 
 
 def _numbered(device: torch.device) -> torch.device:

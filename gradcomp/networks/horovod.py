@@ -25,8 +25,10 @@ from gradcomp.networks.mail import check_senders, pack, unpack
 from gradcomp.networks.waits import EndlessWait, Wait, failure_note
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
-# Seconds between two looks at an operation under way.
-SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 1e-3
+# Seconds between two looks at an operation under way: of tensors in main memory, and of a GPU's, which idles in the meantime.
+SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_OF_GPU = 20e-6, 1e-3, 100e-6
+# The types of gradients that Horovod adds up.
+SUMMED = {torch.float16, torch.float32, torch.float64}
 # Callers of compress() among which Horovod's optimizer is looked for.
 MOST_CALLERS = 4
 
@@ -93,10 +95,13 @@ class HorovodNetwork:
         match request:
             case Gather(sent):
                 handle = _try(hvd.allgather_async, sent.bytes, **options)
-                return lambda: [payload.read(sent.form, part) for part in self._result(handle, name).chunk(self.world.size)]
+                return lambda: [
+                    payload.read(sent.form, part)
+                    for part in self._result(handle, name, sent.bytes.is_cuda).chunk(self.world.size)
+                ]
             case Reduce(tensor, scale):
                 handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
-                return lambda: self._result(handle, name)
+                return lambda: self._result(handle, name, tensor.is_cuda)
             case Send():
                 return self._send(request, name, options)
 
@@ -115,7 +120,7 @@ class HorovodNetwork:
         handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
 
         def answer() -> Reply:
-            incoming, counts = self._result(handle, name)
+            incoming, counts = self._result(handle, name, outgoing.is_cuda)
             if counts.tolist() != bytes_in:
                 me = self.world.rank
                 senders = [rank for rank, n in enumerate(counts.tolist()) if n and (rank != me or me in request.payloads)]
@@ -124,13 +129,13 @@ class HorovodNetwork:
 
         return answer
 
-    def _result(self, handle: Any, name: str) -> Any:
+    def _result(self, handle: Any, name: str, on_gpu: bool) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
-        pause = SHORTEST_PAUSE
+        pause, longest = SHORTEST_PAUSE, LONGEST_PAUSE_OF_GPU if on_gpu else LONGEST_PAUSE
         with Wait(self._notes(), self.world, name, self.meeting, leaves_note=not self._told_failure) as wait:
             while not _try(hvd.poll, handle):
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, longest)
                 _try(wait.look)
         result = _try(hvd.synchronize, handle)
         for tensor in result if isinstance(result, tuple) else (result,):

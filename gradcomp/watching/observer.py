@@ -7,13 +7,14 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.steps.step_clock import Seconds, StepClock
 from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
@@ -67,6 +68,8 @@ class Observer:
         self._link: link.Link | None = None
         self._bytes = self._bytes_between_hosts = self._counted = 0
         self._counted_spec = ""
+        self._clock: StepClock | None = None
+        self._until_last = Seconds()
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and (self._steps() + 1) % interval == 0
@@ -159,7 +162,10 @@ class Observer:
             "compression": dense / sent if sent else None,
         }
         self._bytes = self._bytes_between_hosts = self._counted = 0
-        seconds = reducer.clock.take()
+        if reducer.clock is not self._clock:  # a change of spec makes a new one
+            self._clock, self._until_last = reducer.clock, Seconds()
+        now = replace(reducer.clock.seconds)
+        seconds, self._until_last = now.less(self._until_last), now
         record["seconds"] = seconds.by_step() if seconds.steps else None
         verdict: Verdict | None = None
         if self._link is not None and self._can_measure(reducer):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 SUBCOMMANDS = {
     "kernels": "time every kernel against copy_, add_ and plain torch",
     "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
+    "machine-code": "count loads in flight, and what slows loops, in every CUDA kernel's machine code, without a GPU",
     "predict": "write benchmarks/gpu.md: predicted kernel times beside measured ones",
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
@@ -49,7 +50,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def overview() -> str:
     """List the subcommands."""
-    return USAGE + "\n".join(f"  {name:10} {help_}" for name, help_ in SUBCOMMANDS.items())
+    return USAGE + "\n".join(f"  {name:12} {help_}" for name, help_ in SUBCOMMANDS.items())
+
+
+def module_of(name: str) -> str:
+    """Name a subcommand's module."""
+    return f"laboratory.commands.{name.replace('-', '_')}"
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:
@@ -67,7 +73,7 @@ def without_folders(arguments: Sequence[str]) -> list[str]:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        module = importlib.import_module(f"laboratory.commands.{name}")
+        module = importlib.import_module(module_of(name))
     except ModuleNotFoundError as error:
         print(
             f"lab {name}: the Python package {error.name} is missing for {sys.executable}; run scripts/setup, "

@@ -11,7 +11,7 @@ import torch
 from threads import Rank
 
 from gradcomp.choosing.switch import PATIENCE, Switch
-from gradcomp.choosing.ways import FIRST, STOCK, Way
+from gradcomp.choosing.ways import FIRST, SENDS_ALL, STOCK, Way
 from gradcomp.requests import Reduce
 
 HALF, LEVELS, TOPK, GTOPK = Way("half:form=fp16"), Way("orq:levels=9"), Way("topk:ratio=0.05"), Way("gtopk:ratio=0.05")
@@ -102,6 +102,31 @@ def test_a_way_that_does_not_suit_the_training_is_refused_once_on_all_ranks() ->
     for each in threads.together(ranks, train):
         assert each.taken == [False, True, False]
         assert each.switch.way == LEVELS and each.switch.changes == 1
+
+
+def test_what_cannot_be_sent_is_found_out_once_in_a_choice() -> None:
+    """Each attempt takes some exact steps."""
+    ranks = threads.start(2, "dense")
+
+    def train(rank: Rank) -> tuple[list[bool], int]:
+        by_stock(rank)
+        rank.step()
+        turns = Scripted(rank, [TOPK, STOCK, HALF, LEVELS, GTOPK], 2)
+        rank.session.turns = turns
+        exact = 0
+        for step in range(20):
+            rank.parameter.requires_grad_(step < 2)
+            if step < 2:
+                rank.step()
+            else:
+                rank.session.begin()
+                rank.session.finish_step()
+            exact += turns.switch.way == SENDS_ALL
+        return turns.taken, exact
+
+    for taken, exact in threads.together(ranks, train):
+        assert taken == [True, False, False, False, True]
+        assert exact <= PATIENCE + 3 * 2 + 1  # the script itself waits for two steps after each way
 
 
 def test_what_waits_of_a_frozen_layer_keeps_a_way_without_a_residual_away() -> None:

@@ -84,7 +84,7 @@ def watched() -> dict[str, Any]:
     run = DdpRun("auto:loss=none")
     telemetry.watch(run.handle, every=1)
     run.train(STEPS)
-    return dict(run.handle.stats()["auto"])
+    return run.handle.stats()["auto"] | {"backward": run.handle._chooser._work.backward}
 
 
 def other_model() -> tuple[str, Tensor, Tensor]:
@@ -203,6 +203,7 @@ def test_groups_of_layers_may_have_different_ways() -> None:
 def test_a_way_past_telemetry_is_not_offered() -> None:
     for own in found():
         assert {*own["watched"]["forecast"]} == {"dense", "stock", "half"}
+        assert own["watched"]["backward"] > 0  # records read the same clock
 
 
 def test_a_state_of_another_model_changes_nothing() -> None:
@@ -214,7 +215,8 @@ def test_a_state_of_another_model_changes_nothing() -> None:
 def test_a_lone_rank_stays_with_ddp(group_of_one: None) -> None:
     run = DdpRun("auto")
     run.train(5)
-    assert run.handle.stats()["auto"]["way"] == "stock"
+    auto = run.handle.stats()["auto"]
+    assert (auto["way"], auto["reason"], auto["choices"]) == ("stock", "one rank exchanges nothing", 1)
 
 
 def test_auto_is_no_compressor() -> None:

@@ -51,6 +51,8 @@ def close(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, data
 
 
 HABITS = (clip, accumulate, close)
+# What the error of a step without an exchange names.
+REMEDIES = ("topk:momentum=0", "auto:loss=low")
 
 
 def trained(spec: str | None, habit: Step, steps: int) -> Tensor:
@@ -71,16 +73,21 @@ def last_of_three() -> dict[Any, Any]:
 
     ranks.join()
     found = {}
-    for way in ("stock", "stock in bf16"):
+    for way, form in (("stock", torch.float32), ("stock in bf16", torch.float32), ("stock", torch.bfloat16)):
         for view in (False, True):
-            model = small_net.net()
+            model = small_net.net().to(form)
             whole = DistributedDataParallel(model, gradient_as_bucket_view=view)
             with choices.chosen(way):
                 handle = gradcomp.ddp.attach(whole, "auto")
-                data = small_net.examples(dist.get_rank())
+                data = ((x.to(form), y) for x, y in small_net.examples(dist.get_rank()))
                 optimizer = torch.optim.SGD(model.parameters(), 0.02)
                 small_net.train(whole, optimizer, data, STEPS)
-                assert handle.stats()["auto"]["way"] == way
+                stats = handle.stats()
+                assert stats["auto"]["way"] == way
+                assert ("stock in bf16" in stats["auto"]["forecast"]) == (form == torch.float32)
+                assert stats["bytes_sent"] == sum(
+                    p.numel() * (4 if way == "stock" and form == torch.float32 else 2) for p in model.parameters()
+                )
             same = copy.deepcopy(model)
             alone = DistributedDataParallel(same, gradient_as_bucket_view=view)
             if way != "stock":
@@ -91,16 +98,34 @@ def last_of_three() -> dict[Any, Any]:
             for each in 2 * (whole, alone):  # DDP arranges its buckets anew after the first pass, and sums depend on it
                 each.zero_grad(set_to_none=False)
                 small_net.backward(each, batch)
-            found[way, view] = [torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (model, same)]
+            found[way, form, view] = [torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (model, same)]
     return found
+
+
+def alone_after(change: str) -> tuple[str, bool]:
+    """Change from topk, whose exchange has the momentum, and then step without an exchange."""
+    model = small_net.net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    whole, data = DistributedDataParallel(model), small_net.examples(dist.get_rank())
+    with choices.chosen("stock"):
+        handle = gradcomp.ddp.attach(whole, "topk", optimizer=optimizer)
+        small_net.train(whole, optimizer, data, 3)
+        handle.change(change)
+        small_net.train(whole, optimizer, data, 5)
+        said = small_net.refused(lambda: small_net.train(model, optimizer, data, 1))
+    return said, all(state["momentum_buffer"].any() for state in optimizer.state.values())
 
 
 def program() -> dict[Any, Any]:
     ranks.join()
     found: dict[Any, Any] = {}
+    for change in REMEDIES:
+        found[change] = alone_after(change)
     for habit in HABITS:
         with choices.chosen(LEVELS):
             found[habit.__name__, "low"] = trained("auto", habit, STEPS)
+        with choices.chosen("stock"):
+            found[habit.__name__, "stock"] = trained("auto", habit, STEPS), trained(None, habit, STEPS)
         found[habit.__name__, "high"] = small_net.refused(lambda habit=habit: trained("auto:loss=high", habit, SOON))
     return found
 
@@ -114,6 +139,9 @@ def found() -> list[dict[Any, Any]]:
 def test_loss_low_leaves_the_momentum_to_the_optimizer(habit: str) -> None:
     first, second = (own[habit, "low"] for own in found())
     assert torch.equal(first, second) and first.isfinite().all()
+    for own in found():
+        ours, alone = own[habit, "stock"]
+        torch.testing.assert_close(ours, alone, atol=1e-6, rtol=1e-5)  # the exact steps before the choice add up otherwise
 
 
 @pytest.mark.parametrize("habit", [habit.__name__ for habit in HABITS])
@@ -121,6 +149,12 @@ def test_loss_high_refuses_in_the_first_steps(habit: str) -> None:
     """Ways with error feedback need the momentum, and a training that does not suit them hears of it before they are tried."""
     for own in found():
         assert "loss=low" in own[habit, "high"] and "momentum" in own[habit, "high"]
+
+
+@pytest.mark.parametrize("change", REMEDIES)
+def test_after_a_change_that_leaves_the_momentum_a_training_may_step_alone(change: str) -> None:
+    for own in found():
+        assert own[change] == ("nothing was raised", True)
 
 
 def test_on_three_ranks_the_ways_of_stock_are_ddps_own_to_the_last_bit() -> None:

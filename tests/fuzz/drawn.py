@@ -44,6 +44,7 @@ INTEGERS = np.array([0, 1, -1, 2, 63, 64, 65_535, 65_536, 2**31 - 1, -(2**31), 2
 class Lent:
     """An array as a kernel gets it, and the memory around it.
 
+    is_garbage: a kernel writes it before it reads it.
     given: of NumPy or torch. now: its entries, in NumPy. was: a copy from before the call.
     """
 
@@ -53,6 +54,7 @@ class Lent:
         self._at = 0 if draw.random() < 0.5 else GUARD + item * draw.randrange(9)
         self._end = self._at + size
         self._memory = np.empty(self._end + (GUARD if self._at else 0), np.uint8)
+        self.is_garbage = False
         self._memory[: self._at] = GUARD_BYTE
         self._memory[self._end :] = GUARD_BYTE
         self.now: Content = self._memory[self._at : self._end].view(content.dtype)
@@ -88,6 +90,9 @@ def _widened(content: Content, bfloat16: bool) -> Content:
 
 class Draw(random.Random):
     """All that is random about one call. It follows from the seed, the kernel and the call's number alone."""
+
+    # Calls may be what only CPU twins take: peaks, and a search in 2^31 places with little scratch.
+    for_cpu = True
 
     def likely(self, share: float) -> bool:
         """Draw true with this probability."""
@@ -129,7 +134,9 @@ class Draw(random.Random):
 
     def garbage(self, n: int, dtype: str) -> Lent:
         """Lend an array that a kernel writes before it reads it."""
-        return self.lend(np.frombuffer(self.randbytes(n * np.dtype(dtype).itemsize), dtype))
+        lent = self.lend(np.frombuffer(self.randbytes(n * np.dtype(dtype).itemsize), dtype))
+        lent.is_garbage = True
+        return lent
 
     def pieces(self, n: int) -> list[Lent]:
         """Lend gradients of n entries in all: of every type, some without entries."""

@@ -176,7 +176,7 @@ def heaviest(draw: Draw) -> Made:
     rows, columns, seed = shape_of(draw)
     table, parts = draw.lend(draw.floats(rows * columns)), draw.choice((1, 1, 2, 3, 64))
     n, blocks = draw.size(1), extension.SEARCH_BLOCK
-    if draw.likely(0.05):
+    if draw.for_cpu and draw.likely(0.05):
         n, parts = 2**31 - 1 - draw.randrange(3000), 2**20
     part = draw.randrange(min(parts, n // blocks + 1))
     own = (n // blocks + parts - 1 - part) // parts * blocks + (n % blocks if n // blocks % parts == part else 0)

@@ -40,6 +40,15 @@ def two_at_once(door: str) -> tuple[Tensor, Tensor]:
     return small_net.weights(models[0]), small_net.weights(models[1])
 
 
+def in_bfloat16(door: str) -> tuple[Tensor, dict[str, Any]]:
+    """Train a model in bfloat16, which Horovod cannot add up."""
+    model = small_net.net().bfloat16()
+    data = ((x.bfloat16(), y) for x, y in small_net.examples(hvd.rank()))
+    with choices.chosen("half", "dense"):
+        optimizer = doors.sgd(door, model, "auto", prefix=f"bfloat16 {door}.")
+        return small_net.train(model, optimizer, data, STEPS), optimizer.compression.stats()
+
+
 def restored(door: str) -> Tensor:
     """Go back to a commit in the middle of a stock step, as Horovod's elastic mode does after a failure."""
     model, data = small_net.net(), small_net.examples(hvd.rank())
@@ -68,6 +77,7 @@ def program() -> dict[Any, Any]:
         found["restored", door] = restored(door)
     for door in doors.DOORS:
         found["two", door] = two_at_once(door)
+        found["bfloat16", door] = in_bfloat16(door)
     return found
 
 
@@ -105,3 +115,12 @@ def test_after_a_failed_stock_step_no_result_of_it_is_left(door: str) -> None:
 def test_two_optimizers_take_their_turns_apart(door: str) -> None:
     first, second = (own["two", door] for own in found())
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("door", doors.DOORS)
+def test_where_horovod_cannot_add_up_it_is_not_offered(door: str) -> None:
+    for own in found():
+        weights, stats = own["bfloat16", door]
+        assert weights.isfinite().all() and torch.equal(weights, found()[0]["bfloat16", door][0])
+        assert stats["auto"]["way"] == "dense" and {*stats["auto"]["forecast"]} >= {"dense", "half"}
+        assert "stock" not in stats["auto"]["forecast"]

@@ -118,8 +118,8 @@ KERNEL_FAULTS = (
     Fault(
         "off by one in a tail: the last three entries of a bucket are not stored on a GPU",
         "csrc/cuda",
-        "*reinterpret_cast<Word*>(p) = v;\n    return;\n  }\n  for (int i = 0; i < 4; ++i) {",
-        "*reinterpret_cast<Word*>(p) = v;\n    return;\n  }\n  for (int i = 0; i < 2; ++i) {",
+        "return store_whole(p, four);\n  for (int i = 0; i < 4; ++i) {",
+        "return store_whole(p, four);\n  for (int i = 0; i < 2; ++i) {",
         ("test_feedback.py", "test_take.py"),
     ),
     Fault(
@@ -231,8 +231,8 @@ KERNEL_FAULTS = (
     Fault(
         "gradients keep the loss scale on a GPU",
         "csrc/cuda",
-        "return to.loss_scale != nullptr ? 1.0f / to.loss_scale[0] : 1.0f;",
-        "return 1.0f;",
+        "(to.loss_scale != nullptr ? 1.0f / to.loss_scale[0] : 1.0f);",
+        "1.0f;",
         ("test_delivery.py",),
     ),
     Fault(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from laboratory import timing
-from laboratory.kernels import arrays, lines, prediction
+from laboratory.kernels import arrays, lines, prediction, yardsticks
 from laboratory.kernels.cases import cases
 from laboratory.main import main
 
@@ -88,6 +88,11 @@ def test_a_prediction_is_that_of_the_slowest_part() -> None:
     assert "| flatten | 8 | 1 | 8500.000 | 1.250 |" in prediction.table(100, gpu, {"flatten": 1.25})
 
 
+def test_the_median_of_the_yardstick_is_torchs() -> None:
+    numbers = torch.randint(0, 4, (5, 1000), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(yardsticks.median_of_five(*numbers), numbers.median(0).values)
+
+
 def test_promises_for_a_gpu_are_looked_up() -> None:
     names = {*lines.SHARES, *(name for faster in lines.FASTER for name in faster.ours + faster.torchs)}
     torchs = {name for faster in lines.FASTER for name in faster.torchs}
@@ -95,5 +100,7 @@ def test_promises_for_a_gpu_are_looked_up() -> None:
     targets = {target["name"]: target for target in lines.gpu_targets(found)}
     assert not targets[f"{arrays.SDAGC}, momentum"]["kept"] and targets[arrays.ROUND_3]["kept"]
     assert targets[arrays.FEEDBACK]["found"] == 9 and targets[arrays.FEEDBACK]["kept"]
+    assert targets[arrays.FEEDBACK]["of"].endswith(arrays.TORCH_STEP)  # like with like: both add
+    assert targets[arrays.TAKE_TOPK]["of"].endswith(arrays.TORCH_TOPK)
     assert not targets["sketch + heaviest"]["kept"]
     assert all(lines.sentence(target) for target in targets.values())

@@ -102,7 +102,7 @@ def test_every_subcommand_explains_itself(name: str, capsys: pytest.CaptureFixtu
         main.main([name, "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0 and f"scripts/lab {name} " in text and "example" in text
-    documented = importlib.import_module(f"laboratory.commands.{name}").__doc__
+    documented = importlib.import_module(main.module_of(name)).__doc__
     assert documented and documented.splitlines()[0] in text
 
 
@@ -148,7 +148,7 @@ def test_a_file_in_place_of_a_folder_is_refused_before_the_work(
     given: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, option = given.split()
-    command = importlib.import_module(f"laboratory.commands.{name}")
+    command = importlib.import_module(main.module_of(name))
     monkeypatch.setattr(command, "run", lambda chosen: pytest.fail("the work began"))
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as ended:

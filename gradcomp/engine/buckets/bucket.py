@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets.collector import BucketState, Collector
+from gradcomp.native.streams import Streams
 from gradcomp.networks import Answer
 from gradcomp.protocol import Layout, Steps
 
@@ -21,7 +22,7 @@ class Bucket:
     """Layers that are exchanged together.
 
     grads: the gradients that are ready. running: the exchange in progress. answer: waits for the reply to the latest request.
-    round: requests made so far.
+    round: requests made so far. streams: those with work on the bucket.
     """
 
     index: int
@@ -33,6 +34,22 @@ class Bucket:
     running: Steps | None = None
     answer: Answer | None = None
     round: int = 0
+    streams: Streams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.streams = Streams(self.layout.device)
+
+    def complete(self) -> None:
+        """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""
+        self.streams.join()
+        for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
+            if name not in self.grads:
+                self.grads[name] = torch.zeros(size, device=self.layout.device)
+
+    def forget_grads(self) -> None:
+        """Forget the step's gradients."""
+        self.grads.clear()
+        self.streams.clear()
 
     @property
     def health(self) -> dict[str, Any] | None:

@@ -105,7 +105,7 @@ class OwnMomentum:
     def of(self, layout: Layout) -> Momentum | AdamStep | None:
         """Take the momentum over for a bucket's layers in this step. None if it is left to the optimizer, or is 0."""
         self.show()
-        if self._waits():
+        if self.update_waits:
             self._delivered = False
             raise RuntimeError(_UNAPPLIED)
         optimizer = self._known()
@@ -153,9 +153,14 @@ class OwnMomentum:
             optimizer.state[parameter] = kind.state(group_of[id(parameter)], parameter, kept, steps, self._sums())
         return kind.share_of_gradients(optimizer)
 
+    @property
+    def update_waits(self) -> bool:
+        """True if an update that holds momentum waits for the optimizer's step. This waits for a device if one does."""
+        return self._delivered and self._sample is not None and not self._failed()
+
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update waits for the optimizer's step."""
-        if self._waits():
+        if self.update_waits:
             raise RuntimeError(_BETWEEN.format(call=call))
 
     def note_loaded(self, moments: bool) -> None:
@@ -215,10 +220,6 @@ class OwnMomentum:
         if optimizer is None and self._resumed:
             raise RuntimeError(_UNKNOWN)
         return optimizer
-
-    def _waits(self) -> bool:
-        """Decide whether an update that holds momentum waits for the optimizer's step. It waits for a device if one does."""
-        return self._delivered and self._sample is not None and not self._failed()
 
     def _kind_of(self, optimizer: torch.optim.Optimizer) -> SgdMomentum | AdamMoments | None:
         if not (steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):

@@ -83,6 +83,10 @@ class Session(Stepping):
                 if not isinstance(error, ValueError):  # which all ranks get
                     self.failed(error)
                 raise
+        self.exchange_by(stock)
+
+    def exchange_by(self, stock: torch.dtype | None) -> None:
+        """Continue with the stock framework's exchange in this type, or with the session's own, in a turn of all ranks."""
         self._stock = stock
 
     def state_dict(self) -> dict[str, Any]:

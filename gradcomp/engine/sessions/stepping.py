@@ -25,6 +25,10 @@ from gradcomp.networks import Connection
 from gradcomp.protocol import Compressor
 
 
+def _no_stock(slot: Slot) -> None:
+    raise RuntimeError(f"nobody exchanges the gradient of {slot.name!r}: the door has given the session no stock exchange")
+
+
 class Stepping:
     """The steps of one model's exchanges on one rank.
 
@@ -51,7 +55,7 @@ class Stepping:
         self._held: dict[str, Slot] = {}
         self.turns: Turns | None = None
         self._stock: torch.dtype | None = None
-        self.by_stock: Callable[[Slot], object] = lambda slot: None
+        self.by_stock: Callable[[Slot], object] = _no_stock
         self._kept_entries = KeptEntries(len(parameters.slots))
         own = weakref.proxy(self)  # so that a session ends with its last user
         self.training = Training(
@@ -79,8 +83,11 @@ class Stepping:
 
     @property
     def stock(self) -> torch.dtype | None:
-        """The type in which the stock framework is to exchange the gradients, past this session; None: the session does."""
-        return None if self.options.observer is not None else self._stock
+        """The widest type in which the stock framework is to exchange the gradients, past this session; None: the session does.
+
+        Ranks that have not met since the network was initialised meet within the session.
+        """
+        return self._stock if self.options.observer is None and self.has_met else None
 
     @property
     def holds(self) -> bool:
@@ -145,7 +152,7 @@ class Stepping:
             self._note_failure(lambda: self.reducer.finish_step(scale))
             self._membership.note_step(scale)
         else:
-            self.reducer.note_stock_step(self.stock.itemsize)
+            self.reducer.note_stock_step(self.parameters.bytes_in(self.stock))
         self._guard.end()
         self.training.freezes.look(self.network.world.rank)
         for slot in self.parameters.slots:
@@ -164,7 +171,7 @@ class Stepping:
         if self.stock is None:
             self._note_failure(lambda: self.reducer.mark_ready(slot.name, slot.open() if grad is None else grad))
         else:
-            self.by_stock(slot)
+            self._note_failure(lambda: self.by_stock(slot))
 
     def note_sums(self) -> None:
         """Note that updates are sums over the ranks, before the first step shows it."""
@@ -198,7 +205,7 @@ class Stepping:
         options, known = self.options, self.training.of_reducer(compressor) | {"observer": self.options.observer}
         return Reducer(compressor, self.parameters.layers, self.network, options.bucket_mb, options.seed, **known)
 
-    def _note_failure(self, call: Callable[[], None]) -> None:
+    def _note_failure(self, call: Callable[[], object]) -> None:
         """Call a function. Note its failure, if it fails, so that further steps are refused."""
         try:
             call()

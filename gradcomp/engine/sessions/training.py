@@ -99,6 +99,11 @@ class Training:
             own_rates.note(self._reducer().buckets, self._check.rates)
             self._rates_noted = True
 
+    @property
+    def update_waits(self) -> bool:
+        """True if an update that holds momentum waits for the optimizer's step."""
+        return self._momentum.update_waits
+
     def refuse_before_step(self, call: str) -> None:
         """Raise an error if an update that holds momentum waits for the optimizer's step."""
         self._momentum.refuse_before_step(call)

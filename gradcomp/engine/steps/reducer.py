@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets.bucket import Bucket, check_type
@@ -114,6 +113,7 @@ class Reducer:
                 f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
             )
         bucket.grads[name] = grad
+        bucket.streams.note()
         if len(bucket.grads) == len(bucket.layout.names):
             self.clock.note_full_bucket(len(self.buckets))
             self._start(bucket)
@@ -132,6 +132,7 @@ class Reducer:
         running = [bucket for bucket in self.buckets if bucket.answer is not None]
         for bucket in running:
             assert bucket.answer is not None
+            bucket.streams.join()
             asked = time.perf_counter()
             reply = bucket.answer()
             replied = self.clock.note_reply(asked)
@@ -160,7 +161,7 @@ class Reducer:
             failed = partial(self.delivery.has_failed, self._step)
             self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), failed)
         for bucket in self.buckets:
-            bucket.grads.clear()
+            bucket.forget_grads()
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
@@ -169,11 +170,11 @@ class Reducer:
         if self.observer is not None:
             self.observer.step_done(self)
 
-    def note_stock_step(self, itemsize: int) -> None:
-        """Count a step that the stock framework has exchanged, with entries of this many bytes."""
+    def note_stock_step(self, sent: int) -> None:
+        """Count a step that the stock framework has exchanged, with so many bytes."""
         self.clock.note_last_gradient()
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
-        self.bytes_sent = self.bytes_between_hosts = itemsize * sum(layer.size for layer in self.layers.values())
+        self.bytes_sent = self.bytes_between_hosts = sent
         self.clock.note_end()
 
     def abort(self) -> None:
@@ -183,7 +184,7 @@ class Reducer:
             if bucket.running is not None:
                 bucket.running.close()
             bucket.running = bucket.answer = None
-            bucket.grads.clear()
+            bucket.forget_grads()
         self._step += 1  # its verdicts are not the next step's
         self.clock = StepClock()
         if self.observer is not None:
@@ -191,9 +192,7 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         began, layout, collector, world = time.perf_counter(), bucket.layout, bucket.collector, self.network.world
-        for name, size in zip(layout.names, layout.sizes, strict=True):
-            if name not in bucket.grads:
-                bucket.grads[name] = torch.zeros(size, device=layout.device)
+        bucket.complete()
         rates = None if self.rates is None else self.rates(layout.names)
         momentum = None if self._momentum is None else self._momentum.of(layout)
         own_rates = rates if momentum is not None or self._linear() else None

@@ -1,4 +1,4 @@
-"""The clock of a rank's steps: host seconds for compressing, for waiting and on the wire, added up until they are read."""
+"""The clock of a rank's steps: host seconds for compressing, for waiting and on the wire, added up."""
 
 from __future__ import annotations
 
@@ -104,8 +104,3 @@ class StepClock:
         """Leave out the time since the last step's end."""
         if self._ended is not None:
             self._ended = time.perf_counter()
-
-    def take(self) -> Seconds:
-        """Return the seconds since the last call."""
-        taken, self.seconds = self.seconds, Seconds()
-        return taken

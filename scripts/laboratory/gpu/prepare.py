@@ -17,6 +17,7 @@ from laboratory.gpu import horovod_build
 PACKAGES = {
     "pytest": "pytest>=9",
     "hypothesis": "hypothesis",
+    "xdist": "pytest-xdist",
     "pybind11": "pybind11>=2.13",
     "cloudpickle": "cloudpickle",
     "psutil": "psutil",

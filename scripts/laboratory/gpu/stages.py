@@ -14,8 +14,12 @@ from typing import Any
 
 Record = dict[str, Any]
 
+# The status of a stage that has not ended.
+RUNNING = "running"
 # Recorded lines of a failed command.
 TAIL = 20
+# Seconds for a killed process to end. One that hangs in a driver does not, and must not keep the other stages waiting.
+ENDING = 10
 
 
 class Impossible(Exception):
@@ -81,10 +85,15 @@ class Clock:
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=ENDING)
         if process.returncode != 0:
             raise Failed(f"{Path(words[0]).name} ended with {process.returncode}\n{self._tail(begin)}")
         return self._since(begin)
+
+    def output(self) -> str:
+        """Return all that the stage's commands have said."""
+        return self._since(0)
 
     def _since(self, begin: int) -> str:
         with self.log.open("rb") as log:
@@ -102,18 +111,24 @@ def run(
     environment: Mapping[str, str],
     after: Callable[[list[Record]], object] = lambda records: None,
 ) -> list[Record]:
-    """Run all stages in order, within `total` seconds. after() gets the records so far after each stage."""
+    """Run all stages in order, within `total` seconds. after() gets the records so far before and after each stage."""
     logs.mkdir(parents=True, exist_ok=True)
     records: list[Record] = []
     end = time.monotonic() + total
     for stage in stages:
         began = time.monotonic()
-        log = logs / f"{stage.name.replace(' ', '-')}.log"
+        log = logs / log_name(stage.name)
         log.write_bytes(b"")
         clock = Clock(min(began + stage.limit, end), log, environment)
+        after([*records, {"name": stage.name, "status": RUNNING}])  # what remains if the whole call is ended
         records.append({"name": stage.name, **_outcome(stage, clock, records), "seconds": round(time.monotonic() - began, 1)})
         after(records)
     return records
+
+
+def log_name(stage: str) -> str:
+    """Name the file of a stage's log."""
+    return f"{stage.replace(' ', '-')}.log"
 
 
 def _outcome(stage: Stage, clock: Clock, before: Sequence[Record]) -> Record:

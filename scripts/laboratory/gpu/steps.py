@@ -29,9 +29,24 @@ class Run(NamedTuple):
     step: Callable[[], None]
 
 
-def model(width: int, device: torch.device) -> torch.nn.Module:
-    """Make the model on a device."""
-    return digits.model(width=width).to(device)
+class OnTwoStreams(torch.nn.Sequential):
+    """Layers of which every other one runs on a second stream. Autograd then calls hooks on both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        for i, layer in enumerate(self):
+            before, own = (main, side) if i % 2 == 0 else (side, main)
+            own.wait_stream(before)
+            with torch.cuda.stream(own):
+                x = layer(x)
+        main.wait_stream(side)
+        return x
+
+
+def model(width: int, device: torch.device, streams: int = 1) -> torch.nn.Module:
+    """Make the model on a device. It always has the same weights."""
+    made = digits.model(width=width).to(device)
+    return made if streams == 1 else OnTwoStreams(*made)
 
 
 def run(model: torch.nn.Module, optimizer: Any, rank: int, device: torch.device) -> Run:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gradcomp.native.memory import Memory
 
-COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k, gather, fill", "torch add_, top-k, gather, fill"
-FEEDBACK, SIMULATED = "accumulate, take_topk", "Simulation step, topk"
+COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k of |x|", "torch add_, top-k, gather, fill"
+TAKE_TOPK, FEEDBACK, SIMULATED = "take_topk", "accumulate, take_topk", "Simulation step, topk"
 SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
 SKETCH, HEAVIEST = "sketch", "heaviest"
 ORQ_3, ORQ_9, BINGRAD_B = "ORQ-3, round and add", "ORQ-9, round and add", "BinGrad-b, round and add"
 ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
-TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, median, top-k"
+TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, sorting network, top-k"
 
 # The share of the entries that sparse cases take.
 RATIO = 0.001

@@ -37,6 +37,7 @@ from laboratory.kernels.arrays import (
     SDAGC_SIMULATED,
     SIMULATED,
     SKETCH,
+    TAKE_TOPK,
     Arrays,
 )
 from laboratory.kernels.yardsticks import yardsticks
@@ -109,7 +110,7 @@ def sparse(arrays: Arrays) -> list[Case]:
 
     return [
         Case(
-            "take_topk",
+            TAKE_TOPK,
             lambda i: kernels.take_topk(value, k, **own, memory=memory),
             4 * n,
             before=lambda i: value.copy_(arrays.input(i)),

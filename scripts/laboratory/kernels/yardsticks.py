@@ -27,7 +27,7 @@ def yardsticks(arrays: Arrays) -> list[Case]:
     found = [
         Case(COPY, lambda i: target.copy_(arrays.input(i)), 8 * n),
         Case(ADD, lambda i: acc.add_(arrays.input(i)), 12 * n),
-        Case(TORCH_TOPK, lambda i: take(target), before=lambda i: target.copy_(arrays.input(i))),
+        Case(TORCH_TOPK, lambda i: torch.topk(arrays.input(i).abs(), arrays.k)),
     ]
     residual = arrays.zeros()
     found.append(Case(TORCH_STEP, lambda i: take(residual.add_(arrays.input(i)))))
@@ -50,10 +50,20 @@ def _sketches(arrays: Arrays) -> list[Case]:
     table = sketch(0)
 
     def heaviest(i: int) -> Tensor:
-        estimates = torch.stack([row[to] * sign for row, (to, sign) in zip(table, rows, strict=True)]).median(0).values
+        estimates = median_of_five(*(row[to] * sign for row, (to, sign) in zip(table, rows, strict=True)))
         return torch.topk(estimates.abs(), arrays.k)[1]
 
     return [Case(TORCH_SKETCH, sketch), Case(TORCH_HEAVIEST, heaviest)]
+
+
+def median_of_five(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> Tensor:
+    """Find the median of five numbers, entry by entry, by a network of ten exchanges' halves.
+
+    torch's own median sorts every entry's five numbers by themselves, and takes many times as long.
+    """
+    low = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))  # neither the smallest of the first four is it,
+    high = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))  # nor the largest
+    return torch.maximum(torch.minimum(low, high), torch.minimum(torch.maximum(low, high), e))
 
 
 def _cupy_topk(arrays: Arrays) -> Case:

@@ -1,0 +1,152 @@
+"""Legal calls of every CUDA kernel, for tools that watch them: PYTHONPATH=tests python -m fuzz.watched --help.
+
+The arrays of a call are allocations of their own, with bands around half of them, so that compute-sanitizer sees an access
+outside. A result is compared with the kernel's definition. Calls follow from the seed, the kernel and their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# The share of sizes at borders.
+BORDERED = 0.6
+DEVICE = "cuda"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the calls. Return 0, or 1 where one broke its contract."""
+    parser = argparse.ArgumentParser(prog="python -m fuzz.watched", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "simt", "cpu"), default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=3, help="calls of each kernel (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--only", metavar="KERNEL", help="only this kernel")
+    parser.add_argument(
+        "--uninitialised",
+        action="store_true",
+        help="give a kernel no contents for what it writes first, for initcheck",
+    )
+    options = parser.parse_args(arguments)
+    own = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(own), str(own / "helpers"), str(own / "simt")]
+    from fuzz import run
+
+    native = Twin(module_of(options.device))
+    failures: list[str] = []
+    counts = {name: 0 for name in run.kernels() if not name.endswith("_scratch") and options.only in (None, name)}
+    for name in counts:
+        for number in range(options.calls):
+            if failure := call_of(native, name, number, options):
+                failures.append(failure)
+                print(failure, file=sys.stderr, flush=True)
+            counts[name] += 1
+    print("@" + json.dumps({"calls": sum(counts.values()), "kernels": len(counts), "failures": failures}), flush=True)
+    return 1 if failures else 0
+
+
+def module_of(device: str) -> Any:
+    """Import the kernels of a device."""
+    if device != "simt":
+        from gradcomp.native import extension
+
+        return extension.native
+    import build
+
+    sys.path.insert(0, str(build.build()))
+    import gradcomp_simt
+
+    return gradcomp_simt
+
+
+class Twin:
+    """The kernels of a module, with the scratch that CUDA twins need."""
+
+    def __init__(self, module: Any):
+        from gradcomp.native import extension
+
+        self._module = module
+        extension.native = self  # the makers of calls ask for scratch
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._module, name)
+        return (lambda on_cuda, *sizes: function(True, *sizes)) if name.endswith("_scratch") else function
+
+
+def call_of(native: Any, kernel: str, number: int, options: argparse.Namespace) -> str:
+    """Make one call. Return what is wrong with it."""
+    from fuzz import call
+    from fuzz.drawn import BORDERS, Draw
+
+    class Bordered(Draw):
+        """Draws that lie at borders more often than not: a hundred entries keep one block busy."""
+
+        for_cpu = False
+
+        def size(self, least: int = 0, wide: bool = True) -> int:
+            if not wide or not self.likely(BORDERED):
+                return super().size(least, wide=False)
+            return max(self.choice(BORDERS) + self.choice((-1, 0, 1)), least)
+
+    draw = Bordered(f"{options.seed} {kernel} {number}")
+    print(f"{kernel} {number}", flush=True)  # the last line names the call that a tool or a limit ended
+    with np.errstate(all="ignore"):
+        values, check = call.MAKERS[kernel](draw)
+        moved = list(move(values, options.uninitialised)) if options.device == "cuda" else []
+        try:
+            if moved:
+                run_on_gpu(native, kernel, values)
+                for lent, memory in moved:
+                    lent._memory[:] = memory.cpu().numpy()
+            call.run(Done() if moved else native, kernel, values, None if options.uninitialised else check, 1, legal=True)
+        except (call.Wrong, RuntimeError, ValueError) as error:
+            return f"{kernel}({call.describe(values)}), call {number}: {error}"
+    return ""
+
+
+def move(values: dict[str, Any], uninitialised: bool) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Copy the arrays of a call to the GPU, each with its bands. Yield the array and its memory there.
+
+    uninitialised: leave arrays of garbage out, which kernels write before they read them.
+    """
+    from fuzz import call
+
+    for value in values.values():
+        for lent in call.lents(value):
+            dtype = lent.given.dtype if isinstance(lent.given, torch.Tensor) else torch.from_numpy(lent.now).dtype
+            whole = torch.from_numpy(lent._memory)
+            if uninitialised and lent.is_garbage:
+                memory = torch.empty(whole.shape, dtype=whole.dtype, device=DEVICE)
+                for band in (slice(0, lent._at), slice(lent._end, None)):
+                    memory[band].copy_(whole[band])
+            else:
+                memory = whole.cuda()
+            # NumPy's empty arrays have a stride of 0, which torch does not view as another type.
+            lent.given = memory[lent._at : lent._end].view(dtype) if len(lent) else memory.new_empty(0, dtype=dtype)
+            yield lent, memory
+
+
+def run_on_gpu(native: Any, kernel: str, values: dict[str, Any]) -> None:
+    """Run the kernel on the GPU's copies, and wait for it: an error is then this call's."""
+    from fuzz import call
+
+    arguments = [call.given(values[each.name]) for each in call.KERNELS[kernel]]
+    getattr(native, kernel)(*arguments, stream=torch.cuda.current_stream().cuda_stream, threads=1)
+    torch.cuda.synchronize()
+
+
+class Done:
+    """Kernels that have run already: what is left is to hold the call to its contract."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

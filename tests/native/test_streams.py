@@ -1,0 +1,128 @@
+"""Streams that have work on a bucket are waited for, and a capture waits for none outside it: on a GPU that only takes notes.
+
+tests/test_cuda.py has the same on a GPU, which CI has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.native import streams
+from gradcomp.native.streams import Streams
+from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.protocol import Layer
+from gradcomp.spec import make
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """A stream that notes what it waits for."""
+
+    def __init__(self, handle: int, captured: bool = False):
+        self.cuda_stream, self.captured = handle, captured
+        self.waited_for: list[int] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.append(other.cuda_stream)
+
+
+class Device:
+    """A GPU's current stream, as torch.cuda has it."""
+
+    def __init__(self) -> None:
+        self.current = Stream(0)
+        self.asked = 0
+
+    def current_stream(self, device: object) -> Stream:
+        self.asked += 1
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, other: Stream) -> Iterator[None]:
+        before, self.current = self.current, other
+        yield
+        self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current.captured
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    for name in ("current_stream", "stream", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+    monkeypatch.setattr(streams, "_handle", lambda index: made.current.cuda_stream)
+    return made
+
+
+def test_the_stream_that_goes_on_waits_for_each_of_the_others_once(device: Device) -> None:
+    own, busy = Streams(GPU), [Stream(handle) for handle in (1, 2, 3)]
+    for at in (0, 1, 0, 0, 1, 2):
+        device.current = busy[at]
+        own.note()
+    own.join()
+    assert [stream.waited_for for stream in busy] == [[], [], [1, 2]]
+    device.current = busy[0]
+    own.join()  # the next round, on another stream: the last round's is waited for, and no other
+    assert busy[0].waited_for == [3]
+    own.clear()
+    device.current = busy[1]
+    own.join()
+    assert busy[1].waited_for == []
+
+
+def test_a_stream_is_asked_for_once_and_then_told_by_its_handle(device: Device) -> None:
+    own = Streams(GPU)
+    for _ in range(100):
+        own.note()
+    assert device.asked == 1
+
+
+def test_a_capture_waits_for_its_own_streams_alone(device: Device) -> None:
+    outside, forked, capturing = Stream(1), Stream(2, captured=True), Stream(3, captured=True)
+    own = Streams(GPU)
+    for device.current in (outside, forked, capturing):
+        own.note()
+    own.join()
+    assert capturing.waited_for == [2]
+
+
+def test_nobody_asks_for_streams_on_a_cpu(device: Device) -> None:
+    own = Streams(torch.device("cpu"))
+    own.note()
+    own.join()
+    assert device.asked == 0 and own._busy == {}
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.5", "sdagc"])
+def test_a_bucket_waits_for_its_gradients_before_it_reads_them(device: Device, spec: str) -> None:
+    """The first kernel of a bucket runs on the stream of the last gradient, the rest on that of step()."""
+    layers = {name: Layer(8, torch.device("cpu"), 1) for name in "abc"}
+    reducer = Reducer(make(spec), layers, MemoryNetwork(Board(1), 0, 1), 25, 0)
+    (bucket,) = reducer.buckets
+    bucket.streams = Streams(GPU)  # its arrays lie in main memory all the same
+    read_on: list[Any] = []
+    collect = type(bucket.collector).collect
+
+    class Collector(type(bucket.collector)):  # type: ignore[misc]
+        def collect(self, *arguments: Any) -> Any:
+            read_on.append((device.current.cuda_stream, [*device.current.waited_for]))
+            return collect(self, *arguments)
+
+    object.__setattr__(bucket, "collector", Collector(**vars(bucket.collector)))
+    hooks, stepping = [Stream(handle) for handle in (1, 2, 3)], Stream(4)
+    for device.current, name in zip(hooks, "abc", strict=True):
+        reducer.mark_ready(name, Tensor([1.0] * 8))
+    assert read_on == [(3, [1, 2])]
+    device.current = stepping
+    reducer.finish_step()
+    assert stepping.waited_for == [3] and bucket.streams._busy == {}
