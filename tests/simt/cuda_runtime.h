@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <concepts>
 #include <cstdint>
 #include <cstring>
@@ -221,11 +222,14 @@ void __stcs(T* at, std::type_identity_t<T> x) {
   *at = x;
 }
 
+// Of a number and a NaN, CUDA gives the number.
 template <simt::Number T>
 T min(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmin(a, b);
   return b < a ? b : a;
 }
 template <simt::Number T>
 T max(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmax(a, b);
   return a < b ? b : a;
 }

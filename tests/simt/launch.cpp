@@ -7,6 +7,7 @@
 #include <numeric>
 #include <random>
 
+#include "counters.h"
 #include "cuda_runtime.h"
 #include "hooks.h"
 #include "shadow.h"
@@ -15,8 +16,7 @@
 namespace simt {
 
 namespace places {
-uint3 thread, block;
-dim3 size, grid;
+uint3 thread, block, size, grid;
 }  // namespace places
 
 Block* running = nullptr;
@@ -123,7 +123,9 @@ void run_blocks(const Shape& shape, const std::vector<unsigned>& blocks) {
     const size_t turn = chance() % resident.size();
     switch_to(*resident[turn]);
     run_turn();
-    if (block().alive == 0) resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(turn));
+    if (block().alive > 0) continue;
+    if (counting) count_requests(block());
+    resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(turn));
   }
 }
 
@@ -132,13 +134,13 @@ void run_blocks(const Shape& shape, const std::vector<unsigned>& blocks) {
 void set_order(Order wish) { order = wish; }
 
 uint3 block_index(unsigned number) {
-  const dim3& grid = places::grid;
+  const uint3& grid = places::grid;
   const unsigned index = started[number - 1];
   return {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
 }
 
 uint3 index_of_thread(unsigned t) {
-  const dim3& size = places::size;
+  const uint3& size = places::size;
   return {t % size.x, t / size.x % size.y, t / size.x / size.y};
 }
 
@@ -165,8 +167,8 @@ void run(const Shape& wish, void (*thread_body)(void*), void* thread_argument) {
   body = thread_body;
   argument = thread_argument;
   thrown = nullptr;
-  places::grid = wish.grid;
-  places::size = wish.block;
+  places::grid = {wish.grid.x, wish.grid.y, wish.grid.z};
+  places::size = {wish.block.x, wish.block.y, wish.block.z};
   started.clear();
   chance.seed(12345);
 

@@ -19,11 +19,11 @@ struct uint3 {
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  constexpr dim3(const uint3& its) : x(its.x), y(its.y), z(its.z) {}
 };
 
-// They do not change while a thread runs, so that the compiler need not tell the shadow of their reads.
-extern const uint3 threadIdx, blockIdx;
-extern const dim3 blockDim, gridDim;
+// They do not change while a thread runs. Of constants that need no constructor, as dim3 does, the shadow hears nothing.
+extern const uint3 threadIdx, blockIdx, blockDim, gridDim;
 constexpr int warpSize = 32;
 
 namespace simt {

@@ -68,8 +68,7 @@ struct Block {
 };
 // threadIdx and the others, as they are changed between threads.
 namespace places {
-extern uint3 thread __asm__("threadIdx"), block __asm__("blockIdx");
-extern dim3 size __asm__("blockDim"), grid __asm__("gridDim");
+extern uint3 thread __asm__("threadIdx"), block __asm__("blockIdx"), size __asm__("blockDim"), grid __asm__("gridDim");
 }  // namespace places
 
 // The block that runs.

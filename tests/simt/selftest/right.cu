@@ -107,6 +107,23 @@ __global__ void left_over(uint32_t* out) {
   fixed[threadIdx.x] = threadIdx.x;
 }
 
+// Read with a stride; touch banks with a stride; let lanes meet in a few addresses.
+__global__ void strided(const uint32_t* x, uint32_t* out, unsigned stride) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = x[i * stride];
+}
+__global__ void banks(uint32_t* out, unsigned stride) {
+  __shared__ uint32_t words[32 * 32];
+  words[threadIdx.x * stride] = 1;
+  __syncthreads();
+  out[threadIdx.x] = words[threadIdx.x * stride];
+}
+__global__ void meets(uint32_t* out, unsigned addresses) {
+  __shared__ uint32_t words[32];
+  atomicAdd(words + threadIdx.x % addresses, 1u);
+  atomicAdd(out + threadIdx.x % addresses, 1u);
+}
+
 // Threads that have ended are not waited for.
 __global__ void ends_early(uint32_t* out) {
   if (threadIdx.x % 3 == 0) return;
@@ -128,6 +145,11 @@ __global__ void block_order(uint32_t* next, uint32_t* out) {
 __global__ void move_vectors(const float* from, float* to) {
   const unsigned i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(from + i);
+}
+
+__global__ void bounds(const float* a, const float* b, float* out) {
+  out[threadIdx.x] = min(a[threadIdx.x], b[threadIdx.x]);
+  out[32 + threadIdx.x] = max(a[threadIdx.x], b[threadIdx.x]);
 }
 
 __global__ void widen(const uint16_t* x, float* out) {
@@ -165,11 +187,17 @@ void define_right(py::module_& m) {
   DEFINE(reverse, (const U32& x, U32 out), blocks_of(x), kBlock, kBlock * sizeof(uint32_t), queue, x.data(),
          out.mutable_data());
   m.def("left_over", [](U32 out) { LAUNCH(left_over<32>, blocks_of(out, 32), 32, 0, queue, out.mutable_data()); });
+  DEFINE(strided, (const U32& x, U32 out, unsigned stride), blocks_of(out, 128), 128, 0, queue, x.data(), out.mutable_data(),
+         stride);
+  DEFINE(banks, (U32 out, unsigned stride), 1, 32, 0, queue, out.mutable_data(), stride);
+  DEFINE(meets, (U32 out, unsigned addresses), 1, 32, 0, queue, out.mutable_data(), addresses);
   DEFINE(ends_early, (U32 out), 1, blocks_of(out, 1), 0, queue, out.mutable_data());
   DEFINE(places, (U32 out), dim3(2, 3, 4), dim3(5, 6, 7), 0, queue, out.mutable_data());
   DEFINE(block_order, (U32 next, U32 out), blocks_of(out, 1), 32, 0, queue, next.mutable_data(), out.mutable_data());
   DEFINE(move_vectors, (const Array<float>& x, Array<float> out, int skip), blocks_of(x, 128), 32, 0, queue, x.data() + skip,
          out.mutable_data() + skip);
+  DEFINE(bounds, (const Array<float>& a, const Array<float>& b, Array<float> out), 1, 32, 0, queue, a.data(), b.data(),
+         out.mutable_data());
   DEFINE(widen, (const Array<uint16_t>& x, Array<float> out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
   DEFINE(narrow, (const Array<float>& x, Array<uint16_t> out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
 
