@@ -176,8 +176,21 @@ class Kernel {
     }
 #endif
     py::gil_scoped_release release;
+#if defined(GRADCOMP_SIMT)
+    // Scratch holds whatever an earlier call has left, or worse.
+    (spoil_scratch(names_[I], std::get<I>(slots).get()), ...);
+#endif
     twin.run(std::get<I>(slots).get()..., queue);
   }
+
+#if defined(GRADCOMP_SIMT)
+  template <class T>
+  static void spoil_scratch(std::string_view name, const T& argument) {
+    if constexpr (std::is_base_of_v<Span<uint32_t>, T>) {
+      if (name == "scratch") std::fill_n(argument.data, argument.size, 0xCDCDCDCDu);
+    }
+  }
+#endif
 
   // The device that all arrays share; none if there are no arrays.
   template <class VisitAll>

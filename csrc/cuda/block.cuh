@@ -82,7 +82,7 @@ static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t 
   __shared__ uint32_t place;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) place = TAKE_TICKET(ticket);
+  if (threadIdx.x == 0) place = atomicAdd(ticket, 1u);
   __syncthreads();
   __threadfence();
   return place == blocks - 1;

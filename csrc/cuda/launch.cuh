@@ -11,17 +11,14 @@
 //   LAUNCH(kernel, blocks, threads, bytes of dynamic shared memory, queue, the kernel's arguments...);
 //   DYNAMIC_SHARED(type, name)   inside a kernel: `name` points to its dynamic shared memory
 //   UNROLLED                     before a loop whose arrays belong in registers
-//   TAKE_TICKET(ticket)          count a block that has published its results; returns the number of blocks before it
-// The emulator (tests/simt) has its own definitions of these four. Nothing else differs between a GPU and the emulator.
+// The emulator (tests/simt) has its own definitions of these three. Nothing else differs between a GPU and the emulator.
 #ifdef GRADCOMP_SIMT
 #define UNROLLED
-#define TAKE_TICKET(ticket) ::simt::take_ticket(ticket)
 #define LAUNCH_ON(kernel, blocks, threads, shared, stream, ...) \
   ::simt::launch(#kernel, kernel, blocks, threads, shared, stream, __VA_ARGS__)
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(::simt::dynamic_shared())
 #else
 #define UNROLLED _Pragma("unroll")
-#define TAKE_TICKET(ticket) atomicAdd(ticket, 1u)
 #define LAUNCH_ON(kernel, blocks, threads, shared, stream, ...) kernel<<<blocks, threads, shared, stream>>>(__VA_ARGS__)
 #define DYNAMIC_SHARED(type, name)                     \
   extern __shared__ __align__(16) char name##_bytes[]; \

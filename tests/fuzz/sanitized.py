@@ -16,7 +16,7 @@ def module() -> Path:
     import build
 
     options = ["-DGRADCOMP_CUDA=OFF", "-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={FLAGS}"]
-    folder = build.cmake(ROOT, "native-asan", build.compiler(sanitize=True), options)
+    folder = build.cmake(ROOT, "native-asan", build.compiler(), options)
     return folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 

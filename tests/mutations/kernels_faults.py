@@ -1,95 +1,10 @@
-"""Faults of kernels: ordering between threads, ties, tails, arithmetic."""
+"""Faults of kernels: ties, tails, arithmetic."""
 
 from __future__ import annotations
 
 from mutations.fault import Fault
 
 KERNEL_FAULTS = (
-    # --- Ordering between the threads of a kernel
-    Fault(
-        "barrier removed: a scan's sums are read before all warps have written them",
-        "csrc/cuda",
-        "warp_sums[warp] = inclusive;\n  __syncthreads();",
-        "warp_sums[warp] = inclusive;",
-        ("test_take.py", "test_simt.py"),
-    ),
-    Fault(
-        "barrier removed: the next scan overwrites sums that are still read",
-        "csrc/cuda",
-        "  __syncthreads();  // the next call writes warp_sums\n",
-        "",
-        ("test_simt.py",),
-    ),
-    Fault(
-        "barrier removed: the picked digit is read before it is written",
-        "csrc/cuda",
-        "    above += mine[i];\n  }\n  __syncthreads();",
-        "    above += mine[i];\n  }",
-        ("test_simt.py",),
-    ),
-    Fault(
-        "barrier removed: a ticket is taken before all threads have fenced",
-        "csrc/cuda",
-        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) place",
-        "  __threadfence();\n  if (threadIdx.x == 0) place",
-        ("test_simt.py", "test_take.py"),
-    ),
-    Fault(
-        "barrier removed: the ticket is read before it is drawn",
-        "csrc/cuda",
-        "place = TAKE_TICKET(ticket);\n  __syncthreads();",
-        "place = TAKE_TICKET(ticket);",
-        ("test_take.py", "test_above.py"),
-    ),
-    Fault(
-        "barrier removed: a histogram is counted into before it is cleared",
-        "csrc/cuda",
-        "counts[digit] = 0;\n  __syncthreads();",
-        "counts[digit] = 0;",
-        ("test_take.py", "test_above.py", "test_sketch.py"),
-    ),
-    Fault(
-        "barrier removed: a histogram is added up before it is complete",
-        "csrc/cuda",
-        "uint32_t* all) {\n  __syncthreads();",
-        "uint32_t* all) {",
-        ("test_take.py", "test_above.py", "test_sketch.py"),
-    ),
-    Fault(
-        "barrier removed: statistics of warps are joined before all are there",
-        "csrc/cuda",
-        "of_warps[threadIdx.x / kWarp] = mine;\n  __syncthreads();",
-        "of_warps[threadIdx.x / kWarp] = mine;",
-        ("test_above.py",),
-    ),
-    Fault(
-        "barrier removed: pooled moments are merged before all threads have fetched theirs",
-        "csrc/cuda",
-        "fetched[threadIdx.x] = moments_of(layers, layer);\n    __syncthreads();",
-        "fetched[threadIdx.x] = moments_of(layers, layer);",
-        ("test_above.py",),
-    ),
-    Fault(
-        "barrier removed: the next round overwrites pooled moments that are still merged",
-        "csrc/cuda",
-        "all = merge(all, fetched[i]);\n    __syncthreads();",
-        "all = merge(all, fetched[i]);",
-        ("test_above.py",),
-    ),
-    Fault(
-        "fence removed: results are published before they are visible",
-        "csrc/cuda",
-        "  __threadfence();\n  __syncthreads();\n  if (threadIdx.x == 0) place",
-        "  __syncthreads();\n  if (threadIdx.x == 0) place",
-        ("test_take.py", "test_simt.py"),
-    ),
-    Fault(
-        "fence removed: the last block reads before it knows what the others wrote",
-        "csrc/cuda",
-        "  __syncthreads();\n  __threadfence();\n  return place",
-        "  __syncthreads();\n  return place",
-        ("test_take.py", "test_simt.py"),
-    ),
     # --- Ties, tails and bounds of kernels
     Fault(
         "tie broken the other way on a CPU: of equals the last ones are taken",

@@ -1,24 +1,10 @@
-"""Faults of packed entries: ordering between threads, rounding, and bytes that do harm."""
+"""Faults of packed entries: rounding, and bytes that do harm."""
 
 from __future__ import annotations
 
 from mutations.fault import Fault
 
 PACKED_FAULTS = (
-    Fault(
-        "barrier removed: a block's largest entry is used before all warps have named theirs",
-        "csrc/cuda",
-        "atomicMax(&largest, x);\n  __syncthreads();",
-        "atomicMax(&largest, x);",
-        ("test_packed.py",),
-    ),
-    Fault(
-        "barrier removed: a block's largest entry is named before it is cleared",
-        "csrc/cuda",
-        "x = max(x, __shfl_xor_sync(kWholeWarp, x, step));\n  __syncthreads();",
-        "x = max(x, __shfl_xor_sync(kWholeWarp, x, step));",
-        ("test_packed.py",),
-    ),
     Fault(
         "rounding left out: the compact wire's error is lost instead of waiting",
         "csrc/cpu",

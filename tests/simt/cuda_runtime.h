@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <concepts>
 #include <cstdint>
 #include <cstring>
@@ -18,9 +19,9 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
-// One copy of a shared variable is enough, since blocks run one at a time. The section lets the emulator fill it with garbage
-// for every block. It takes only variables of static functions, or of functions in an unnamed namespace.
-#define __shared__ static __attribute__((section("simt_shared")))
+// There is one copy of a shared variable. The linker (shared.ld) puts all of them together, so that the emulator can fill them
+// with garbage for every block, and put them aside while another block runs.
+#define __shared__ static
 
 struct alignas(8) float2 {
   float x, y;
@@ -82,15 +83,17 @@ inline int __syncthreads_count(int vote, SIMT_SITE) {
   return static_cast<int>(simt::meet_block("__syncthreads_count", vote != 0, site).yes);
 }
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) { simt::meet_warp("__syncwarp", mask, 0, simt::lane(), site); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) {
+  simt::meet_warp("__syncwarp", mask, 0, simt::lane(), true, site);
+}
 inline unsigned __ballot_sync(unsigned mask, int vote, SIMT_SITE) {
-  return simt::meet_warp("__ballot_sync", mask, vote != 0, simt::lane(), site).nonzero;
+  return simt::meet_warp("__ballot_sync", mask, vote != 0, simt::lane(), false, site).nonzero;
 }
 inline int __any_sync(unsigned mask, int vote, SIMT_SITE) {
-  return simt::meet_warp("__any_sync", mask, vote != 0, simt::lane(), site).nonzero != 0;
+  return simt::meet_warp("__any_sync", mask, vote != 0, simt::lane(), false, site).nonzero != 0;
 }
 inline int __all_sync(unsigned mask, int vote, SIMT_SITE) {
-  return simt::meet_warp("__all_sync", mask, vote != 0, simt::lane(), site).nonzero == mask;
+  return simt::meet_warp("__all_sync", mask, vote != 0, simt::lane(), false, site).nonzero == mask;
 }
 
 namespace simt {
@@ -100,7 +103,7 @@ T shuffle(const char* what, unsigned mask, T x, unsigned source, Site site) {
   static_assert(std::is_trivially_copyable_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
   uint64_t bits = 0;
   memcpy(&bits, &x, sizeof x);
-  bits = meet_warp(what, mask, bits, source, site).value;
+  bits = meet_warp(what, mask, bits, source, false, site).value;
   memcpy(&x, &bits, sizeof x);
   return x;
 }
@@ -133,7 +136,7 @@ T __shfl_xor_sync(unsigned mask, T x, int bits, int width = 32, SIMT_SITE) {
 inline void __threadfence() { simt::fence(); }
 inline void __threadfence_block() {}
 
-// ---- Atomics, for CUDA's types. One thread runs at a time, so that they need nothing special.
+// ---- Atomics, for CUDA's types. One thread runs at a time, so that they need nothing special but the shadow's consent.
 
 namespace simt {
 
@@ -144,8 +147,13 @@ concept Integer = OneOf<T, int, unsigned, unsigned long long>;
 template <class T>
 concept Number = OneOf<T, int, unsigned, unsigned long long, float, double>;
 
+// Functions that the shadow does not watch: they tell it themselves.
+#define SIMT_UNWATCHED __attribute__((no_sanitize("thread"), noinline))
+#define SIMT_CALLER __builtin_extract_return_addr(__builtin_return_address(0))
+
 template <class T, class Change>
-T exchange(T* at, Change change) {
+SIMT_UNWATCHED T exchange(T* at, Change change) {
+  touch_atomic(at, sizeof *at, SIMT_CALLER);
   const T before = *at;
   *at = change(before);
   return before;
@@ -201,8 +209,8 @@ T __ldg(const T* at) {
 }
 // Kernels here read other blocks' results with __ldcg, and nothing else.
 template <class T>
-T __ldcg(const T* at, SIMT_SITE) {
-  simt::expect_acquired("__ldcg", site);
+SIMT_UNWATCHED T __ldcg(const T* at) {
+  simt::touch_second_level(at, sizeof *at, SIMT_CALLER);
   return *at;
 }
 template <class T>
@@ -214,11 +222,14 @@ void __stcs(T* at, std::type_identity_t<T> x) {
   *at = x;
 }
 
+// Of a number and a NaN, CUDA gives the number.
 template <simt::Number T>
 T min(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmin(a, b);
   return b < a ? b : a;
 }
 template <simt::Number T>
 T max(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmax(a, b);
   return a < b ? b : a;
 }

@@ -31,7 +31,6 @@ void fiber_main();
 namespace {
 
 constexpr size_t kGuard = 4096;
-constexpr size_t kStack = 128 * 1024;
 
 Fiber* running = nullptr;
 

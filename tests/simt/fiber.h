@@ -18,6 +18,9 @@ class Fiber {
   // Go back to the caller of run(). Only the running body calls this.
   static void pause();
 
+  static constexpr size_t kStack = 128 * 1024;
+  const char* stack() const { return stack_; }  // its lowest byte
+
  private:
   friend void fiber_main();
 

@@ -1,8 +1,9 @@
-// The places where the threads of a block or warp meet, and the order of memory between blocks.
+// The places where the threads of a block or warp meet.
 
 #include <algorithm>
 #include <utility>
 
+#include "shadow.h"
 #include "threads.h"
 
 namespace simt {
@@ -20,14 +21,13 @@ static std::ostream& operator<<(std::ostream& out, const Thread& thread) {
 
 namespace {
 
-Tally tally{};  // of the last complete barrier
-
 bool same_place(const Thread& a, const Thread& b) {
   return a.state == b.state && a.what == b.what && a.site.file == b.site.file && a.site.line == b.site.line && a.mask == b.mask;
 }
 
 // Let the lanes in this thread's mask go on, each with its answer, if all of them are where it is.
 void leave_meeting_if_complete(const Thread& self) {
+  Block& block = simt::block();
   const unsigned base = block.current - block.current % kLanes;
   unsigned nonzero = 0;
   for (unsigned i = 0; i < kLanes; ++i) {
@@ -41,11 +41,13 @@ void leave_meeting_if_complete(const Thread& self) {
     thread.exchange = {block.threads[base + thread.source]->mine, nonzero};
     thread.state = State::ready;
   }
+  if (self.orders_memory) order_lanes(block, self.mask);
 }
 
 }  // namespace
 
 void fail_stuck() {
+  const Block& block = simt::block();
   std::ostringstream text;
   std::vector<std::pair<const Thread*, unsigned>> places;
   for (unsigned t = 0; t < block.count; ++t) {
@@ -65,6 +67,7 @@ void fail_stuck() {
 }
 
 void leave_barrier_if_complete() {
+  Block& block = simt::block();
   if (block.at_barrier == 0 || block.at_barrier < block.alive) return;
   const Thread* first = nullptr;
   Tally sum{block.alive, 0};
@@ -78,14 +81,15 @@ void leave_barrier_if_complete() {
   for (unsigned t = 0; t < block.count; ++t) {
     Thread& thread = *block.threads[t];
     if (thread.state != State::ended) thread.state = State::ready;
-    if (thread.way == Way::fenced) thread.way = Way::published;
-    if (block.ticket_taken && thread.way == Way::published) thread.way = Way::told;
   }
   block.at_barrier = 0;
-  tally = sum;
+  block.tally = sum;
+  order_barrier(block);
 }
 
 Tally meet_block(const char* what, bool vote, Site site) {
+  settle_writes();
+  Block& block = simt::block();
   Thread& self = block.self();
   self.what = what;
   self.site = site;
@@ -95,11 +99,14 @@ Tally meet_block(const char* what, bool vote, Site site) {
   ++block.at_barrier;
   leave_barrier_if_complete();
   if (self.state != State::ready) Fiber::pause();
-  return tally;
+  return block.tally;
 }
 
-Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned source, Site site) {
+Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned source, bool orders_memory, Site site) {
+  settle_writes();
+  Block& block = simt::block();
   Thread& self = block.self();
+  self.orders_memory = orders_memory;
   self.what = what;
   self.site = site;
   self.mask = mask;
@@ -115,31 +122,10 @@ Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned sour
 }
 
 void fence() {
-  Way& way = block.self().way;
-  if (way == Way::begun) way = Way::fenced;
-  if (way == Way::told) way = Way::acquired;
+  step_aside();
+  order_fence();
 }
 
-unsigned take_ticket(unsigned* ticket, Site site) {
-  for (unsigned t = 0; t < block.count; ++t) {
-    const Thread& thread = *block.threads[t];
-    if (thread.way == Way::published) continue;
-    fail(" takes a ticket in ", site, ", but thread ", thread.index,
-         thread.way == Way::begun    ? " has no __threadfence() between its results and the ticket"
-         : thread.way == Way::fenced ? " has no __syncthreads() between its __threadfence() and the ticket"
-                                     : " has taken one before");
-  }
-  block.ticket_taken = true;
-  block.self().way = Way::told;
-  return (*ticket)++;
-}
-
-void expect_acquired(const char* what, Site site) {
-  const Thread& self = block.self();
-  if (self.way == Way::acquired) return;
-  fail(": thread ", self.index, " reads by ", what, " in ", site, " without a __threadfence() since its block's last ticket");
-}
-
-unsigned lane() { return block.current % kLanes; }
+unsigned lane() { return block().current % kLanes; }
 
 }  // namespace simt

@@ -1,7 +1,7 @@
 // The emulator as kernels see it through cuda_runtime.h: launches, and the places where the threads of a block or warp meet.
 //
-// Each thread of a block is a fiber. One runs at a time, until it reaches a barrier, a shuffle or its end. Blocks run one after
-// the other: a block that waits for another is stuck, which raises.
+// Each thread of a block is a fiber. One runs at a time, until it reaches a barrier, a shuffle or its end. A few blocks take
+// turns: one may step aside at a barrier, a fence, an atomic or a read that others' writes may change.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +19,11 @@ struct uint3 {
 struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  constexpr dim3(const uint3& its) : x(its.x), y(its.y), z(its.z) {}
 };
 
-extern uint3 threadIdx, blockIdx;
-extern dim3 blockDim, gridDim;
+// They do not change while a thread runs. Of constants that need no constructor, as dim3 does, the shadow hears nothing.
+extern const uint3 threadIdx, blockIdx, blockDim, gridDim;
 constexpr int warpSize = 32;
 
 namespace simt {
@@ -45,20 +46,18 @@ struct Exchange {
   uint64_t value;
   unsigned nonzero;
 };
-Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned source, Site site);
+Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned source, bool orders_memory, Site site);
 
-// The order of memory between blocks, as far as it can be checked without a model of it. take_ticket tells that a block has
-// published its results, and fails unless every thread of it has fenced and met the others since. expect_acquired fails unless
-// the thread has met the others and fenced since its block took a ticket: otherwise it may read what was there before.
+// Fence; change a word by an atomic; read one past the first-level cache. `site` is the place in the kernel.
 void fence();
-unsigned take_ticket(unsigned* ticket, Site site = Site::here());
-void expect_acquired(const char* what, Site site);
+void touch_atomic(void* word, size_t size, const void* site);
+void touch_second_level(const void* word, size_t size, const void* site);
 
 unsigned lane();
 void* dynamic_shared();
 
-// The order of blocks: plain, or shuffled (the default, unless GRADCOMP_SIMT_ORDER=plain), with warps and lanes from last to
-// first. A kernel must give the same results in both.
+// The order of blocks: plain, one after the other, or shuffled and interleaved (the default, unless GRADCOMP_SIMT_ORDER=plain),
+// with warps and lanes from last to first. A kernel must give the same results in both.
 enum class Order { plain, shuffled };
 void set_order(Order order);
 
@@ -67,6 +66,7 @@ struct Shape {
   const void* kernel;
   dim3 grid, block;
   size_t shared;
+  size_t arguments;  // the bytes that hold the kernel's arguments
 };
 void run(const Shape& shape, void (*body)(void*), void* argument);
 
@@ -79,7 +79,7 @@ void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, 
     const auto& [function, values] = *static_cast<Call*>(argument);
     std::apply(function, values);
   };
-  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared}, body, &call);
+  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared, sizeof call}, body, &call);
 }
 
 }  // namespace simt

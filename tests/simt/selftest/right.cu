@@ -1,22 +1,18 @@
-// Kernels that test the emulator, one for each of its promises, and the Python module that calls them.
+// Kernels that are right, one for each promise of the emulator.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 
 #include "cuda/block.cuh"
-#include "cuda/launch.cuh"
+#include "launches.h"
 #include "math.h"
 
-namespace py = pybind11;
 using namespace gradcomp;
 using namespace gradcomp::cuda;
 
+namespace selftest {
 namespace {
-
-constexpr unsigned kBlock = 256;
 
 __global__ void scan(const uint32_t* x, uint32_t* sums, uint32_t* totals) {
   const unsigned i = blockIdx.x * kBlock + threadIdx.x;
@@ -102,11 +98,30 @@ __global__ void reverse(const uint32_t* x, uint32_t* out) {
   out[n + i] = dynamic[kBlock - 1 - t];
 }
 
-// Forgets a barrier, which shows in one of the two orders.
-__global__ void race(uint32_t* out) {
-  __shared__ uint32_t told;
-  if (threadIdx.x == 0) told = 7;
-  out[threadIdx.x] = told;
+// Copies a template's shared memory as a block finds it.
+template <int kSize>
+__global__ void left_over(uint32_t* out) {
+  __shared__ uint32_t fixed[kSize];
+  out[blockIdx.x * kSize + threadIdx.x] = fixed[threadIdx.x];
+  __syncthreads();
+  fixed[threadIdx.x] = threadIdx.x;
+}
+
+// Read with a stride; touch banks with a stride; let lanes meet in a few addresses.
+__global__ void strided(const uint32_t* x, uint32_t* out, unsigned stride) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = x[i * stride];
+}
+__global__ void banks(uint32_t* out, unsigned stride) {
+  __shared__ uint32_t words[32 * 32];
+  words[threadIdx.x * stride] = 1;
+  __syncthreads();
+  out[threadIdx.x] = words[threadIdx.x * stride];
+}
+__global__ void meets(uint32_t* out, unsigned addresses) {
+  __shared__ uint32_t words[32];
+  atomicAdd(words + threadIdx.x % addresses, 1u);
+  atomicAdd(out + threadIdx.x % addresses, 1u);
 }
 
 // Threads that have ended are not waited for.
@@ -132,6 +147,11 @@ __global__ void move_vectors(const float* from, float* to) {
   *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(from + i);
 }
 
+__global__ void bounds(const float* a, const float* b, float* out) {
+  out[threadIdx.x] = min(a[threadIdx.x], b[threadIdx.x]);
+  out[32 + threadIdx.x] = max(a[threadIdx.x], b[threadIdx.x]);
+}
+
 __global__ void widen(const uint16_t* x, float* out) {
   const unsigned i = blockIdx.x * blockDim.x + threadIdx.x, n = gridDim.x * blockDim.x;
   out[i] = __half2float(__ushort_as_half(x[i]));
@@ -148,101 +168,9 @@ __global__ void narrow(const float* x, uint16_t* out) {
   out[3 * n + i] = float_to_bf16(x[i]);
 }
 
-// ---- Kernels that are wrong.
-
-__global__ void divergent_barrier(uint32_t* out) {
-  if (threadIdx.x < 40) {
-    __syncthreads();
-  } else {
-    __syncthreads_or(1);
-  }
-  out[threadIdx.x] = 1;
-}
-
-__global__ void barrier_against_shuffle(uint32_t* out) {
-  if (threadIdx.x == 7) return;
-  if (threadIdx.x < 64) {
-    __syncthreads();
-  } else {
-    out[threadIdx.x] = __shfl_sync(threadIdx.x == 64 ? kWholeWarp : 0xfffffffeu, threadIdx.x, 1);
-  }
-}
-
-__global__ void missing_lane(uint32_t* out) {
-  if (threadIdx.x == 9) return;
-  out[threadIdx.x] = __shfl_xor_sync(kWholeWarp, threadIdx.x, 1);
-}
-
-__global__ void unnamed_lane(uint32_t* out) { out[threadIdx.x] = __shfl_sync(0x0000ffffu, threadIdx.x, 0); }
-
-__global__ void publishes_unfenced(uint32_t* out) {
-  if (threadIdx.x != 5) __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) TAKE_TICKET(out);
-}
-
-__global__ void publishes_unmet(uint32_t* out) {
-  __syncthreads();
-  __threadfence();
-  if (threadIdx.x == 31) TAKE_TICKET(out);
-}
-
-__global__ void reads_unfenced(uint32_t* out) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) TAKE_TICKET(out);
-  __syncthreads();
-  if (threadIdx.x != 7) __threadfence();
-  out[threadIdx.x] = __ldcg(out);
-}
-
-__global__ void reads_untold(uint32_t* out) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) TAKE_TICKET(out);
-  __threadfence();
-  out[threadIdx.x] = __ldcg(out);
-}
-
-__global__ void overrun_global(uint32_t* out, int by) { out[threadIdx.x + by] = 1; }
-
-__global__ void overrun_static(uint32_t* out, int by) {
-  __shared__ uint32_t fixed[32];
-  fixed[threadIdx.x + by] = 1;
-  __syncthreads();
-  out[threadIdx.x] = fixed[threadIdx.x];
-}
-
-__global__ void overrun_dynamic(uint32_t* out, int by) {
-  DYNAMIC_SHARED(uint32_t, dynamic);
-  dynamic[threadIdx.x + by] = 1;
-  __syncthreads();
-  out[threadIdx.x] = dynamic[threadIdx.x];
-}
-
-// Overruns the stack after a barrier, when it has been left and entered again.
-__global__ void overrun_stack(uint32_t* out, int by) {
-  volatile uint32_t local[8] = {};
-  __syncthreads();
-  local[threadIdx.x % 8 + by] = 1;
-  out[threadIdx.x] = local[0];
-}
-
-// ---- Their launches, under the kernels' names.
-
-const Queue queue;
-
-template <class T>
-using Array = py::array_t<T, py::array::c_style>;
-
-unsigned blocks_of(const py::array& x, unsigned each = kBlock) { return static_cast<unsigned>(x.size()) / each; }
-
 }  // namespace
 
-#define DEFINE(name, args, ...) m.def(#name, [] args { LAUNCH(name, __VA_ARGS__); })
-
-PYBIND11_MODULE(simt_selftest, m) {
-  using U32 = Array<uint32_t>;
+void define_right(py::module_& m) {
   m.def("set_order", [](bool shuffled) { simt::set_order(shuffled ? simt::Order::shuffled : simt::Order::plain); });
   DEFINE(scan, (const U32& x, U32 sums, U32 totals), blocks_of(x), kBlock, 0, queue, x.data(), sums.mutable_data(),
          totals.mutable_data());
@@ -258,12 +186,18 @@ PYBIND11_MODULE(simt_selftest, m) {
          0, queue, x.data(), out.mutable_data(), sum.mutable_data(), wide.mutable_data());
   DEFINE(reverse, (const U32& x, U32 out), blocks_of(x), kBlock, kBlock * sizeof(uint32_t), queue, x.data(),
          out.mutable_data());
-  DEFINE(race, (U32 out), 1, blocks_of(out, 1), 0, queue, out.mutable_data());
+  m.def("left_over", [](U32 out) { LAUNCH(left_over<32>, blocks_of(out, 32), 32, 0, queue, out.mutable_data()); });
+  DEFINE(strided, (const U32& x, U32 out, unsigned stride), blocks_of(out, 128), 128, 0, queue, x.data(), out.mutable_data(),
+         stride);
+  DEFINE(banks, (U32 out, unsigned stride), 1, 32, 0, queue, out.mutable_data(), stride);
+  DEFINE(meets, (U32 out, unsigned addresses), 1, 32, 0, queue, out.mutable_data(), addresses);
   DEFINE(ends_early, (U32 out), 1, blocks_of(out, 1), 0, queue, out.mutable_data());
   DEFINE(places, (U32 out), dim3(2, 3, 4), dim3(5, 6, 7), 0, queue, out.mutable_data());
   DEFINE(block_order, (U32 next, U32 out), blocks_of(out, 1), 32, 0, queue, next.mutable_data(), out.mutable_data());
   DEFINE(move_vectors, (const Array<float>& x, Array<float> out, int skip), blocks_of(x, 128), 32, 0, queue, x.data() + skip,
          out.mutable_data() + skip);
+  DEFINE(bounds, (const Array<float>& a, const Array<float>& b, Array<float> out), 1, 32, 0, queue, a.data(), b.data(),
+         out.mutable_data());
   DEFINE(widen, (const Array<uint16_t>& x, Array<float> out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
   DEFINE(narrow, (const Array<float>& x, Array<uint16_t> out), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data());
 
@@ -273,17 +207,6 @@ PYBIND11_MODULE(simt_selftest, m) {
   });
   m.def("allow_shared",
         [](int bytes) { CUDA_TRY(cudaFuncSetAttribute(block_order, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)); });
-
-  DEFINE(divergent_barrier, (U32 out), 1, 64, 0, queue, out.mutable_data());
-  DEFINE(barrier_against_shuffle, (U32 out), 1, 96, 0, queue, out.mutable_data());
-  DEFINE(missing_lane, (U32 out), 2, 64, 0, queue, out.mutable_data());
-  DEFINE(unnamed_lane, (U32 out), 1, 32, 0, queue, out.mutable_data());
-  DEFINE(publishes_unfenced, (U32 out), 1, 32, 0, queue, out.mutable_data());
-  DEFINE(publishes_unmet, (U32 out), 1, 32, 0, queue, out.mutable_data());
-  DEFINE(reads_unfenced, (U32 out), 1, 32, 0, queue, out.mutable_data());
-  DEFINE(reads_untold, (U32 out), 1, 64, 0, queue, out.mutable_data());
-  DEFINE(overrun_global, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
-  DEFINE(overrun_static, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
-  DEFINE(overrun_dynamic, (U32 out, int by), 1, 32, 32 * sizeof(uint32_t), queue, out.mutable_data(), by);
-  DEFINE(overrun_stack, (U32 out, int by), 1, 32, 0, queue, out.mutable_data(), by);
 }
+
+}  // namespace selftest

@@ -1,0 +1,81 @@
+"""Faults of order: every barrier, fence and __ldcg of the CUDA kernels, left out one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mutations.fault import Fault
+
+FOLDER = "csrc/cuda"
+ORDERS = re.compile(r"\b__(syncthreads\w*|syncwarp|threadfence|ldcg)\(")
+# The tests that run a file's kernels. Those of the emulator itself come last.
+TESTS = {
+    "block.cuh": ("test_take.py", "test_above.py", "test_packed.py", "test_simt.py"),
+    "block_moments.cuh": ("test_above.py", "test_feedback.py"),
+    "block_records.cuh": ("test_above.py", "test_feedback.py"),
+    "delivery.cu": ("test_delivery.py",),
+    "device_plan.cuh": ("test_take.py", "test_above.py"),
+    "feedback.cu": ("test_feedback.py",),
+    "packed.cu": ("test_packed.py",),
+    "threshold.cu": ("test_above.py",),
+}
+# Faults that no test finds, and why that is right.
+REASONS: dict[str, str] = {}
+
+
+def end_of_call(text: str, begin: int) -> int:
+    """Find the end of a call whose arguments begin behind the parenthesis before `begin`."""
+    depth = 1
+    while depth > 0:
+        depth += {"(": 1, ")": -1}.get(text[begin], 0)
+        begin += 1
+    return begin
+
+
+def without(name: str, arguments: str) -> str:
+    """Write what is left of a call: a plain read, a thread's own vote, or nothing."""
+    return f"(*({arguments}))" if name == "ldcg" else f"({arguments})" if "_" in name else ""
+
+
+def passage(text: str, begin: int, end: int, everything: str) -> tuple[int, int]:
+    """Widen a place to whole lines that stand once in all files."""
+    first, last = text.rfind("\n", 0, begin) + 1, text.index("\n", end)
+    while everything.count(text[first:last]) > 1:
+        first = text.rfind("\n", 0, first - 1) + 1
+        last = text.index("\n", last + 1)
+    return first, last
+
+
+def function_around(text: str, begin: int) -> str:
+    """Name the function that a place is in: the last one whose head, from an unindented line to its brace, lies before it."""
+    head = re.findall(r"^[_a-z][^;{}]*\{$", text[:begin], re.MULTILINE)[-1].replace("__launch_bounds__(kThreads)", "")
+    return re.findall(r"\b(\w+)\(", head)[0]
+
+
+def removals(path: Path, everything: str) -> Iterator[Fault]:
+    """Make a fault of each barrier, fence and __ldcg in a file."""
+    text = path.read_text()
+    names: dict[str, int] = {}
+    for found in ORDERS.finditer(text):
+        line = text[text.rfind("\n", 0, found.start()) + 1 : found.start()]
+        if "//" in line:
+            continue
+        end = end_of_call(text, found.end())
+        first, last = passage(text, found.start(), end, everything)
+        wrong = without(found[1], text[found.end() : end - 1])
+        name = f"order: {path.name}, {function_around(text, found.start())}, without {found[0][:-1]}"
+        names[name] = names.get(name, 0) + 1
+        yield Fault(
+            f"{name} {names[name]}",
+            FOLDER,
+            text[first:last],
+            text[first : found.start()] + wrong + text[end:last],
+            TESTS.get(path.name, ("test_take.py", "test_above.py", "test_feedback.py", "test_packed.py", "test_simt.py")),
+        )
+
+
+FILES = sorted((Path(__file__).resolve().parents[2] / FOLDER).iterdir())
+EVERYTHING = "".join(path.read_text() for path in FILES)
+ORDER_FAULTS = tuple(fault for path in FILES for fault in removals(path, EVERYTHING))

@@ -1,0 +1,9 @@
+// The Python module simt_selftest. It is apart from its kernels, all of whose static variables are shared ones.
+
+#include "launches.h"
+
+PYBIND11_MODULE(simt_selftest, m) {
+  selftest::define_right(m);
+  selftest::define_wrong(m);
+  selftest::define_orders(m);
+}
