@@ -10,6 +10,7 @@ from mutations.fault import Fault
 
 FOLDER = "csrc/cuda"
 ORDERS = re.compile(r"\b__(syncthreads\w*|syncwarp|threadfence|ldcg)\(")
+CONTROL = ("for", "if", "while")
 # The tests that run a file's kernels. Those of the emulator itself come last.
 TESTS = {
     "block.cuh": ("test_take.py", "test_above.py", "test_packed.py", "test_simt.py"),
@@ -18,6 +19,8 @@ TESTS = {
     "delivery.cu": ("test_delivery.py",),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
     "feedback.cu": ("test_feedback.py",),
+    "heaviest.cu": ("test_sketch.py",),
+    "levels.cu": ("test_levels.py",),
     "packed.cu": ("test_packed.py",),
     "threshold.cu": ("test_above.py",),
 }
@@ -49,9 +52,10 @@ def passage(text: str, begin: int, end: int, everything: str) -> tuple[int, int]
 
 
 def function_around(text: str, begin: int) -> str:
-    """Name the function that a place is in: the last one whose head, from an unindented line to its brace, lies before it."""
-    head = re.findall(r"^[_a-z][^;{}]*\{$", text[:begin], re.MULTILINE)[-1].replace("__launch_bounds__(kThreads)", "")
-    return re.findall(r"\b(\w+)\(", head)[0]
+    """Name the function that a place is in: the last one whose head, at the left or in a struct, lies before it."""
+    heads = re.findall(r"^(?:  )?[_a-z](?:[^;{}]|\{\})*\{$", text[:begin], re.MULTILINE)
+    names = [re.findall(r"\b(\w+)\(", re.sub(r"__launch_bounds__\([\w, ]+\)", "", head)) for head in heads]
+    return next(found[0] for found in reversed(names) if found and found[0] not in CONTROL)
 
 
 def removals(path: Path, everything: str) -> Iterator[Fault]:
