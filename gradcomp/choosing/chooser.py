@@ -35,8 +35,9 @@ TIMING = 6
 # The part of the steps' time that looking at them may take, and the steps between two looks, at least and at most. After an odd
 # look the next one comes as soon as it may.
 LOOKING, NEXT_LOOK = 0.005, (10, 1000)
-# A step time that differs by this factor, or a link's by the other one, at so many looks in a row, is a change.
-STEP_CHANGED, LINK_CHANGED, LOOKS = 1.25, 2.0, 2
+# A step time that differs by this factor, or a link's by the other one, at so many looks in a row, is a change. A look at which
+# the link is faster counts LOOKS times: noise makes it slower only, and what is usual is the fastest of FIRST_PROBES.
+STEP_CHANGED, LINK_CHANGED, LOOKS, FIRST_PROBES = 1.25, 2.0, 2, 3
 # The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
 # that came out as before; and twice as many odd looks are then a change, up to MOST_LOOKS.
 AGAIN, MOST_LOOKS = 300, 8
@@ -214,13 +215,13 @@ class Chooser:
         while odd < self._looks and session.reducer.steps_done < ends:
             seconds = yield interval
             began = time.perf_counter()
-            own = statistics.median(seconds)
-            probed = links.probe(session.network, self._device, self._entries)
-            step, link, took = self._switch.means([own, probed, time.perf_counter() - began])
+            own, probes = statistics.median(seconds), 1 if usual else FIRST_PROBES
+            probed = min(links.probe(session.network, self._device, self._entries) for _ in range(probes))
+            step, link, took = self._switch.means([own, probed, (time.perf_counter() - began) / probes])
             usual = usual or (step, link)
             other_step, other_link = _apart(step, usual[0]) > STEP_CHANGED, _apart(link, usual[1]) > LINK_CHANGED
-            odd = odd + 1 if other_step or other_link else 0
-            if odd == self._looks and not other_link:
+            odd = odd + (LOOKS if link * LINK_CHANGED < usual[1] else 1) if other_step or other_link else 0
+            if odd >= self._looks and not other_link:
                 self._work = None  # the net computes more or less than before
             rare = int(min(max(NEXT_LOOK[0], took / (LOOKING * step)), NEXT_LOOK[1]))
             interval = NEXT_LOOK[0] if odd else rare

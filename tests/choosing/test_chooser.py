@@ -14,7 +14,7 @@ from steady import steady
 from threads import Rank
 
 from gradcomp.auto import Auto
-from gradcomp.choosing import chooser, ways
+from gradcomp.choosing import chooser, links, ways
 from gradcomp.choosing.chooser import LOOKS, Chooser
 from gradcomp.networks import Answer
 from gradcomp.requests import Reduce, Request, bytes_of
@@ -99,6 +99,32 @@ def test_a_slow_link_gets_fewer_bytes_and_a_fast_one_stays_stock(loss: str) -> N
     link.each = SLOW
     assert train(ranks, SEEN + CHOICE)[0]["way"].startswith("half" if loss == "none" else "orq")
     assert torch.equal(ranks[0].came, ranks[1].came)
+
+
+@steady
+def test_a_faster_link_is_seen_at_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then users would be slower than without gradcomp. A slower link is looked at twice: noise looks like it."""
+    monkeypatch.setattr(chooser, "AGAIN", 10**6)
+    looked, probe = [0], links.probe
+
+    def counted(network: Any, device: torch.device, entries: int) -> float:
+        looked[0] += network.world.rank == 0
+        return probe(network, device, entries)
+
+    monkeypatch.setattr(links, "probe", counted)
+    link = Link(SLOW)
+    ranks = begun(link, "low")
+    before = train(ranks, CHOICE)[0]["choices"]
+    while not looked[0]:
+        train(ranks, 1)
+    for each, looks in ((FAST, 1), (SLOW, 2)):
+        looked[0], link.each = 0, each
+        while (said := train(ranks, 5)[0])["choices"] == before:
+            assert looked[0] <= looks, said
+        assert looked[0] in (looks, looks + chooser.FIRST_PROBES)
+        before = said["choices"]
+        while looked[0] < looks + chooser.FIRST_PROBES:
+            train(ranks, 1)
 
 
 @steady
