@@ -49,6 +49,22 @@ def test_training_is_summed_up_against_none() -> None:
     assert table[-1].split()[-2:] == ["50", "x"]
 
 
+def test_before_and_after_a_change_of_the_links_ways_are_compared_apart() -> None:
+    """The round of the change counts in neither."""
+    slow, fast = [8.0, 8.2, 7.9, 8.1], [2.0, 2.1, 1.9, 2.2, 2.0]
+    stock = [*slow, 5.0, *fast]
+    auto = [seconds / 2 for seconds in [*slow, 8.0]] + fast
+    each = {"stock": stock, "auto": auto}
+    found: Any = raw() | {
+        "ways": {way: {"rounds": [[x] for x in rounds], "bytes": 4, "loss": 1.0} for way, rounds in each.items()}
+    }
+    line = launch.summary(found, changes=True)["lines"][1]
+    medians = {part: line[part]["stock"]["median"] for part in launch.PARTS}
+    assert medians == {"over": pytest.approx(0.9), "over_before": 0.5, "over_after": 1.0}
+    assert "after it" in launch.table(launch.summary(found, changes=True))
+    assert "over_after" not in launch.summary(found)["lines"][1]
+
+
 def test_a_result_is_told_from_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks.tell("round 1", 0.5)
     ranks.report(raw())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from laboratory.train.ways import HOROVOD, environment
 
 # The ways that a user has without gradcomp, and that no way should be slower than.
 RIVALS = ("stock", "bf16")
+# The rounds that a way is compared in.
+PARTS = {"over": "", "over_before": ", before the change", "over_after": ", after it"}
 
 
 class Launch(NamedTuple):
@@ -62,13 +65,20 @@ def command(launch: Launch, folder: Path | None = None) -> list[str]:
 def perform(launch: Launch, label: str, folder: Path | None = None, projects: Path | None = None) -> dict[str, Any]:
     """Run the ranks and summarise their times. `label` begins each line of progress. folder: of prepared data."""
     variables = ranks.environment(launch.hosts, **environment(projects))
-    return summary(ranks.run(command(launch, folder), variables, label))
+    return summary(ranks.run(command(launch, folder), variables, label), launch.later is not None)
 
 
-def summary(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return medians and ranges of the job's times. Ratios to other ways are taken within rounds."""
+def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
+    """Return medians and ranges of the job's times. Ratios to other ways are taken within rounds.
+
+    changes: the rate of the links changed on the way. The rounds before and after that are then summarised apart, too.
+    """
     medians = {way: [Spread.of(steps).median for steps in each["rounds"]] for way, each in raw["ways"].items()}
     means = {way: [statistics.fmean(steps) for steps in each["rounds"]] for way, each in raw["ways"].items()}
+    parts = {"over": slice(None)}
+    if changes:
+        at = changed_at(medians[next(iter(medians))])
+        parts |= {"over_before": slice(at), "over_after": slice(at + 1, None)}
     lines = []
     for way, each in raw["ways"].items():
         steps = Spread.of([second for steps in each["rounds"] for second in steps])
@@ -83,10 +93,21 @@ def summary(raw: Mapping[str, Any]) -> dict[str, Any]:
         }
         if "none" in medians:
             line["ratio_to_none"] = Spread.of([a / b for a, b in zip(medians[way], medians["none"], strict=True)])._asdict()
-        line["over"] = {rival: over(means[way], means[rival]) for rival in RIVALS if rival in means and rival != way}
+        rivals = [rival for rival in RIVALS if rival in means and rival != way]
+        line |= {part: {rival: over(means[way][of], means[rival][of]) for rival in rivals} for part, of in parts.items()}
         line |= {name: each[name] for name in ("auto", "predicted_ms") if name in each}
         lines.append(line)
     return {"ranks": raw["ranks"], "parameters": raw["parameters"], "batch": raw["batch"], "lines": lines}
+
+
+def changed_at(medians: Sequence[float]) -> int:
+    """Return the round in which the links changed: the one that parts a way's rounds into the two most even parts."""
+    logs = [math.log(median) for median in medians]
+
+    def uneven(at: int) -> float:
+        return sum(len(part) * statistics.pvariance(part) for part in (logs[:at], logs[at + 1 :]))
+
+    return min(range(2, len(logs) - 2), key=uneven)
 
 
 def over(own: Sequence[float], rival: Sequence[float]) -> dict[str, float | None]:
@@ -99,8 +120,10 @@ def table(run: Mapping[str, Any]) -> str:
     """Write a launch's table."""
     predicted = any("predicted_ms" in line for line in run["lines"])
     rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
+    parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
     heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
-    rows = [[*heading, *(f"x {rival}, at most" for rival in rivals), *(["predicted ms"] if predicted else [])]]
+    compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
+    rows = [[*heading, *compared, *(["predicted ms"] if predicted else [])]]
     for line in run["lines"]:
         ms, ratio = line["ms"], line["ratio_to_none"]
         row = [
@@ -112,7 +135,7 @@ def table(run: Mapping[str, Any]) -> str:
             figure(line["bytes_per_step"], "{:,}"),
             figure(line["compression"], "{:.0f} x"),
         ]
-        row += [_over(line["over"].get(rival)) for rival in rivals]
+        row += [_over(line[part].get(rival)) for part in parts for rival in rivals]
         rows.append(row + ([figure(line.get("predicted_ms"), "{:.0f}")] if predicted else []))
     return columns(rows)
 
