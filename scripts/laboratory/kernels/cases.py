@@ -238,7 +238,7 @@ def steps(arrays: Arrays) -> list[Case]:
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
         (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(arrays)) * arrays.n),
-        (SDAGC_SIMULATED, "sdagc:small=none", (16 + take_reads(arrays)) * arrays.n),
+        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays)) * arrays.n),
         ("Simulation step, dense", "dense", None),
     ]
     found = []

@@ -72,8 +72,8 @@ SKETCH = Kernel(8, 84, 20)
 # Two reads of five cells of the table for each entry.
 ESTIMATES = (Kernel(0, 100, 20), Kernel(0.13, 105, 20), LIST)
 # A look takes 4 instructions an entry where it counts, 11 where it adds up worths, and 16 where it sums up: a conversion to
-# double takes the time of eight. Of normal entries, ORQ-3 counts twice and adds up worths once, ORQ-5 7 and 4 times, ORQ-9 11 and 7
-# times; BinGrad-b counts and sums up once each. Smallest and largest take 5, what is around a look 1.
+# double takes the time of eight. Of normal entries, ORQ-3 counts twice and adds up worths once, ORQ-5 7 and 4 times, ORQ-9 11
+# and 7 times; BinGrad-b counts and sums up once each. Smallest and largest take 5, what is around a look 1.
 FIND_3, FIND_5, FIND_9, FIND_MEANS = Kernel(4, 25), Kernel(4, 78), Kernel(4, 127), Kernel(4, 31)
 ROUND_3, ROUND_5, ROUND_9, ROUND_MEANS = Kernel(8, 41), Kernel(8, 48), Kernel(8, 55), Kernel(8, 17)
 ADD_3, ADD_5, ADD_9, ADD_2 = Kernel(8, 23), Kernel(8, 24), Kernel(8, 24), Kernel(8, 20)
