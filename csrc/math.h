@@ -182,7 +182,8 @@ SHARED_MATH Steered steered(Steered last, double count, double target) {
 }
 
 // Hash 32 bits, by the constants of the "lowbias32" family, which an exhaustive search found.
-SHARED_MATH uint32_t mix(uint32_t x) {
+template <class Bits>
+SHARED_MATH __attribute__((always_inline)) Bits mix(Bits x) {
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;

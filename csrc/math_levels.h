@@ -21,6 +21,7 @@ struct WithinSum {
   }
   SHARED_MATH double surplus(float x) const { return of(x, magnitudes.from(x, unit)); }
   SHARED_MATH double each(float x) const { return static_cast<double>(whole(x, unit)); }
+  SHARED_MATH bool is_near(double) const { return false; }
   SHARED_MATH float mean(const Part& from) const { return mean_of(from.sum, magnitudes.n, unit); }
 };
 
@@ -33,7 +34,7 @@ SHARED_MATH float partly_of(const View& magnitudes, float peak, double unit) {
   if (at_peak >= 0) return peak;
   const Part all = magnitudes.from(0.0f, unit);
   const float first = 0.8f * condition.mean(all);  // a good guess for many distributions
-  const float entry = last_entry(magnitudes, condition, {0.0f, condition.of(0.0f, all)}, {peak, at_peak}, first);
+  const float entry = last_entry(magnitudes, condition, {0.0f, condition.of(0.0f, all)}, {peak, at_peak}, first).at;
   const float from = condition.mean(magnitudes.from(entry, unit));
   if (from < entry) return from;  // the sum meets b between two entries
   const float above = condition.mean(magnitudes.from(after(entry), unit));
@@ -110,10 +111,6 @@ SHARED_MATH float best_cut(const Split<View>& split, Ends ends, float cut) {
   return cut;
 }
 
-// The largest level of most rules, so that two levels differ by a number that a residual may hold.
-constexpr float kFurthest = kLargest / 2;
-SHARED_MATH float near(float x) { return x < -kFurthest ? -kFurthest : x > kFurthest ? kFurthest : x; }
-
 // The Euclidean norm, at most kFurthest.
 template <class View>
 SHARED_MATH float norm_of(const View& view, float peak) {
@@ -129,7 +126,7 @@ SHARED_MATH void quantile_levels(const View& view, Ends ends, int64_t count, flo
   for (int64_t i = 0; i < count; ++i) {
     const int64_t rank = ((view.n - 1) * i + (count - 1) / 2) / (count - 1);  // from the smallest
     const int64_t k = view.n - rank;
-    levels[i] = k > from_low ? ends.low : kth_largest(view, k, ends.low, from_low, ends.high, from_high, ends.high);
+    levels[i] = k > from_low ? ends.low : kth_largest(view, k, {ends.low, from_low}, {ends.high, from_high}, ends.high).at;
   }
 }
 

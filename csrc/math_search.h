@@ -52,6 +52,10 @@ SHARED_MATH float mean_of(int64_t sum, int64_t count, double unit) {
   return static_cast<float>(static_cast<double>(sum) / static_cast<double>(count) * unit);
 }
 
+// The largest level of most rules, so that two levels differ by a number that a residual may hold.
+constexpr float kFurthest = kLargest / 2;
+SHARED_MATH float near(float x) { return x < -kFurthest ? -kFurthest : x > kFurthest ? kFurthest : x; }
+
 struct Ends {
   float low, high;
 };
@@ -62,8 +66,28 @@ struct Ends {
 //   count_from(low)    the number of entries not below low
 //   least_from(low)    the smallest of these
 //   from(low, unit)    the count and the sum of these
+//   worth(way)         the sum of what all entries are worth on a Way, in parts of kWorth
 //   squares(unit)      the sum of all squares
 //   magnitudes()       a View of the magnitudes
+
+// The way from a level to the next. An entry is worth its share of it: nothing at its low end and below, kWorth at its high end
+// and above, in whole numbers. Differences of tiny numbers are made larger first.
+constexpr int64_t kWorth = int64_t{1} << 20;
+
+struct Way {
+  static constexpr float kRounded = 0x1.8p23f;  // pushes a number into the last bits of a float, which rounds it
+
+  float low, high, larger, scale;
+
+  SHARED_MATH Way(float from, float to) : low(from), high(to), larger(to - from < 0x1p-60f ? 0x1p100f : 1.0f) {
+    scale = static_cast<float>(kWorth) / ((high - low) * larger);
+  }
+  // What an entry is worth, plus bits_of(kRounded).
+  SHARED_MATH uint32_t worth_bits(float x) const {
+    const float below = high < x ? high : x, within = low > below ? low : below;
+    return bits_of((within - low) * larger * scale + kRounded);
+  }
+};
 
 // A number, and the surplus by which a condition is met there. A negative surplus means that it is not met.
 struct Edge {
@@ -75,13 +99,14 @@ struct Edge {
 constexpr int kGuesses = 8;
 
 // Find the last entry that meets a condition, which holds at `low`, fails at `high` and never holds again once it failed. If it
-// ends between two entries, either may be returned. Each entry from x on lowers the surplus by at least condition.each(x).
+// ends between two entries, either may be returned, and so may a number whose surplus is near enough to 0 for the condition.
+// Each entry from x on lowers the surplus by at least condition.each(x).
 //
 // `first` is the first guess, if it lies between. Later guesses follow a straight line through the surpluses of both ends, in
 // which an end that stays counts half as much each time (the Illinois rule). After kGuesses guesses, the search halves the
 // rest and tries the next entry, in turn.
 template <class View, class Condition>
-SHARED_MATH float last_entry(const View& view, const Condition& condition, Edge low, Edge high, float first) {
+SHARED_MATH Edge last_entry(const View& view, const Condition& condition, Edge low, Edge high, float first) {
   double left = low.surplus, right = high.surplus;
   int moved = 0;  // the end that the last look moved: 1 low, -1 high
   for (int look = 0; low.surplus >= condition.each(low.at); ++look) {
@@ -95,40 +120,52 @@ SHARED_MATH float last_entry(const View& view, const Condition& condition, Edge 
       if (look >= kGuesses || !(x > low.at && x < high.at)) x = at_order(static_cast<int32_t>(from + (to - from) / 2));
     }
     const double found = condition.surplus(x);
+    if (condition.is_near(found)) return {x, found};
     if (found >= 0) {
       if (moved > 0) right /= 2;
       low = {x, found};
       left = found;
       moved = 1;
     } else {
-      if (next) return entry;
+      if (next) return {entry, low.surplus};
       if (moved < 0) left /= 2;
       high = {x, found};
       right = found;
       moved = -1;
     }
   }
-  return view.least_from(low.at) + 0.0f;
+  return {view.least_from(low.at) + 0.0f, low.surplus};
 }
 
 // The condition that holds up to the k-th largest entry.
 template <class View>
 struct AmongLargest {
   const View& view;
-  int64_t k;
+  int64_t k, slack;
 
   SHARED_MATH double of(int64_t count) const { return static_cast<double>(count - k) + 0.5; }
   SHARED_MATH double surplus(float x) const { return of(view.count_from(x)); }
   SHARED_MATH double each(float) const { return 1; }
+  SHARED_MATH bool is_near(double surplus) const {
+    const double off = surplus - of(k);
+    return off < 0 ? -off < static_cast<double>(slack) : off < static_cast<double>(slack);
+  }
 };
 
-// Find the k-th largest entry, between low and high; from_low and from_high are the numbers of entries not below them.
+// A number, and how many entries are not below it.
+struct Rung {
+  float at;
+  int64_t count;
+};
+
+// Find the k-th largest entry, between low and high, or, with a slack, a number that fewer than `slack` entries more or less
+// than k are not below.
 template <class View>
-ONE_COPY SHARED_MATH float kth_largest(const View& view, int64_t k, float low, int64_t from_low, float high, int64_t from_high,
-                                       float first) {
-  if (from_high >= k) return high;
-  const AmongLargest<View> condition{view, k};
-  return last_entry(view, condition, {low, condition.of(from_low)}, {high, condition.of(from_high)}, first);
+ONE_COPY SHARED_MATH Rung kth_largest(const View& view, int64_t k, Rung low, Rung high, float first, int64_t slack = 0) {
+  if (high.count >= k) return high;
+  const AmongLargest<View> condition{view, k, slack};
+  const Edge found = last_entry(view, condition, {low.at, condition.of(low.count)}, {high.at, condition.of(high.count)}, first);
+  return {found.at, k + static_cast<int64_t>(found.surplus - condition.of(k))};
 }
 
 }  // namespace gradcomp

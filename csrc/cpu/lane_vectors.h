@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../math.h"
-
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between functions of one file only
+
+#include "../math.h"
 
 namespace gradcomp::cpu {
 namespace {

@@ -1,10 +1,8 @@
 // Rounding to levels, and adding the levels up, on CPUs. Bytes: take_levels 8 an entry, add_levels 8, both 8 a word.
 
-#include <array>
-
-#include "../math.h"
 #include "../math_rounding.h"
 #include "../ops.h"
+#include "block_words.h"
 #include "entry_add.h"
 #include "lane_hot.h"
 #include "lane_vectors.h"
@@ -13,41 +11,74 @@
 namespace gradcomp::cpu {
 namespace {
 
-template <int kLevels>
-using Levels = std::array<float, kLevels>;
+using Masks = int32_t __attribute__((vector_size(32)));
+using Bytes = uint8_t __attribute__((vector_size(32), may_alias));
 
 struct Around {
-  float low, high;
-  uint32_t code;  // of the lower one
+  Floats low, high;
+  Words code;  // the numbers of the lower levels
 };
 
-template <size_t... kAt>
-inline Levels<sizeof...(kAt)> half_of(const auto& level, bool upper, std::index_sequence<kAt...>) {
-  return {either(upper, level[kAt + sizeof...(kAt) - 1], level[kAt])...};
-}
+// The levels as a search by halves of eight entries at once meets them: middle[i] has the 2^i levels that step i compares with.
+template <int kLevels>
+struct Search {
+  static constexpr int kSteps = kLevels == 2 ? 0 : kLevels == 3 ? 1 : kLevels == 5 ? 2 : 3;
 
-// Find the two levels around x, in halves of halves.
-template <size_t kLevels>
-inline Around around(float x, const std::array<float, kLevels>& level, uint32_t code = 0) {
-  if constexpr (kLevels == 2) {
-    return {level[0], level[1], code};
-  } else {
-    constexpr size_t kHalf = kLevels / 2;
-    const bool upper = x >= level[kHalf];
-    return around(x, half_of(level, upper, std::make_index_sequence<kHalf + 1>()), 2 * code + upper);
+  Floats lows{}, highs{}, middle[3] = {};
+
+  explicit Search(const float* level) {
+    for (int i = 0; i + 1 < kLevels; ++i) {
+      lows[i] = level[i];
+      highs[i] = level[i + 1];
+    }
+    for (int step = 0, apart = kLevels / 2; step < kSteps; ++step, apart /= 2) {
+      for (int i = 0; i < 1 << step; ++i) middle[step][i] = level[(2 * i + 1) * apart];
+    }
   }
+
+  // Find the levels around eight entries.
+  INLINE Around around(const Floats& x) const {
+    Words code = {};
+#pragma GCC unroll 3
+    for (int step = 0; step < kSteps; ++step) {
+      code = code + code - reinterpret_cast<Words>(x >= chosen(middle[step], code));
+    }
+    if constexpr (kSteps > 1) return {chosen(lows, code), chosen(highs, code), code};
+    const Masks upper = code != 0;
+    return {upper ? Floats{} + lows[1] : Floats{} + lows[0], upper ? Floats{} + highs[1] : Floats{} + highs[0], code};
+  }
+};
+
+// Round eight entries by their draws: x <- the rounding errors. Returns the numbers of the levels.
+template <int kLevels>
+INLINE Words round_eight(Floats& x, const Search<kLevels>& search, uint32_t draws) {
+  const auto [low, high, code] = search.around(x);
+  const Floats drawn = __builtin_convertvector(reinterpret_cast<Masks>(mix(kLanes + draws) >> 8), Floats) * 0x1p-24f;
+  const Masks up = drawn * (high - low) < x - low;
+  x -= up ? high : low;
+  return code - reinterpret_cast<Words>(up);
 }
 
 // Round each entry by its draw: codes <- the numbers of the levels, x <- the rounding errors.
 template <int kLevels>
 HOT void round_by_draws(float* __restrict x, int64_t n, const float* levels, uint32_t draws, uint8_t* codes) {
-  Levels<kLevels> level;  // a copy, which x cannot overlap
-  std::copy_n(levels, kLevels, level.begin());
-  for (int64_t i = 0; i < n; ++i) {
-    const auto [low, high, code] = around(x[i], level);
-    const bool up = rounds_up(x[i], low, high, draw(draws++));
-    codes[i] = static_cast<uint8_t>(code + up);
-    x[i] -= either(up, high, low);
+  const Search<kLevels> search(levels);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    Floats its = *reinterpret_cast<Floats*>(x + i);
+    const Words code = round_eight(its, search, draws + static_cast<uint32_t>(i));
+    *reinterpret_cast<Floats*>(x + i) = its;
+    const Bytes bytes = reinterpret_cast<Bytes>(code);
+    constexpr Bytes kFirsts = {0, 4, 8, 12, 16, 20, 24, 28};
+    const Longs eight = reinterpret_cast<Longs>(__builtin_shuffle(bytes, kFirsts));
+    memcpy(codes + i, &eight, 8);
+  }
+  Floats rest = {};
+  for (int64_t lane = 0; i + lane < n; ++lane) rest[lane] = x[i + lane];
+  const Words code = round_eight(rest, search, draws + static_cast<uint32_t>(i));
+  for (int64_t lane = 0; i + lane < n; ++lane) {
+    x[i + lane] = rest[lane];
+    codes[i + lane] = static_cast<uint8_t>(code[lane]);
   }
 }
 
@@ -79,57 +110,6 @@ HOT void add_codes(const uint8_t* codes, int64_t n, const float* levels, float s
   for (; i < n; ++i) target[i] += scaled[codes[i]];
 }
 
-template <int kLevels>
-constexpr Packing packing = *packing_of(kLevels);
-
-// Join the digits of each word: part <- the number that its codes make up.
-template <int kLevels>
-HOT void join_digits(const uint8_t* codes, int64_t count, uint32_t* __restrict part) {
-  std::fill_n(part, count, 0u);
-  for (int64_t digit = packing<kLevels>.digits - 1; digit >= 0; --digit) {
-    const uint8_t* own = codes + digit * count;
-    for (int64_t word = 0; word < count; ++word) part[word] = part[word] * kLevels + own[word];
-  }
-}
-
-// Take the numbers apart into digits again; part is used up.
-template <int kLevels>
-HOT void part_digits(uint32_t* __restrict part, int64_t count, uint8_t* codes) {
-  for (int64_t digit = 0; digit < packing<kLevels>.digits; ++digit) {
-    uint8_t* own = codes + digit * count;
-    for (int64_t word = 0; word < count; ++word) {
-      const uint32_t left = part[word] / kLevels;
-      own[word] = static_cast<uint8_t>(part[word] - left * kLevels);
-      part[word] = left;
-    }
-  }
-}
-
-// Pack codes into words. `part` is memory for as many numbers.
-template <int kLevels>
-void pack(const uint8_t* codes, int64_t count, uint32_t* part, uint64_t* words) {
-  constexpr Packing kPacking = packing<kLevels>;
-  std::fill_n(words, count, uint64_t{0});
-  for (int64_t i = kPacking.parts - 1; i >= 0; --i) {
-    join_digits<kLevels>(codes + i * kPacking.digits * count, count, part);
-    for (int64_t word = 0; word < count; ++word) words[word] = words[word] * kPacking.base + part[word];
-  }
-}
-
-// Unpack words into codes. `left` and `part` are memory for as many numbers.
-template <int kLevels>
-void unpack(const uint64_t* words, int64_t count, uint64_t* left, uint32_t* part, uint8_t* codes) {
-  constexpr Packing kPacking = packing<kLevels>;
-  std::copy_n(words, count, left);
-  for (int64_t i = 0; i < kPacking.parts; ++i) {
-    for (int64_t word = 0; word < count; ++word) {
-      part[word] = static_cast<uint32_t>(left[word] % kPacking.base);
-      left[word] /= kPacking.base;
-    }
-    part_digits<kLevels>(part, count, codes + i * kPacking.digits * count);
-  }
-}
-
 // Call work.template operator()<kLevels>() for this number of levels.
 template <class Work>
 void with_levels(int64_t levels, const Work& work) {
@@ -145,19 +125,6 @@ void with_levels(int64_t levels, const Work& work) {
   }
 }
 
-// Memory for any group's codes, and for its words and their parts.
-template <int kLevels>
-struct Buffers {
-  std::vector<uint64_t> left;
-  std::vector<uint32_t> part;
-  std::vector<uint8_t> codes;
-
-  explicit Buffers(const Groups& groups)
-      : left(static_cast<size_t>(packing<kLevels>.words(groups.longest()))),
-        part(left.size()),
-        codes(left.size() * packing<kLevels>.per_word()) {}
-};
-
 void add_groups(Span<float> target, const Spans<const float>& levels, const Spans<const uint64_t>& words, int64_t group,
                 int64_t count, float scale, Queue queue) {
   const Groups groups{target.size, group};
@@ -168,8 +135,7 @@ void add_groups(Span<float> target, const Spans<const float>& levels, const Span
       for (int64_t g = begin; g < end; ++g) {
         const int64_t n = groups.end(g) - groups.begin(g);
         for (int rank = 0; rank < words.count; ++rank) {
-          unpack<kLevels>(words.data[rank] + g * kPacking.words(group), kPacking.words(n), buffers.left.data(),
-                          buffers.part.data(), buffers.codes.data());
+          unpack(words.data[rank] + g * kPacking.words(group), kPacking.words(n), buffers);
           add_codes<kLevels>(buffers.codes.data(), n, levels.data[rank] + g * kLevels, scale, target.data + groups.begin(g));
         }
       }
@@ -197,7 +163,7 @@ void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<co
           round_by_draws<kLevels>(x, n, own, draws_of(key, g), codes);
         }
         std::fill_n(codes + n, there * kPacking.per_word() - n, uint8_t{0});
-        pack<kLevels>(codes, there, buffers.part.data(), words.data + g * kPacking.words(group));
+        pack(buffers, there, words.data + g * kPacking.words(group));
       }
     });
   });

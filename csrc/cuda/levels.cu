@@ -153,6 +153,11 @@ struct View : Group {
     });
     return {warp_sum(count), warp_sum(sum)};
   }
+  ONE_COPY __device__ int64_t worth(Way way) const {
+    long long sum = 0;
+    each([&](float its) { sum += way.worth_bits(its) - bits_of(Way::kRounded); });
+    return warp_sum(sum);
+  }
   ONE_COPY __device__ int64_t squares(double unit) const {
     long long sum = 0;
     each([&](float its) { sum += whole(static_cast<double>(its) * its, unit); });

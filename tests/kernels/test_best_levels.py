@@ -9,20 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels.test_levels import ends_of, quantise
+from kernels.test_levels import ends_of, error_of, quantise
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("laplace", "heavy", "sparse")
-
-
-def error_of(x: Tensor, levels: Tensor) -> float:
-    """Compute the expected squared error of rounding at random, and outside the levels to the nearest."""
-    x, levels = x.double(), levels.double().contiguous()
-    inside = x.clamp(levels[0], levels[-1])
-    at = torch.searchsorted(levels, inside, right=True).clamp(1, len(levels) - 1)
-    low, high = levels[at - 1], levels[at]
-    return float(((inside - low) * (high - inside) + (x - inside) ** 2).sum())
+# csrc/math_optimal.h: of at least so many entries on the emptier side of a level, one in so many may lie on the wrong side.
+SLACK = 20
+# What that may add to the error between two levels, or of a group. The mean of many groups is held to 1 %.
+WORSE = 0.06
 
 
 def bounds_of(flat: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:
@@ -41,17 +36,22 @@ def check_between(x: Tensor, low: Tensor, level: Tensor, high: Tensor) -> None:
         assert level == low
         return
     wanted = float((inside - low).sum() / (high - low))
+    fewer = min(math.ceil(wanted), len(inside) - math.ceil(wanted))
+    slack = 0 if fewer < SLACK else 1 + fewer // SLACK
     above, from_it_on = int((inside > level).sum()), int((inside >= level).sum())
-    assert above <= wanted * (1 + 1e-6) and wanted * (1 - 1e-6) <= from_it_on  # kernels subtract floats
-    tried, entries = inside.unique(), inside[:, None]
+    # Kernels subtract floats, and round each entry's part of the sum to 20 bits.
+    near = 1e-6 * (wanted + len(inside))
+    assert above - slack <= wanted + near and wanted - near <= from_it_on + slack
+    tried, entries = torch.cat([inside.unique(), level[None]]), inside[:, None]
     errors = torch.cat(
         [
             torch.where(entries <= some, (entries - low) * (some - entries), (entries - some) * (high - entries)).sum(0)
             for some in tried.split(64)
         ]
     )
-    own = errors[tried == level]
-    assert len(own) == 1 and float(own) <= float(errors.min()) * (1 + 1e-6) + 1e-12 * len(inside) * float(high - low) ** 2
+    assert slack or level in inside
+    worse = 1 + (WORSE if slack else 1e-6)
+    assert float(errors[-1]) <= float(errors.min()) * worse + 2e-6 * len(inside) * float(high - low) ** 2
 
 
 def bisected(x: Tensor, count: int) -> Tensor:
@@ -69,6 +69,18 @@ def bisected(x: Tensor, count: int) -> Tensor:
             else:
                 levels.insert(at, low)
     return torch.stack(levels)
+
+
+def refined(x: Tensor, levels: Tensor) -> Tensor:
+    """Move each level in turn to the place between its neighbours where it errs least, twice."""
+    x, levels = x.sort().values, levels.clone()
+    for at in 2 * list(range(1, len(levels) - 1)):
+        low, high = levels[at - 1], levels[at + 1]
+        inside = x[(x >= low) & (x <= high)]
+        if high > low:
+            rank = min(max(1, math.ceil(float((inside - low).sum() / (high - low)))), len(inside))
+            levels[at] = inside[len(inside) - rank]
+    return levels
 
 
 def is_lopsided(x: Tensor, middle: Tensor) -> bool:
@@ -89,9 +101,9 @@ def check_best(flat: Tensor, group: int, deviations: float | None) -> None:
         check_between(x, *three[i])
         halves = bisected(x, 9)
         slack = 1e-9 * len(x) * float(x.max() - x.min()) ** 2  # ties are broken elsewhere
-        assert error_of(x, five[i]) <= error_of(x, halves[::2]) * (1 + 1e-6) + slack
+        assert error_of(x, five[i]) <= error_of(x, halves[::2]) * (1 + WORSE) + slack
         if is_lopsided(x, three[i, 1]):
-            assert error_of(x, nine[i]) <= error_of(x, halves) * (1 + 1e-6) + slack
+            assert error_of(x, nine[i]) <= error_of(x, halves) * (1 + WORSE) + slack
             continue
         for step in (8, 4, 2):
             for at in range(0, 8, step):
@@ -112,13 +124,28 @@ def test_orq_is_the_best_there_is_in_every_group(n: int, group: int, kind: str, 
     check_best(gradients.draw(kind, n, n), group, deviations)
 
 
+@pytest.mark.parametrize("count", [3, 5, 9])
+@pytest.mark.parametrize("kind", ["normal", "laplace", "heavy"])
+def test_groups_err_at_most_1_percent_more_than_with_exact_levels(kind: str, count: int) -> None:
+    """Levels are exact if each one was found among sorted entries. Five are refined. Lopsided groups may err less than that."""
+    group, groups = 2048, 24
+    flat = gradients.draw(kind, group * groups, 11)
+    found = quantise(flat, "optimal", group, count).levels
+    ratios = []
+    for x, levels in zip(flat.double().view(groups, group), found, strict=True):
+        exact = bisected(x, count)
+        ratios.append(error_of(x, levels) / error_of(x, refined(x, exact) if count == 5 else exact))
+    assert sum(ratios) / groups <= 1.01 and max(ratios) <= 1 + WORSE
+
+
 def test_a_group_of_very_many_has_its_best_level() -> None:
-    """Exact sums of so many entries need larger units."""
+    """Sums of so many entries' worth do not fit into 32 bits."""
     n = 200_000
     flat = gradients.draw("laplace", n, 5)
     low, level, high = quantise(flat, "optimal", n, 3).levels[0].double()
     wanted = float((flat.double() - low).sum() / (high - low))
-    assert int((flat > level).sum()) <= wanted * (1 + 1e-9) and wanted * (1 - 1e-9) <= int((flat >= level).sum())
+    slack = 1 + min(wanted, n - wanted) / SLACK
+    assert int((flat > level).sum()) - slack <= wanted <= int((flat >= level).sum()) + slack
 
 
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300), deviations=st.sampled_from([None, 0.5, 1.5, 2.5]))
@@ -129,7 +156,7 @@ def test_no_other_three_levels_err_less(seed: int, kind: str, n: int, deviations
     least = error_of(x, quantise(flat, "optimal", 512, 3, bounds=bounds).levels[0])
     for form in ("norm", "peak", "range", "quantile"):
         other = error_of(x, quantise(flat, form, 512, 3, bounds=bounds).levels[0])
-        assert least <= other * (1 + 1e-6) + 1e-12 * float(x.double().square().sum())  # levels are floats
+        assert least <= other * (1 + WORSE) + 1e-12 * float(x.double().square().sum())  # levels are floats
 
 
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))

@@ -14,7 +14,8 @@ COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k of
 TAKE_TOPK, FEEDBACK, SIMULATED = "take_topk", "accumulate, take_topk", "Simulation step, topk"
 SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
 SKETCH, HEAVIEST = "sketch", "heaviest"
-ORQ_3, ORQ_9, BINGRAD_B = "ORQ-3, round and add", "ORQ-9, round and add", "BinGrad-b, round and add"
+ORQ_3, ORQ_5, ORQ_9 = (f"ORQ-{levels}, round and add" for levels in (3, 5, 9))
+BINGRAD_B = "BinGrad-b, round and add"
 ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
 TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, sorting network, top-k"
 

@@ -29,6 +29,7 @@ from laboratory.kernels.arrays import (
     HEAVIEST,
     MANY,
     ORQ_3,
+    ORQ_5,
     ORQ_9,
     RATIO,
     ROUND_3,
@@ -196,7 +197,7 @@ def levels(arrays: Arrays) -> list[Case]:
     """Return the kernels of levels, in groups of 2,048. Their bytes leave out the words, 1 to 3.2 bits an entry."""
     value, target = arrays.zeros(), arrays.zeros()
     failed = torch.full((arrays.n,), math.nan, device=arrays.device)
-    compressors = {ORQ_3: Orq(), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
+    compressors = {ORQ_3: Orq(), ORQ_5: Orq(levels=5), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
     roundings = {name: LevelRounding(own.rule, arrays.n) for name, own in compressors.items()}
     payloads = {name: empty(rounding.form, arrays.device) for name, rounding in roundings.items()}
     value.copy_(arrays.input(0))
@@ -237,7 +238,7 @@ def steps(arrays: Arrays) -> list[Case]:
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
         (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(arrays)) * arrays.n),
-        (SDAGC_SIMULATED, "sdagc:small=none", (16 + take_reads(arrays)) * arrays.n),
+        (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays)) * arrays.n),
         ("Simulation step, dense", "dense", None),
     ]
     found = []

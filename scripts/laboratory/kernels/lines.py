@@ -13,6 +13,7 @@ from laboratory.kernels.arrays import (
     FEEDBACK,
     HEAVIEST,
     ORQ_3,
+    ORQ_5,
     ORQ_9,
     ROUND_3,
     ROUND_B,
@@ -44,8 +45,9 @@ TARGETS = {
     SDAGC_SIMULATED: Target(4.5, "16.8M"),
     SKETCH: Target(3.5, "4.2M"),
     HEAVIEST: Target(6.0, "4.2M"),
-    ORQ_3: Target(6.0, "16.8M"),
-    ORQ_9: Target(14.0, "16.8M"),
+    ORQ_3: Target(4.5, "16.8M"),
+    ORQ_5: Target(6.0, "16.8M"),
+    ORQ_9: Target(7.5, "16.8M"),
     BINGRAD_B: Target(4.0, "16.8M"),
 }
 

@@ -71,11 +71,12 @@ TAKE, TAKE_ABOVE = (DIGITS, MARK, LIST), (MARK, LIST)
 SKETCH = Kernel(8, 84, 20)
 # Two reads of five cells of the table for each entry.
 ESTIMATES = (Kernel(0, 100, 20), Kernel(0.13, 105, 20), LIST)
-# A look counts 4 instructions an entry, or 16 where it sums up: a conversion to double takes the time of eight. ORQ-3 counts
-# eight times and sums twice, ORQ-9 46 and 12 times, BinGrad-b once each. Smallest and largest take 5, what is around a look 1.
-FIND_3, FIND_9, FIND_MEANS = Kernel(4, 83), Kernel(4, 446), Kernel(4, 31)
-ROUND_3, ROUND_9, ROUND_MEANS = Kernel(8, 41), Kernel(8, 55), Kernel(8, 17)
-ADD_3, ADD_9, ADD_2 = Kernel(8, 23), Kernel(8, 24), Kernel(8, 20)
+# A look takes 4 instructions an entry where it counts, 11 where it adds up worths, and 16 where it sums up: a conversion to
+# double takes the time of eight. Of normal entries, ORQ-3 counts twice and adds up worths once, ORQ-5 7 and 4 times, ORQ-9 11
+# and 7 times; BinGrad-b counts and sums up once each. Smallest and largest take 5, what is around a look 1.
+FIND_3, FIND_5, FIND_9, FIND_MEANS = Kernel(4, 25), Kernel(4, 78), Kernel(4, 127), Kernel(4, 31)
+ROUND_3, ROUND_5, ROUND_9, ROUND_MEANS = Kernel(8, 41), Kernel(8, 48), Kernel(8, 55), Kernel(8, 17)
+ADD_3, ADD_5, ADD_9, ADD_2 = Kernel(8, 23), Kernel(8, 24), Kernel(8, 24), Kernel(8, 20)
 ADD_3_MANY = Kernel(8 + cases.MANY / 5, 11 + 12 * cases.MANY)
 
 COSTS = {
@@ -107,6 +108,7 @@ COSTS = {
     cases.SKETCH: Cost((SKETCH,)),
     cases.HEAVIEST: Cost(ESTIMATES, 8),
     cases.ORQ_3: Cost((FIND_3, ROUND_3, ADD_3), 9),
+    cases.ORQ_5: Cost((FIND_5, ROUND_5, ADD_5), 9),
     cases.ORQ_9: Cost((FIND_9, ROUND_9, ADD_9), 9),
     cases.BINGRAD_B: Cost((FIND_MEANS, ROUND_MEANS, ADD_2), 6),
     cases.ROUND_3: Cost((FIND_3, ROUND_3), 5),
