@@ -52,6 +52,10 @@ SHARED_MATH float draw(uint32_t which) { return static_cast<float>(mix(which) >>
 
 // Decide whether an entry between two levels goes to the upper one, with the probability that makes the mean exact. An entry
 // outside the levels goes to the nearest.
-SHARED_MATH bool rounds_up(float x, float low, float high, float drawn) { return drawn * (high - low) < x - low; }
+// Entries may be vectors.
+template <class Entry>
+SHARED_MATH __attribute__((always_inline)) auto rounds_up(Entry x, Entry low, Entry high, Entry drawn) {
+  return drawn * (high - low) < x - low;
+}
 
 }  // namespace gradcomp

@@ -24,7 +24,7 @@ class Auto:
 
     loss: str = knob(
         "low",
-        "none: rounding to 16 bits; low: random rounding to 9 or 5 levels; high: 3 levels, or error feedback",
+        "none: rounding to 16 bits; low: random rounding to 9 or 5 levels; high: few entries, with a known optimizer",
         choices=LOSSES,
     )
 

@@ -97,9 +97,8 @@ void unpack(const uint64_t* words, int64_t count, Buffers<kLevels>& buffers) {
   constexpr Packing kPacking = packing<kLevels>;
   std::copy_n(words, count, buffers.left.data());
   for (int64_t i = 0; i < kPacking.parts; ++i) {
-    const bool last = i + 1 == kPacking.parts;
     for (int64_t word = 0; word < count; ++word) {
-      const uint64_t left = last ? 0 : buffers.left[word] / kPacking.base;
+      const uint64_t left = buffers.left[word] / kPacking.base;
       const auto part = static_cast<uint32_t>(buffers.left[word] - left * kPacking.base);
       buffers.left[word] = left;
       const uint32_t second = part / H::kBase;

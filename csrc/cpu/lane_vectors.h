@@ -28,6 +28,8 @@ inline float either(bool which, float yes, float no) {
   return float_of((bits_of(yes) & mask) | (bits_of(no) & ~mask));
 }
 
+INLINE Floats in_all_lanes(float x) { return Floats{x, x, x, x, x, x, x, x}; }  // x + 0 would make -0 into 0
+
 // Permute: lane i comes from lane lanes[i], modulo 8.
 INLINE Floats chosen(const Floats& x, const Words& lanes) {
 #ifdef __clang__

@@ -45,7 +45,8 @@ struct Search {
     }
     if constexpr (kSteps > 1) return {chosen(lows, code), chosen(highs, code), code};
     const Masks upper = code != 0;
-    return {upper ? Floats{} + lows[1] : Floats{} + lows[0], upper ? Floats{} + highs[1] : Floats{} + highs[0], code};
+    const auto either = [&](float high, float low) { return upper ? in_all_lanes(high) : in_all_lanes(low); };
+    return {either(lows[1], lows[0]), either(highs[1], highs[0]), code};
   }
 };
 
@@ -54,7 +55,7 @@ template <int kLevels>
 INLINE Words round_eight(Floats& x, const Search<kLevels>& search, uint32_t draws) {
   const auto [low, high, code] = search.around(x);
   const Floats drawn = __builtin_convertvector(reinterpret_cast<Masks>(mix(kLanes + draws) >> 8), Floats) * 0x1p-24f;
-  const Masks up = drawn * (high - low) < x - low;
+  const Masks up = rounds_up(x, low, high, drawn);
   x -= up ? high : low;
   return code - reinterpret_cast<Words>(up);
 }

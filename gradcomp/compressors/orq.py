@@ -22,10 +22,7 @@ class Orq(Quantiser):
 
     levels: int = levels_knob(3)
 
-    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {
-        "low": ["orq:levels=9,momentum=0", "orq:levels=5,momentum=0"],
-        "high": ["orq:momentum=0"],
-    }
+    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"low": ["orq:levels=9,momentum=0", "orq:levels=5,momentum=0"]}
 
     @property
     def rule(self) -> RoundingRule:

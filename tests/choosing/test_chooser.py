@@ -80,8 +80,10 @@ def train(ranks: list[Rank], steps: int) -> list[dict[str, Any]]:
         return turns.report()
 
     said = threads.together(ranks, of_rank)
-    assert all(isinstance(each, dict) for each in said), said
-    assert len({str([each[key] for key in ("way", "choices", "seconds", "cost_in_steps")]) for each in said}) == 1
+    if not all(isinstance(each, dict) for each in said):  # no assertion: a busy machine is no excuse for it
+        pytest.fail(f"a rank failed: {said}")
+    if len({str([each[key] for key in ("way", "choices", "seconds", "cost_in_steps")]) for each in said}) > 1:
+        pytest.fail(f"the ranks disagree: {said}")
     return said
 
 

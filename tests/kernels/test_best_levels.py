@@ -17,7 +17,7 @@ KINDS = ("laplace", "heavy", "sparse")
 # csrc/math_optimal.h: of at least so many entries on the emptier side of a level, one in so many may lie on the wrong side.
 SLACK = 20
 # What that may add to the error between two levels, or of a group. The mean of many groups is held to 1 %.
-WORSE = 0.06
+WORSE = 0.1
 
 
 def bounds_of(flat: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:

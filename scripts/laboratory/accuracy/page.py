@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, EVERY, OWN, RANKS
+from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, CROWD, EVERY, OWN, RANKS
 from laboratory.accuracy.summary import NEARLY
 from laboratory.report.tables import figure, markdown
 from laboratory.tasks.table import TASKS
@@ -36,13 +36,15 @@ gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accurac
   authors' Deep Gradient Compression with their own code. gradcomp's specs are used as they come.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose.
 - Steps are also predicted, by the ranks on the cluster: they measure links, kernels and a step's own work for a few seconds.
-- All hosts share one machine, so all messages cost processor time that real network cards would not."""
+- All hosts share one machine of two cores, so all messages cost processor time that real network cards would not. {CROWD} hosts
+  on it are overloaded: they only show how predictions fare there."""
 
 
 def cluster(hosts: int, rate: str) -> str:
     """Name a cluster."""
     found = re.fullmatch(r"([0-9.]+)([a-z]+)", rate)
-    return f"{hosts} hosts, " + (f"{found[1]} {UNITS.get(found[2], found[2])}" if found else "unshaped")
+    where = f"{hosts} hosts, " + (f"{found[1]} {UNITS.get(found[2], found[2])}" if found else "unshaped")
+    return f"{where}, overloaded" if hosts == CROWD else where
 
 
 def name(line: Mapping[str, Any]) -> str:
@@ -129,8 +131,9 @@ def page(tasks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, str], re
         trained = trained.replace("1 seeds", "one seed")
         what = f"dense ends at {found['dense']:.2f} ({TASKS[task].score_name}), and {found['goal']:.2f} counts as reached"
         parts.append(f"## {task}\n\n{about[0].upper()}{about[1:]}; {trained}; {what} ([plot]({pictures[task]})).")
-        parts.append("\n".join(verdict(cells) for cells in found["clusters"]))
-        parts.append(table(found["clusters"], TASKS[task].score_name))
+        clusters = [cells for cells in found["clusters"] if cells["hosts"] != CROWD]
+        parts.append("\n".join(verdict(cells) for cells in clusters))
+        parts.append(table(clusters, TASKS[task].score_name))
         parts.append(confirmed(found["confirmed"], found["clusters"]) if found.get("confirmed") else "")
         parts.append(predictions(found["clusters"]))
     parts.append(f"All figures, with predicted steps: [{result.rpartition('/')[2]}]({result}).")

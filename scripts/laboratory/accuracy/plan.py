@@ -15,7 +15,7 @@ from laboratory.train.ways import DDP, HOROVOD
 OWN = ("topk", "sdagc", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0")
 CHOOSING = ("auto", "auto:loss=high")
 # The ways that auto may choose beside those.
-CHOSEN = ("orq:momentum=0", "half")
+CHOSEN = ("half",)
 
 # What a user of each door would have in their place.
 ADDED_UP = "bf16:steps=4"
@@ -30,11 +30,14 @@ RATES = (1, 2, 4)
 # A whole training on a cluster, on as many hosts as a course has ranks, confirms the seconds of this way at this rate.
 CONFIRMED, AT = "auto:loss=high", "100mbit"
 
+# So many hosts share the cores of one machine only to check predictions: one task, one door, and the rates below.
+CROWD, CROWD_AT = 16, ("100mbit", "1gbit")
+
 # The ranks of a course, and the batches between two scores.
 RANKS, EVERY = 4, 25
 
 # A launch: rounds, the steps of a turn, and its seconds.
-ROUNDS, STEPS, TURN = 7, 8, 1.6
+ROUNDS, STEPS, TURN = 5, 8, 1.2
 
 
 class Plan(NamedTuple):
@@ -48,7 +51,7 @@ class Plan(NamedTuple):
 
     def clusters(self) -> list[tuple[int, str]]:
         """List the clusters: hosts and rate."""
-        return list(itertools.product(self.hosts, self.rates))
+        return [*itertools.product(self.hosts, self.rates), *((CROWD, rate) for rate in CROWD_AT if rate in self.rates)]
 
     def settings(self, task: str, ranks: int, rate: float = 1.0) -> Settings:
         """Return a task's settings. All ranks together have the same batch, however many they are.
@@ -86,8 +89,13 @@ class Plan(NamedTuple):
         return every if (RANKS, AT) in self.clusters() else []
 
     def launches(self) -> list[Launch]:
-        """List the launches."""
-        return [self.launch(task, door, *cluster) for task in self.tasks for door in RIVALS for cluster in self.clusters()]
+        """List the launches, the crowd's last."""
+        every = itertools.product(self.tasks, RIVALS, self.clusters())
+        found = [self.launch(task, door, *cluster) for task, door, cluster in every]
+        crowd = [launch for launch in found if launch.hosts == CROWD]
+        return [launch for launch in found if launch.hosts != CROWD] + [
+            launch for launch in crowd if launch.task == self.tasks[0] and launch.door == DDP
+        ]
 
     def launch(self, task: str, door: str, hosts: int, rate: str) -> Launch:
         """Return the launch that times all ways of a door on one cluster."""

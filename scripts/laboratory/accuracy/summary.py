@@ -23,7 +23,7 @@ NEARLY = 0.99
 
 # The curves of ways that auto names otherwise, and the ways that it may choose, from the one that loses least.
 STOCK = {"stock": "stock", "stock in bf16": "bf16", "dense": "stock"}
-LOSING = ["stock", "bf16", "half", *(f"orq:{levels}momentum=0" for levels in ("levels=9,", "levels=5,", "")), "topk", "sdagc"]
+LOSING = ["stock", "bf16", "half", *(f"orq:levels={levels},momentum=0" for levels in (9, 5)), "topk", "sdagc"]
 
 # A curve: batches, and the score after them, averaged over the seeds.
 Curve = list[tuple[int, float]]

@@ -49,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", type=settings.changes, action="append", default=[], metavar="NAME=VALUE,...")
     parser.add_argument("--projects", type=Path, metavar="FOLDER", help="folder with checkouts `grace` and `dgc`")
     parser.add_argument("--predict", action="store_true", help="let the ranks predict the step times, too")
+    parser.add_argument("--processor", action="store_true", help="measure processor time, and each spec's kernels alone, too")
     parser.add_argument("--rounds", type=options.positive, default=3, help="rounds in which each way takes a turn (default: 3)")
     parser.add_argument("--steps", type=options.positive, default=12, help="steps of a turn, at most (default: 12)")
     parser.add_argument("--turn", type=options.above_0, default=1e9, metavar="SECONDS", help="time of a turn, at most")
@@ -85,6 +86,7 @@ def launches(chosen: argparse.Namespace) -> list[Launch]:
         "later": chosen.later,
         "data": data,
         "predicts": chosen.predict,
+        "processor": chosen.processor,
     }
     rates = chosen.rate if chosen.launcher == "cluster" else ["loopback"]
     return [Launch(chosen.launcher, chosen.hosts, rate, **every) for rate in rates]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from laboratory import ranks
 from laboratory.timing import rotated
-from laboratory.train import forecast, start
+from laboratory.train import forecast, processor, start
 from laboratory.train.trainee import Door, Trainee
 
 # Steps of each way before the rounds that count.
@@ -16,9 +16,16 @@ WARM_UP = 2
 CHOOSING = 500
 
 
-def timed(trainees: list[Trainee], door: Door, rounds: int, steps: int, turn: float) -> dict[str, list[list[float]]]:
-    """Return the seconds of each way, round and step. The warm-up before them decides how many steps fit a turn."""
-    found: dict[str, list[list[float]]] = {trainee.way: [] for trainee in trainees}
+class Turn(NamedTuple):
+    """A turn of a way: the seconds of each step, and the processor time of all, averaged over the ranks."""
+
+    seconds: list[float]
+    processor: processor.Used
+
+
+def timed(trainees: list[Trainee], door: Door, rounds: int, steps: int, turn: float) -> dict[str, list[Turn]]:
+    """Return the turns of each way. The warm-up before them decides how many steps fit a turn."""
+    found: dict[str, list[Turn]] = {trainee.way: [] for trainee in trainees}
     fitting: dict[str, int] = {}
     for at in range(rounds + 1):
         for done, i in enumerate(rotated(len(trainees), at)):
@@ -27,21 +34,24 @@ def timed(trainees: list[Trainee], door: Door, rounds: int, steps: int, turn: fl
                 stage = f"round {at}" if at else "warm-up"
                 part = (at * len(trainees) + done) / (len(trainees) * (rounds + 1))
                 ranks.tell(f"{stage} of {rounds}, {trainee.way}", part)
-            seconds = turn_of(trainee, door, fitting[trainee.way] if at else WARM_UP)
+            took = turn_of(trainee, door, fitting[trainee.way] if at else WARM_UP)
             if at:
-                found[trainee.way].append(seconds)
+                found[trainee.way].append(took)
                 continue
             choose(trainee, door)
-            fitting[trainee.way] = max(1, min(steps, int(turn / seconds[-1])))
+            fitting[trainee.way] = max(1, min(steps, int(turn / took.seconds[-1])))
     return found
 
 
-def turn_of(trainee: Trainee, door: Door, steps: int) -> list[float]:
+def turn_of(trainee: Trainee, door: Door, steps: int) -> Turn:
     """Time some steps, averaged over the ranks. Begin when all ranks are there."""
     door.means([0.0], "turn")
+    before = processor.used()
     seconds = [trainee.step() / trainee.passes for _ in range(steps)]
+    used = processor.used().since(before)
     trainee.rest()
-    return door.means(seconds, f"times {steps}")
+    *means, own, network = door.means([*seconds, used.own, used.network], f"times {steps}")
+    return Turn(means, processor.Used(own, network))
 
 
 def choose(trainee: Trainee, door: Door) -> None:
@@ -59,10 +69,16 @@ def measure(started: start.Started) -> dict[str, Any]:
     options, door = started.options, started.door
     trainees = [started.trainee(way) for way in options.ways]
     foreseen = forecast.predicted(started, options.ways) if options.predicts else {}
-    seconds = timed(trainees, door, options.rounds, options.steps, options.turn)
+    turns = timed(trainees, door, options.rounds, options.steps, options.turn)
+    alone = {way: processor.kernels(started, way) for way in options.ways} if options.processor else {}
     found = {}
     for trainee in trainees:
-        own: dict[str, Any] = {"rounds": seconds[trainee.way], "bytes": trainee.fitted.bytes_sent(), "loss": trainee.loss}
+        rounds = [turn.seconds for turn in turns[trainee.way]]
+        own: dict[str, Any] = {"rounds": rounds, "bytes": trainee.fitted.bytes_sent(), "loss": trainee.loss}
+        if options.processor:
+            batches = [len(turn.seconds) * trainee.passes for turn in turns[trainee.way]]
+            of_batch = [[each / n for each in turn.processor] for turn, n in zip(turns[trainee.way], batches, strict=True)]
+            own["processor"] = {"rounds": of_batch, "kernels": alone[trainee.way]}
         if auto := trainee.fitted.stats().get("auto"):
             own["auto"] = auto
         if trainee.way in foreseen:
@@ -83,6 +99,7 @@ def add_options(parser: Any) -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--turn", type=float, required=True)
     parser.add_argument("--predicts", action="store_true")
+    parser.add_argument("--processor", action="store_true")
     parser.add_argument("ways", nargs="+")
 
 

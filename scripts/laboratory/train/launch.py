@@ -28,6 +28,7 @@ class Launch(NamedTuple):
 
     turn: seconds of a way in a round. later: the rate that the links get after so many seconds, if they change.
     data: the name of the prepared file, if the task has one. predicts: step times are predicted there, too.
+    processor: the processor time of a step, and that of each spec's kernels alone, are measured as well.
     """
 
     launcher: str
@@ -43,6 +44,7 @@ class Launch(NamedTuple):
     later: tuple[str, float] | None = None
     data: str = ""
     predicts: bool = False
+    processor: bool = False
 
     def key(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -57,6 +59,8 @@ def command(launch: Launch, folder: Path | None = None) -> list[str]:
         words.append(f"--data={prepared.place(folder, launch.data)}")
     if launch.predicts:
         words.append("--predicts")
+    if launch.processor:
+        words.append("--processor")
     later = ["--later", "{}:{:g}".format(*launch.later)] if launch.later else []
     job = ["laboratory.train.job", *words, *launch.ways]
     return ranks.command(launch.launcher, launch.hosts, job, launch.rate, launch.door, later)
@@ -97,7 +101,25 @@ def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
         line |= {part: {rival: over(means[way][of], means[rival][of]) for rival in rivals} for part, of in parts.items()}
         line |= {name: each[name] for name in ("auto", "predicted_ms") if name in each}
         lines.append(line)
+    if any("processor" in each for each in raw["ways"].values()):
+        for line in lines:
+            line["processor"] = processor_times(raw["ways"], line["way"])
     return {"ranks": raw["ranks"], "parameters": raw["parameters"], "batch": raw["batch"], "lines": lines}
+
+
+def processor_times(every: Mapping[str, Any], way: str) -> dict[str, float | None]:
+    """Return the milliseconds of processor time of a batch: of the threads that train, of the network's, of the kernels alone.
+
+    over_kernels: what the threads that train need above `none`, over the kernels alone. Differences are taken within rounds.
+    """
+    own, network = zip(*every[way]["processor"]["rounds"], strict=True)
+    found: dict[str, float | None] = {"own_ms": 1000 * statistics.median(own), "network_ms": 1000 * statistics.median(network)}
+    kernels = every[way]["processor"]["kernels"]
+    found |= {"kernels_ms": None if kernels is None else 1000 * kernels, "over_kernels": None}
+    if kernels and "none" in every:
+        above = [mine - alone for mine, (alone, _) in zip(own, every["none"]["processor"]["rounds"], strict=True)]
+        found["over_kernels"] = statistics.median(above) / kernels
+    return found
 
 
 def changed_at(medians: Sequence[float]) -> int:
@@ -119,11 +141,13 @@ def over(own: Sequence[float], rival: Sequence[float]) -> dict[str, float | None
 def table(run: Mapping[str, Any]) -> str:
     """Write a launch's table."""
     predicted = any("predicted_ms" in line for line in run["lines"])
+    of_processor = any("processor" in line for line in run["lines"])
     rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
     parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
     heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
     compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
-    rows = [[*heading, *compared, *(["predicted ms"] if predicted else [])]]
+    used = ["own CPU ms", "network CPU ms", "kernels alone ms", "above none / kernels"] if of_processor else []
+    rows = [[*heading, *compared, *(["predicted ms"] if predicted else []), *used]]
     for line in run["lines"]:
         ms, ratio = line["ms"], line["ratio_to_none"]
         row = [
@@ -136,7 +160,8 @@ def table(run: Mapping[str, Any]) -> str:
             figure(line["compression"], "{:.0f} x"),
         ]
         row += [_over(line[part].get(rival)) for part in parts for rival in rivals]
-        rows.append(row + ([figure(line.get("predicted_ms"), "{:.0f}")] if predicted else []))
+        row += [figure(line.get("predicted_ms"), "{:.0f}")] if predicted else []
+        rows.append(row + ([figure(each, "{:.2f}") for each in line["processor"].values()] if of_processor else []))
     return columns(rows)
 
 

@@ -1,0 +1,55 @@
+"""The processor time of a step: of the threads that train, of those of the network, and of a compressor's kernels alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from gradcomp.prediction import trial
+from laboratory.train import ways
+from laboratory.train.start import Started
+
+# The megabytes of a bucket, by default.
+BUCKET_MB = 25.0
+
+
+class Used(NamedTuple):
+    """Seconds of processor time since this process began. network: of all threads that neither train nor run backward."""
+
+    own: float
+    network: float
+
+    def since(self, before: Used) -> Used:
+        """Return what was used since then."""
+        return Used(self.own - before.own, self.network - before.network)
+
+
+def used() -> Used:
+    """Read the times of this process's threads. A thread that ended is in none of them."""
+    found = {True: 0.0, False: 0.0}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            name, times = (thread / "comm").read_text(), (thread / "schedstat").read_text()
+        except OSError:
+            continue  # it has just ended
+        trains = int(thread.name) == os.getpid() or name.startswith("pt_autograd")
+        found[trains] += int(times.split()[0]) / 1e9
+    return Used(found[True], found[False])
+
+
+def kernels(started: Started, way: str) -> float | None:
+    """Return the seconds that a step of a spec computes on this rank alone, while the others wait. None for other ways."""
+    if ways.other(way) is not None or way.startswith("auto"):
+        return None
+    door, mine = started.door, 0.0
+    world = door.network().world
+    shapes = {name: tuple(each.shape) for name, each in started.job.model.named_parameters()}
+    for rank in range(door.size):
+        if rank == door.rank:
+            buckets = trial.try_out(way, shapes, world, BUCKET_MB, torch.device("cpu"))
+            mine = sum(part.seconds for bucket in buckets for part in bucket.parts)
+        door.means([0.0], f"alone {way} {rank}")
+    return door.means([mine], f"kernels {way}")[0]
