@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from laboratory.kernels import machine_code
+from laboratory.kernels import machine_code, resources
 from laboratory.kernels.machine_code import Loop
 from laboratory.refusal import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # A loop of two loads, both under way before the first is used; a local load and a division of integers, in a function that
 # the loop calls; and behind the loop a load whose address is the one before it.
@@ -100,6 +103,21 @@ BYTES = {
 EXCEPTIONS = {
     r"find<": "a search keeps its levels and what it found of each in local memory, and divides a few times for each look",
 }
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found, so what it makes of the kernels is NOT checked")
+def test_no_kernel_needs_more_than_it_is_allowed() -> None:
+    uses = resources.measure("sm_90")
+    kernels = {re.split(r"[<(]", use.kernel)[0] for use in uses}
+    written = {
+        name
+        for file in (ROOT / "csrc" / "cuda").iterdir()
+        for name in re.findall(r"__global__ void (?:__launch_bounds__\([\w, ]+\))?\s*(\w+)\(", file.read_text())
+    }
+    assert kernels == written
+    assert resources.exceeded(uses) == []
+    assert all(any(re.search(pattern, use.kernel) for use in uses) for pattern in resources.EXCEPTIONS)
 
 
 @pytest.fixture(scope="module")

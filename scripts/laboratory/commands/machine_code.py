@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from laboratory import options
-from laboratory.kernels import machine_code, resources
+from laboratory.kernels import compiled, machine_code
 from laboratory.report import results
 
 EXAMPLES = """\
@@ -26,6 +26,6 @@ def run(chosen: argparse.Namespace) -> int:
     """Compile the kernels, read them, and write the table."""
     codes = machine_code.measure(chosen.arch)
     print(f"{machine_code.table(codes)}\n\n{len(codes)} kernels, {chosen.arch}")
-    settings = {"arch": chosen.arch, "nvcc": resources.version()}
+    settings = {"arch": chosen.arch, "nvcc": compiled.version()}
     results.save(chosen, results.path_of(chosen, chosen.arch), {"settings": settings, "lines": machine_code.lines(codes)})
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from laboratory import options
-from laboratory.kernels import resources
+from laboratory.kernels import compiled, resources
 from laboratory.report import results
 
 EXAMPLES = """\
@@ -27,6 +27,6 @@ def run(chosen: argparse.Namespace) -> int:
     beyond = resources.exceeded(uses)
     print(f"{resources.table(uses)}\n\n{len(uses)} kernels, {chosen.arch}")
     print("\n".join(beyond) or "all within their budgets")
-    settings = {"arch": chosen.arch, "nvcc": resources.version()}
+    settings = {"arch": chosen.arch, "nvcc": compiled.version()}
     results.save(chosen, results.path_of(chosen, chosen.arch), {"settings": settings, "lines": resources.lines(uses)})
     return int(bool(beyond))

@@ -14,10 +14,9 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from laboratory.kernels import flow, resources
+from laboratory.kernels import compiled, flow, resources
 from laboratory.kernels.flow import Graph, Instruction
 from laboratory.refusal import Refused
 from laboratory.report.tables import columns
@@ -70,21 +69,17 @@ def disassembler() -> str:
 
 def measure(arch: str, names: Sequence[str] | None = None) -> list[Code]:
     """Compile the files, all unless named, for one architecture, for example sm_90, and read their machine code."""
-    compiler, reader = resources.nvcc(), disassembler()
+    reader = disassembler()
 
-    def read(source: Path) -> list[Code]:
-        with tempfile.TemporaryDirectory() as folder:
-            binary = Path(folder) / "kernels.cubin"
-            options = [*resources.FLAGS[:-4], "-o", str(binary), f"-arch={arch}"]
-            done = subprocess.run([compiler, *options, str(source)], capture_output=True, text=True)
-            if done.returncode != 0:
-                raise Refused(f"nvcc could not compile {source.name}:\n{done.stderr[-2000:]}")
-            text = subprocess.run([reader, "-c", str(binary)], capture_output=True, text=True, check=True).stdout
-        return parse(source.name, text)
+    def read(each: compiled.Compiled) -> list[Code]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+            binary.write(each.cubin)
+            binary.flush()
+            text = subprocess.run([reader, "-c", binary.name], capture_output=True, text=True, check=True).stdout
+        return parse(each.file, text)
 
-    sources = [path for path in sorted(resources.SOURCES.glob("*.cu")) if names is None or path.name in names]
     with ThreadPoolExecutor(2) as pool:
-        return [code for codes in pool.map(read, sources) for code in codes]
+        return [code for codes in pool.map(read, compiled.every(arch, names)) for code in codes]
 
 
 def parse(file: str, text: str) -> list[Code]:

@@ -10,17 +10,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from laboratory import machine
+from laboratory.kernels.compiled import every
 from laboratory.refusal import Refused
 from laboratory.report.tables import columns
-
-SOURCES = machine.ROOT / "csrc" / "cuda"
-# As in CMakeLists.txt, where they matter.
-FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-DGRADCOMP_CUDA", "-fmad=false", "-cubin", "-Xptxas", "-v", "-o", "/dev/null")
 
 
 class Use(NamedTuple):
@@ -72,32 +66,9 @@ def budget_of(use: Use) -> Budget:
     return next((budget for pattern, (budget, _) in EXCEPTIONS.items() if re.search(pattern, use.kernel)), Budget())
 
 
-def nvcc() -> str:
-    """Find nvcc."""
-    found = shutil.which("nvcc")
-    if found is None:
-        raise Refused("nvcc was not found; install the CUDA toolkit, or put nvcc on PATH")
-    return found
-
-
-def version() -> str:
-    """Return nvcc's version."""
-    text = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-    return text.strip().splitlines()[-1]
-
-
 def measure(arch: str) -> list[Use]:
     """Compile every file for one architecture, for example sm_90."""
-    program = nvcc()
-
-    def compiled(source: Path) -> list[Use]:
-        done = subprocess.run([program, *FLAGS, f"-arch={arch}", str(source)], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise Refused(f"nvcc could not compile {source.name}:\n{done.stderr[-2000:]}")
-        return parse(source.name, plain_names(done.stderr + done.stdout))
-
-    with ThreadPoolExecutor(2) as pool:
-        return [use for uses in pool.map(compiled, sorted(SOURCES.glob("*.cu"))) for use in uses]
+    return [use for each in every(arch) for use in parse(each.file, plain_names(each.report))]
 
 
 def plain_names(text: str) -> str:
