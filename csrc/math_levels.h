@@ -160,6 +160,10 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
   const auto peak_of = [](Ends of) { return -of.low > of.high ? -of.low : of.high; };
   const float peak = peak_of(ends);
   const double unit = unit_for(peak_of(farthest), view.n);
+  const auto two_means = [&](bool best) {
+    mean_levels(view, farthest, unit, best, levels, cut);
+    for (int64_t i = 2; i < count; ++i) levels[i] = levels[1];
+  };
   switch (form) {
     case Form::optimal:
       optimal_levels(view, ends, unit, count, levels);
@@ -168,10 +172,10 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
       both_sides(partly_of(view.magnitudes(), peak, unit));
       break;
     case Form::mean:
-      mean_levels(view, farthest, unit, false, levels, cut);
+      two_means(false);
       break;
     case Form::lloyd:
-      mean_levels(view, farthest, unit, true, levels, cut);
+      two_means(true);
       break;
     case Form::peak:
       both_sides(peak);
