@@ -22,7 +22,7 @@ def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     All ranks measure at the same time, as they train at the same time: on one machine they share its cores.
     """
     door, job = started.door, started.job
-    specs = [way for way in wanted if ways.other(way) is None and not way.startswith("auto")]
+    specs = [way for way in wanted if ways.is_spec(way)]
     specs += [way for way in wanted if peers.is_peer(way)]
     network = door.network()
     entries = started.parameters

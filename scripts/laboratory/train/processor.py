@@ -9,11 +9,9 @@ from typing import NamedTuple
 import torch
 
 from gradcomp.prediction import trial
+from laboratory.host import costs
 from laboratory.train import ways
 from laboratory.train.start import Started
-
-# The megabytes of a bucket, by default.
-BUCKET_MB = 25.0
 
 
 class Used(NamedTuple):
@@ -42,14 +40,14 @@ def used() -> Used:
 
 def kernels(started: Started, way: str) -> float | None:
     """Return the seconds that a step of a spec computes on this rank alone, while the others wait. None for other ways."""
-    if ways.other(way) is not None or way.startswith("auto"):
+    if not ways.is_spec(way):
         return None
     door, mine = started.door, 0.0
     world = door.network().world
     shapes = {name: tuple(each.shape) for name, each in started.job.model.named_parameters()}
     for rank in range(door.size):
         if rank == door.rank:
-            buckets = trial.try_out(way, shapes, world, BUCKET_MB, torch.device("cpu"))
+            buckets = trial.try_out(way, shapes, world, costs.BUCKET_MB, torch.device("cpu"))
             mine = sum(part.seconds for bucket in buckets for part in bucket.parts)
         door.means([0.0], f"alone {way} {rank}")
     return door.means([mine], f"kernels {way}")[0]

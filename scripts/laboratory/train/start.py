@@ -38,7 +38,7 @@ class Started:
     def trainee(self, way: str) -> Trainee:
         """Make a way's own model, optimizer and batches."""
         model = copy.deepcopy(self._model)  # a new one takes three times as long
-        kept = 0.0 if ways.other(way) or way.startswith("auto") else training.momentum_of(way)
+        kept = training.momentum_of(way) if ways.is_spec(way) else 0.0
         optimizer = training.optimizer_of(self.task, self.settings, model, kept)
         fitted = self.door.fit(way, model, optimizer, self.options.seed)
         return Trainee(way, fitted, self._job().batches[self.door.rank], self.job.loss)

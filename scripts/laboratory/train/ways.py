@@ -58,6 +58,11 @@ def other(way: str) -> tuple[str, float] | None:
     return name, float(found[1]) if found else 1.0
 
 
+def is_spec(way: str) -> bool:
+    """Return True for a spec of gradcomp that names its compressor: auto does not."""
+    return other(way) is None and not way.startswith("auto")
+
+
 def passes(way: str) -> int:
     """Return the batches between two exchanges."""
     found = other(way)
