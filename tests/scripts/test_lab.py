@@ -24,6 +24,7 @@ ROOMS = [
     *("__init__", "cluster", "refusal", "machine", "options", "report", "timing", "stats", "ranks", "tasks"),
     *(
         "kernels",
+        "host",
         "train",
         "traffic",
         "study",
@@ -31,7 +32,6 @@ ROOMS = [
         "lgc",
         "accuracy",
         "layers",
-        "host",
         "soak",
         "gpu",
         "machines",
