@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto deliver = [&](auto whole, int piece, int64_t entry, int count, const Four& from, bool empty) {
     constexpr bool kWhole = decltype(whole)::value;
     Four to;
-    for (int i = 0; i < 4; ++i) to.x[i] = factor * from.x[i];
+    for (int i = 0; i < 4; ++i) to.x[i] = empty ? 0.0f : factor * from.x[i];  // 0 where factor is infinite too, as on a CPU
     const Four delivered = write_piece<kWhole>(grads, piece, entry, count, to);
     bool finite = true;
     for (const float x : delivered.x) finite &= is_finite(x);

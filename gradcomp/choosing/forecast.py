@@ -30,8 +30,8 @@ NO_LONGER = 1.01
 class Forecast:
     """The forecast of one rank for one model. Kernels are timed once for each way."""
 
-    def __init__(self, layers: Mapping[str, Layer], bucket_mb: float, rank: World):
-        self.world = rank
+    def __init__(self, layers: Mapping[str, Layer], bucket_mb: float, world: World):
+        self.world = world
         self._layers = {name: layer for name, layer in layers.items() if layer.size}
         self._bucket_mb = bucket_mb
         self.groups = _groups(self._layers)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import kernels
+from gradcomp.native.memory import Memory
 
 SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [64] * 300]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -131,3 +132,17 @@ def test_accumulate_divides_by_the_loss_scale(
     )
     wanted = torch.cat([grad.float() * (factor / 2**10) for grad, factor in zip(grads, factors, strict=True)])
     assert reference.same(residual.cpu(), wanted)
+
+
+@every_type
+def test_lines_without_entries_deliver_zeros_under_an_infinite_scale(device: torch.device, dtype: torch.dtype) -> None:
+    """An infinite factor times the zeros of a marked line is NaN; a line that nobody wrote to delivers zeros."""
+    sizes = [64, 2048, 5000]
+    update = Memory().lend(sum(sizes), device)
+    assert update.marks is not None
+    update.marks[1] = 1
+    grads = [torch.full((n,), 7.0, dtype=dtype, device=device) for n in sizes]
+    kernels.spread(update.flat, grads, float("inf"), update.marks)
+    delivered = torch.cat([grad.cpu() for grad in grads])
+    assert delivered[64:128].isnan().all()
+    assert not delivered[:64].any() and not delivered[128:].any()
