@@ -18,7 +18,7 @@ from gradcomp.requests import World
 from gradcomp.spec import make, names
 
 # Why a compressor that learns is left out.
-LEARNS = "it sends other messages once it has learned; try it out"
+LEARNS = "it sends other messages once it has learned, which a few steps do not show; train with it for a while to time it"
 
 
 class Cluster(NamedTuple):
@@ -68,7 +68,8 @@ def predict(
     link: the bandwidth between hosts; or a Link or Measured, of gradcomp.prediction.link. latency: of a message between hosts.
     forward, backward: seconds. optimizer: seconds of its step. loss: in their place, computes the loss of a batch; the model is
     then trained for some steps here, with optimizer if it is one.
-    specs: those to predict; every compressor's default if none.
+    specs: those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that learns
+    (lgc) is left out, and the prediction says so.
     device: where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
     tell: called with what is being done and how much is done.
     """
@@ -86,10 +87,7 @@ def predict(
 def wanted_of(specs: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
     """Return the ways to try, and those that are left out, with the reason."""
     wanted = [*peers.NAMES, *names()] if specs is None else list(specs)
-    left_out = {spec: LEARNS for spec in wanted if specs is None and not peers.is_peer(spec) and make(spec).traits.learns}
-    for spec in wanted:
-        if not peers.is_peer(spec):
-            make(spec)
+    left_out = {spec: LEARNS for spec in wanted if not peers.is_peer(spec) and make(spec).traits.learns}
     return [spec for spec in dict.fromkeys([peers.NONE, peers.STOCK, *peers.HALVES, *wanted]) if spec not in left_out], left_out
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.wrappers.by_layer import ByLayer
 from gradcomp.prediction.mirror import Message, Mirror, Note
-from gradcomp.protocol import Layer
+from gradcomp.protocol import Compressor, Layer
 from gradcomp.requests import World
 from gradcomp.spec import make
 
@@ -76,7 +79,7 @@ def try_out(
     device: torch.device,
     effort: Effort | None = None,
 ) -> list[Bucket]:
-    """Let a rank do some steps. Return its buckets, in the order in which backward fills them."""
+    """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them."""
     grads, effort = gradients(shapes, device), effort or EFFORT
     every = _steps(spec, grads, world, bucket_mb, device, effort, HELD)
     if not any(0 < note.payloads < world.size for _, notes in every for step in notes for note in step):
@@ -84,7 +87,7 @@ def try_out(
     fewer = _steps(spec, grads, world, bucket_mb, device, effort, HELD / 4, least=1)
     found = []
     for (names, steps), (_, short) in zip(every, fewer, strict=True):
-        parts = zip(_parts(steps), _parts(short), steps[0], short[0], strict=True)
+        parts = zip(_parts(steps), _parts(short), steps[-1], short[-1], strict=True)
         found.append(Bucket(names, tuple(_extended(*each, world.size) for each in parts)))
     return found
 
@@ -98,10 +101,25 @@ def _extended(long: Part, short: Part, of_long: Note, of_short: Note, ranks: int
 
 
 def _parts(steps: Sequence[Sequence[Note]]) -> tuple[Part, ...]:
-    """Take the median of every part's seconds over some steps, and its message in the last one."""
+    """Take the median of every part's seconds over the steps that sent as the last one did, and its message in that one."""
+    alike = [notes for notes in steps if _kinds(notes) == _kinds(steps[-1])]  # what learns may change its messages in between
     return tuple(
-        Part(statistics.median(note.seconds for note in notes), notes[-1].message) for notes in zip(*steps, strict=True)
+        Part(statistics.median(note.seconds for note in notes), notes[-1].message) for notes in zip(*alike, strict=True)
     )
+
+
+def _kinds(notes: Sequence[Note]) -> list[str | None]:
+    return [None if note.message is None else note.message.kind for note in notes]
+
+
+def _without_warmup(compressor: Compressor) -> Compressor:
+    """Take the warm-up out: its steps are few, and send more than those that follow."""
+    match compressor:
+        case Feedback():
+            return replace(compressor, warmup=0)
+        case ByLayer(rules, default):
+            return ByLayer(tuple((pattern, _without_warmup(each)) for pattern, each in rules), _without_warmup(default))
+    return compressor
 
 
 def _steps(
@@ -119,7 +137,8 @@ def _steps(
     layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
     updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
     targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
-    reducer = Reducer(make(spec), layers, network, bucket_mb, 0, targets=targets, rates=lambda names: (RATE,) * len(names))
+    compressor, rates = _without_warmup(make(spec)), lambda names: (RATE,) * len(names)
+    reducer = Reducer(compressor, layers, network, bucket_mb, 0, targets=targets, rates=rates)
     counted: list[dict[int, list[Note]]] = []
     began = 0.0
     for step in range(10**6):

@@ -95,6 +95,12 @@ def test_every_figure_is_in_the_json_and_in_the_table() -> None:
     assert made["advice"] == found.advice and all(line["spec"] in str(found) for line in made["lines"])
 
 
+def test_what_learns_is_left_out_and_named() -> None:
+    found = gradcomp.predict(SHAPES, 4, specs=["lgc", "topk"], **TIMES)
+    assert "lgc" in found.left_out and "lgc" not in {line.spec for line in found.lines}
+    assert "left out: lgc: it sends other messages once it has learned" in str(found)
+
+
 def test_crossovers_lie_between_points() -> None:
     assert result.crossovers([1, 10, 100], [0.5, 0.75, 1.25]) == [pytest.approx(10**1.5)]
     assert result.crossovers([1, 10], [0.5, 0.75]) == []

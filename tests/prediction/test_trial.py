@@ -45,6 +45,22 @@ def test_the_bytes_are_those_that_a_simulation_sends(spec: str, ranks: int) -> N
     assert sent(found) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize("spec", ["topk:warmup=10000", "dense; a=topk:warmup=10000; *=topk", "topk:by_host=true,warmup=10000"])
+def test_a_warm_up_is_over_before_the_trial(spec: str) -> None:
+    """Its few steps send more; a training consists of the others."""
+    world = World(0, 4, (0, 0, 1, 1))
+    without = spec.replace(",warmup=10000", "").replace(":warmup=10000", "")
+    assert sent(trial.try_out(spec, SHAPES, world, 25, CPU)) == sent(trial.try_out(without, SHAPES, world, 25, CPU))
+
+
+def test_steps_that_change_in_the_trial_count_from_the_change_on() -> None:
+    """lgc ends its dense steps at the 200th; a tiny model gets there while steps are timed."""
+    effort = trial.Effort(settling=150, counted=100, seconds=0.0)
+    (bucket,) = trial.try_out("lgc", {"a": (20, 10)}, World(0, 2), 25, CPU, effort)
+    dense = trial.try_out("dense", {"a": (20, 10)}, World(0, 2), 25, CPU)
+    assert sent([bucket]) != sent(dense)
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_many_ranks_need_little_memory_and_cost_what_their_payloads_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply holds some payloads of 1,024; the seconds of the others follow from two sizes."""
