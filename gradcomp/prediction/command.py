@@ -56,7 +56,9 @@ def run(chosen: argparse.Namespace) -> None:
     specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs.split(";") if spec.strip()]
     times = {name: seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")}
     link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"))
-    sweep = Sweep(workload.read(chosen.model), times, specs, chosen.bucket_mb, chosen.device, _tell)
+    model = workload.load(chosen.model)
+    types = workload.types_of(model)
+    sweep = Sweep(workload.shapes_of(model), times, specs, chosen.bucket_mb, chosen.device, _tell, types)
     cluster = Cluster(chosen.ranks, chosen.hosts, link)
     found = sweep.prediction(cluster)
     print(found)

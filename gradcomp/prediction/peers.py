@@ -39,26 +39,37 @@ def accumulated(spec: str) -> int:
     return int(match[1]) if match else 1
 
 
-def buckets_of(spec: str, shapes: Mapping[str, Sequence[int]], device: torch.device) -> list[Bucket]:
-    """Return the buckets of a way, with the times that its computations take on this device."""
+def buckets_of(
+    spec: str,
+    shapes: Mapping[str, Sequence[int]],
+    device: torch.device,
+    types: Mapping[str, torch.dtype] | None = None,
+) -> list[Bucket]:
+    """Return the buckets of a way, with the times that its computations take on this device.
+
+    types: those of gradients by layer, float32 by default.
+    """
     if spec == NONE:
         return []
-    grads, wait = gradients(shapes, device), device_wait(device)
+    grads, wait = gradients(shapes, device, types), device_wait(device)
     parts = _parts_of(spec)
     return [Bucket(names, parts({name: grads[name] for name in names}, wait)) for names in _plan(grads)]
 
 
 def _plan(grads: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Group layers as DistributedDataParallel does, from the last one on."""
-    found: list[list[str]] = [[]]
-    size = 0
+    """Group layers as DistributedDataParallel does, from the last one on. A bucket's gradients have one type."""
+    closed: list[list[str]] = []
+    open_: dict[torch.dtype, list[str]] = {}
+    sizes: dict[torch.dtype, list[int]] = {}
     for name in reversed(list(grads)):
-        found[-1].append(name)
-        size += 4 * grads[name].numel()
-        if size >= (FIRST if len(found) == 1 else OTHERS):
-            found.append([])
-            size = 0
-    return [tuple(names) for names in found if names]
+        form = grads[name].dtype
+        open_.setdefault(form, []).append(name)
+        limits = sizes.setdefault(form, [0, FIRST])
+        limits[0] += grads[name].nbytes
+        if limits[0] >= limits[1]:
+            closed.append(open_.pop(form))
+            sizes[form] = [0, OTHERS]
+    return [tuple(names) for names in (*closed, *open_.values())]
 
 
 _Parts = Callable[[Mapping[str, Tensor], Callable[[], None]], tuple[Part, ...]]
@@ -75,6 +86,7 @@ def _parts_of(spec: str) -> _Parts:
 def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.dtype | None) -> tuple[Part, ...]:
     """One reduction: gradients are copied into a bucket and out of it; half precision is a cast on both ways."""
     flat = torch.cat([grad.view(-1) for grad in grads.values()])
+    half = None if half is flat.dtype else half
     other = flat if half is None else flat.to(half)
     views = list(zip(flat.split([grad.numel() for grad in grads.values()]), grads.values(), strict=True))
 

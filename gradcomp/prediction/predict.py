@@ -78,7 +78,7 @@ def predict(
     cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
     wanted, left_out = wanted_of(specs)
     place = workload.device_of(model) if device is None else torch.device(device)
-    tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell)
+    tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell, workload.types_of(model))
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     where = f"kernels timed on this {processor(place)}"
     return Prediction(str(cluster), where, total, lines_of(tried, work, cluster), left_out)
@@ -92,14 +92,20 @@ def wanted_of(specs: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
 
 
 def try_all(
-    wanted: Sequence[str], shapes: workload.Shapes, world: World, bucket_mb: float, device: torch.device, tell: Tell | None
+    wanted: Sequence[str],
+    shapes: workload.Shapes,
+    world: World,
+    bucket_mb: float,
+    device: torch.device,
+    tell: Tell | None,
+    types: workload.Types | None = None,
 ) -> dict[str, list[Bucket]]:
     """Try every way on this machine."""
     found = {}
     for done, spec in enumerate(wanted):
         if tell is not None:
             tell(f"{spec}, {world.size} ranks", done / len(wanted))
-        found[spec] = buckets_of(spec, shapes, world, bucket_mb, device)
+        found[spec] = buckets_of(spec, shapes, world, bucket_mb, device, types)
     return found
 
 
@@ -108,11 +114,18 @@ def lines_of(tried: Mapping[str, Sequence[Bucket]], work: Work, cluster: Cluster
     return [line_of(spec, work, buckets, cluster.times, cluster.world) for spec, buckets in tried.items()]
 
 
-def buckets_of(spec: str, shapes: workload.Shapes, world: World, bucket_mb: float, device: torch.device) -> list[Bucket]:
+def buckets_of(
+    spec: str,
+    shapes: workload.Shapes,
+    world: World,
+    bucket_mb: float,
+    device: torch.device,
+    types: workload.Types | None = None,
+) -> list[Bucket]:
     """Return the buckets of a spec or a peer, tried out on this machine."""
     if peers.is_peer(spec):
-        return peers.buckets_of(spec, shapes, device)
-    return try_out(spec, shapes, world, bucket_mb, device)
+        return peers.buckets_of(spec, shapes, device, types)
+    return try_out(spec, shapes, world, bucket_mb, device, types=types)
 
 
 def line_of(spec: str, work: Work, buckets: Sequence[Bucket], link: Times, world: World) -> Line:

@@ -55,7 +55,8 @@ class Prediction:
             if line.spec not in (NONE, STOCK, "bf16", "fp16") and not line.spec.startswith(("accumulate", "powersgd"))
         ]
         best = min(own, key=lambda line: line.seconds, default=stock)
-        simple = half if half.speedup(stock) > WORTH else stock
+        # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
+        simple = half if half.bytes < stock.bytes and half.speedup(stock) > WORTH else stock
         if best.speedup(simple) <= WORTH:
             how = f"use {simple.spec}" if simple is half else "stay dense"
             return f"{how}: the fastest spec, {best.spec}, would be {_times(best.speedup(simple))} as fast."
@@ -84,7 +85,7 @@ class Prediction:
 
     def _row(self, line: Line, stock: Line) -> tuple[str, ...]:
         times = line.seconds / self[NONE].seconds, line.speedup(stock)
-        compression = f"{4 * self.parameters / line.bytes:.0f} x" if line.bytes else "-"
+        compression = f"{stock.bytes / line.bytes:.0f} x" if line.bytes else "-"
         ms = (f"{1e3 * seconds:.1f}" for seconds in (line.seconds, line.encoding, line.waiting))
         return line.spec, next(ms), *(f"{ratio:.2f}" for ratio in times), *ms, f"{line.bytes:,}", compression
 

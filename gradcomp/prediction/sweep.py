@@ -13,7 +13,7 @@ from gradcomp.prediction.trial import Bucket
 
 
 class Sweep:
-    """The training, and what was tried of it. times: forward, backward and optimizer, in seconds."""
+    """The training, and what was tried of it. times: forward, backward and optimizer, in seconds. types: those of gradients."""
 
     def __init__(
         self,
@@ -23,8 +23,10 @@ class Sweep:
         bucket_mb: float,
         device: str,
         tell: Tell,
+        types: workload.Types | None = None,
     ):
         self._shapes, self._bucket_mb, self._device, self._tell = shapes, bucket_mb, torch.device(device), tell
+        self._types = types
         self._work = workload.given(shapes, **times)
         self._wanted, self._left_out = wanted_of(specs)
         self._tried: dict[tuple[int, int | None], dict[str, list[Bucket]]] = {}
@@ -33,7 +35,8 @@ class Sweep:
         """Predict the steps on a cluster."""
         key, world = (cluster.ranks, cluster.hosts), cluster.world
         if key not in self._tried:
-            self._tried[key] = try_all(self._wanted, self._shapes, world, self._bucket_mb, self._device, self._tell)
+            options = world, self._bucket_mb, self._device, self._tell, self._types
+            self._tried[key] = try_all(self._wanted, self._shapes, *options)
         total = sum(torch.Size(shape).numel() for shape in self._shapes.values())
         where = f"kernels timed on this {processor(self._device)}"
         return Prediction(str(cluster), where, total, lines_of(self._tried[key], self._work, cluster), self._left_out)

@@ -59,15 +59,17 @@ def device_wait(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
 
 
-def gradients(shapes: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    """Draw gradients whose layers differ in size, as those of nets do."""
+def gradients(
+    shapes: Mapping[str, Sequence[int]], device: torch.device, types: Mapping[str, torch.dtype] | None = None
+) -> dict[str, Tensor]:
+    """Draw gradients whose layers differ in size, as those of nets do. types: by layer, float32 by default."""
     generator = torch.Generator().manual_seed(0)
     made = {}
     for name, shape in shapes.items():
         scale = float(torch.empty(1).log_normal_(0, 1, generator=generator))
         drawn = torch.empty(tuple(shape)).log_normal_(0, 1, generator=generator)
         sign = torch.empty(tuple(shape)).uniform_(-1, 1, generator=generator).sign_()
-        made[name] = drawn.mul_(sign).mul_(scale).to(device)
+        made[name] = drawn.mul_(sign).mul_(scale).to(device, (types or {}).get(name, torch.float32))
     return made
 
 
@@ -78,9 +80,10 @@ def try_out(
     bucket_mb: float,
     device: torch.device,
     effort: Effort | None = None,
+    types: Mapping[str, torch.dtype] | None = None,
 ) -> list[Bucket]:
     """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them."""
-    grads, effort = gradients(shapes, device), effort or EFFORT
+    grads, effort = gradients(shapes, device, types), effort or EFFORT
     every = _steps(spec, grads, world, bucket_mb, device, effort, HELD)
     if not any(0 < note.payloads < world.size for _, notes in every for step in notes for note in step):
         return [Bucket(names, _parts(steps)) for names, steps in every]

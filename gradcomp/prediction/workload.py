@@ -18,6 +18,9 @@ from gradcomp.prediction.trial import device_wait
 
 Shapes = dict[str, tuple[int, ...]]
 
+# The types of gradients by layer; float32 where a layer is missing.
+Types = Mapping[str, torch.dtype]
+
 # Steps before those that count, and steps that count.
 WARM_UP, COUNTED = 2, 5
 
@@ -31,6 +34,11 @@ def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
     if not any(torch.Size(shape).numel() for shape in found.values()):
         raise ValueError("the model has no parameter to train; pass the model, or {name: shape}")
     return found
+
+
+def types_of(model: object) -> Types:
+    """Return the types of the parameters that are trained; none for shapes."""
+    return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad} if isinstance(model, nn.Module) else {}
 
 
 def device_of(model: object) -> torch.device:
@@ -94,6 +102,11 @@ def measured(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.opti
 
 def read(text: str) -> Shapes:
     """Read shapes from a JSON file of {name: shape}, or of a model that package.module:function returns."""
+    return shapes_of(load(text))
+
+
+def load(text: str) -> nn.Module | Shapes:
+    """Read a JSON file of {name: shape}, or make the model, without memory, that package.module:function returns."""
     if text.endswith(".json"):
         try:
             content: Any = json.loads(Path(text).read_text())
@@ -116,4 +129,4 @@ def read(text: str) -> Shapes:
         raise ValueError(f"{text} cannot be called without arguments ({error}); name a function that can") from None
     if not isinstance(made, nn.Module):
         raise ValueError(f"{text} returns a {type(made).__name__}; name a function that returns the model")
-    return shapes_of(made)
+    return made

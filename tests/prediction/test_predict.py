@@ -101,6 +101,15 @@ def test_what_learns_is_left_out_and_named() -> None:
     assert "left out: lgc: it sends other messages once it has learned" in str(found)
 
 
+def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
+    model = nn.Linear(1000, 1000, bias=False).bfloat16()
+    found = gradcomp.predict(model, 4, link="100Mbit/s", specs=["half", "topk"], **TIMES)
+    assert found["stock"].bytes == found["bf16"].bytes == 2_000_000
+    assert "use bf16" not in found.advice
+    compression = {row.split()[0]: row.split()[-2:] for row in str(found).splitlines() if row.endswith(" x")}
+    assert compression["stock"] == compression["bf16"] == ["1", "x"]
+
+
 def test_crossovers_lie_between_points() -> None:
     assert result.crossovers([1, 10, 100], [0.5, 0.75, 1.25]) == [pytest.approx(10**1.5)]
     assert result.crossovers([1, 10], [0.5, 0.75]) == []

@@ -89,3 +89,14 @@ def test_a_peers_parts_are_its_reductions() -> None:
     assert peers.buckets_of("none", SHAPES, CPU) == []
     # Rank 2: (300 + 100) x 2 and (200 + 100) x 2, and the bias.
     assert sent(peers.buckets_of("powersgd:rank=2", SHAPES, CPU)) == 4 * (800 + 600 + 100)
+
+
+def test_a_peer_sends_gradients_in_their_own_type() -> None:
+    """DistributedDataParallel has buckets of one type each, and sends bf16 gradients as they are."""
+    types = {"a": torch.bfloat16, "b": torch.bfloat16, "c": torch.bfloat16}
+    entries = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+    for spec in ("stock", "bf16", "fp16"):
+        assert sent(peers.buckets_of(spec, SHAPES, CPU, types)) == 2 * entries
+    mixed = peers.buckets_of("stock", SHAPES, CPU, {"a": torch.bfloat16})
+    assert sent(mixed) == 2 * 30_000 + 4 * 20_100
+    assert sorted(bucket.names for bucket in mixed) == [("a",), ("c", "b")]
