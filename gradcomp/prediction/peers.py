@@ -19,6 +19,9 @@ FIRST, OTHERS = 2**20, 25 * 2**20
 # How often a computation is timed.
 TIMES = 5
 
+# PowerSGD compresses a matrix only if this makes it smaller by more than this (min_compression_rate of torch's PowerSGDState).
+LEAST_RATE = 2
+
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 NONE, STOCK = "none", "stock"
@@ -106,33 +109,41 @@ def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.
     return Part(_timed(into, wait), message), Part(_timed(out, wait), None)
 
 
-def _powersgd(grads: Mapping[str, Tensor], wait: Callable[[], None], rank: int) -> tuple[Part, ...]:
-    """Reduce the left factors, orthogonalise them, reduce the right factors. What is no matrix travels with the first ones."""
-    matrices = [grad.view(grad.shape[0], -1) for grad in grads.values() if grad.dim() > 1]
-    rest = [grad for grad in grads.values() if grad.dim() <= 1]
-    low = [each for each in matrices if rank * sum(each.shape) < each.numel()]
-    rest += [each for each in matrices if rank * sum(each.shape) >= each.numel()]
-    right = [torch.randn(each.shape[1], rank, device=each.device) for each in low]
-    errors = [torch.zeros_like(each) for each in low]
-    left = [each @ q for each, q in zip(low, right, strict=True)]
+def _powersgd(grads: Mapping[str, Tensor], wait: Callable[[], None], most: int) -> tuple[Part, ...]:
+    """Reduce all that is not compressed, then the left factors, orthogonalise them, reduce the right factors.
+
+    As in torch's powerSGD_hook, with its defaults. most: the rank, but for matrices with fewer rows or columns.
+    """
+    form = next(iter(grads.values())).dtype
+    matrices = [grad.view(grad.shape[0], -1) for grad in grads.values() if grad.dim() > 1 and grad.numel()]
+    low = [(each, rank) for each in matrices if LEAST_RATE * (rank := min(most, *each.shape)) * sum(each.shape) < each.numel()]
+    each_sent = [rank * matrix.shape[0] for matrix, rank in low], [rank * matrix.shape[1] for matrix, rank in low]
+    width = form.itemsize
+    rest = sum(grad.numel() for grad in grads.values()) - sum(matrix.numel() for matrix, _ in low)
+    whole = [Part(0.0, Message("reduce", width * rest))] if rest else []
+    if not low:
+        return *whole, Part(0.0, None)
+    right = [torch.randn(matrix.shape[1], rank, device=matrix.device).to(form) for matrix, rank in low]
+    errors = [torch.zeros_like(matrix) for matrix, _ in low]
+    left = [matrix @ q for (matrix, _), q in zip(low, right, strict=True)]
 
     def begin() -> None:
-        for matrix, error, q in zip(low, errors, right, strict=True):
+        for (matrix, _), error, q in zip(low, errors, right, strict=True):
             torch.add(matrix, error) @ q
 
     def middle() -> None:
-        for matrix, p in zip(low, left, strict=True):
-            matrix.t() @ torch.linalg.qr(p).Q
+        for (matrix, _), p in zip(low, left, strict=True):
+            matrix.t() @ torch.linalg.qr(p.float()).Q.to(form)
 
     def end() -> None:
-        for matrix, p, q in zip(low, left, right, strict=True):
+        for (matrix, _), p, q in zip(low, left, right, strict=True):
             torch.sub(matrix, p @ q.t())
 
-    first = Message("reduce", 4 * (sum(p.numel() for p in left) + sum(grad.numel() for grad in rest)))
-    if not low:
-        return Part(0.0, first), Part(0.0, None)
-    second = Message("reduce", 4 * sum(q.numel() for q in right))
-    return Part(_timed(begin, wait), first), Part(_timed(middle, wait), second), Part(_timed(end, wait), None)
+    first, second = (Message("reduce", width * sum(sizes)) for sizes in each_sent)
+    encoding = _timed(begin, wait)
+    # The left factors are there before the rest is sent, and follow its answer.
+    before = [whole[0]._replace(seconds=encoding), Part(0.0, first)] if whole else [Part(encoding, first)]
+    return *before, Part(_timed(middle, wait), second), Part(_timed(end, wait), None)
 
 
 def _timed(run: Callable[[], None], wait: Callable[[], None]) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import gradcomp
 from gradcomp.prediction import peers, trial
@@ -100,3 +101,20 @@ def test_a_peer_sends_gradients_in_their_own_type() -> None:
     mixed = peers.buckets_of("stock", SHAPES, CPU, {"a": torch.bfloat16})
     assert sent(mixed) == 2 * 30_000 + 4 * 20_100
     assert sorted(bucket.names for bucket in mixed) == [("a",), ("c", "b")]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 30])
+def test_powersgd_compresses_the_matrices_that_torchs_hook_compresses(rank: int) -> None:
+    """The hook leaves a matrix whole unless it gets more than twice as small, and reduces what is whole by itself."""
+    shapes = {"wide": (300, 100), "square": (16, 16), "thin": (64, 3), "bias": (100,), "kernel": (32, 16, 3, 3)}
+    rest = left = right = 0
+    for shape in shapes.values():
+        rows, columns = shape[0], torch.Size(shape[1:]).numel()
+        chosen, whole, _ = powerSGD_hook._should_compress(rows, columns, min(rows, columns, rank), 2)
+        rest += 0 if chosen else whole
+        left += min(rows, columns, rank) * rows if chosen else 0
+        right += min(rows, columns, rank) * columns if chosen else 0
+    for form in (torch.float32, torch.bfloat16):
+        (bucket,) = peers.buckets_of(f"powersgd:rank={rank}", shapes, CPU, dict.fromkeys(shapes, form))
+        messages = [part.message.bytes for part in bucket.parts if part.message is not None]
+        assert messages == [form.itemsize * size for size in (rest, left, right) if size]
