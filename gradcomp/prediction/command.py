@@ -19,7 +19,11 @@ EXAMPLES = """\
 examples:
   python -m gradcomp predict --model torchvision.models:resnet50 --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms
   python -m gradcomp predict --model shapes.json --ranks 32 --hosts 4 --bandwidth 1Gbit/s --forward 0.1s --backward 0.2s \\
-      --specs 'topk;sign;topk:by_host=true' --json prediction.json --plots .
+      --specs topk 'topk; *.bias=dense' topk:by_host=true powersgd:rank=2 --json prediction.json --plots .
+
+--specs also takes what users have without gradcomp: none, stock, bf16, fp16, powersgd:rank=N, accumulate:steps=N. The first
+four are always predicted. A semicolon begins a rule for layers. A warm-up (warmup=N) counts as over. lgc learns: it is left
+out.
 
 Kernels are timed on this machine, with --threads of torch: run this where you train, or on a machine like it."""
 
@@ -38,7 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("optimizer", "the optimizer's step"),
     ):
         parser.add_argument(f"--{name}", default="0s", required=name != "optimizer", help=f"time of {what}, like 30ms")
-    parser.add_argument("--specs", help="separated by semicolons (default: every compressor's default)")
+    parser.add_argument(
+        "--specs",
+        nargs="+",
+        action="extend",
+        metavar="SPEC",
+        help="separated by spaces; quote a spec that has rules for layers (default: every compressor's default)",
+    )
     parser.add_argument("--bucket-mb", type=float, default=25, help="(default: 25)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda, where gradients will lie (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
@@ -50,10 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> None:
     """Predict, print the table, and write what is asked for."""
+    if chosen.threads < 1:
+        raise ValueError(f"--threads {chosen.threads} must be at least 1")
     torch.set_num_threads(chosen.threads)
     if chosen.plots is not None:
         plots.check()
-    specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs.split(";") if spec.strip()]
+    specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
     times = {name: seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")}
     link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"))
     model = workload.load(chosen.model)

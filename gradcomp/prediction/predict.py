@@ -77,7 +77,7 @@ def predict(
     times = Link(bandwidth_of(link), seconds_of(latency, "latency")) if isinstance(link, str) else link
     cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
     wanted, left_out = wanted_of(specs)
-    place = workload.device_of(model) if device is None else torch.device(device)
+    place = workload.device_of(model) if device is None else workload.device_named(device)
     tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell, workload.types_of(model))
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     where = f"kernels timed on this {processor(place)}"

@@ -43,7 +43,12 @@ class Prediction:
     left_out: dict[str, str]
 
     def __getitem__(self, spec: str) -> Line:
-        return next(line for line in self.lines if line.spec == spec)
+        for line in self.lines:
+            if line.spec == spec:
+                return line
+        if spec in self.left_out:
+            raise KeyError(f"{spec!r} was left out: {self.left_out[spec]}")
+        raise KeyError(f"{spec!r} was not predicted; known: {', '.join(line.spec for line in self.lines)}")
 
     @property
     def advice(self) -> str:
@@ -54,9 +59,13 @@ class Prediction:
             for line in self.lines
             if line.spec not in (NONE, STOCK, "bf16", "fp16") and not line.spec.startswith(("accumulate", "powersgd"))
         ]
-        best = min(own, key=lambda line: line.seconds, default=stock)
         # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
         simple = half if half.bytes < stock.bytes and half.speedup(stock) > WORTH else stock
+        if not own:
+            if simple is half:
+                return f"use {half.spec}: {_times(half.speedup(stock))} as fast as stock. No spec was predicted."
+            return f"stay dense: {half.spec} is {_times(half.speedup(stock))} as fast as stock. No spec was predicted."
+        best = min(own, key=lambda line: line.seconds)
         if best.speedup(simple) <= WORTH:
             how = f"use {simple.spec}" if simple is half else "stay dense"
             return f"{how}: the fastest spec, {best.spec}, would be {_times(best.speedup(simple))} as fast."

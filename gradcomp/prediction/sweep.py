@@ -25,7 +25,7 @@ class Sweep:
         tell: Tell,
         types: workload.Types | None = None,
     ):
-        self._shapes, self._bucket_mb, self._device, self._tell = shapes, bucket_mb, torch.device(device), tell
+        self._shapes, self._bucket_mb, self._device, self._tell = shapes, bucket_mb, workload.device_named(device), tell
         self._types = types
         self._work = workload.given(shapes, **times)
         self._wanted, self._left_out = wanted_of(specs)

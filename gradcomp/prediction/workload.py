@@ -47,6 +47,19 @@ def device_of(model: object) -> torch.device:
     return torch.device("cpu") if first is None or first.is_meta else first.device
 
 
+def device_named(device: str | torch.device) -> torch.device:
+    """Check that gradients can lie on a device: the CPU, or a GPU that is here."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device {str(device)!r} is unknown; write cpu, cuda or cuda:0") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} has no kernels of gradcomp; write cpu, cuda or cuda:0")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {str(device)!r} is not here; torch sees {torch.cuda.device_count()} GPUs")
+    return found
+
+
 def given(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
     """Make the work of a step whose times are known. Backward takes as long for each layer as the layer is large."""
     total, behind, ready = sum(map(_size, shapes.values())), 0, {}

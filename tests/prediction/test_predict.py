@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,9 @@ def test_crossovers_lie_between_points() -> None:
         ({"ranks": 8, "hosts": 3}, "8 ranks cannot be spread evenly over 3 hosts"),
         ({"link": "fast"}, "bandwidth 'fast' is not a rate"),
         ({"latency": "5"}, "latency '5' is not a time"),
+        ({"device": "foo"}, "device 'foo' is unknown; write cpu"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not here; torch sees"),
+        ({"device": "meta"}, "device 'meta' has no kernels"),
         ({"backward": None}, "pass forward= and backward= in seconds, or loss="),
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
@@ -144,7 +148,7 @@ def by_command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_writes_a_table_and_all_figures(tmp_path: Path) -> None:
     (tmp_path / "shapes.json").write_text(json.dumps(SHAPES))
-    words = ["--ranks", "4", "--bandwidth", "100Mbit/s", "--forward", "10ms", "--backward", "20ms", "--specs", "topk; half"]
+    words = ["--ranks", "4", "--bandwidth", "100Mbit/s", "--forward", "10ms", "--backward", "20ms", "--specs", "topk", "half"]
     done = by_command("--model", str(tmp_path / "shapes.json"), *words, "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     assert "topk: " in done.stdout.splitlines()[-1] and "1,000,000 parameters" in done.stdout
@@ -153,6 +157,36 @@ def test_the_command_writes_a_table_and_all_figures(tmp_path: Path) -> None:
     assert done.returncode == 2 and "the model has no parameter to train" in done.stderr
     done = by_command("--model", str(tmp_path / "none.json"), *words)
     assert done.returncode == 2 and "none.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_spec_with_rules_stays_whole(tmp_path: Path) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps({"a": [100, 100], "a.bias": [100]}))
+    words = ["--model", str(tmp_path / "shapes.json"), "--ranks", "4", "--forward", "1ms", "--backward", "2ms"]
+    out = ["--json", str(tmp_path / "found.json")]
+    done = by_command(*words, "--specs", "topk; *.bias=dense", "powersgd:rank=2", "--specs", "half", *out)
+    assert done.returncode == 0, done.stderr
+    lines = json.loads((tmp_path / "found.json").read_text())["lines"]
+    assert {"topk; *.bias=dense", "powersgd:rank=2", "half"} <= {line["spec"] for line in lines}
+    for bad, said in ((["--threads", "0"], "--threads 0 must be"), (["--device", "foo"], "device 'foo' is unknown")):
+        done = by_command(*words, *bad)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert all(name in by_command("--help").stdout for name in ("powersgd:rank=N", "accumulate:steps=N", "quote a spec"))
+
+
+def test_a_spec_that_was_not_predicted_is_named() -> None:
+    found = gradcomp.predict(SHAPES, 4, specs=["topk", "lgc"], **TIMES)
+    with pytest.raises(KeyError, match="'topkk' was not predicted; known: none, stock, bf16, fp16, topk"):
+        found["topkk"]
+    with pytest.raises(KeyError, match="'lgc' was left out: it sends other messages"):
+        found["lgc"]
+
+
+@pytest.mark.parametrize(
+    "link,said", [("100Mbit/s", r"use (bf16|fp16): \S+ x as fast as stock"), ("400Gbit/s", "stay dense: ")]
+)
+def test_without_specs_the_advice_speaks_of_none(link: str, said: str) -> None:
+    advice = gradcomp.predict(SHAPES, 4, link=link, latency="1us", specs=["powersgd:rank=2"], **TIMES).advice
+    assert re.match(said, advice) and "fastest spec" not in advice
 
 
 def test_the_pictures(tmp_path: Path) -> None:

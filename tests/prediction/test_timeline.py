@@ -98,3 +98,11 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
         bandwidth_of(text)
     with pytest.raises(ValueError, match="is not a time; write for example 50us"):
         seconds_of(text, "latency")
+
+
+@pytest.mark.parametrize("number", ["1.2.3", ".", "1..2"])
+def test_what_is_no_number_is_refused(number: str) -> None:
+    with pytest.raises(ValueError, match="is not a rate"):
+        bandwidth_of(f"{number}Gbit/s")
+    with pytest.raises(ValueError, match="is not a time"):
+        seconds_of(f"{number}ms", "latency")
