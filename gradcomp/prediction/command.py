@@ -36,6 +36,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, help="(default: one for each rank)")
     parser.add_argument("--bandwidth", default="10Gbit/s", help="between hosts (default: 10Gbit/s)")
     parser.add_argument("--latency", default="50us", help="of a message between hosts (default: 50us)")
+    parser.add_argument("--inside", default="40Gbit/s", help="bandwidth inside a host (default: 40Gbit/s)")
+    parser.add_argument("--latency-inside", default="10us", help="of a message inside a host (default: 10us)")
     for name, what in (
         ("forward", "the forward pass"),
         ("backward", "the backward pass"),
@@ -67,7 +69,8 @@ def run(chosen: argparse.Namespace) -> None:
         plots.check()
     specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
     times = {name: seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")}
-    link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"))
+    inside = bandwidth_of(chosen.inside), seconds_of(chosen.latency_inside, "--latency-inside")
+    link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"), *inside)
     model = workload.load(chosen.model)
     types = workload.types_of(model)
     sweep = Sweep(workload.shapes_of(model), times, specs, chosen.bucket_mb, chosen.device, _tell, types)

@@ -35,7 +35,8 @@ class Link(NamedTuple):
     latency_inside: float = 10e-6
 
     def __str__(self) -> str:
-        return f"{8 * self.bandwidth / 1e9:g} Gbit/s, {1e6 * self.latency:g} us between hosts"
+        between = f"{8 * self.bandwidth / 1e9:g} Gbit/s, {1e6 * self.latency:g} us between hosts"
+        return f"{between}, {8 * self.inside / 1e9:g} Gbit/s, {1e6 * self.latency_inside:g} us inside"
 
     def seconds(self, message: Message, world: World) -> float:
         """Return the time of an operation.
@@ -68,6 +69,10 @@ class Measured(NamedTuple):
     """
 
     lines: Mapping[str, tuple[float, float]]
+
+    def __str__(self) -> str:
+        each = (f"{kind} {1e6 * fixed:.4g} us + {1e9 * byte:.3g} ns/byte" for kind, (fixed, byte) in self.lines.items())
+        return f"operations as measured ({', '.join(each)})"
 
     def seconds(self, message: Message, world: World) -> float:
         """Return the time of an operation."""

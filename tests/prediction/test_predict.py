@@ -173,6 +173,14 @@ def test_a_spec_with_rules_stays_whole(tmp_path: Path) -> None:
     assert all(name in by_command("--help").stdout for name in ("powersgd:rank=N", "accumulate:steps=N", "quote a spec"))
 
 
+def test_the_link_inside_hosts_is_an_option(tmp_path: Path) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps({"a": [100, 100]}))
+    words = ["--model", str(tmp_path / "shapes.json"), "--ranks", "4", "--hosts", "2", "--forward", "1ms", "--backward", "2ms"]
+    done = by_command(*words, "--specs", "half", "--inside", "200Gbit/s", "--latency-inside", "3us")
+    assert done.returncode == 0, done.stderr
+    assert "10 Gbit/s, 50 us between hosts, 200 Gbit/s, 3 us inside" in done.stdout.splitlines()[0]
+
+
 def test_a_spec_that_was_not_predicted_is_named() -> None:
     found = gradcomp.predict(SHAPES, 4, specs=["topk", "lgc"], **TIMES)
     with pytest.raises(KeyError, match="'topkk' was not predicted; known: none, stock, bf16, fp16, topk"):

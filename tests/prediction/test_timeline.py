@@ -106,3 +106,8 @@ def test_what_is_no_number_is_refused(number: str) -> None:
         bandwidth_of(f"{number}Gbit/s")
     with pytest.raises(ValueError, match="is not a time"):
         seconds_of(f"{number}ms", "latency")
+
+
+def test_measured_operations_are_written_out() -> None:
+    shown = str(Measured({"gather": (1e-3, 1e-9), "send": (2e-3, 2e-9)}))
+    assert shown == "operations as measured (gather 1000 us + 1 ns/byte, send 2000 us + 2 ns/byte)"
