@@ -24,7 +24,10 @@ PATIENCE = 3
 
 
 class Switch:
-    """The way of a session. changes: how often it was changed, tries among them. refused: the ways that do not suit the training, and why."""
+    """The way of a session.
+
+    changes: how often it was changed, tries among them. refused: the ways that do not suit the training, and why.
+    """
 
     def __init__(self, session: Session):
         self._session, self.changes = session, 0
