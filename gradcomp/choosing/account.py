@@ -42,6 +42,11 @@ class Account:
         self._seconds += sum(rest if rest < PAUSE * usual else usual for rest in rests)
         self._steps += len(rests)
 
-    def cost(self, step: float, unit: float) -> float:
-        """Return what was spent until the last turn beyond steps that take so long, in units of seconds."""
-        return (self._seconds - self._steps * step) / unit
+    @property
+    def mark(self) -> tuple[float, int]:
+        """The seconds and steps until the last turn."""
+        return self._seconds, self._steps
+
+    def cost(self, step: float, since: tuple[float, int] = (0.0, 0)) -> float:
+        """Return the seconds that were spent from a mark until the last turn beyond steps that take so long."""
+        return self._seconds - since[0] - (self._steps - since[1]) * step

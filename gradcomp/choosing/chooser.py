@@ -41,6 +41,13 @@ STEP_CHANGED, LINK_CHANGED, LOOKS, FIRST_PROBES = 1.25, 2.0, 2, 3
 # The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
 # that came out as before; and twice as many odd looks are then a change, up to MOST_LOOKS.
 AGAIN, MOST_LOOKS = 300, 8
+# Why loss=high offers no more than loss=low.
+UNKNOWN = (
+    "they need an optimizer that is given (optimizer=, or hvd.DistributedOptimizer) and whose momentum can be taken over: SGD, "
+    "Adam or AdamW, with one momentum for all parameters"
+)
+# The part of an exact step that a step of stock takes at least, if it sends as many bytes.
+LEAST = 0.8
 
 
 class Chooser:
@@ -109,7 +116,10 @@ class Chooser:
     def report(self) -> dict[str, Any]:
         """Return what was chosen, and why."""
         known = {"loss": self._auto.loss, "way": str(self._switch.way), "changes": self._switch.changes}
-        known |= {"choices": self._choices, "refused": {str(way): why for way, why in self._switch.refused.items()}}
+        refused = {str(way): why for way, why in self._switch.refused.items()}
+        if self._auto.loss == LOSSES[-1] and not self._session.training.bears_waiting:
+            refused["all that keep a residual"] = UNKNOWN
+        known |= {"choices": self._choices, "refused": refused}
         if self.decision is None:
             return {**known, "reason": "the first steps are measured"}
         return {**known, **self.decision.report()}
@@ -140,7 +150,7 @@ class Chooser:
         Where ways with error feedback may follow, these steps take the momentum over as they do: a training that this does not
         suit is to hear of it now, and not after hours, when a link has become slower.
         """
-        takes_over = self._auto.loss == LOSSES[-1] and self._session.training.is_told
+        takes_over = self._auto.loss == LOSSES[-1] and self._session.training.bears_waiting
         if (yield from self._switch.to(ways.SENDS_ALL if takes_over else ways.FIRST)):
             yield SETTLING
         seconds = yield 1 + COUNTED  # the first one's gradients may have been held
@@ -158,11 +168,12 @@ class Chooser:
         """
         session, present = self._session, self._switch.way
         stock = self._stock if session.options.observer is None else self._stock[:1]  # what is watched, the session exchanges
-        every = ways.ways(self._auto.loss, stock, session.network.world.shares_hosts, session.training.is_told)
+        every = ways.ways(self._auto.loss, stock, session.network.world.shares_hosts, session.training.bears_waiting)
         times = self._switch.mean_of(links.measure(session.network, self._device, self._entries))
         every, forecast = self._foresee(every, times)
         self._account.usual = max(exact, forecast[self._unit])
-        tries = Tries(self._switch, self._account, forecast, exact, self._unit)
+        least = {way: LEAST * exact * self._part_of(way.stock) for way in every if way.stock is not None}
+        tries = Tries(self._switch, self._account, forecast, least, self._unit)
         self._switch.open()
         yield from tries.take(shortlist(every, forecast, present))
         best, reason = best_of(every, tries.medians, present)
@@ -171,9 +182,9 @@ class Chooser:
             best, reason = best_of(every, keeping, self._switch.way)
             yield from self._switch.to(best)
             reason = f"{reason}; entries wait that cannot be sent, perhaps of frozen layers, and only some ways keep them"
-        cost = None if self.decision is None else self.decision.cost
+        cost = (None, 0.0) if self.decision is None else (self.decision.cost, self.decision.unit)
         step = session.reducer.steps_done
-        self.decision = Decision(reason, step, tries.medians, forecast, times, self._exact, cost)
+        self.decision = Decision(reason, step, tries.medians, forecast, times, self._exact, *cost)
         if session.network.world.rank == 0:
             log.info("gradcomp: auto goes on with %s after step %d: %s", best, step, reason)
         if best == present:
@@ -182,12 +193,18 @@ class Chooser:
             self._looks, self._again = LOOKS, AGAIN
         self._choices += 1
 
+    def _part_of(self, stock: torch.dtype) -> float:
+        """Return the part of an exact exchange's bytes that stock sends."""
+        return self._session.parameters.bytes_in(stock) / (torch.float32.itemsize * max(1, self._entries))
+
     def _foresee(self, every: list[Way], times: Measured) -> tuple[list[Way], dict[Way, float]]:
         """Predict the step of each way, and of a mixed one. Return them all, and their steps' seconds."""
         assert self._work is not None
         session, present = self._session, self._switch.way
         if self._forecast is None:
-            self._forecast = Forecast(session.parameters.layers, session.options.bucket_mb, session.network.world)
+            types = {slot.name: slot.parameter.dtype for slot in session.parameters.slots}
+            options = session.options.bucket_mb, session.network.world, types
+            self._forecast = Forecast(session.parameters.layers, *options)
         forecast: dict[Way, float] = {}
         began, spent = time.perf_counter(), 0.0
         for way in (ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))):
@@ -231,8 +248,8 @@ class Chooser:
         assert self.decision is not None
         if tried := self.decision.tried:
             usual = tried.get(self._switch.way, min(tried.values()))
-            (cost,) = self._switch.means([self._account.cost(usual, tried.get(ways.STOCK, self._account.usual))])
-            self.decision = self.decision._replace(cost=cost)
+            (cost,) = self._switch.means([self._account.cost(usual)])
+            self.decision = self.decision._replace(cost=cost, unit=tried.get(self._unit, self._account.usual))
 
 
 def _place_of(mixed: Way, known: Sequence[Way]) -> int:

@@ -17,8 +17,8 @@ class Decision(NamedTuple):
     """What was decided after a step, and from what.
 
     tried, forecast: the seconds of a step by each way. exact: those of the exact steps in which it began.
-    cost: of measuring, changes and tries of the last choice whose way's first steps are over, beyond as many steps of that way,
-    in steps of stock torch or Horovod, or exact ones where stock was not tried; None before the first.
+    cost: the seconds of measuring, changes and tries of the last choice whose way's first steps are over, beyond as many steps
+    of that way; None before the first. unit: the seconds of a step of stock torch or Horovod then, or of an exact one.
     """
 
     reason: str
@@ -28,6 +28,7 @@ class Decision(NamedTuple):
     links: Measured
     exact: float
     cost: float | None = None
+    unit: float = 0.0
 
     def report(self) -> dict[str, Any]:
         """Return it as figures."""
@@ -38,7 +39,8 @@ class Decision(NamedTuple):
             "forecast": {str(way): seconds for way, seconds in self.forecast.items()},
             "exact": self.exact,
             "links": dict(self.links.lines),
-            "cost_in_steps": self.cost,
+            "cost_seconds": self.cost,
+            "cost_in_steps": self.cost / self.unit if self.cost and self.unit else self.cost,
         }
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from gradcomp.choosing.ways import Way
+from gradcomp.engine.wrappers.by_host import ByHost
+from gradcomp.engine.wrappers.host_part import position_of
+from gradcomp.engine.wrappers.wrapper import Wrapper
+from gradcomp.exchanges.rounded import Rounded
 from gradcomp.prediction import peers, timeline
 from gradcomp.prediction.link import Times
 from gradcomp.prediction.mirror import Message
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import Bucket, Effort, Part, try_out
-from gradcomp.protocol import Layer
+from gradcomp.protocol import Compressor, Layer
 from gradcomp.requests import World
+from gradcomp.spec import make
 
 # A trial of kernels takes this long.
 EFFORT = Effort(settling=2, counted=2, seconds=0.0)
@@ -28,10 +35,15 @@ NO_LONGER = 1.01
 
 
 class Forecast:
-    """The forecast of one rank for one model. Kernels are timed once for each way."""
+    """The forecast of one rank for one model. Kernels are timed once for each way.
 
-    def __init__(self, layers: Mapping[str, Layer], bucket_mb: float, world: World):
-        self.world = world
+    types: those of gradients by layer, float32 by default.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Layer], bucket_mb: float, world: World, types: Mapping[str, torch.dtype] | None = None
+    ):
+        self.world, self._types = world, types
         self._layers = {name: layer for name, layer in layers.items() if layer.size}
         self._bucket_mb = bucket_mb
         self.groups = _groups(self._layers)
@@ -82,9 +94,11 @@ class Forecast:
         shapes = {name: _shape(max(1, round(size * part)), self._layers[name].dims) for name, size in sizes.items()}
         less = sum(torch.Size(shape).numel() for shape in shapes.values()) / total
         if peers.is_peer(spec):
-            tried = peers.buckets_of(spec, shapes, device)
+            tried = peers.buckets_of(spec, shapes, device, self._types)
         else:
-            tried = try_out(spec, shapes, self.world, less * self._bucket_mb, device, EFFORT)
+            of_bucket = min(total, max(int(self._bucket_mb * 1e6 / 4), *sizes.values()))
+            spec = str(with_route(make(spec), of_bucket, self.world))
+            tried = try_out(spec, shapes, self.world, less * self._bucket_mb, device, EFFORT, self._types)
         return [Bucket(bucket.names, tuple(_multiplied(part, 1 / less) for part in bucket.parts)) for bucket in tried]
 
 
@@ -100,6 +114,22 @@ def _groups(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:
         groups[-1].append(name)
         behind += 4 * layers[name].size
     return [tuple(group) for group in groups]
+
+
+def with_route(compressor: Compressor, entries: int, world: World) -> Compressor:
+    """Fix the route of a bucket with so many entries: with fewer, as in a trial, it might be another one."""
+    match compressor:
+        case Rounded():
+            given: Any = compressor
+            routed: Compressor = replace(given, route=compressor.route_of(entries, world.size))
+            return routed
+        case ByHost() if world.shares_hosts:
+            position = position_of(world)
+            part = -(-entries // len(position.neighbours))
+            return compressor.wrap(with_route(compressor.inner, part, position.peer_world))
+        case Wrapper():
+            return compressor.wrap(with_route(compressor.inner, entries, world))
+    return compressor
 
 
 def _shape(size: int, dims: int) -> tuple[int, ...]:

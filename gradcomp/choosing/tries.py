@@ -18,22 +18,20 @@ COUNTED, ROUNDS, NEAR = 3, 3, 1.15
 # The stock steps that a choice has cost after which the rounds end, and after which nothing more is tried: it is to end
 # within 20. The present way and stock are tried in any case, since one of them is what users compare with.
 ENOUGH, MOST = 10, 15
-# The part of an exact step that a step of stock takes at least, if it sends as many bytes.
-LEAST = 0.8
 
 
 class Tries:
     """The tries of one choice.
 
-    forecast: the seconds of a step by each way. exact: those of an exact step, or 0. unit: the way whose steps the cost counts.
-    medians: of the ways that were tried.
+    forecast: the seconds of a step by each way. least: those that a step takes at least, of ways where that is known.
+    unit: the way whose steps the cost counts. medians: of the ways that were tried.
     """
 
-    def __init__(self, switch: Switch, account: Account, forecast: Mapping[Way, float], exact: float, unit: Way):
-        self._switch, self._account, self._forecast, self._exact, self._unit = switch, account, forecast, exact, unit
+    def __init__(self, switch: Switch, account: Account, forecast: Mapping[Way, float], least: Mapping[Way, float], unit: Way):
+        self._switch, self._account, self._forecast, self._least, self._unit = switch, account, forecast, least, unit
         self.medians: dict[Way, float] = {}
         self._seconds: dict[Way, list[float]] = {}
-        self._cost = self._change = 0.0  # of the choice until now, and of the dearest change of way in it
+        self._cost = self._change = 0.0  # seconds: of the choice until now, and of the dearest change of way in it
 
     def take(self, candidates: Sequence[Way]) -> Course[None]:
         """Try some ways: the present one, then by forecast. Those of stock are left out where they cannot be fast.
@@ -41,39 +39,44 @@ class Tries:
         Those that keep a residual come after the rounds: what waits is then sent once.
         """
         present = self._switch.way
-        self._shared([])
+        self._shared([], self._account.mark)
         in_order = sorted(candidates, key=lambda way: (way != present, self._forecast[way]))
         keeping, left = [way for way in in_order if way.keeps], [way for way in in_order if not way.keeps]
         for done in range(ROUNDS):
             for way in left:
                 owed = done == 0 and (way == present or way.stock is not None)
-                affordable = owed or self._cost + self._expected(way, SETTLING + COUNTED) <= ENOUGH
-                if affordable and self._least(way) < NEAR * min(self.medians.values(), default=math.inf):
+                affordable = owed or self._cost_with(way, SETTLING + COUNTED) <= ENOUGH
+                if affordable and self._least.get(way, 0.0) < NEAR * min(self.medians.values(), default=math.inf):
                     yield from self._try(way, SETTLING, COUNTED)
             fastest = min([*self.medians.values(), *(self._forecast[way] for way in keeping)], default=math.inf)
             left = [way for way in left if self.medians.get(way, math.inf) < NEAR * fastest]
         steps = ROUNDS * COUNTED
         for way in keeping:
-            if way == present or self._cost + self._expected(way, SETTLING_KEPT + steps) <= MOST:
+            if way == present or self._cost_with(way, SETTLING_KEPT + steps) <= MOST:
                 yield from self._try(way, SETTLING_KEPT, steps)
 
     def _try(self, way: Way, settling: int, counted: int) -> Course[None]:
         """Take some steps by a way, unless it does not suit the training."""
         own: list[float] = []
+        mark = self._account.mark
         if (yield from self._switch.to(way)):
             seconds = yield settling + counted
             own = self._seconds.get(way, []) + seconds[-counted:]
-        before, best = self._cost, self._fastest
-        if own := self._shared(own):
+        own, alone = self._shared(own, mark)
+        if own:
             self._seconds[way], self.medians[way] = own, statistics.median(own)
-            steps = (settling + counted) * max(0.0, self.medians[way] - best) / self._unit_seconds
-            self._change = max(self._change, self._cost - before - steps)
+            steps = (settling + counted) * (self.medians[way] - self._fastest)
+            self._change = max(self._change, alone - steps)
 
-    def _shared(self, own: Sequence[float]) -> list[float]:
-        """Return the means over the ranks of some steps' seconds, and note what the choice has cost until now."""
+    def _shared(self, own: Sequence[float], mark: tuple[float, int]) -> tuple[list[float], float]:
+        """Note the seconds that the choice has cost until now.
+
+        Return the means over the ranks of some steps' seconds, and of what the choice has cost since a mark.
+        """
         fastest = min(statistics.median(own), self._fastest) if own else self._fastest
-        *shared, self._cost = self._switch.means([*own, self._account.cost(fastest, self._unit_seconds)])
-        return shared
+        costs = self._account.cost(fastest), self._account.cost(fastest, mark)
+        *shared, self._cost, since = self._switch.means([*own, *costs])
+        return shared, since
 
     @property
     def _fastest(self) -> float:
@@ -83,11 +86,7 @@ class Tries:
     def _unit_seconds(self) -> float:
         return self.medians.get(self._unit, self._account.usual)
 
-    def _expected(self, way: Way, steps: int) -> float:
-        """Return what a change and so many steps are expected to cost beyond steps of the fastest way."""
+    def _cost_with(self, way: Way, steps: int) -> float:
+        """Return what the choice is expected to have cost after a change and so many steps, in steps of the unit."""
         slower = max(0.0, self.medians.get(way, self._forecast[way]) - self._fastest)
-        return self._change + steps * slower / self._unit_seconds
-
-    def _least(self, way: Way) -> float:
-        """Return the least time that a step can take: one of stock, as much of an exact one as it sends of the bytes."""
-        return 0.0 if way.stock is None else LEAST * self._exact * way.stock.itemsize / 4
+        return (self._cost + self._change + steps * slower) / self._unit_seconds

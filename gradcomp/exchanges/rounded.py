@@ -107,11 +107,10 @@ class Rounded(Compressor):
     def exchange(self, acc: Acc, state: RoundedState, world: World) -> Steps:
         state.steps += 1
         bounds = self.bounds(acc, state)
-        rounding = self.rounding(acc.residual.numel())
-        if self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(rounding.form, world.size)):
-            parts = GroupPartition(acc.residual.numel(), self.group, world.size)
-            if parts.none_empty:
-                return (yield from self._by_parts(acc, state, world, parts, bounds))
+        n = acc.residual.numel()
+        rounding = self.rounding(n)
+        if self.route_of(n, world.size) == "alltoall":
+            return (yield from self._by_parts(acc, state, world, GroupPartition(n, self.group, world.size), bounds))
         taken = rounding.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0), memory=acc.memory)
         received = yield from gather(taken)
         update = state.zeros(acc.residual)
@@ -151,6 +150,11 @@ class Rounded(Compressor):
         left = sums.div_(world.share).clamp_(-LARGEST, LARGEST)
         own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), left, own))
         return Update(update)
+
+    def route_of(self, n: int, ranks: int) -> str:
+        """Name the route of n entries: all to all where each rank has a group, and auto estimates that this is faster."""
+        wanted = self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(self.rounding(n).form, ranks))
+        return "alltoall" if wanted and GroupPartition(n, self.group, ranks).none_empty else "allgather"
 
     def _prefers_parts(self, form: Form, ranks: int) -> bool:
         """Estimate whether route=alltoall is faster, and return False if its second rounding would do harm.

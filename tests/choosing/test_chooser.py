@@ -268,3 +268,20 @@ def test_a_net_that_computes_longer_is_measured_again(monkeypatch: pytest.Monkey
     train(ranks, SEEN + CHOICE)
     after = turns._work
     assert before is not None and after is not None and after.forward > 2 * before.forward
+
+
+def test_what_stock_sends_of_an_exact_exchange() -> None:
+    """Gradients of 16 bits travel as such by stock, and as float32 by an exact exchange."""
+    ranks = begun(Link(FAST), "none")
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser)
+    assert (turns._part_of(torch.float32), turns._part_of(torch.bfloat16)) == (1, 0.5)
+    ranks[0].parameter.data = ranks[0].parameter.data.bfloat16()
+    assert turns._part_of(torch.float32) == turns._part_of(torch.bfloat16) == 0.5
+
+
+def test_without_an_optimizer_high_says_what_it_lacks() -> None:
+    for loss in ("low", "high"):
+        turns = begun(Link(FAST), loss)[0].session.turns
+        assert isinstance(turns, Chooser)
+        assert any("optimizer=" in why for why in turns.report()["refused"].values()) == (loss == "high")

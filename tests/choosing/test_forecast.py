@@ -64,6 +64,27 @@ def test_a_trial_of_smaller_layers_sends_its_part(made: Forecast, spec: str, mon
     assert small == pytest.approx(sent(Forecast(LAYERS, 8.0, WORLD)), rel=0.05)
 
 
+@pytest.mark.parametrize("spec", ["half", "orq:levels=5", "half:by_host=true", "orq:levels=5,route=allgather"])
+@pytest.mark.parametrize("bucket_mb", [0.4, 2.0, 25])
+def test_a_smaller_trial_takes_the_route_of_the_whole(spec: str, bucket_mb: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether gradients go to all ranks, or parts to the ranks that add them up, depends on a bucket's size."""
+    layers = {str(i): Layer(100_000, CPU) for i in range(40)}
+    world = World(0, 8, (0, 0, 1, 1, 2, 2, 3, 3) if "by_host" in spec else tuple(range(8)))
+
+    def kinds(most: int) -> set[str]:
+        monkeypatch.setattr(forecast, "MOST_ENTRIES", most)
+        one = Forecast(layers, bucket_mb, world)
+        parts = (part for i in range(len(one.groups)) for bucket in one._buckets(spec, i) for part in bucket.parts)
+        return {part.message.kind for part in parts if part.message is not None}
+
+    assert kinds(2**17) == kinds(10**9)
+
+
+def test_stock_sends_gradients_in_their_own_type() -> None:
+    half = Forecast(LAYERS, 8.0, WORLD, dict.fromkeys(LAYERS, torch.bfloat16))
+    assert half.seconds(STOCK, work(0.0), times(1e-6)) == pytest.approx(1e-6 * 2 * sum(SIZES.values()), rel=0.1)
+
+
 def test_layers_behind_backward_stay_dense(made: Forecast) -> None:
     """With a link that carries two of three groups during backward, only the one that comes last needs fewer bytes."""
     ways = [FIRST, HALF, LEVELS]

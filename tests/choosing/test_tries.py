@@ -36,24 +36,26 @@ class OneRank:
         return list(own)
 
 
-class Ledger:
+class Ledger(Account):
     """An account in which each try costs so much beside its steps."""
 
     def __init__(self, before: float, each: float):
+        super().__init__()
         self.usual, self._cost, self._each = 1.0, before, each
 
-    def cost(self, step: float, unit: float) -> float:
+    def cost(self, step: float, since: tuple[float, int] | None = None) -> float:
+        if since is not None:
+            return self._each
         self._cost += self._each
         return self._cost
 
 
 def tried(
-    seconds: dict[Way, float], forecast: dict[Way, float], present: Way, ledger: Ledger, out_of_reach: Sequence[Way] = ()
+    seconds: dict[Way, float], forecast: dict[Way, float], present: Way, account: Account, out_of_reach: Sequence[Way] = ()
 ) -> tuple[Tries, OneRank, int]:
     """Try the shortlist's ways, whose steps take so long. Return the steps, too."""
     switch: Any = OneRank(present, out_of_reach)
-    account: Any = ledger
-    tries = Tries(switch, account, forecast, 0.0, STOCK)
+    tries = Tries(switch, account, forecast, {}, STOCK)
     every = [way for way in EVERY if way in forecast]
     course = tries.take(shortlist(every, forecast, present))
     steps = 0
@@ -61,6 +63,9 @@ def tried(
         asked = next(course)
         while True:
             steps += asked
+            for _ in range(asked):
+                account.note_step(seconds[switch.way])
+            account.close()
             asked = course.send([seconds[switch.way]] * asked)
     except StopIteration:
         return tries, switch, steps
@@ -88,6 +93,19 @@ def test_a_way_out_of_reach_costs_its_attempts() -> None:
     assert {*tries.medians} == {STOCK} and tries._cost == 5  # the beginning, stock three times, and half once
 
 
+def test_a_large_gain_makes_no_change_dear() -> None:
+    """Once a way is found to be five times as fast, all steps before it have cost more: but that is no cost of changes."""
+    seconds = {STOCK: 1.0, CAST: 0.6, HALF: 0.2, NINE: 0.21, FIVE: 0.19, TOPK: 0.2}
+    account = Account()
+    account.usual = 1.0
+    for _ in range(4):
+        account.note_step(1.0)
+    account.close()
+    tries, _, _ = tried(seconds, dict(seconds), STOCK, account)
+    assert {*tries.medians} == {*EVERY}
+    assert tries._change == pytest.approx(0.0, abs=1e-9)
+
+
 @pytest.mark.parametrize("at", range(5))
 def test_a_pause_before_anybody_knows_what_is_usual_is_not_the_choices(at: int) -> None:
     account = Account()
@@ -95,7 +113,7 @@ def test_a_pause_before_anybody_knows_what_is_usual_is_not_the_choices(at: int) 
         account.note_step(8.0 if step == at else 0.1)
     account.close()
     account.usual = 0.1
-    assert account.cost(0.1, 0.1) == pytest.approx(0.0)
+    assert account.cost(0.1) == pytest.approx(0.0)
 
 
 def test_steps_of_a_slow_way_are_the_choices() -> None:
@@ -105,7 +123,7 @@ def test_steps_of_a_slow_way_are_the_choices() -> None:
         account.note_step(0.4)
     account.note_turn(0.05)
     account.close()
-    assert account.cost(0.1, 0.1) == pytest.approx(12.0)  # the turn is part of the next step
+    assert account.cost(0.1) == pytest.approx(1.2)  # the turn is part of the next step
     account.note_step(0.15)
     account.close()
-    assert account.cost(0.1, 0.1) == pytest.approx(12.5)
+    assert account.cost(0.1) == pytest.approx(1.25)

@@ -33,7 +33,7 @@ def chosen(*wanted: str) -> Iterator[None]:
         (tries, "ROUNDS"): 1,
         (tries, "ENOUGH"): 10**6,
         (tries, "MOST"): 10**6,
-        (tries, "LEAST"): 0,
+        (chooser, "LEAST"): 0,
     }
     with pytest.MonkeyPatch.context() as patch:
         for (module, name), value in patched.items():

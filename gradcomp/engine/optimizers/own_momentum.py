@@ -124,7 +124,20 @@ class OwnMomentum:
         """Name the optimizer's kind of moments that updates will hold. Ranks with other kinds would exchange other things."""
         optimizer = self._optimizer()
         kind = None if optimizer is None else self._kind_of(optimizer)
-        return "without moments that the exchange takes over" if kind is None else f"moments of {kind.name}"
+        if kind is not None:
+            return f"moments of {kind.name}"
+        return "without momentum" if self._has_none(optimizer) else "without moments that the exchange takes over"
+
+    @property
+    def bears_waiting(self) -> bool:
+        """True if updates hold the optimizer's momentum, or if it has none: entries that wait then lose nothing by it."""
+        optimizer = self._optimizer()
+        return optimizer is not None and (self._kind_of(optimizer) is not None or self._has_none(optimizer))
+
+    def _has_none(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        if not isinstance(optimizer, torch.optim.SGD) or not steps_as_known(type(optimizer)):
+            return False
+        return self._trains_just_these(optimizer) and not any(group["momentum"] for group in optimizer.param_groups)
 
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""

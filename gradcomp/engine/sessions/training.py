@@ -70,9 +70,9 @@ class Training:
         return {"optimizer": self._momentum.describe() if self._check.is_told else "unknown before its first step"}
 
     @property
-    def is_told(self) -> bool:
-        """True if the optimizer was given, so that its momentum can be taken over."""
-        return self._check.is_told
+    def bears_waiting(self) -> bool:
+        """True if entries may wait without loss: the optimizer was given, and its momentum, if any, is taken over."""
+        return self._check.is_told and self._momentum.bears_waiting
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. From now on, the optimizer's steps are checked."""
