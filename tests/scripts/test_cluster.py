@@ -261,3 +261,16 @@ def test_horovod_with_process_sets() -> None:
         for a, b in members:
             expected |= {f"sum {a}-{b}": [a + b + 2], f"gather {a}-{b}": [a] * (a + 1) + [b] * (b + 1)}
         assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["torch", "horovod"])
+def test_auto_on_a_slow_link(door: str) -> None:
+    """Nothing is patched: the ranks measure, try and choose. Their steps get twice as fast, or more."""
+    if door == "horovod":
+        assert importlib.util.find_spec("horovod"), "auto under Horovod was NOT tested: horovod is not installed"
+    command = program("auto", "ddp" if door == "torch" else door)
+    done = cluster(f"--hosts 2 --launcher {door} --rate 50mbit --timeout 45", command)
+    slow = [json.loads(line) for [line] in lines(done, 2).values()]
+    assert len({each["weights"] for each in slow}) == 1
+    assert all(each["way"].startswith("orq") and each["after"] < each["exact"] / 2 for each in slow), slow
