@@ -223,6 +223,7 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
         (["--ways", "stock,bf16"], "'bf16' is of the door ddp, not of horovod"),
         (["--ways", "grace:ratio=0.01", "--door", "ddp"], "is of the door horovod, not of ddp"),
         (["--ways", "stock", "--launcher", "horovodrun", "--later", "1gbit:5"], "need --launcher cluster"),
+        (["--ways", "stock", "--later", "1gbit:5"], "--later needs at least 5 rounds"),
         (["--ways", "stock", "--task", "cifar"], "needs --data FOLDER"),
         (["--ways", "stock", "--set", "depth=3"], "mlp has no depth"),
     ],

@@ -14,7 +14,7 @@ from laboratory.report import results
 from laboratory.study import settings
 from laboratory.tasks.table import TASKS
 from laboratory.train import ways
-from laboratory.train.launch import RIVALS, Launch, perform, table
+from laboratory.train.launch import FEWEST, RIVALS, Launch, perform, table
 
 WAYS = "none,sync,stock,fp16,dense,topk:ratio=0.001,sdagc:density=0.001,small=pool"
 
@@ -73,6 +73,8 @@ def launches(chosen: argparse.Namespace) -> list[Launch]:
         raise Refused(f"--ways: {error}") from None
     if chosen.launcher != "cluster" and (chosen.later or chosen.door != ways.HOROVOD):
         raise Refused("--later and --door ddp need --launcher cluster")
+    if chosen.later and chosen.rounds < FEWEST:
+        raise Refused(f"--later needs at least {FEWEST} rounds, to compare those before the change and after it; use --rounds")
     settled = settings.settle([chosen.task], [OF_DIGITS if chosen.task == "mlp" else [], *chosen.set])[chosen.task]
     data = prepared_files([chosen.task], chosen.data, chosen.cache).get(chosen.task, "")
     every = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from laboratory import ranks
@@ -21,9 +20,7 @@ def measure(started: start.Started) -> dict[str, Any]:
     seconds, steps = 0.0, 0
     for batch in range(trainee.passes, settings.steps + 1, trainee.passes):
         trainee.fitted.optimizer.param_groups[0]["lr"] = rate_of(started.task, settings, batch)
-        began = time.perf_counter()
-        trainee.step()
-        seconds += time.perf_counter() - began
+        seconds += trainee.step()
         steps += 1
         is_last = batch + trainee.passes > settings.steps
         if (batch >= SCORED_FROM * settings.steps and batch % options.every < trainee.passes) or is_last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.choosing import links
-from gradcomp.prediction import peers
+from gradcomp.prediction import peers, workload
 from gradcomp.prediction.link import Measured
 from laboratory.tasks import training
 from laboratory.train import ways
@@ -29,7 +30,8 @@ def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     own = links.measure(network, torch.device("cpu"), entries)
     figures = door.means([figure for line in own.lines.values() for figure in line], "links")
     measured = Measured({kind: (figures[2 * i], figures[2 * i + 1]) for i, kind in enumerate(own.lines)})
-    batches = job.batches[door.rank]
+    # Made beforehand: a trainee's seconds do not contain the making of its batches.
+    batches = iter(list(itertools.islice(job.batches[door.rank], workload.WARM_UP + workload.COUNTED)))
 
     def loss() -> Tensor:
         x, y = next(batches)

@@ -34,11 +34,11 @@ def timed(trainees: list[Trainee], door: Door, rounds: int, steps: int, turn: fl
                 stage = f"round {at}" if at else "warm-up"
                 part = (at * len(trainees) + done) / (len(trainees) * (rounds + 1))
                 ranks.tell(f"{stage} of {rounds}, {trainee.way}", part)
-            took = turn_of(trainee, door, fitting[trainee.way] if at else WARM_UP)
             if at:
-                found[trainee.way].append(took)
+                found[trainee.way].append(turn_of(trainee, door, fitting[trainee.way]))
                 continue
             choose(trainee, door)
+            took = turn_of(trainee, door, WARM_UP)
             fitting[trainee.way] = max(1, min(steps, int(turn / took.seconds[-1])))
     return found
 

@@ -23,6 +23,10 @@ RIVALS = ("stock", "bf16")
 PARTS = {"over": "", "over_before": ", before the change", "over_after": ", after it"}
 
 
+# The rounds of a launch whose links change, at least: two before the change, one with it, and two after it.
+FEWEST = 5
+
+
 class Launch(NamedTuple):
     """Everything that decides a launch: the ranks, their links, and the measurement.
 
@@ -123,7 +127,10 @@ def processor_times(every: Mapping[str, Any], way: str) -> dict[str, float | Non
 
 
 def changed_at(medians: Sequence[float]) -> int:
-    """Return the round in which the links changed: the one that parts a way's rounds into the two most even parts."""
+    """Return the round in which the links changed: the one that parts a way's rounds into the two most even parts.
+
+    There are at least FEWEST rounds.
+    """
     logs = [math.log(median) for median in medians]
 
     def uneven(at: int) -> float:
