@@ -128,7 +128,7 @@ def line_of(way: str, rate: str) -> dict[str, Any]:
     if way in ("stock", "topk"):
         line["predicted_ms"] = ms * (1.1 if way == "stock" else 0.7)
     if way.startswith("auto"):
-        line["auto"] = {"way": "sdagc" if slow else "stock", "cost_in_steps": 4.0}
+        line["auto"] = {"way": "sdagc" if slow else "stock", "cost_seconds": 2.0}
     return line
 
 
@@ -146,10 +146,10 @@ def test_the_page_shows_seconds_and_what_lost(tmp_path: Path, capsys: pytest.Cap
         if line[:3] == "| `"
     }
     assert rows["`stock`, DDP"] == ["99.50", "297 s", "71 s", "297 s", "71 s"]
-    # auto chooses twice in 596.9 batches, and each costs 4 stock steps, 2 s.
+    # auto chooses twice in 596.9 batches, and each costs 2 s.
     assert rows["`sdagc`, DDP"] == ["99.00", *["**66 s**"] * 4]
     assert rows["`auto`, DDP"][1] == "70 s (sdagc)"
-    assert rows["`orq:levels=9,momentum=0`, DDP"] == ["80.50", *["never"] * 4]
+    assert rows["`orq:levels=9,momentum=0`, DDP"] == ["80.50", *["never (80.50)"] * 4]
     assert rows["`bf16:steps=4`, lr 0.02, DDP"][0] == "99.50"
     assert "4 hosts, 100 Mbit/s: `sdagc`, DDP takes 66 s, 0.37 of the 178 s of `bf16`, DDP" in text
     assert (
@@ -158,6 +158,8 @@ def test_the_page_shows_seconds_and_what_lost(tmp_path: Path, capsys: pytest.Cap
     )
     assert "| 16 hosts, 1 Gbit/s, overloaded | 1 of 2 |" in text and "16 hosts, 1 Gbit/s, overloaded:" not in text
     assert "| 4 hosts, 100 Mbit/s | 2 of 4 | 0.90 | 0.70 (`topk`, DDP) | 1.10 (`stock`, DDP) |" in text
+    assert "| all but the overloaded | 8 of 16 | 0.90 | 0.70 | 1.10 |" in text
+    assert text.endswith("Commits: abc.\n")
     found = results.read(tmp_path / "out" / "accuracy.json")
     assert found is not None and len(found["tasks"]["mlp"]["clusters"]) == 4 + 2
     assert (tmp_path / "out" / "accuracy-mlp.png").stat().st_size > 10_000
@@ -171,6 +173,28 @@ def test_a_cluster_on_which_others_win_is_said() -> None:
     ]
     said = page.verdict({"hosts": 4, "rate": "none", "lines": lines})
     assert said == "- 4 hosts, unshaped: `sdagc`, Horovod takes 12 s, 1.20 of the 10 s of `stock`, DDP, **which wins**"
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "said"),
+    [
+        (12.0, None, "`sdagc`, DDP takes 12 s; no other way does"),
+        (None, 10.0, "`stock`, DDP takes 10 s; **no way of gradcomp does**"),
+        (None, None, "no way reaches the goal"),
+    ],
+)
+def test_ways_that_never_get_there_are_said(own: float | None, other: float | None, said: str) -> None:
+    lines = [{"door": DDP, "way": "stock", "seconds": other}, {"door": DDP, "way": "sdagc", "seconds": own}]
+    assert page.verdict({"hosts": 4, "rate": "none", "lines": lines}) == f"- 4 hosts, unshaped: {said}"
+
+
+def test_the_page_has_the_settings_of_the_trainings(tmp_path: Path) -> None:
+    plan = PLAN._replace(hosts=[8])
+    keep(plan, tmp_path / "records")
+    chosen = ["--tasks", "mlp", "--hosts", "8", "--rate", "100mbit", "--seeds", "2", "--data", str(tmp_path), "--report"]
+    places = ["--records", str(tmp_path / "records"), "--out", str(tmp_path), "--page", str(tmp_path / "page.md")]
+    assert main(["accuracy", *chosen, *places]) == 0
+    assert f"steps of 4 x {TASKS['mlp'].defaults.batch}" in (tmp_path / "page.md").read_text()
 
 
 def test_nothing_trained_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, CROWD, EVERY, OWN, RANKS
+from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, CROWD, EVERY, OWN, RANKS, RATES
 from laboratory.accuracy.summary import NEARLY
 from laboratory.report.tables import figure, markdown
 from laboratory.tasks.table import TASKS
-from laboratory.train.ways import DDP
+from laboratory.train.ways import DDP, POWERSGD_FROM
 
 DOORS = {"ddp": "DDP", "horovod": "Horovod"}
 NEVER, UNTRAINED = "never", "-"
@@ -27,13 +27,15 @@ How long a training takes until its score is within {100 - 100 * NEARLY:.0f} % o
 gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accuracy` makes this page.
 
 - **Scores** come from whole trainings on {RANKS} real ranks of one machine, with the score of held-out data after every
-  {EVERY} batches.
+  {EVERY} batches. One seed's accuracy on CIFAR has a [standard error of 0.7 points](claims.md#pictures): differences below two
+  points may be chance. Where a way never gets there, its final score stands in brackets.
 - **Seconds** are batches times the seconds of a batch, which are measured on emulated clusters with links of the given rate,
   where all ways take turns. A cluster of 8 hosts trains with the same batch in all, half as large on each; its scores are
   those of {RANKS} ranks.
 - `{ADDED_UP}` adds up the gradients of four batches before it exchanges them in bf16, with the best of three learning
-  rates. PowerSGD is torch's hook, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the
-  authors' Deep Gradient Compression with their own code. gradcomp's specs are used as they come.
+  rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook: it compresses from
+  step {POWERSGD_FROM} on, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the authors' Deep
+  Gradient Compression with their own code. gradcomp's specs are used as they come.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose.
 - Steps are also predicted, by the ranks on the cluster: they measure links, kernels and a step's own work for a few seconds.
 - All hosts share one machine of two cores, so all messages cost processor time that real network cards would not. {CROWD} hosts
@@ -65,7 +67,11 @@ def verdict(cells: Mapping[str, Any]) -> str:
     other = best([line for line in cells["lines"] if line["way"] not in (*OWN, *CHOOSING)])
     where = cluster(cells["hosts"], cells["rate"])
     if own is None or other is None:
-        return f"- {where}: not comparable yet"
+        reached = own or other
+        if reached is None:
+            return f"- {where}: no way reaches the goal"
+        whose = "no other way does" if other is None else "**no way of gradcomp does**"
+        return f"- {where}: {name(reached)} takes {reached['seconds']:.0f} s; {whose}"
     ratio = own["seconds"] / other["seconds"]
     how = f"{ratio:.2f} of the {other['seconds']:.0f} s of {name(other)}"
     return f"- {where}: {name(own)} takes {own['seconds']:.0f} s, {how}{', **which wins**' if ratio > 1 else ''}"
@@ -87,7 +93,8 @@ def _seconds(line: Mapping[str, Any] | None, first: Mapping[str, Any] | None) ->
     if line is None or line["score"] is None:
         return UNTRAINED
     if line["seconds"] is None:
-        return NEVER
+        which = f"{line['chosen']}, " if "chosen" in line else ""
+        return f"{NEVER} ({which}{line['score']:.2f})"
     text = f"{line['seconds']:.0f} s"
     text = f"**{text}**" if first is line else text
     return f"{text} ({line['chosen']})" if "chosen" in line else text
@@ -96,6 +103,7 @@ def _seconds(line: Mapping[str, Any] | None, first: Mapping[str, Any] | None) ->
 def predictions(every: Sequence[Mapping[str, Any]]) -> str:
     """Compare predicted steps with measured ones, on each cluster. What a step computes alone was measured there, too."""
     rows = [["predicted / measured step", "within 20 %", "median", "lowest", "highest"]]
+    together: list[float] = []
     for cells in every:
         lines = [line for line in cells["lines"] if line.get("predicted_ms") and line["way"] != "none"]
         ratios = {name(line): line["predicted_ms"] / line["ms"] for line in lines}
@@ -107,6 +115,11 @@ def predictions(every: Sequence[Mapping[str, Any]]) -> str:
         ]
         median = f"{statistics.median(ratios.values()):.2f}"
         rows.append([cluster(cells["hosts"], cells["rate"]), f"{close} of {len(ratios)}", median, *ends])
+        together += ratios.values() if cells["hosts"] != CROWD else []
+    if together:
+        close = sum(abs(ratio - 1) <= CLOSE for ratio in together)
+        median, *ends = (f"{of(together):.2f}" for of in (statistics.median, min, max))
+        rows.append(["all but the overloaded", f"{close} of {len(together)}", median, *ends])
     return markdown(rows) if len(rows) > 1 else ""
 
 
@@ -136,5 +149,6 @@ def page(tasks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, str], re
         parts.append(table(clusters, TASKS[task].score_name))
         parts.append(confirmed(found["confirmed"], found["clusters"]) if found.get("confirmed") else "")
         parts.append(predictions(found["clusters"]))
-    parts.append(f"All figures, with predicted steps: [{result.rpartition('/')[2]}]({result}).")
+    commits = sorted({commit for found in tasks.values() for commit in found["commits"]})
+    parts.append(f"All figures, with predicted steps: [{result.rpartition('/')[2]}]({result}). Commits: {', '.join(commits)}.")
     return "\n\n".join(filter(None, parts)) + "\n"

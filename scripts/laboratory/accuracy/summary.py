@@ -100,14 +100,14 @@ def choices(batches: float) -> int:
     return 1 + int(math.log2(batches / AGAIN + 1))
 
 
-def cell(learning: Learning, line: Mapping[str, Any], stock_ms: float) -> dict[str, Any]:
+def cell(learning: Learning, line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a way's figures on one cluster. auto's choosing is part of its seconds."""
     way, ms = str(line["way"]), float(line["ms"]["median"])
     found: dict[str, Any] = {"way": way, "ms": ms, "over": line["over"], "predicted_ms": line.get("predicted_ms")}
     extra = 0.0
     if way in CHOOSING:
         found["chosen"] = line["auto"]["way"]
-        extra = line["auto"]["cost_in_steps"] * stock_ms / 1000  # of one choice
+        extra = line["auto"]["cost_seconds"]  # of one choice
         way = chosen(line["auto"])
     found |= learning.of(way)
     if way in learning.rates and ways.passes(way) > 1:
@@ -129,6 +129,14 @@ def confirmation(task: str, learning: Learning, record: Mapping[str, Any]) -> di
     return {**found, "seconds": began + (ended - began) * (batches - before) / (after - before)}
 
 
+def commits(plan: Plan, task: str, folder: Path) -> list[str]:
+    """List the commits of a task's records."""
+    courses = [course for course in (*plan.courses(), *plan.confirmations()) if course.task == task]
+    launches = [launch for launch in plan.launches() if launch.task == task]
+    found = [*(course.load(folder) for course in courses), *kept.load(launches, folder / "launches")]
+    return sorted({record["commit"] for record in found if record is not None})
+
+
 def cells(plan: Plan, task: str, learning: Learning, folder: Path) -> list[dict[str, Any]]:
     """Return the clusters of a task: for each, the lines of both doors."""
     found = []
@@ -137,8 +145,7 @@ def cells(plan: Plan, task: str, learning: Learning, folder: Path) -> list[dict[
         for door in (DDP, HOROVOD):
             for launched in kept.load([plan.launch(task, door, hosts, rate)], folder):
                 of_door = {line["way"]: line for line in launched["run"]["lines"]}
-                stock = of_door["stock"]["ms"]["median"]
-                lines += [{"door": door, **cell(learning, line, stock)} for way, line in of_door.items() if way != "none"]
+                lines += [{"door": door, **cell(learning, line)} for way, line in of_door.items() if way != "none"]
                 lines.append({"door": door, "way": "none", "ms": of_door["none"]["ms"]["median"], "seconds": None})
         if lines:
             found.append({"hosts": hosts, "rate": rate, "lines": lines})

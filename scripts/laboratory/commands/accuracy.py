@@ -9,7 +9,7 @@ from typing import Any
 
 from laboratory import options
 from laboratory.accuracy import courses, page, plots, summary
-from laboratory.accuracy.plan import ROUNDS, TURN, Plan
+from laboratory.accuracy.plan import RANKS, ROUNDS, TURN, Plan
 from laboratory.commands.study import prepared_files
 from laboratory.machine import ROOT
 from laboratory.report import results
@@ -82,7 +82,7 @@ def write(plan: Plan, chosen: argparse.Namespace) -> None:
     pictures: dict[str, str] = {}
     for task in plan.tasks:
         learning = summary.Learning(plan, task, chosen.records)
-        own = plan.settings(task, plan.hosts[0])
+        own = plan.settings(task, RANKS)
         whole = [record for course in plan.confirmations() if course.task == task and (record := course.load(chosen.records))]
         tasks[task] = {
             "settings": own._asdict(),
@@ -91,6 +91,7 @@ def write(plan: Plan, chosen: argparse.Namespace) -> None:
             "goal": learning.goal,
             "curves": learning.curves,
             "rates": learning.rates,
+            "commits": summary.commits(plan, task, chosen.records),
             "confirmed": summary.confirmation(task, learning, whole[0]) if whole else None,
             "clusters": summary.cells(plan, task, learning, times(chosen)),
         }

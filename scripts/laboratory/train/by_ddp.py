@@ -17,9 +17,6 @@ from gradcomp.networks.torch import TorchNetwork
 from laboratory.train import ways
 from laboratory.train.trainee import Fitted
 
-# PowerSGD's hook compresses from this step on. It refuses a lower one with error feedback.
-POWERSGD_FROM = 2
-
 # The hook starts later reductions of a bucket from gloo's threads. With several buckets their order differs between ranks, and
 # gloo adds up tensors of different buckets, or aborts. So it gets one bucket, of up to so many megabytes.
 ONE_BUCKET = 1e4
@@ -65,7 +62,7 @@ class Door:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if name == "powersgd" else None)
         if name == "powersgd":
             state = powerSGD_hook.PowerSGDState(
-                dist.group.WORLD, matrix_approximation_rank=int(number), start_powerSGD_iter=POWERSGD_FROM
+                dist.group.WORLD, matrix_approximation_rank=int(number), start_powerSGD_iter=ways.POWERSGD_FROM
             )
             wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
             return Fitted(wrapped, optimizer, lambda: None)

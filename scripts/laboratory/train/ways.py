@@ -14,6 +14,9 @@ from laboratory import options
 HOROVOD, DDP = "horovod", "ddp"
 DOORS = (HOROVOD, DDP)
 
+# PowerSGD's hook compresses from this step on. It refuses a lower one with error feedback.
+POWERSGD_FROM = 2
+
 # The variable that names the folder of the published projects.
 PROJECTS = "GRADCOMP_PROJECTS"
 
