@@ -34,10 +34,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The lines of all ways. cluster: in words. measured: where kernels and work were timed."""
+    """The lines of all ways. cluster: in words. measured: where kernels were timed. predicted: they were not, but predicted."""
 
     cluster: str
     measured: str
+    predicted: bool
     parameters: int
     lines: Sequence[Line]
     left_out: dict[str, str]
