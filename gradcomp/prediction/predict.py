@@ -15,12 +15,15 @@ from gradcomp.prediction.link import Link, Times, bandwidth_of, seconds_of
 from gradcomp.prediction.profile import Profile, load
 from gradcomp.prediction.result import Line, Prediction
 from gradcomp.prediction.timeline import Work
-from gradcomp.prediction.trial import Bucket, try_out
+from gradcomp.prediction.trial import Bucket, Effort, try_out
 from gradcomp.requests import World
 from gradcomp.spec import make, names
 
 # Why a compressor that learns is left out.
 LEARNS = "it sends other messages once it has learned, which a few steps do not show; train with it for a while to time it"
+
+# Enough to see messages, where a profile has the seconds.
+MESSAGES = Effort(counted=1, seconds=0.0)
 
 
 class Cluster(NamedTuple):
@@ -141,9 +144,11 @@ def try_all(
     for done, spec in enumerate(wanted):
         if tell is not None:
             tell(f"{spec}, {world.size} ranks", done / len(wanted))
-        found[spec] = buckets_of(spec, shapes, world, bucket_mb, device, types)
-        if machine is not None:
-            found[spec] = machine.priced(spec, found[spec], shapes, world)
+        if machine is None:
+            found[spec] = buckets_of(spec, shapes, world, bucket_mb, device, types)
+        else:
+            tried = buckets_of(spec, shapes, world, bucket_mb, device, types, MESSAGES)
+            found[spec] = machine.priced(spec, tried, shapes, world)
     return found
 
 
@@ -159,11 +164,12 @@ def buckets_of(
     bucket_mb: float,
     device: torch.device,
     types: workload.Types | None = None,
+    effort: Effort | None = None,
 ) -> list[Bucket]:
     """Return the buckets of a spec or a peer, tried out on this machine."""
     if peers.is_peer(spec):
         return peers.buckets_of(spec, shapes, device, types)
-    return try_out(spec, shapes, world, bucket_mb, device, types=types)
+    return try_out(spec, shapes, world, bucket_mb, device, effort, types)
 
 
 def line_of(spec: str, work: Work, buckets: Sequence[Bucket], link: Times, world: World) -> Line:

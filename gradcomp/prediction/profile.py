@@ -1,8 +1,9 @@
 """A machine profile: what the parts of a bucket's step cost on a machine that need not be here.
 
-A part is known by the messages around it, such as start>gather or gather>end. Its seconds are a sum over sizes: one for the
-part itself, the layers and the entries of its bucket, the entries beyond those that caches hold, the payloads that it reads or
-makes for single ranks, and the bytes that have arrived. Seconds for each do not depend on the ranks. Gradients are float32.
+A part is known by the two messages before it and the one behind it: start>gather, start>gather>end, send>gather>end. Its
+seconds are a sum over sizes: one for the part itself, the layers and the entries of its bucket, the entries beyond those that
+caches hold, the payloads that it reads or makes for single ranks, and the bytes that have arrived. Seconds for each of these do
+not depend on the ranks. Gradients are float32.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Profile(NamedTuple):
         lacks = [key for key in keys_of(spec, shapes) if key not in self.costs]
         if not lacks:
             return None
-        return f"the profile of {self.machine} has no times of {lacks[0]}; it has {', '.join(self.costs)}"
+        rules = len(keys_of(spec, shapes)) > 1
+        return f"the profile of {self.machine} has no times of {lacks[0] if rules else 'it'}; it has {', '.join(self.costs)}"
 
     def priced(self, spec: str, buckets: Sequence[Bucket], shapes: Shapes, world: World) -> list[Bucket]:
         """Replace the seconds of buckets that were tried here."""
@@ -77,8 +79,8 @@ class Profile(NamedTuple):
             for part, (role, sizes) in zip(bucket.parts, roles_of(bucket, shapes, world), strict=True):
                 if role not in costs:
                     raise ValueError(
-                        f"the profile of {self.machine} has no times of {spec} between {role.replace('>', ' and ')}, which "
-                        f"{world.size} ranks need; leave {spec} out of the specs"
+                        f"the profile of {self.machine} has no times of {spec} for {role}, which {world.size} ranks "
+                        f"need; leave {spec} out of the specs"
                     )
                 priced.append(part._replace(seconds=costs[role].seconds(sizes)))
             found.append(bucket._replace(parts=tuple(priced)))
@@ -98,11 +100,12 @@ def roles_of(bucket: Bucket, shapes: Shapes, world: World) -> Iterator[tuple[str
     """Name the messages around each part of a bucket, and return the part's sizes."""
     layers, entries = len(bucket.names), sum(torch.Size(shapes[name]).numel() for name in bucket.names)
     before: Message | None = None
+    kinds = ["start"]
     for part in bucket.parts:
-        role = f"{before.kind if before else 'start'}>{part.message.kind if part.message else 'end'}"
         payloads, size = _received(before, world)
         made = len(part.message.to) if part.message else 0
-        yield role, Costs(1, layers, entries, max(0, entries - CACHED), payloads + made, size)
+        kinds = [*kinds[-2:], part.message.kind if part.message else "end"]
+        yield ">".join(kinds), Costs(1, layers, entries, max(0, entries - CACHED), payloads + made, size)
         before = part.message
 
 
