@@ -15,7 +15,7 @@ FILES = {"h100": H100, "h200": H200}
 
 EXAMPLES = """\
 example:
-  scripts/lab profile      # half a minute of a quiet core; after every change of the predicted kernels"""
+  scripts/lab profile      # a minute of a quiet core; after every change of the predicted kernels"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
