@@ -6,6 +6,8 @@ import json
 import statistics
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import gradcomp
-from gradcomp.prediction import peers, profile, profiling, trial
+from gradcomp.prediction import mirror, peers, profile, profiling, trial
 from gradcomp.prediction.profile import Costs
 from gradcomp.requests import World
 
@@ -30,12 +32,30 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "EFFORT", trial.Effort(seconds=0.0))
 
 
+class Processor:
+    """The clock of a trial: other work on the machine does not count."""
+
+    perf_counter = staticmethod(time.thread_time)
+
+
+def count_least_processor_times(patch: pytest.MonkeyPatch) -> None:
+    for module in (mirror, peers):
+        patch.setattr(module, "time", Processor)
+    for module in (trial, peers):
+        patch.setattr(module, "statistics", types.SimpleNamespace(median=min))
+
+
 @pytest.fixture(scope="module")
 def here() -> profile.Profile:
     """A profile of this machine, of buckets that take little time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
+        count_least_processor_times(patch)
         patch.setattr(profiling, "SIZES", ((64, 4, 2), (64, 16, 8), (128, 16, 2), (256, 4, 8)))
-        return profiling.measure(["topk", "powersgd:rank=1"], "test machine", CPU)
+        found = profiling.measure(["topk", "powersgd:rank=1"], "test machine", CPU)
+    torch.set_num_threads(threads)
+    return found
 
 
 def test_a_line_is_found_again() -> None:
@@ -61,19 +81,24 @@ def test_sizes_are_those_of_what_arrives() -> None:
 
 
 @pytest.mark.parametrize("spec", ["topk", "stock", "powersgd:rank=1"])
-def test_a_profile_of_this_machine_predicts_what_a_trial_does(spec: str, here: profile.Profile) -> None:
-    """At a size that no line went through. Medians of trials, since other work on the machine disturbs single ones."""
+def test_a_profile_of_this_machine_predicts_what_a_trial_does(
+    spec: str, here: profile.Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a size that no line went through."""
+    count_least_processor_times(monkeypatch)
     shapes = {str(i): (192, 192) for i in range(5)}
     ratios = []
     for _ in range(5):
-        options = shapes, CPU
-        buckets = peers.buckets_of(spec, *options) if peers.is_peer(spec) else trial.try_out(spec, shapes, FOUR, 25, CPU)
-        priced = here.priced(spec, buckets, shapes, FOUR)
-        tried, wanted = (sum(part.seconds for each in all_ for part in each.parts) for all_ in (buckets, priced))
-        ratios.append(tried / wanted)
-        assert [part.message for each in buckets for part in each.parts] == [p.message for each in priced for p in each.parts]
-    # On a machine that others use, a part of a millisecond takes three times as long in one trial as in the next.
-    assert 1 / 3 < statistics.median(ratios) < 3
+        tried = peers.buckets_of(spec, shapes, CPU) if peers.is_peer(spec) else trial.try_out(spec, shapes, FOUR, 25, CPU)
+        priced = here.priced(spec, tried, shapes, FOUR)
+        ratios.append(seconds_of(tried) / seconds_of(priced))
+        assert [part.message for each in tried for part in each.parts] == [p.message for each in priced for p in each.parts]
+    # Caches and clock speeds are shared with other work: 40 % either way.
+    assert 1 / 1.4 < statistics.median(ratios) < 1.4
+
+
+def seconds_of(buckets: list[trial.Bucket]) -> float:
+    return sum(part.seconds for bucket in buckets for part in bucket.parts)
 
 
 def test_a_profile_goes_through_a_file(here: profile.Profile, tmp_path: Path) -> None:
