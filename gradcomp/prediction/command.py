@@ -10,10 +10,13 @@ from pathlib import Path
 
 import torch
 
-from gradcomp.prediction import plots, workload
+from gradcomp.prediction import peers, plots, workload
 from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
-from gradcomp.prediction.predict import Cluster
+from gradcomp.prediction.predict import Cluster, machine_of, processor
+from gradcomp.prediction.profile import shipped
+from gradcomp.prediction.profiling import measure
 from gradcomp.prediction.sweep import Sweep
+from gradcomp.spec import make, names
 
 EXAMPLES = """\
 examples:
@@ -22,10 +25,18 @@ examples:
       --specs topk 'topk; *.bias=dense' topk:by_host=true powersgd:rank=2 --json prediction.json --plots .
 
 --specs also takes what users have without gradcomp: none, stock, bf16, fp16, powersgd:rank=N, accumulate:steps=N. The first
-four are always predicted. A semicolon begins a rule for layers. A warm-up (warmup=N) counts as over. lgc learns: it is left
-out.
+four are always predicted. A semicolon begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns
+is left out.
 
-Kernels are timed on this machine, with --threads of torch: run this where you train, or on a machine like it."""
+Kernels are timed on this machine, with --threads of torch. For another machine, write its profile there (python -m gradcomp
+profile FILE), and pass --profile FILE here. --profile h100 and h200 have kernels as predicted: no GPU has confirmed them."""
+
+PROFILE_EXAMPLES = """\
+example:
+  python -m gradcomp profile machine.json --threads 4
+  python -m gradcomp predict --profile machine.json --model shapes.json --ranks 8 --forward 0.1s --backward 0.2s
+
+Takes some minutes of a quiet machine."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +63,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="separated by spaces; quote a spec that has rules for layers (default: every compressor's default)",
     )
     parser.add_argument("--bucket-mb", type=float, default=25, help="(default: 25)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda, where gradients will lie (default: cpu)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
+    _add_place(parser)
+    parser.add_argument("--profile", metavar="NAME", help=f"predict for another machine: {', '.join(['a file', *shipped()])}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument(
         "--plots", type=Path, metavar="FOLDER", help="draw speed against ranks and bandwidth (needs matplotlib)"
     )
 
 
+def add_profile_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command that writes a profile."""
+    parser.epilog, parser.formatter_class = PROFILE_EXAMPLES, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--specs", nargs="+", action="extend", metavar="SPEC", help="(default: every compressor's default, and peers)"
+    )
+    _add_place(parser)
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
+
+
+def run_profile(chosen: argparse.Namespace) -> None:
+    """Measure this machine, and write its profile."""
+    _set_threads(chosen.threads)
+    device = workload.device_named(chosen.device or "cpu")
+    specs = [*peers.NAMES, *names()] if chosen.specs is None else [spec.strip() for spec in chosen.specs]
+    known = [spec for spec in specs if spec != peers.NONE and (peers.is_peer(spec) or not make(spec).traits.learns)]
+    chosen.file.write_text(json.dumps(measure(known, processor(device), device, _tell).json(), indent=1) + "\n")
+    print(f"written: {chosen.file}")
+
+
+def _set_threads(threads: int) -> None:
+    if threads < 1:
+        raise ValueError(f"--threads {threads} must be at least 1")
+    torch.set_num_threads(threads)
+
+
 def run(chosen: argparse.Namespace) -> None:
     """Predict, print the table, and write what is asked for."""
-    if chosen.threads < 1:
-        raise ValueError(f"--threads {chosen.threads} must be at least 1")
-    torch.set_num_threads(chosen.threads)
+    _set_threads(chosen.threads)
     if chosen.plots is not None:
         plots.check()
     specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
@@ -73,7 +113,8 @@ def run(chosen: argparse.Namespace) -> None:
     link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"), *inside)
     model = workload.load(chosen.model)
     types = workload.types_of(model)
-    sweep = Sweep(workload.shapes_of(model), times, specs, chosen.bucket_mb, chosen.device, _tell, types)
+    machine, device = machine_of(chosen.profile, chosen.device), chosen.device or "cpu"
+    sweep = Sweep(workload.shapes_of(model), times, specs, chosen.bucket_mb, device, _tell, types, machine)
     cluster = Cluster(chosen.ranks, chosen.hosts, link)
     found = sweep.prediction(cluster)
     print(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,14 +12,18 @@ from torch import Tensor, nn
 
 from gradcomp.prediction import peers, timeline, workload
 from gradcomp.prediction.link import Link, Times, bandwidth_of, seconds_of
+from gradcomp.prediction.profile import Profile, load
 from gradcomp.prediction.result import Line, Prediction
 from gradcomp.prediction.timeline import Work
-from gradcomp.prediction.trial import Bucket, try_out
+from gradcomp.prediction.trial import Bucket, Effort, try_out
 from gradcomp.requests import World
 from gradcomp.spec import make, names
 
 # Why a compressor that learns is left out.
 LEARNS = "it sends other messages once it has learned, which a few steps do not show; train with it for a while to time it"
+
+# Enough to see messages, where a profile has the seconds.
+MESSAGES = Effort(counted=1, seconds=0.0)
 
 
 class Cluster(NamedTuple):
@@ -60,6 +65,7 @@ def predict(
     specs: Sequence[str] | None = None,
     bucket_mb: float = 25,
     device: str | torch.device | None = None,
+    profile: str | Path | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
     """Predict step times: of none, stock DDP, bf16, fp16, PowerSGD, accumulation, and every compressor.
@@ -71,23 +77,55 @@ def predict(
     specs: those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that learns
     (lgc) is left out, and the prediction says so.
     device: where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
+    profile: a machine to predict for in place of this one: a file of `python -m gradcomp profile`, or h100 or h200, whose
+    kernels are predicted.
     tell: called with what is being done and how much is done.
     """
-    shapes = workload.shapes_of(model)
+    machine, shapes = machine_of(profile, device, loss), workload.shapes_of(model)
     times = Link(bandwidth_of(link), seconds_of(latency, "latency")) if isinstance(link, str) else link
     cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
-    wanted, left_out = wanted_of(specs)
-    place = workload.device_of(model) if device is None else workload.device_named(device)
-    tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell, workload.types_of(model))
+    wanted, left_out = wanted_of(specs, shapes, machine)
+    place = workload.device_named(device) if device is not None else workload.device_of({} if machine else model)
+    tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell, workload.types_of(model), machine)
+    return prediction_of(shapes, lines_of(tried, work, cluster), left_out, cluster, place, machine)
+
+
+def prediction_of(
+    shapes: workload.Shapes,
+    lines: list[Line],
+    left_out: dict[str, str],
+    cluster: Cluster,
+    device: torch.device,
+    machine: Profile | None,
+) -> Prediction:
+    """Put a prediction together."""
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
-    where = f"kernels timed on this {processor(place)}"
-    return Prediction(str(cluster), where, total, lines_of(tried, work, cluster), left_out)
+    where = f"kernels timed on this {processor(device)}" if machine is None else str(machine)
+    return Prediction(str(cluster), where, machine is not None and machine.predicted, total, lines, left_out)
 
 
-def wanted_of(specs: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
+def machine_of(
+    profile: str | Path | None, device: str | torch.device | None = None, loss: Callable[[], Tensor] | None = None
+) -> Profile | None:
+    """Read the profile, if one is given. device, loss: speak of this machine, and cannot be given with it."""
+    if profile is None:
+        return None
+    if device is not None:
+        raise ValueError("device says where kernels are timed here, and a profile has their times; give one of them")
+    if loss is not None:
+        raise ValueError("loss= measures steps of this machine; with profile=, pass forward= and backward= of the profile's")
+    return load(profile)
+
+
+def wanted_of(
+    specs: Sequence[str] | None, shapes: workload.Shapes, machine: Profile | None
+) -> tuple[list[str], dict[str, str]]:
     """Return the ways to try, and those that are left out, with the reason."""
     wanted = [*peers.NAMES, *names()] if specs is None else list(specs)
     left_out = {spec: LEARNS for spec in wanted if not peers.is_peer(spec) and make(spec).traits.learns}
+    for spec in wanted:
+        if machine is not None and spec not in left_out and (lacks := machine.missing(spec, shapes)):
+            left_out[spec] = lacks
     return [spec for spec in dict.fromkeys([peers.NONE, peers.STOCK, *peers.HALVES, *wanted]) if spec not in left_out], left_out
 
 
@@ -99,13 +137,18 @@ def try_all(
     device: torch.device,
     tell: Tell | None,
     types: workload.Types | None = None,
+    machine: Profile | None = None,
 ) -> dict[str, list[Bucket]]:
-    """Try every way on this machine."""
+    """Try every way here. machine: has the seconds of another machine."""
     found = {}
     for done, spec in enumerate(wanted):
         if tell is not None:
             tell(f"{spec}, {world.size} ranks", done / len(wanted))
-        found[spec] = buckets_of(spec, shapes, world, bucket_mb, device, types)
+        if machine is None:
+            found[spec] = buckets_of(spec, shapes, world, bucket_mb, device, types)
+        else:
+            tried = buckets_of(spec, shapes, world, bucket_mb, device, types, MESSAGES)
+            found[spec] = machine.priced(spec, tried, shapes, world)
     return found
 
 
@@ -121,11 +164,12 @@ def buckets_of(
     bucket_mb: float,
     device: torch.device,
     types: workload.Types | None = None,
+    effort: Effort | None = None,
 ) -> list[Bucket]:
     """Return the buckets of a spec or a peer, tried out on this machine."""
     if peers.is_peer(spec):
         return peers.buckets_of(spec, shapes, device, types)
-    return try_out(spec, shapes, world, bucket_mb, device, types=types)
+    return try_out(spec, shapes, world, bucket_mb, device, effort, types)
 
 
 def line_of(spec: str, work: Work, buckets: Sequence[Bucket], link: Times, world: World) -> Line:

@@ -34,10 +34,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The lines of all ways. cluster: in words. measured: where kernels and work were timed."""
+    """The lines of all ways. cluster: in words. measured: where kernels were timed. predicted: they were not, but predicted."""
 
     cluster: str
     measured: str
+    predicted: bool
     parameters: int
     lines: Sequence[Line]
     left_out: dict[str, str]
@@ -89,7 +90,8 @@ class Prediction:
             "  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
             for row in rows
         )
-        out = "".join(f"\nleft out: {spec}: {why}" for spec, why in self.left_out.items())
+        reasons = {why: [spec for spec, other in self.left_out.items() if other == why] for why in self.left_out.values()}
+        out = "".join(f"\nleft out: {', '.join(specs)}: {why}" for why, specs in reasons.items())
         return f"{self.cluster}; {self.parameters:,} parameters; {self.measured}\n\n{table}{out}\n\n{self.advice}"
 
     def _row(self, line: Line, stock: Line) -> tuple[str, ...]:

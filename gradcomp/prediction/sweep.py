@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from gradcomp.prediction import workload
-from gradcomp.prediction.predict import Cluster, Tell, lines_of, processor, try_all, wanted_of
+from gradcomp.prediction.predict import Cluster, Tell, lines_of, prediction_of, try_all, wanted_of
+from gradcomp.prediction.profile import Profile
 from gradcomp.prediction.result import Prediction
 from gradcomp.prediction.trial import Bucket
 
 
 class Sweep:
-    """The training, and what was tried of it. times: forward, backward and optimizer, in seconds. types: those of gradients."""
+    """The training, and what was tried of it. times: forward, backward and optimizer, in seconds. types: those of gradients.
+
+    machine: that is predicted for, in place of this one.
+    """
 
     def __init__(
         self,
@@ -24,19 +26,19 @@ class Sweep:
         device: str,
         tell: Tell,
         types: workload.Types | None = None,
+        machine: Profile | None = None,
     ):
         self._shapes, self._bucket_mb, self._device, self._tell = shapes, bucket_mb, workload.device_named(device), tell
-        self._types = types
+        self._types, self._machine = types, machine
         self._work = workload.given(shapes, **times)
-        self._wanted, self._left_out = wanted_of(specs)
+        self._wanted, self._left_out = wanted_of(specs, shapes, machine)
         self._tried: dict[tuple[int, int | None], dict[str, list[Bucket]]] = {}
 
     def prediction(self, cluster: Cluster) -> Prediction:
         """Predict the steps on a cluster."""
         key, world = (cluster.ranks, cluster.hosts), cluster.world
         if key not in self._tried:
-            options = world, self._bucket_mb, self._device, self._tell, self._types
+            options = world, self._bucket_mb, self._device, self._tell, self._types, self._machine
             self._tried[key] = try_all(self._wanted, self._shapes, *options)
-        total = sum(torch.Size(shape).numel() for shape in self._shapes.values())
-        where = f"kernels timed on this {processor(self._device)}"
-        return Prediction(str(cluster), where, total, lines_of(self._tried[key], self._work, cluster), self._left_out)
+        lines = lines_of(self._tried[key], self._work, cluster)
+        return prediction_of(self._shapes, lines, self._left_out, cluster, self._device, self._machine)

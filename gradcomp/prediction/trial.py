@@ -115,13 +115,13 @@ def _kinds(notes: Sequence[Note]) -> list[str | None]:
     return [None if note.message is None else note.message.kind for note in notes]
 
 
-def _without_warmup(compressor: Compressor) -> Compressor:
+def without_warmup(compressor: Compressor) -> Compressor:
     """Take the warm-up out: its steps are few, and send more than those that follow."""
     match compressor:
         case Feedback():
             return replace(compressor, warmup=0)
         case ByLayer(rules, default):
-            return ByLayer(tuple((pattern, _without_warmup(each)) for pattern, each in rules), _without_warmup(default))
+            return ByLayer(tuple((pattern, without_warmup(each)) for pattern, each in rules), without_warmup(default))
     return compressor
 
 
@@ -140,7 +140,7 @@ def _steps(
     layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
     updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
     targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
-    compressor, rates = _without_warmup(make(spec)), lambda names: (RATE,) * len(names)
+    compressor, rates = without_warmup(make(spec)), lambda names: (RATE,) * len(names)
     reducer = Reducer(compressor, layers, network, bucket_mb, 0, targets=targets, rates=rates)
     counted: list[dict[int, list[Note]]] = []
     began = 0.0

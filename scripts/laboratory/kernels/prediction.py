@@ -28,6 +28,8 @@ class Gpu(NamedTuple):
 
 # Copies: 90 % of the data sheet's 4.8 TB/s. Cache: about twice that. 132 multiprocessors that issue for four warps each.
 H200 = Gpu("NVIDIA H200", 4.3e12, 8e12, 132 * 4 * 32 * 1.7e9, 2.5e-6)
+# The same chip, with memory of 3.35 TB/s by the data sheet (SXM).
+H100 = H200._replace(name="NVIDIA H100", copy=3.0e12)
 
 
 class Kernel(NamedTuple):

@@ -1,0 +1,203 @@
+"""A machine profile: lines through times, the way through a file, and a prediction for another machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradcomp
+from gradcomp.prediction import mirror, peers, profile, profiling, trial
+from gradcomp.prediction.profile import Costs
+from gradcomp.requests import World
+
+SHAPES = {"a": (700, 1000), "b": (300, 1000)}
+TIMES = {"forward": 0.01, "backward": 0.02}
+CPU = torch.device("cpu")
+FOUR = World(0, 4, (0, 1, 2, 3))
+COSTS = Costs(2e-4, 1e-5, 3e-9, 0.0, 2e-5, 1e-8)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "EFFORT", trial.Effort(seconds=0.0))
+
+
+# How often each size is tried.
+TURNS = 8
+
+
+class Processor:
+    """The clock of a trial: other work on the machine does not count."""
+
+    perf_counter = staticmethod(time.thread_time)
+
+
+def count_least_processor_times(patch: pytest.MonkeyPatch) -> None:
+    for module in (mirror, peers):
+        patch.setattr(module, "time", Processor)
+    for module in (trial, peers):
+        patch.setattr(module, "statistics", types.SimpleNamespace(median=min))
+
+
+@pytest.fixture(scope="module")
+def here() -> profile.Profile:
+    """A profile of this machine, of few buckets that take little time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "EFFORT", trial.Effort(settling=2, counted=1, seconds=0.0))
+        patch.setattr(profiling, "SIZES", ((64, 4, 2), (64, 16, 8)))
+        return profiling.measure(["topk", "powersgd:rank=1"], "test machine", CPU)
+
+
+def test_a_line_is_found_again() -> None:
+    """Of any terms, from sizes that differ in all of them."""
+    sizes = [
+        Costs(1, layers, entries, max(0, entries - profile.CACHED), payloads, 0.01 * entries * payloads)
+        for layers, entries, payloads in [(4, 1e4, 2), (64, 1e5, 8), (16, 1e6, 2), (8, 1e6, 32), (4, 4e6, 4), (32, 6e6, 16)]
+    ]
+    found = profiling.fit([(size, COSTS.seconds(size)) for size in sizes])
+    for size in sizes:
+        assert found.seconds(size) == pytest.approx(COSTS.seconds(size), rel=0.1)
+    assert all(each >= 0 for each in found)
+
+
+def test_sizes_are_those_of_what_arrives() -> None:
+    shapes = {"a": (300, 100), "b": (100,)}
+    (bucket,) = trial.try_out("topk", shapes, FOUR, 25, CPU)
+    (first, encoding), (last, decoding) = profile.roles_of(bucket, shapes, FOUR)
+    message = bucket.parts[0].message
+    assert message is not None and (first, last) == ("start>gather", "start>gather>end")
+    assert encoding == Costs(1, 2, 30_100, 0, 0, 0)
+    assert decoding == Costs(1, 2, 30_100, 0, 4, 4 * message.bytes)
+
+
+@pytest.mark.parametrize("spec", ["topk", "stock", "powersgd:rank=1"])
+def test_a_line_predicts_what_a_trial_does(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a size that it did not go through. All sizes are tried in turns, since other work slows some of them down."""
+    count_least_processor_times(monkeypatch)
+    fitted, other = [(64, 4, 2), (64, 16, 8), (128, 16, 2), (256, 4, 8)], (192, 5, 4)
+    found: dict[tuple[int, int, int], list[trial.Bucket]] = {}
+    for _ in range(TURNS):
+        for size in (*fitted, other):
+            found[size] = least(found.get(size), tried(spec, size))
+    costs = profiling.lines_of(spec, fitted, lambda _, shapes, world: found[size_of(shapes, world)])
+    made = profile.Profile("here", False, "", {spec: costs})
+    rows, layers, _ = other
+    priced = made.priced(spec, found[other], {str(i): (rows, rows) for i in range(layers)}, FOUR)
+    assert [p.message for each in found[other] for p in each.parts] == [p.message for each in priced for p in each.parts]
+    # Caches and clock speeds are shared with other work: 40 % either way.
+    assert 1 / 1.4 < seconds_of(found[other]) / seconds_of(priced) < 1.4
+
+
+def tried(spec: str, size: tuple[int, int, int]) -> list[trial.Bucket]:
+    rows, layers, ranks = size
+    shapes = {str(i): (rows, rows) for i in range(layers)}
+    if peers.is_peer(spec):
+        return peers.buckets_of(spec, shapes, CPU)
+    return trial.try_out(spec, shapes, World(0, ranks, tuple(range(ranks))), 25, CPU)
+
+
+def size_of(shapes: dict[str, tuple[int, ...]], world: World) -> tuple[int, int, int]:
+    return shapes["0"][0], len(shapes), world.size
+
+
+def least(before: list[trial.Bucket] | None, now: list[trial.Bucket]) -> list[trial.Bucket]:
+    """Keep the shorter time of each part."""
+    return [
+        each._replace(
+            parts=tuple(min(parts, key=lambda part: part.seconds) for parts in zip(old.parts, each.parts, strict=True))
+        )
+        for old, each in zip(before or now, now, strict=True)
+    ]
+
+
+def seconds_of(buckets: list[trial.Bucket]) -> float:
+    return sum(part.seconds for bucket in buckets for part in bucket.parts)
+
+
+def test_a_profile_goes_through_a_file(here: profile.Profile, tmp_path: Path) -> None:
+    (tmp_path / "machine.json").write_text(json.dumps(here.json()))
+    found = profile.load(tmp_path / "machine.json")
+    assert found.json() == here.json() and not found.predicted
+    made = gradcomp.predict(
+        SHAPES, 4, specs=["topk:ratio=0.01", "half", "accumulate:steps=2"], profile=tmp_path / "machine.json", **TIMES
+    )
+    assert {line.spec for line in made.lines} == {"none", "stock", "bf16", "fp16", "topk:ratio=0.01", "accumulate:steps=2"}
+    assert made.left_out["half"].startswith("the profile of test machine has no times of it; it has stock, bf16, fp16, topk")
+    assert "kernels timed on test machine, as its profile says" in str(made).splitlines()[0] and not made.json()["predicted"]
+
+
+def test_rules_for_layers_are_priced_by_layer(here: profile.Profile) -> None:
+    assert here.missing("topk:warmup=100; b=topk", SHAPES) is None
+    assert "no times of dense" in str(here.missing("topk; b=dense", SHAPES))
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"machine": None}, "machine"),
+        ({"predicted": "no"}, "predicted is neither true nor false"),
+        ({"seconds": []}, "no attribute 'items'"),
+        ({"seconds": {"stock": {}}}, "lacks stock, bf16 or fp16"),
+        ({"seconds": {"stock": {"start>end": {"fixed": -1}}}}, "fixed is -1 seconds"),
+        ({"seconds": {"stock": {"start>end": {"fixed": 0, "byt": 1}}}}, "no term 'byt'"),
+    ],
+)
+def test_a_bad_file_gets_a_sentence(change: dict[str, Any], said: str, here: profile.Profile, tmp_path: Path) -> None:
+    content = {**here.json(), **change}
+    (tmp_path / "bad.json").write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    with pytest.raises(ValueError, match=rf"bad.json is no machine profile \(.*{said}.*python -m gradcomp profile FILE"):
+        gradcomp.predict(SHAPES, 4, profile=tmp_path / "bad.json", **TIMES)
+
+
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"profile": "nothing"}, "nothing is no machine profile"),
+        ({"profile": "h100", "device": "cpu"}, "give one of them"),
+        ({"profile": "h100", "loss": lambda: None, "forward": None, "backward": None}, "pass forward= and backward="),
+    ],
+)
+def test_what_does_not_fit_a_profile_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        gradcomp.predict(SHAPES, 4, **{**TIMES, **options})
+
+
+def test_a_part_without_times_is_named(here: profile.Profile) -> None:
+    shapes = {"a": (100, 100)}
+    other = here._replace(costs={**here.costs, "topk": {"start>gather": COSTS}})
+    buckets = trial.try_out("topk", shapes, FOUR, 25, CPU)
+    with pytest.raises(ValueError, match="no times of topk for start>gather>end, which 4 ranks need; leave topk out"):
+        other.priced("topk", buckets, shapes, FOUR)
+
+
+def _predicted(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gradcomp", "predict", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: profile.Profile) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps({"a": [100, 100]}))
+    (tmp_path / "machine.json").write_text(json.dumps(here.json()))
+    words = ["--model", str(tmp_path / "shapes.json"), "--ranks", "4", "--forward", "1ms", "--backward", "2ms"]
+    done = _predicted(*words, "--profile", str(tmp_path / "machine.json"))
+    assert done.returncode == 0, done.stderr
+    assert (
+        "test machine" in done.stdout
+        and "sketched_sgd, terngrad: the profile of test machine has no times of it; it has stock" in done.stdout
+    )
+    done = _predicted(*words, "--profile", str(tmp_path / "none.json"))
+    assert done.returncode == 2 and "none.json is no machine profile" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setattr(profiling, "SIZES", ((16, 2, 2),))
+    from gradcomp.__main__ import main
+
+    main(["profile", str(tmp_path / "new.json"), "--specs", "topk", "lgc"])
+    assert profile.load(tmp_path / "new.json").costs.keys() == {"stock", "bf16", "fp16", "topk"}
