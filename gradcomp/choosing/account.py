@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 
 # A step that takes this many usual ones without its turn contains a pause that is not the choice's: a validation, for example.
 PAUSE = 3.0
@@ -23,11 +24,8 @@ class Account:
     def open(self) -> None:
         """Begin anew."""
         self.usual, self._steps, self._seconds, self._turn = math.inf, 0, 0.0, 0.0
+        self._began: float | None = None
         self._since_turn: list[float] = []
-
-    def note_turn(self, seconds: float) -> None:
-        """Note a turn. The next step contains it."""
-        self._turn += seconds
 
     def note_step(self, seconds: float) -> None:
         """Note a step, and the turn within it."""
@@ -35,18 +33,29 @@ class Account:
         self._since_turn.append(seconds - self._turn)
         self._turn = 0.0
 
-    def close(self) -> None:
+    def begin_turn(self) -> None:
         """Note that a turn begins: the steps since the last one went by one way, and what is usual there leaves pauses out."""
         rests, self._since_turn = self._since_turn, []
         usual = statistics.median(rests) if len(rests) >= TELLING else self.usual
         self._seconds += sum(rest if rest < PAUSE * usual else usual for rest in rests)
         self._steps += len(rests)
+        self._began = time.perf_counter()
+
+    def end_turn(self) -> None:
+        """Note that the turn ends. The next step contains it."""
+        self._turn += self._of_turn
+        self._began = None
 
     @property
     def mark(self) -> tuple[float, int]:
-        """The seconds and steps until the last turn."""
-        return self._seconds, self._steps
+        """The seconds until now, in a turn, and the steps until it began."""
+        return self._seconds + self._of_turn, self._steps
+
+    @property
+    def _of_turn(self) -> float:
+        return 0.0 if self._began is None else time.perf_counter() - self._began
 
     def cost(self, step: float, since: tuple[float, int] = (0.0, 0)) -> float:
-        """Return the seconds that were spent from a mark until the last turn beyond steps that take so long."""
-        return self._seconds - since[0] - (self._steps - since[1]) * step
+        """Return the seconds that were spent from a mark until now beyond steps that take so long."""
+        seconds, steps = self.mark
+        return seconds - since[0] - (steps - since[1]) * step

@@ -17,6 +17,7 @@ from gradcomp.choosing import links, ways
 from gradcomp.choosing.account import Account
 from gradcomp.choosing.decision import Decision, best_of, shortlist
 from gradcomp.choosing.forecast import Forecast
+from gradcomp.choosing.foresight import foresee
 from gradcomp.choosing.switch import Course, Switch
 from gradcomp.choosing.tries import COUNTED, SETTLING, SETTLING_KEPT, Tries
 from gradcomp.choosing.ways import Way
@@ -86,10 +87,9 @@ class Chooser:
     def take(self) -> None:
         """Take the turn."""
         times, self._times = self._times, []
-        self._account.close()
-        began = time.perf_counter()
+        self._account.begin_turn()
         self._left = self._course.send(times)
-        self._account.note_turn(time.perf_counter() - began)
+        self._account.end_turn()
 
     def note_step(self) -> None:
         """Note a finished step."""
@@ -200,28 +200,12 @@ class Chooser:
     def _foresee(self, every: list[Way], times: Measured) -> tuple[list[Way], dict[Way, float]]:
         """Predict the step of each way, and of a mixed one. Return them all, and their steps' seconds."""
         assert self._work is not None
-        session, present = self._session, self._switch.way
+        session = self._session
         if self._forecast is None:
             types = {slot.name: slot.parameter.dtype for slot in session.parameters.slots}
             options = session.options.bucket_mb, session.network.world, types
             self._forecast = Forecast(session.parameters.layers, *options)
-        forecast: dict[Way, float] = {}
-        began, spent = time.perf_counter(), 0.0
-        for way in (ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))):
-            if spent < TIMING * self._exact or way.stock is not None or way == present:
-                seconds = self._forecast.seconds(way, self._work, times)
-                forecast[way], spent = self._switch.means([seconds, time.perf_counter() - began])
-        known = [way for way in every if way in forecast]
-        if present.is_mixed:
-            known.insert(_place_of(present, known), present)
-            (forecast[present],) = self._switch.means([self._forecast.seconds(present, self._work, times)])
-        by_group = [ways.FIRST, *(way for way in known if way.stock is None and not way.keeps)]
-        chosen = self._switch.of_first(self._forecast.by_group(by_group, self._work, times))
-        mixed = self._forecast.mixed([by_group[i] for i in chosen])
-        if mixed is not None and mixed != present:
-            known.insert(_place_of(mixed, known), mixed)
-            (forecast[mixed],) = self._switch.means([self._forecast.seconds(mixed, self._work, times)])
-        return known, forecast
+        return foresee(self._switch, self._forecast, every, self._work, times, TIMING * self._exact)
 
     def _watch(self) -> Course[None]:
         """Look at steps and links now and then, until they have changed, or for long."""
@@ -250,11 +234,6 @@ class Chooser:
             usual = tried.get(self._switch.way, min(tried.values()))
             (cost,) = self._switch.means([self._account.cost(usual)])
             self.decision = self.decision._replace(cost=cost, unit=tried.get(self._unit, self._account.usual))
-
-
-def _place_of(mixed: Way, known: Sequence[Way]) -> int:
-    """Return the place of a mixed way among some that are sorted by what they lose: before that of its own that loses most."""
-    return max((known.index(way) for way in map(Way, mixed.specs) if way in known), default=len(known))
 
 
 def _apart(one: float, other: float) -> float:

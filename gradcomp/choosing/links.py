@@ -39,12 +39,12 @@ def probe(network: Network, device: torch.device, entries: int) -> float:
 
 
 def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], Request]]:
-    """Return a maker of requests for each kind. A request hands over about so many entries to the network."""
+    """Return a maker of requests for each kind. A rank sends about as much as a reduction of so many entries does, or half."""
     near = [rank for rank in world.others if not world.on_other_host(rank)]
     far = [rank for rank in world.others if world.on_other_host(rank)]
     made: dict[str, Callable[[int], Request]] = {
         "reduce": lambda n: Reduce(torch.zeros(n, device=device)),
-        "gather": lambda n: Gather(payloads.wrap(torch.zeros(2 * -(-n // 2), device=device))),
+        "gather": lambda n: Gather(payloads.wrap(torch.zeros(2 * -(-n // world.size), device=device))),
         "send": lambda n: _send(world.others, -(-n // world.size), device),
     }
     if world.shares_hosts:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradcomp.choosing import account
 from gradcomp.choosing.account import Account
 from gradcomp.choosing.decision import best_of, shortlist
 from gradcomp.choosing.tries import MOST, Tries
@@ -65,10 +66,18 @@ def tried(
             steps += asked
             for _ in range(asked):
                 account.note_step(seconds[switch.way])
-            account.close()
+            account.begin_turn()
             asked = course.send([seconds[switch.way]] * asked)
     except StopIteration:
         return tries, switch, steps
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let the first number be the seconds that turns are measured by."""
+    now = [0.0]
+    monkeypatch.setattr(account.time, "perf_counter", lambda: now[0])
+    return now
 
 
 def test_stock_and_the_present_way_are_tried_though_the_choice_was_dear_already() -> None:
@@ -93,37 +102,53 @@ def test_a_way_out_of_reach_costs_its_attempts() -> None:
     assert {*tries.medians} == {STOCK} and tries._cost == 5  # the beginning, stock three times, and half once
 
 
-def test_a_large_gain_makes_no_change_dear() -> None:
+def test_a_large_gain_makes_no_change_dear(clock: list[float]) -> None:
     """Once a way is found to be five times as fast, all steps before it have cost more: but that is no cost of changes."""
     seconds = {STOCK: 1.0, CAST: 0.6, HALF: 0.2, NINE: 0.21, FIVE: 0.19, TOPK: 0.2}
-    account = Account()
-    account.usual = 1.0
+    own = Account()
+    own.usual = 1.0
     for _ in range(4):
-        account.note_step(1.0)
-    account.close()
-    tries, _, _ = tried(seconds, dict(seconds), STOCK, account)
+        own.note_step(1.0)
+    own.begin_turn()
+    tries, _, _ = tried(seconds, dict(seconds), STOCK, own)
     assert {*tries.medians} == {*EVERY}
     assert tries._change == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_a_pause_before_anybody_knows_what_is_usual_is_not_the_choices(at: int) -> None:
-    account = Account()
+def test_a_pause_before_anybody_knows_what_is_usual_is_not_the_choices(at: int, clock: list[float]) -> None:
+    own = Account()
     for step in range(5):
-        account.note_step(8.0 if step == at else 0.1)
-    account.close()
-    account.usual = 0.1
-    assert account.cost(0.1) == pytest.approx(0.0)
+        own.note_step(8.0 if step == at else 0.1)
+    own.begin_turn()
+    own.usual = 0.1
+    assert own.cost(0.1) == pytest.approx(0.0)
 
 
-def test_steps_of_a_slow_way_are_the_choices() -> None:
-    account = Account()
-    account.usual = 0.1
+def test_steps_of_a_slow_way_are_the_choices(clock: list[float]) -> None:
+    own = Account()
+    own.usual = 0.1
     for _ in range(4):
-        account.note_step(0.4)
-    account.note_turn(0.05)
-    account.close()
-    assert account.cost(0.1) == pytest.approx(1.2)  # the turn is part of the next step
-    account.note_step(0.15)
-    account.close()
-    assert account.cost(0.1) == pytest.approx(1.25)
+        own.note_step(0.4)
+    own.begin_turn()
+    assert own.cost(0.1) == pytest.approx(1.2)
+    clock[0] += 0.05
+    assert own.cost(0.1) == pytest.approx(1.25)  # the turn, too, from its beginning
+    own.end_turn()
+    own.note_step(0.15)
+    own.begin_turn()
+    assert own.cost(0.1) == pytest.approx(1.25)
+
+
+def test_what_is_measured_in_a_turn_is_no_cost_of_the_tries_that_follow(clock: list[float]) -> None:
+    """Links and kernels are measured in the turn in which the tries begin. No try would follow if that were the cost of one."""
+    own = Account()
+    own.usual = 0.1
+    own.begin_turn()
+    clock[0] += 3.0
+    mark = own.mark
+    own.end_turn()
+    own.note_step(3.1)
+    own.begin_turn()
+    assert own.cost(0.1) == pytest.approx(3.0)
+    assert own.cost(0.1, mark) == pytest.approx(0.0)

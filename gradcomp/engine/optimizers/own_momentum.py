@@ -208,7 +208,8 @@ class OwnMomentum:
         if self._kind_of(optimizer) is not self._kind:
             text = _SETTINGS if isinstance(optimizer, self._kind.types) else _OTHER_KIND
             raise RuntimeError(text.format(name=type(optimizer).__name__, old=self._kind.name, outcome=_MADE_BEFORE))
-        if not self._pending and any(bool(grad.any()) for grad in _gradients(optimizer)):
+        gradients = (each.grad for group in optimizer.param_groups for each in group["params"])
+        if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
         scaled = getattr(optimizer, "found_inf", None) is not None  # fused=True under a GradScaler
         if self._sample is not None and not scaled:
@@ -247,7 +248,3 @@ class OwnMomentum:
             others = any(each.requires_grad for key, each in every.items() if key not in self._ids)
             self._trained = optimizer, counts, not others and self._ids <= every.keys()
         return self._trained[2]
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
