@@ -1,8 +1,8 @@
 """Auto: no compressor, but a choice among them: the fastest that loses no more than allowed, measured in the first steps.
 
-The ranks measure their links, their kernels and the steps themselves, and agree. They stay dense, or go back to it, where
-nothing is more than 3 % faster: stock torch or Horovod then exchanges the gradients. They look again when step times or links
-change.
+The ranks measure their links, their kernels and the steps themselves, and agree. They stay dense where nothing is
+more than 3 % faster, and go back to it where nothing is more than 1 % faster: stock torch or Horovod then exchanges the
+gradients. They look again when step times or links change.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ class Account:
     """
 
     def __init__(self) -> None:
+        self._began: float | None = None
         self.open()
 
     def open(self) -> None:
-        """Begin anew."""
+        """Begin anew, perhaps within a turn: the rest of it counts."""
         self.usual, self._steps, self._seconds, self._turn = math.inf, 0, 0.0, 0.0
-        self._began: float | None = None
+        self._began = None if self._began is None else time.perf_counter()
         self._since_turn: list[float] = []
 
     def note_step(self, seconds: float) -> None:

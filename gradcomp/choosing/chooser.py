@@ -42,6 +42,9 @@ STEP_CHANGED, LINK_CHANGED, LOOKS, FIRST_PROBES = 1.25, 2.0, 2, 3
 # The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
 # that came out as before; and twice as many odd looks are then a change, up to MOST_LOOKS.
 AGAIN, MOST_LOOKS = 300, 8
+# The part of the steps' time that one choice after the other because of step times may take: the steps of some trainings always
+# vary.
+VARYING = 0.02
 # Why loss=high offers no more than loss=low.
 UNKNOWN = (
     "they need an optimizer that is given (optimizer=, or hvd.DistributedOptimizer) and whose momentum can be taken over: SGD, "
@@ -75,7 +78,7 @@ class Chooser:
         self._times: list[float] = []
         self._ended, self._timed = time.perf_counter(), True
         self.decision: Decision | None = None
-        self._choices, self._looks, self._again = 0, LOOKS, AGAIN
+        self._choices, self._looks, self._again, self._varies = 0, LOOKS, AGAIN, False
         self._course = self._run()
         self._left = next(self._course)
 
@@ -211,29 +214,34 @@ class Chooser:
         """Look at steps and links now and then, until they have changed, or for long."""
         session = self._session
         yield SETTLING_KEPT
-        self._note_cost()
-        interval, usual, odd, ends = NEXT_LOOK[0], None, 0, session.reducer.steps_done + self._again
+        cost, began_at = self._note_cost(), session.reducer.steps_done
+        interval, usual, odd, ends = NEXT_LOOK[0], None, 0, began_at + self._again
+        patient_until = began_at + (cost / VARYING if self._varies else 0)
         while odd < self._looks and session.reducer.steps_done < ends:
-            seconds = yield interval
+            seconds = yield max(1, min(interval, ends - session.reducer.steps_done))
             began = time.perf_counter()
             own, probes = statistics.median(seconds), 1 if usual else FIRST_PROBES
             probed = min(links.probe(session.network, self._device, self._entries) for _ in range(probes))
             step, link, took = self._switch.means([own, probed, (time.perf_counter() - began) / probes])
             usual = usual or (step, link)
             other_step, other_link = _apart(step, usual[0]) > STEP_CHANGED, _apart(link, usual[1]) > LINK_CHANGED
+            other_step &= session.reducer.steps_done >= patient_until
             odd = odd + (LOOKS if link * LINK_CHANGED < usual[1] else 1) if other_step or other_link else 0
-            if odd >= self._looks and not other_link:
+            self._varies = odd >= self._looks and not other_link
+            if self._varies:
                 self._work = None  # the net computes more or less than before
             rare = int(min(max(NEXT_LOOK[0], took / (LOOKING * step)), NEXT_LOOK[1]))
             interval = NEXT_LOOK[0] if odd else rare
 
-    def _note_cost(self) -> None:
-        """Note what the choice has cost, now that its way's first steps are over."""
+    def _note_cost(self) -> float:
+        """Note what the choice has cost, now that its way's first steps are over. Return it in steps of the chosen way."""
         assert self.decision is not None
-        if tried := self.decision.tried:
-            usual = tried.get(self._switch.way, min(tried.values()))
-            (cost,) = self._switch.means([self._account.cost(usual)])
-            self.decision = self.decision._replace(cost=cost, unit=tried.get(self._unit, self._account.usual))
+        if not (tried := self.decision.tried):
+            return 0.0
+        usual = tried.get(self._switch.way, min(tried.values()))
+        (cost,) = self._switch.means([self._account.cost(usual)])
+        self.decision = self.decision._replace(cost=cost, unit=tried.get(self._unit, self._account.usual))
+        return cost / usual
 
 
 def _apart(one: float, other: float) -> float:

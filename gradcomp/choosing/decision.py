@@ -11,6 +11,8 @@ from gradcomp.prediction.result import WORTH
 
 # A way is tried if its step is predicted to be at most this much longer than the shortest; and so many are tried.
 WORTH_A_TRY, TRIED = 1.3, 5
+# A gentler way is taken if a step gets no longer than this.
+NO_LONGER = 1.01
 
 
 class Decision(NamedTuple):
@@ -55,8 +57,8 @@ def shortlist(every: Sequence[Way], forecast: Mapping[Way, float], present: Way)
 def best_of(every: Sequence[Way], seconds: Mapping[Way, float], present: Way) -> tuple[Way, str]:
     """Return the best of the ways that were tried, and why.
 
-    every: from the way that loses least. One that loses more than the best so far must be WORTH times as fast, and so must any
-    that takes the present one's place, unless it loses less.
+    every: from the way that loses least. One that loses more than the best so far must be WORTH times as fast, and one that
+    loses less at most NO_LONGER times as slow. What lies between keeps a way from coming and going.
     """
     tried = [way for way in every if way in seconds]
     if not tried:
@@ -64,7 +66,7 @@ def best_of(every: Sequence[Way], seconds: Mapping[Way, float], present: Way) ->
     best = present if present in tried else tried[0]
     for way in tried:
         gentler = tried.index(way) < tried.index(best)
-        if seconds[way] < seconds[best] * (1 if gentler else 1 / WORTH):
+        if seconds[way] < seconds[best] * (NO_LONGER if gentler else 1 / WORTH):
             best = way
     others = [f"{way} {_ms(seconds[way])}" for way in sorted(tried, key=lambda way: seconds[way]) if way != best]
     beside = f", beside {', '.join(others)}" if others else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradcomp.choosing.decision import NO_LONGER
 from gradcomp.choosing.ways import Way
 from gradcomp.engine.wrappers.by_host import ByHost
 from gradcomp.engine.wrappers.host_part import position_of
@@ -24,14 +25,12 @@ from gradcomp.spec import make
 
 # A trial of kernels takes this long.
 EFFORT = Effort(settling=2, counted=2, seconds=0.0)
-# The entries of a trial, at most. Larger models are tried with smaller layers, and the times are multiplied.
-MOST_ENTRIES = 2**19
+# The entries of a trial, at most. Larger models are tried with smaller layers of two sizes, and the times extended: what layers
+# and buckets take beside their entries is there once, whatever their size.
+MOST_ENTRIES, SMALLER = 2**19, 4
 
 # The bytes of a group of layers, at least, and the groups, at most.
 GROUP, GROUPS = 8e6, 4
-
-# A gentler way for a group of layers is taken if the step gets no longer than this.
-NO_LONGER = 1.01
 
 
 class Forecast:
@@ -88,18 +87,28 @@ class Forecast:
         return self._tried[spec, group]
 
     def _try(self, spec: str, names: Sequence[str]) -> list[Bucket]:
+        total = sum(self._layers[name].size for name in names)
+        less, tried = self._try_part(spec, names, min(1.0, MOST_ENTRIES / total))
+        if less == 1:
+            return tried
+        least, short = self._try_part(spec, names, MOST_ENTRIES / SMALLER / total)
+        if least >= less or [_form(bucket) for bucket in short] != [_form(bucket) for bucket in tried]:
+            least, short = 0.0, [Bucket(each.names, tuple(Part(0.0, None) for _ in each.parts)) for each in tried]
+        ends = [[*zip(each.parts, other.parts, strict=True)] for each, other in zip(tried, short, strict=True)]
+        parts = [tuple(_extended(long, less, other, least) for long, other in pairs) for pairs in ends]
+        return [Bucket(bucket.names, extended) for bucket, extended in zip(tried, parts, strict=True)]
+
+    def _try_part(self, spec: str, names: Sequence[str], part: float) -> tuple[float, list[Bucket]]:
+        """Try a way with layers and buckets of a part of their size. Return about that part, too."""
         sizes = {name: self._layers[name].size for name in reversed(names)}  # in the model's order
         total, device = sum(sizes.values()), self._layers[names[0]].device
-        part = min(1.0, MOST_ENTRIES / total)
         shapes = {name: _shape(max(1, round(size * part)), self._layers[name].dims) for name, size in sizes.items()}
         less = sum(torch.Size(shape).numel() for shape in shapes.values()) / total
         if peers.is_peer(spec):
-            tried = peers.buckets_of(spec, shapes, device, self._types)
-        else:
-            of_bucket = min(total, max(int(self._bucket_mb * 1e6 / 4), *sizes.values()))
-            spec = str(with_route(make(spec), of_bucket, self.world))
-            tried = try_out(spec, shapes, self.world, less * self._bucket_mb, device, EFFORT, self._types)
-        return [Bucket(bucket.names, tuple(_multiplied(part, 1 / less) for part in bucket.parts)) for bucket in tried]
+            return less, peers.buckets_of(spec, shapes, device, self._types, less)
+        of_bucket = min(total, max(int(self._bucket_mb * 1e6 / 4), *sizes.values()))
+        spec = str(with_route(make(spec), of_bucket, self.world))
+        return less, try_out(spec, shapes, self.world, less * self._bucket_mb, device, EFFORT, self._types)
 
 
 def _groups(layers: Mapping[str, Layer]) -> list[tuple[str, ...]]:
@@ -136,10 +145,16 @@ def _shape(size: int, dims: int) -> tuple[int, ...]:
     return (size,) + (1,) * (dims - 1)
 
 
-def _multiplied(part: Part, factor: float) -> Part:
-    if factor == 1 or part.message is None:
-        return Part(part.seconds * factor, part.message)
-    message = part.message
-    to = {rank: round(size * factor) for rank, size in message.to.items()}
-    larger = Message(message.kind, round(message.bytes * factor), to, message.senders, round(message.bytes_in * factor))
-    return Part(part.seconds * factor, larger)
+def _form(bucket: Bucket) -> tuple[tuple[str, ...], list[str | None]]:
+    return bucket.names, [None if part.message is None else part.message.kind for part in bucket.parts]
+
+
+def _extended(long: Part, less: float, short: Part, least: float) -> Part:
+    """Extend a part to whole layers from two parts of them, `less` and `least`: its seconds on a line, its bytes in ratio."""
+    seconds = long.seconds + max(0.0, long.seconds - short.seconds) * (1 - less) / (less - least)
+    if (message := long.message) is None:
+        return Part(seconds, None)
+    to = {rank: round(size / less) for rank, size in message.to.items()}
+    return Part(
+        seconds, Message(message.kind, round(message.bytes / less), to, message.senders, round(message.bytes_in / less))
+    )

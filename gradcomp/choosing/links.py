@@ -63,7 +63,9 @@ def _times(network: Network, device: torch.device, kind: str, make: Callable[[in
 
 
 def _seconds(network: Network, device: torch.device, name: str, request: Request) -> float:
+    wait = device_wait(device)
+    wait()  # forward and a part of backward may be under way there
     began = time.perf_counter()
     network.start(request, f"auto.{name}")()
-    device_wait(device)()
+    wait()
     return time.perf_counter() - began

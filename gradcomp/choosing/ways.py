@@ -74,9 +74,14 @@ def ways(loss: str, stock: Collection[torch.dtype], shared_hosts: bool, optimize
     """
     found = [way for way in (STOCK, Way(EXACT, torch.bfloat16)) if way.stock in stock] or [FIRST]
     for each in LOSSES[: LOSSES.index(loss) + 1]:
-        specs = [spec for name in names() for spec in kind_of(name).for_auto.get(each, ())]
-        if shared_hosts and each != LOSSES[0]:
-            specs += [f"{spec}{',' if ':' in spec else ':'}by_host=true" for spec in specs]
+        plain = [spec for name in names() for spec in kind_of(name).for_auto.get(each, ())]
+        between = shared_hosts and each != LOSSES[0]
+        # Between hosts, ranks compress what they have added up: a way loses no more than the same one between ranks.
+        specs = [own for spec in plain for own in ([_by_host(spec), spec] if between else [spec])]
         allowed = [Way(str(make(spec))) for spec in specs]
         found += sorted([way for way in allowed if optimizer_known or not way.keeps], key=lambda way: way.keeps)
     return found
+
+
+def _by_host(spec: str) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}by_host=true"

@@ -11,7 +11,7 @@ from gradcomp.requests import World
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-_RATE = re.compile(rf"\s*({_NUMBER}(?:e[0-9]+)?)\s*([kmg]?)b(?:it(?:/s|ps)?|ps)\s*", re.IGNORECASE)
+_RATE = re.compile(rf"\s*({_NUMBER}(?:e[0-9]+)?)\s*([kmgKMG]?)(?:[bB]it(?:/s|ps)?|bps)\s*")  # GBps are bytes
 _TIME = re.compile(rf"\s*({_NUMBER}(?:e-?[0-9]+)?)\s*(s|ms|us)\s*", re.IGNORECASE)
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 

@@ -21,6 +21,8 @@ TIMES = 5
 
 # PowerSGD compresses a matrix only if this makes it smaller by more than this (min_compression_rate of torch's PowerSGDState).
 LEAST_RATE = 2
+# It orthogonalises so few columns one after the other, and more by a QR decomposition.
+GRAM_SCHMIDT = 2
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,31 +49,32 @@ def buckets_of(
     shapes: Mapping[str, Sequence[int]],
     device: torch.device,
     types: Mapping[str, torch.dtype] | None = None,
+    part: float = 1.0,
 ) -> list[Bucket]:
     """Return the buckets of a way, with the times that its computations take on this device.
 
-    types: those of gradients by layer, float32 by default.
+    types: those of gradients by layer, float32 by default. part: of a model's layers, and of its buckets, that the shapes are.
     """
     if spec == NONE:
         return []
     grads, wait = gradients(shapes, device, types), device_wait(device)
     parts = _parts_of(spec)
-    return [Bucket(names, parts({name: grads[name] for name in names}, wait)) for names in _plan(grads)]
+    return [Bucket(names, parts({name: grads[name] for name in names}, wait)) for names in _plan(grads, part)]
 
 
-def _plan(grads: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+def _plan(grads: Mapping[str, Tensor], part: float) -> list[tuple[str, ...]]:
     """Group layers as DistributedDataParallel does, from the last one on. A bucket's gradients have one type."""
     closed: list[list[str]] = []
     open_: dict[torch.dtype, list[str]] = {}
-    sizes: dict[torch.dtype, list[int]] = {}
+    sizes: dict[torch.dtype, list[float]] = {}
     for name in reversed(list(grads)):
         form = grads[name].dtype
         open_.setdefault(form, []).append(name)
-        limits = sizes.setdefault(form, [0, FIRST])
+        limits = sizes.setdefault(form, [0, part * FIRST])
         limits[0] += grads[name].nbytes
         if limits[0] >= limits[1]:
             closed.append(open_.pop(form))
-            sizes[form] = [0, OTHERS]
+            sizes[form] = [0, part * OTHERS]
     return [tuple(names) for names in (*closed, *open_.values())]
 
 
@@ -91,7 +94,7 @@ def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.
     flat = torch.cat([grad.view(-1) for grad in grads.values()])
     half = None if half is flat.dtype else half
     other = flat if half is None else flat.to(half)
-    views = list(zip(flat.split([grad.numel() for grad in grads.values()]), grads.values(), strict=True))
+    views = list(zip(_split(flat, grads), grads.values(), strict=True))
 
     def into() -> None:
         for view, grad in views:
@@ -112,38 +115,66 @@ def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.
 def _powersgd(grads: Mapping[str, Tensor], wait: Callable[[], None], most: int) -> tuple[Part, ...]:
     """Reduce all that is not compressed, then the left factors, orthogonalise them, reduce the right factors.
 
-    As in torch's powerSGD_hook, with its defaults. most: the rank, but for matrices with fewer rows or columns.
+    As in torch's powerSGD_hook, with its defaults: error feedback, and the last step's right factors, orthogonalised, to begin
+    with. most: the rank, but for matrices with fewer rows or columns.
     """
-    form = next(iter(grads.values())).dtype
-    matrices = [grad.view(grad.shape[0], -1) for grad in grads.values() if grad.dim() > 1 and grad.numel()]
-    low = [(each, rank) for each in matrices if LEAST_RATE * (rank := min(most, *each.shape)) * sum(each.shape) < each.numel()]
-    each_sent = [rank * matrix.shape[0] for matrix, rank in low], [rank * matrix.shape[1] for matrix, rank in low]
-    width = form.itemsize
-    rest = sum(grad.numel() for grad in grads.values()) - sum(matrix.numel() for matrix, _ in low)
-    whole = [Part(0.0, Message("reduce", width * rest))] if rest else []
-    if not low:
-        return *whole, Part(0.0, None)
-    right = [torch.randn(matrix.shape[1], rank, device=matrix.device).to(form) for matrix, rank in low]
-    errors = [torch.zeros_like(matrix) for matrix, _ in low]
-    left = [matrix @ q for (matrix, _), q in zip(low, right, strict=True)]
+    flat = torch.cat([grad.view(-1) for grad in grads.values()])
+    views = [view.view(grad.shape) for view, grad in zip(_split(flat, grads), grads.values(), strict=True)]
+    matrices = [view.view(view.shape[0], -1) for view in views if view.dim() > 1 and view.numel()]
+    ranks = [min(most, *matrix.shape) for matrix in matrices]
+    low = [
+        (each, rank) for each, rank in zip(matrices, ranks, strict=True) if LEAST_RATE * rank * sum(each.shape) < each.numel()
+    ]
+    left, right = ([flat.new_empty(matrix.shape[side], rank) for matrix, rank in low] for side in (0, 1))
+    for factor in right:
+        factor.normal_()
+    rest = flat.numel() - sum(matrix.numel() for matrix, _ in low)
+    kept = [torch.zeros_like(flat), flat]  # the error of the last step, and what this one is to send
 
     def begin() -> None:
-        for (matrix, _), error, q in zip(low, errors, right, strict=True):
-            torch.add(matrix, error) @ q
+        for view, grad in zip(views, grads.values(), strict=True):
+            view.copy_(grad)
+        kept[1] = flat.add_(kept[0]).clone()
+        for (matrix, _), p, q in zip(low, left, right, strict=True):
+            torch.mm(matrix, _orthogonalise(q), out=p)
 
     def middle() -> None:
-        for (matrix, _), p in zip(low, left, strict=True):
-            matrix.t() @ torch.linalg.qr(p.float()).Q.to(form)
+        for (matrix, _), p, q in zip(low, left, right, strict=True):
+            torch.mm(matrix.t(), _orthogonalise(p), out=q)
 
     def end() -> None:
         for (matrix, _), p, q in zip(low, left, right, strict=True):
-            torch.sub(matrix, p @ q.t())
+            torch.mm(p, q.t(), out=matrix)
+        kept[0] = kept[1] - flat
+        for view, grad in zip(views, grads.values(), strict=True):
+            grad.copy_(view)
 
-    first, second = (Message("reduce", width * sum(sizes)) for sizes in each_sent)
+    width = flat.element_size()
+    whole = [Part(0.0, Message("reduce", width * rest))] if rest else []
+    if not low:
+        return whole[0]._replace(seconds=_timed(begin, wait)), Part(_timed(end, wait), None)
+    first, second = (Message("reduce", width * sum(factor.numel() for factor in side)) for side in (left, right))
     encoding = _timed(begin, wait)
     # The left factors are there before the rest is sent, and follow its answer.
     before = [whole[0]._replace(seconds=encoding), Part(0.0, first)] if whole else [Part(encoding, first)]
     return *before, Part(_timed(middle, wait), second), Part(_timed(end, wait), None)
+
+
+def _split(flat: Tensor, grads: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = flat.split([grad.numel() for grad in grads.values()])
+    return parts
+
+
+def _orthogonalise(factor: Tensor) -> Tensor:
+    """Make the columns orthonormal, in place: one after the other where they are few, as torch's hook does."""
+    if factor.shape[1] > GRAM_SCHMIDT and factor.dtype not in HALVES.values():
+        torch.linalg.qr(factor, out=(factor, factor.new_empty(factor.shape[1], factor.shape[1])))
+        return factor
+    for i, column in enumerate(factor.split(1, dim=1)):
+        column /= column.norm()
+        others = factor[:, i + 1 :]
+        others -= (column * others).sum(dim=0, keepdim=True) * column
+    return factor
 
 
 def _timed(run: Callable[[], None], wait: Callable[[], None]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -202,6 +203,13 @@ def work_of(
         raise ValueError("pass forward= and backward= in seconds, or loss=, with which they are measured here")
     if seconds is None:
         raise ValueError("the step of optimizer= is measured with loss= only; with forward= and backward=, pass its seconds")
+    for name, given in {"forward": forward, "backward": backward, "optimizer": seconds}.items():
+        if not 0 <= given < math.inf:
+            raise ValueError(f"{name}={given} must be a time in seconds")
+    if forward + backward + seconds == 0:
+        raise ValueError(
+            "forward=0 and backward=0: with nothing to compute there is nothing to compare with; give a microsecond"
+        )
     return workload.given(shapes, forward, backward, seconds)
 
 

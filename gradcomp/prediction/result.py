@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from gradcomp.prediction.peers import NONE, STOCK
 
 # A way has to be this much faster than stock DDP or bf16 before it is advised.
@@ -96,7 +98,8 @@ class Prediction:
 
     def _row(self, line: Line, stock: Line) -> tuple[str, ...]:
         times = line.seconds / self[NONE].seconds, line.speedup(stock)
-        compression = f"{stock.bytes / line.bytes:.0f} x" if line.bytes else "-"
+        ratio = torch.float32.itemsize * self.parameters / line.bytes if line.bytes else 0.0
+        compression = f"{ratio:.{0 if ratio >= 10 else 1}f} x" if line.bytes else "-"
         ms = (f"{1e3 * seconds:.1f}" for seconds in (line.seconds, line.encoding, line.waiting))
         return line.spec, next(ms), *(f"{ratio:.2f}" for ratio in times), *ms, f"{line.bytes:,}", compression
 

@@ -1,4 +1,4 @@
-"""The decision: a way that loses more must be faster by more than 3 %, and so must one that takes another's place."""
+"""The decision: a way that loses more must be faster by more than 3 %, and one that loses less no slower than by 1 %."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ EVERY = [STOCK, HALF, LEVELS, SPARSE]
         ((1.0, 2.0, 3.0, 0.1), OTHER, SPARSE),
         ((1.0, 0.98, 2.0, 2.0), HALF, HALF),
         ((0.97, 0.98, 2.0, 2.0), HALF, STOCK),
+        ((0.985, 0.98, 2.0, 2.0), HALF, STOCK),
+        ((1.0, 2.0, 0.995, 2.0), LEVELS, STOCK),
         ((1.0, 0.98, 0.96, 0.955), HALF, HALF),
         ((1.0, 0.98, 0.94, 0.93), HALF, LEVELS),
     ],

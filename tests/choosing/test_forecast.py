@@ -14,6 +14,7 @@ from gradcomp.choosing.ways import FIRST, STOCK, Way
 from gradcomp.prediction import workload
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.timeline import Work
+from gradcomp.prediction.trial import Bucket, Part
 from gradcomp.protocol import Layer
 from gradcomp.requests import World
 
@@ -62,6 +63,26 @@ def test_a_trial_of_smaller_layers_sends_its_part(made: Forecast, spec: str, mon
     small = sent(made)
     monkeypatch.setattr(forecast, "MOST_ENTRIES", 10**9)
     assert small == pytest.approx(sent(Forecast(LAYERS, 8.0, WORLD)), rel=0.05)
+
+
+def test_what_does_not_grow_with_the_entries_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python and launches take as long for a small layer as for a large one."""
+
+    def tried(spec: str, shapes: Any, *_: Any) -> list[Bucket]:
+        entries = sum(torch.Size(shape).numel() for shape in shapes.values())
+        return [Bucket(tuple(shapes), (Part(0.01 + 1e-9 * entries, None),))]
+
+    monkeypatch.setattr(forecast, "try_out", tried)
+    large = Forecast({str(i): Layer(10**8, CPU) for i in range(3)}, 25, WORLD)
+    seconds = [part.seconds for i in range(3) for bucket in large._buckets("topk", i) for part in bucket.parts]
+    assert seconds == pytest.approx([0.11] * 3, rel=1e-3)
+
+
+def test_buckets_of_stock_keep_their_share_in_a_smaller_trial(made: Forecast) -> None:
+    """A trial of a part must not put layers into one bucket that DistributedDataParallel would exchange apart."""
+    large = Forecast({str(i): Layer(2**20, CPU) for i in range(64)}, 25, WORLD)
+    counts = [len(bucket.names) for i in range(len(large.groups)) for bucket in large._buckets("stock", i)]
+    assert max(counts) == 7  # of 4 MiB each
 
 
 @pytest.mark.parametrize("spec", ["half", "orq:levels=5", "half:by_host=true", "orq:levels=5,route=allgather"])

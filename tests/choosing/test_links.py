@@ -48,6 +48,19 @@ class Known:
         return answer
 
 
+def test_what_a_device_has_to_do_before_is_no_part_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a look, forward and a part of backward may be under way on a GPU."""
+    queued = [0.05]
+
+    def wait() -> None:
+        time.sleep(queued[0])
+        queued[0] = 0.0
+
+    monkeypatch.setattr(links, "device_wait", lambda device: wait)
+    network: Any = Known(World(0, 2))
+    assert links.probe(network, CPU, 1000) < 0.04
+
+
 @pytest.mark.parametrize("hosts", [(0, 1, 2, 3), (0, 0, 1, 1)])
 def test_a_line_for_each_kind(hosts: tuple[int, ...]) -> None:
     network: Any = Known(World(0, 4, hosts))

@@ -140,6 +140,20 @@ def test_steps_of_a_slow_way_are_the_choices(clock: list[float]) -> None:
     assert own.cost(0.1) == pytest.approx(1.25)
 
 
+def test_a_choice_that_begins_within_a_turn_counts_the_rest_of_it(clock: list[float]) -> None:
+    """The second choice and all later ones begin so."""
+    own = Account()
+    own.begin_turn()
+    clock[0] += 1.0
+    own.open()
+    own.usual = 0.1
+    clock[0] += 8.0
+    own.end_turn()
+    own.note_step(8.1)
+    own.begin_turn()
+    assert own.cost(0.1) == pytest.approx(8.0)
+
+
 def test_what_is_measured_in_a_turn_is_no_cost_of_the_tries_that_follow(clock: list[float]) -> None:
     """Links and kernels are measured in the turn in which the tries begin. No try would follow if that were the cost of one."""
     own = Account()

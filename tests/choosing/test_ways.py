@@ -48,6 +48,14 @@ def test_hosts_of_several_ranks_add_ways_between_hosts() -> None:
     assert only and all("by_host=true" in spec for spec in only)
 
 
+def test_a_way_between_hosts_comes_before_the_same_one_between_ranks() -> None:
+    """It loses less: ranks of a host add their gradients up before they round. Five levels lose more than nine all the same."""
+    rounded = [way.spec for way in ways("low", (torch.float32,), True, False)][2:]
+    nine, five = "orq:levels=9,momentum=0", "orq:levels=5,momentum=0"
+    assert [spec.replace(",by_host=true", "") for spec in rounded] == [nine, nine, five, five]
+    assert ["by_host" in spec for spec in rounded] == [True, False, True, False]
+
+
 def test_stock_is_always_there_and_first() -> None:
     assert all(ways(loss, TYPES, several, known)[0] == STOCK for loss in LOSSES for several in (0, 1) for known in (0, 1))
     assert not STOCK.keeps and Way("topk").keeps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
     assert found["stock"].bytes == found["bf16"].bytes == 2_000_000
     assert "use bf16" not in found.advice
     compression = {row.split()[0]: row.split()[-2:] for row in str(found).splitlines() if row.endswith(" x")}
-    assert compression["stock"] == compression["bf16"] == ["1", "x"]
+    assert compression["stock"] == compression["bf16"] == ["2.0", "x"]  # of dense float32, as in stats()
 
 
 def test_crossovers_lie_between_points() -> None:
@@ -126,6 +127,9 @@ def test_crossovers_lie_between_points() -> None:
         ({"device": "foo"}, "device 'foo' is unknown; write cpu"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here; torch sees"),
         ({"device": "meta"}, "device 'meta' has no kernels"),
+        ({"forward": -0.1}, "forward=-0.1 must be a time in seconds"),
+        ({"backward": math.nan}, "backward=nan must be a time in seconds"),
+        ({"forward": 0, "backward": 0}, "nothing to compute there is nothing to compare with"),
         ({"backward": None}, "pass forward= and backward= in seconds, or loss="),
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),

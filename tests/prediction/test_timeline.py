@@ -82,7 +82,7 @@ def test_measured_operations_are_lines_by_size() -> None:
     assert times.seconds(Message("send", 0, {}, (1, 2, 3), 1000), FOUR) == pytest.approx(5e-3)  # by the rank that receives
 
 
-@pytest.mark.parametrize("text,wanted", [("10Gbit/s", 1.25e9), ("100 Mbps", 1.25e7), ("1e9bit", 1.25e8)])
+@pytest.mark.parametrize("text,wanted", [("10Gbit/s", 1.25e9), ("100 Mbps", 1.25e7), ("1e9bit", 1.25e8), ("2gBit", 2.5e8)])
 def test_rates(text: str, wanted: float) -> None:
     assert bandwidth_of(text) == wanted
 
@@ -92,7 +92,7 @@ def test_times(text: str, wanted: float) -> None:
     assert seconds_of(text, "latency") == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("text", ["fast", "10", "-1Gbit/s", "0Mbit/s", "10GB/s"])
+@pytest.mark.parametrize("text", ["fast", "10", "-1Gbit/s", "0Mbit/s", "10GB/s", "1GBps", "1GBPS"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rate; write for example 10Gbit/s"):
         bandwidth_of(text)

@@ -30,7 +30,7 @@ RATES = (1, 2, 4)
 # A whole training on a cluster, on as many hosts as a course has ranks, confirms the seconds of this way at this rate.
 CONFIRMED, AT = "auto:loss=high", "100mbit"
 
-# So many hosts share the cores of one machine only to check predictions: one task, one door, and the rates below.
+# So many hosts share the cores of one machine only to check predictions: one task, one door, the rates below, and no choosing.
 CROWD, CROWD_AT = 16, ("100mbit", "1gbit")
 
 # The ranks of a course, and the batches between two scores.
@@ -99,6 +99,6 @@ class Plan(NamedTuple):
 
     def launch(self, task: str, door: str, hosts: int, rate: str) -> Launch:
         """Return the launch that times all ways of a door on one cluster."""
-        every = ["none", *RIVALS[door], *OWN, *CHOOSING]
+        every = ["none", *RIVALS[door], *OWN, *(CHOOSING if hosts != CROWD else ())]
         settings, data = self.settings(task, hosts), self.data.get(task, "")
         return Launch("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data, predicts=True)

@@ -1,0 +1,99 @@
+"""What a chooser sees after its choice: a link or a net that changes, and steps that only vary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import choosing_ranks
+import pytest
+import torch
+from choosing_ranks import CHOICE, FAST, SEEN, SLOW, Link, begun, train
+from steady import steady
+
+from gradcomp.choosing import chooser, links
+from gradcomp.choosing.chooser import Chooser
+
+
+@steady
+def test_a_faster_link_is_seen_at_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then users would be slower than without gradcomp. A slower link is looked at twice: noise looks like it."""
+    monkeypatch.setattr(chooser, "AGAIN", 10**6)
+    looked, probe = [0], links.probe
+
+    def counted(network: Any, device: torch.device, entries: int) -> float:
+        looked[0] += network.world.rank == 0
+        return probe(network, device, entries)
+
+    monkeypatch.setattr(links, "probe", counted)
+    link = Link(SLOW)
+    ranks = begun(link, "low")
+    before = train(ranks, CHOICE)[0]["choices"]
+    while not looked[0]:
+        train(ranks, 1)
+    for each, looks in ((FAST, 1), (SLOW, 2)):
+        looked[0], link.each = 0, each
+        while (said := train(ranks, 5)[0])["choices"] == before:
+            assert looked[0] <= looks, said
+        assert looked[0] in (looks, looks + chooser.FIRST_PROBES)
+        before = said["choices"]
+        while looked[0] < looks + chooser.FIRST_PROBES:
+            train(ranks, 1)
+
+
+@steady
+def test_a_link_that_stays_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "AGAIN", 10**6)
+    ranks = begun(Link(SLOW), "low")
+    first = train(ranks, CHOICE)[0]
+    later = train(ranks, 4 * SEEN)[0]
+    assert (later["way"], later["after_step"], later["changes"]) == (first["way"], first["after_step"], first["changes"])
+
+
+@steady
+def test_many_equal_choices_do_not_make_it_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a choice has come out as before, a change is seen after some looks."""
+    monkeypatch.setattr(chooser, "AGAIN", 1)
+    link = Link(FAST)
+    ranks = begun(link, "none")
+    train(ranks, 6 * CHOICE)
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser) and turns.report()["choices"] > 4
+    monkeypatch.setattr(chooser, "AGAIN", 10**6)
+    link.each = SLOW
+    said = train(ranks, chooser.MOST_LOOKS * 60 + CHOICE)[0]
+    assert said["way"].startswith("half"), said
+
+
+@steady
+def test_a_net_that_computes_longer_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = begun(Link(FAST), "none")
+    train(ranks, CHOICE)
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser)
+    before = turns._work
+    monkeypatch.setattr(choosing_ranks, "COMPUTES", 3 * choosing_ranks.COMPUTES)
+    train(ranks, SEEN + CHOICE)
+    after = turns._work
+    assert before is not None and after is not None and after.forward > 2 * before.forward
+
+
+@steady
+def test_steps_that_always_vary_are_not_chosen_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of short and of long sequences, for example. Choices would take a tenth of the time for ever."""
+    monkeypatch.setattr(chooser, "AGAIN", 10**6)
+    ranks = begun(Link(FAST), "none")
+    train(ranks, 2 * CHOICE)
+    usual = choosing_ranks.COMPUTES
+    for at in range(20):
+        monkeypatch.setattr(choosing_ranks, "COMPUTES", usual * (1 + at % 2))
+        said = train(ranks, 40)[0]
+    assert said["choices"] <= 4, said
+
+
+@steady
+def test_the_next_choice_comes_in_time_although_looks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "AGAIN", 50)
+    monkeypatch.setattr(chooser, "NEXT_LOOK", (10, 1000))
+    monkeypatch.setattr(chooser, "LOOKING", 1e-6)
+    ranks = begun(Link(FAST), "none")
+    assert train(ranks, CHOICE + 50 + CHOICE)[0]["choices"] >= 2

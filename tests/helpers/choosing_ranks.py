@@ -1,0 +1,84 @@
+"""Ranks in threads that choose under auto, on a link that takes time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import threads
+import torch
+from threads import Rank
+
+from gradcomp.auto import Auto
+from gradcomp.choosing import ways
+from gradcomp.choosing.chooser import LOOKS, Chooser
+from gradcomp.networks import Answer
+from gradcomp.requests import Reduce, Request, bytes_of
+
+# Seconds of an empty message, and of each byte on a slow link and on a fast one. The layer has 4,800 bytes.
+LATENCY, SLOW, FAST = 0.3e-3, 4e-6, 1e-9
+# Seconds that a step computes.
+COMPUTES = 8e-3
+# The steps in which a choice is over, and those in which a change of the link must have been seen: a look costs a quarter of a
+# step here, and looks may take 0.5 %.
+CHOICE, SEEN = 90, (LOOKS + 1) * 60
+
+
+class Link:
+    """The link of all ranks."""
+
+    def __init__(self, each: float):
+        self.each = each
+
+    def under(self, rank: Rank) -> None:
+        """Let a rank's messages take their time; and let its network take the part of stock Horovod."""
+        network: Any = rank.network
+        start = network.start
+
+        def slow(request: Request, name: str) -> Answer:
+            ends = time.perf_counter() + LATENCY + bytes_of(request) * self.each
+            answer = start(request, name)
+
+            def wait() -> Any:
+                reply = answer()
+                time.sleep(max(0.0, ends - time.perf_counter()))
+                return reply
+
+            return wait
+
+        def mean(slot: Any) -> None:
+            grad = rank.parameter.grad
+            assert grad is not None
+            grad.copy_(network.start(Reduce(grad.clone(), 1 / network.world.size), "stock")())
+
+        network.start, rank.session.by_stock = slow, mean
+
+
+def begun(link: Link, loss: str, hosts: list[str] | None = None) -> list[Rank]:
+    """Make ranks that choose: two, or as many as have hosts."""
+    ranks = threads.start(len(hosts or "ab"), ways.EXACT, hosts)
+    for rank in ranks:
+        link.under(rank)
+        auto = Auto(loss)
+        rank.session.choose_in(Chooser(rank.session, auto, (torch.float32,)), str(auto))
+    return ranks
+
+
+def train(ranks: list[Rank], steps: int) -> list[dict[str, Any]]:
+    """Train for some steps, and return what each rank's chooser says."""
+
+    def of_rank(rank: Rank) -> dict[str, Any]:
+        for _ in range(steps):
+            time.sleep(COMPUTES)
+            rank.step()
+        turns = rank.session.turns
+        assert isinstance(turns, Chooser)
+        return turns.report()
+
+    said = threads.together(ranks, of_rank)
+    if not all(isinstance(each, dict) for each in said):  # no assertion: a busy machine is no excuse for it
+        pytest.fail(f"a rank failed: {said}")
+    if len({str([each[key] for key in ("way", "choices", "seconds", "cost_in_steps")]) for each in said}) > 1:
+        pytest.fail(f"the ranks disagree: {said}")
+    return said
