@@ -1,6 +1,6 @@
 """gs-SGD: all ranks sum one count sketch of the whole gradient without a server, then exact values of its heaviest entries.
 
-X. Dai, X. Diao, Y. Li, C. Xu (2021). Only the paper's abstract was available. It names a sketch of the gradient, no server, and
+L. Dai, B. Diao, C. Li, Y. Xu (2021). Only the paper's abstract was available. It names a sketch of the gradient, no server, and
 traffic of O(log d log P). The way the parts fit together here is a reconstruction:
 
     u <- m u + g;  v <- v + u;  S <- sum of all ranks' sketch(v);  C <- the heaviest entries of S, of each part by one rank

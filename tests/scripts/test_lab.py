@@ -35,6 +35,7 @@ ROOMS = [
         "soak",
         "gpu",
         "machines",
+        "drawings",
         "demo",
         "commands",
         "main",

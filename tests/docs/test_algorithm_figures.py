@@ -1,0 +1,153 @@
+"""The figures in the tables of the algorithms' pages are those of the committed records."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES, RECORDS = ROOT / "docs" / "algorithms", ROOT / "benchmarks" / "results"
+
+# The ways in a table of step times, as the records name them.
+WAYS = {
+    "no communication": ["none"],
+    "stock DDP": ["stock"],
+    "DDP's bf16 hook": ["bf16"],
+    "`topk`": ["topk"],
+    "stock Horovod, float32; fp16": ["stock", "fp16"],
+    "GRACE; DGC": ["grace:ratio=0.01", "dgc:ratio=0.01"],
+}
+
+# The trainings in a table of scores, and their records: studies, or courses of one seed.
+STUDIES = {
+    "pictures, SGD with momentum, 12 seeds": ["study-cifar-best"],
+    "the same, 3 seeds": ["study-cifar"],
+    "a larger net, 3 seeds": ["study-cifar-large"],
+    "text, AdamW, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
+}
+COURSES = {"a larger net, one seed": "cifar-large", "text, AdamW, one seed": "shakespeare"}
+
+OLDER = ["study-quantisers-conv", "study-quantisers-mlp", "study-quantisers-text"]
+
+
+def tables(heading: str) -> Iterator[tuple[Path, str, list[list[str]]]]:
+    """Find all tables with this heading: their page, the text before them, and their cells without bold type."""
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text().replace("**", "")
+        for table in re.finditer(rf"^{re.escape(heading)}\n\|[-:|]+\n((?:\|.+\n)+)", text, re.MULTILINE):
+            cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.group(1).splitlines()]
+            yield page, text[: table.start()], cells
+
+
+def lines(name: str) -> dict[str, Any]:
+    """Return a study's lines by spec."""
+    (task,) = json.loads((RECORDS / f"{name}.json").read_text())["tasks"].values()
+    return {line["spec"]: line for line in task["lines"]}
+
+
+def test_step_times() -> None:
+    found = 0
+    for page, before, rows in tables("| | 100 Mbit/s | 1 Gbit/s | 10 Gbit/s |"):
+        links = re.findall(r"\(([^()]*/launches/[^()]*\.json)\)", before)[-3:]
+        assert [re.findall(r"hosts-(\w+?)-", link)[0] for link in links] == ["100mbit", "1gbit", "10gbit"], page.name
+        launches = [json.loads((PAGES / link).read_text())["run"]["lines"] for link in links]
+        for label, *cells in rows:
+            for cell, of_launch in zip(cells, launches, strict=True):
+                times = {line["way"]: line["ms"]["median"] for line in of_launch}
+                assert cell == "; ".join(f"{times[way]:,.0f}" for way in WAYS[label]), f"{page.name}: {label}"
+                found += 1
+    assert found >= 3 * (2 + 4 + 4)
+
+
+def test_scores_against_dense() -> None:
+    found = 0
+    for page, _, rows in tables("| training | spec | worse than dense | bytes, dense / sent |"):
+        training = ""
+        for label, spec, worse, ratio in rows:
+            training = training if label == "the same" else label
+            said = f"{page.name}: {label}, {spec}"
+            if training in COURSES:
+                difference, ratio_there = of_course(COURSES[training], spec.strip("`"), worse)
+                assert re.match(rf"{difference} ", worse) and ratio == ratio_there, said
+            else:
+                line = line_of([*STUDIES[training]], spec.strip("`"))
+                assert float(re.findall(r"-?[\d.]+", worse)[0]) == rounded(line["worse_than_dense"]), said
+                assert float(re.findall(r"at most (-?[\d.]+)", worse)[0]) == rounded(line["worse_at_most"]), said
+                assert ratio in (f"{line['compression']:,.0f} x", f"{line['compression']:.1f} x"), said
+            found += 1
+    assert found >= 20
+
+
+def line_of(names: list[str], spec: str) -> Any:
+    """Find a spec's line, in the canonical form or with the default that the study wrote out."""
+    own = {key: line for name in names for key, line in lines(name).items()}
+    written = {"topk": "topk:ratio=0.01", "sdagc": "sdagc:density=0.01"}
+    return own.get(spec) or own[written[spec]]
+
+
+def rounded(value: float) -> float:
+    return round(value, 2)
+
+
+def of_course(task: str, spec: str, worse: str) -> tuple[str, str]:
+    """Return how much worse a course ends than stock, and its ratio of bytes by the levels."""
+
+    def end(way: str) -> float:
+        (path,) = (RECORDS / "accuracy" / "courses").glob(f"{task}-{way}-4-ranks-*.json")
+        return float(json.loads(path.read_text())["scores"][-1][2])
+
+    score, stock = end(re.sub(r"[:=,]", "-", spec)), end("stock")
+    points = "points" in worse
+    difference = stock - score if points else score - stock
+    digits = 1 if abs(difference) >= 10 else 2
+    per_group = {"orq:momentum=0": 428, "orq:levels=5,momentum=0": 628, "orq:levels=9,momentum=0": 860}[spec]
+    return f"{difference:.{digits}f}", f"{8192 / per_group:.1f} x"
+
+
+def test_scores_and_errors_of_the_older_trainings() -> None:
+    found = 0
+    studies = [lines(name) for name in OLDER]
+    for page, _, rows in tables("| | conv, 10 seeds | error | MLP, 3 seeds | error | LSTM, 2 seeds | error |"):
+        for label, *cells in rows:
+            spec = re.sub(r"[:,]feedback=true", "", label.strip("`"))
+            for study, score, error in zip(studies, cells[::2], cells[1::2], strict=True):
+                line = study[spec if spec == "dense" else f"{spec}{',' if ':' in spec else ':'}route=allgather"]
+                assert float(score.removesuffix(" %")) == round(line["score"], 2), f"{page.name}: {label}"
+                assert spec == "dense" or float(error) == round(line["squared_error"], 2), f"{page.name}: {label}"
+                found += 1
+    assert found >= 3 * 20
+
+
+def test_scores_and_times_of_sums() -> None:
+    record = json.loads((RECORDS / "compare-sketches.json").read_text())["models"][0]
+    clusters = {(each["hosts"], each["rate"]): each["lines"] for each in record["clusters"]}
+    chosen = [clusters[4, "1gbit"], clusters[4, "100mbit"], clusters[8, "100mbit"]]
+    heading = "| | 4 hosts, 1 Gbit/s | 4 hosts, 100 Mbit/s | 8 hosts, 100 Mbit/s | bytes of a rank | accuracy |"
+    found = 0
+    for page, _, rows in tables(heading):
+        for label, *cells in rows:
+            name = label.strip("`")
+            spec = name if name == "dense" else f"{name}{',' if ':' in name else ':ratio=0.001,'}momentum=0.9"
+            spec = spec.replace("gs_sgd:rows", "gs_sgd:ratio=0.001,rows")
+            own = [next(line for line in of_cluster if line["spec"] == spec) for of_cluster in chosen]
+            training = next(line for line in record["training"] if line["spec"] == spec)
+            times = [f"{line['ms']['median']:,.0f} ms" for line in own]
+            size = own[0]["bytes_per_step"]
+            sent = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} KB"
+            assert cells == [*times, sent, f"{training['score']:.1f} %"], f"{page.name}: {label}"
+            found += 1
+    assert found >= 12
+
+
+def test_scores_of_codes() -> None:
+    study = lines("study-lgc")
+    ((_, _, rows),) = tables("| | accuracy | worse than dense | bytes in all, dense / sent |")
+    for label, score, worse, ratio in rows:
+        line = study[label.strip("`")]
+        bounds = f"{line['worse_than_dense']:.2f} points (at most {line['worse_at_most']:.2f})"
+        assert (score, worse) == (f"{line['score']:.2f} %", "" if label == "dense" else bounds), label
+        assert ratio == ("1 x" if label == "dense" else f"{line['compression']:.1f} x"), label
+    assert len(rows) == 4
