@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, CROWD, EVERY, OWN, RANKS, RATES
+from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, CROWD, EVERY, OWN, RANKS, RATES, RIVALS
 from laboratory.accuracy.summary import NEARLY
 from laboratory.report.tables import figure, markdown
 from laboratory.tasks.table import TASKS
-from laboratory.train.ways import DDP, POWERSGD_FROM
+from laboratory.train.ways import DDP, HOROVOD, POWERSGD_FROM
 
 DOORS = {"ddp": "DDP", "horovod": "Horovod"}
 NEVER, UNTRAINED = "never", "-"
@@ -38,6 +38,7 @@ gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accurac
   Gradient Compression with their own code. gradcomp's specs are used as they come.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose.
 - Steps are also predicted, by the ranks on the cluster: they measure links, kernels and a step's own work for a few seconds.
+  Horovod's own exchange is [not predicted](decisions/prediction.md#peers-beside).
 - All hosts share one machine of two cores, so all messages cost processor time that real network cards would not. {CROWD} hosts
   on it are overloaded: they only show how predictions fare there."""
 
@@ -105,7 +106,8 @@ def predictions(every: Sequence[Mapping[str, Any]]) -> str:
     rows = [["predicted / measured step", "within 20 %", "median", "lowest", "highest"]]
     together: list[float] = []
     for cells in every:
-        lines = [line for line in cells["lines"] if line.get("predicted_ms") and line["way"] != "none"]
+        known = [line for line in cells["lines"] if line.get("predicted_ms") and line["way"] != "none"]
+        lines = [line for line in known if line["door"] == DDP or line["way"] not in RIVALS[HOROVOD]]
         ratios = {name(line): line["predicted_ms"] / line["ms"] for line in lines}
         if not ratios:
             continue
