@@ -16,6 +16,7 @@ from gradcomp.auto import LOSSES, Auto
 from gradcomp.choosing import links, ways
 from gradcomp.choosing.account import Account
 from gradcomp.choosing.decision import Decision, best_of, shortlist
+from gradcomp.choosing.evidence import Evidence
 from gradcomp.choosing.forecast import Forecast
 from gradcomp.choosing.foresight import foresee
 from gradcomp.choosing.switch import Course, Switch
@@ -63,7 +64,7 @@ class Chooser:
     def __init__(self, session: Session, auto: Auto, stock: Sequence[torch.dtype]):
         self._session, self._auto, self._stock = session, auto, stock
         self._unit = ways.STOCK if ways.STOCK.stock in stock else ways.FIRST  # what users have without gradcomp
-        self._switch, self._account = Switch(session), Account()
+        self._switch, self._account, self._evidence = Switch(session), Account(), Evidence(self._unit)
         layers = session.parameters.layers.values()
         self._device = next((layer.device for layer in layers), torch.device("cpu"))
         self._wait = device_wait(self._device)
@@ -79,6 +80,7 @@ class Chooser:
         self._ended, self._timed = time.perf_counter(), True
         self.decision: Decision | None = None
         self._choices, self._looks, self._again, self._varies = 0, LOOKS, AGAIN, False
+        self._evidence.forget()
         self._course = self._run()
         self._left = next(self._course)
 
@@ -179,21 +181,19 @@ class Chooser:
         tries = Tries(self._switch, self._account, forecast, least, self._unit)
         self._switch.open()
         yield from tries.take(shortlist(every, forecast, present))
-        best, reason = best_of(every, tries.medians, present)
+        seconds = self._evidence.joined(tries.medians)
+        best, reason = best_of(every, seconds, present)
         if not (yield from self._switch.to(best)):
-            keeping = {way: seconds for way, seconds in tries.medians.items() if way.keeps}
-            best, reason = best_of(every, keeping, self._switch.way)
+            best, reason = best_of(every, {way: seconds[way] for way in seconds if way.keeps}, self._switch.way)
             yield from self._switch.to(best)
             reason = f"{reason}; entries wait that cannot be sent, perhaps of frozen layers, and only some ways keep them"
         cost = (None, 0.0) if self.decision is None else (self.decision.cost, self.decision.unit)
         step = session.reducer.steps_done
-        self.decision = Decision(reason, step, tries.medians, forecast, times, self._exact, *cost)
+        self.decision = Decision(reason, step, seconds, forecast, times, self._exact, *cost)
         if session.network.world.rank == 0:
             log.info("gradcomp: auto goes on with %s after step %d: %s", best, step, reason)
-        if best == present:
-            self._looks, self._again = min(2 * self._looks, MOST_LOOKS), 2 * self._again
-        else:
-            self._looks, self._again = LOOKS, AGAIN
+        rarer = min(2 * self._looks, MOST_LOOKS), 2 * self._again
+        self._looks, self._again = rarer if best == present else (LOOKS, AGAIN)
         self._choices += 1
 
     def _part_of(self, stock: torch.dtype) -> float:
@@ -230,6 +230,8 @@ class Chooser:
             self._varies = odd >= self._looks and not other_link
             if self._varies:
                 self._work = None  # the net computes more or less than before
+            if odd >= self._looks:
+                self._evidence.forget()
             rare = int(min(max(NEXT_LOOK[0], took / (LOOKING * step)), NEXT_LOOK[1]))
             interval = NEXT_LOOK[0] if odd else rare
 
