@@ -65,7 +65,7 @@ def kind_of(name: str) -> type[Compressor]:
 def make(spec: str | Compressor) -> Compressor:
     """Make the compressor that a spec describes: "name" or "name:knob=value,knob=value".
 
-    Rules for layers may follow; the first pattern that matches a layer's name decides: "sdagc; *.bias=dense; embed*=topk".
+    Rules for layers may follow; the first pattern that matches a layer's name decides: `"sdagc; *.bias=dense; embed*=topk"`.
     A compressor that needs error feedback gets it unless the spec says feedback=false. This includes compressor objects.
     """
     if isinstance(spec, Compressor):
@@ -84,7 +84,7 @@ def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -
     """Make a compressor that compresses layers by rules. The first pattern that matches a layer's name decides.
 
     rules: {pattern: spec or compressor}; patterns are those of file names. default: for layers that no pattern matches.
-    by_layer({"*.bias": "dense", "embed*": "topk"}, "sdagc") equals make("sdagc; *.bias=dense; embed*=topk").
+    `by_layer({"*.bias": "dense", "embed*": "topk"}, "sdagc")` equals `make("sdagc; *.bias=dense; embed*=topk")`.
     """
     return _by_layer(list(rules.items()), default)
 

@@ -1,4 +1,4 @@
-"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, some 15. wire.md gives the bytes."""
+"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, some 15. docs/wire.md gives the bytes."""
 
 from __future__ import annotations
 

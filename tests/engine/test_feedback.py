@@ -164,7 +164,7 @@ def test_clipping_loses_no_finite_gradient_of_a_failed_step(clip_by: str, bad: f
 
 
 def test_a_spike_waits_until_it_is_sent_and_a_clipped_one_does_not() -> None:
-    """README: it takes about 1 / ratio steps."""
+    """docs/training.md: it takes about 1 / ratio steps."""
     largest = {}
     for spec in ("topk:ratio=0.1,wire=exact", "topk:ratio=0.1,wire=exact,clip=1"):
         simulation = gradcomp.Simulation(spec, SHAPES, 2)

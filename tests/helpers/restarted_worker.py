@@ -1,6 +1,6 @@
 """A worker of a DDP training with known gradients, started by torchrun: python -m restarted_worker FOLDER SPEC LAST [KILL].
 
-The lines between "saves" and "loads" are those of the README. The learning rate is 1, so weights tell the sum of updates.
+The lines between "saves" and "loads" are those of docs/checkpoints.md. The learning rate is 1: weights tell the sum of updates.
 KILL: the step in which the highest rank ends itself by SIGKILL, unless it was started again.
 """
 

@@ -1,4 +1,4 @@
-"""README's figures are those of the records that it names."""
+"""The figures of docs/predict.md are those of the records that it names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-README = (ROOT / "README.md").read_text().replace("(at most ", "(")
+PAGE = (ROOT / "docs" / "predict.md").read_text().replace("(at most ", "(")
 
 
 def runs(name: str) -> list[Any]:
@@ -26,10 +26,10 @@ def figures(run: Any, part: str = "over") -> str:
 
 
 @pytest.mark.parametrize("name", ["ddp-cifar-large", "ddp-cifar-large-unshaped", "slower", "faster"])
-def test_auto_is_as_fast_as_readme_says(name: str) -> None:
+def test_auto_is_as_fast_as_the_page_says(name: str) -> None:
     for run in runs(name):
         if name == "ddp-cifar-large" and run["rate"] == "none":
             continue  # the longer run of -unshaped has it
         parts = ("over_before", "over_after") if run["later"] else ("over",)
         for part in parts:
-            assert figures(run, part) in README, (name, run["rate"], part)
+            assert figures(run, part) in PAGE, (name, run["rate"], part)

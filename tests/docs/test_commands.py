@@ -1,0 +1,109 @@
+"""Every command of the project that a page shows is one: its program, its subcommand and its options exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from documents import ROOT, USERS, blocks, name_of
+
+import gradcomp.__main__ as command_line
+from laboratory import main as laboratory
+
+# Programs of the project, as a page may call them.
+OURS = re.compile(r"(?:[\w./]*/)?scripts/([a-z_]+)$")
+# Scripts whose --help sets the machine up first, or that take no options. Pages show them without any.
+WITHOUT_HELP = {"demo", "knobs"}
+# Words that stand for the user's own.
+STANDING = {"NAME": "topk", "SPEC": "topk:ratio=0.01"}
+
+
+def shown(page: Path) -> Iterator[str]:
+    """List the commands of a page: the lines of its shell blocks, and code within its text."""
+    for block in blocks(page):
+        if block.language == "sh":
+            yield from re.sub(r" +#.*", "", block.text.replace("\\\n", " ")).splitlines()
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    yield from (re.sub(r"\s+", " ", found) for found in re.findall(r"`([^`]+)`", text))
+
+
+def calls(page: Path) -> Iterator[list[str]]:
+    """List the project's commands on a page, as words. Settings of variables before a command count as none of it."""
+    for line in shown(page):
+        for part in re.split(r"&&|\|\| | > ", line):
+            try:
+                words = shlex.split(part)
+            except ValueError:  # no command: text with an apostrophe
+                continue
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                del words[0]
+            if words[:3] == ["python", "-m", "gradcomp"] or (words and OURS.match(words[0])):
+                yield words
+
+
+CALLS = {" ".join(words): words for page in USERS for words in calls(page)}
+
+
+@cache
+def help_of(script: str) -> str:
+    done = subprocess.run([ROOT / "scripts" / script, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_script(script: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (ROOT / "scripts" / script).is_file(), f"there is no scripts/{script}"
+    said = ""
+    if script == "lab" and options:
+        with pytest.raises(SystemExit) as ended:
+            laboratory.main([options[0], "--help"])
+        assert ended.value.code == 0, f"scripts/lab has no {options[0]}"
+        said = capsys.readouterr().out
+    elif script not in WITHOUT_HELP:
+        said = help_of(script)
+    own = options[: options.index("--")] if "--" in options else options
+    for option in own:
+        assert not option.startswith("-") or option == "--help" or option in said, f"scripts/{script} has no {option}"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_command_exists(call: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [STANDING.get(word, word) for word in CALLS[call]]
+    if found := OURS.match(words[0]):
+        check_script(found[1], words[1:], capsys)
+        return
+    ran: list[str] = []
+    monkeypatch.setattr(command_line.prediction, "run", lambda options: ran.append("predict"))
+    monkeypatch.setattr(command_line.prediction, "run_profile", lambda options: ran.append("profile"))
+    monkeypatch.setattr(command_line, "report", lambda: ran.append("doctor"))
+    named_only = words[3:] in (["predict"], ["profile"])
+    if named_only or not words[3:]:
+        with pytest.raises(SystemExit) as ended:
+            command_line.main([*words[3:], "--help"])
+        assert ended.value.code == 0
+    else:
+        command_line.main(words[3:])
+        assert ran or capsys.readouterr().out
+
+
+def test_there_are_commands_and_wrong_ones_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(CALLS) > 30
+    assert list(calls(ROOT / "README.md")).count(["scripts/setup", "--install"]) == 1
+    for script, options in (("setup", ["--instal1"]), ("lab", ["kernels", "--sizes"]), ("nothing", [])):
+        with pytest.raises(AssertionError, match=r"has no|there is no"):
+            check_script(script, options, capsys)
+
+
+def test_a_script_without_help_is_shown_without_options() -> None:
+    for words in CALLS.values():
+        found = OURS.match(words[0])
+        assert not found or found[1] not in WITHOUT_HELP or not words[1:], words
+
+
+def test_no_page_is_left_out() -> None:
+    assert {name_of(page) for page in USERS} >= {"README.md", "docs/install.md", "docs/programs.md", "docs/algorithms/index.md"}

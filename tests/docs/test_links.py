@@ -1,0 +1,79 @@
+"""Every link of the documentation leads to a file that is there, and to a heading that is there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path, PurePosixPath
+
+import pytest
+from documents import PAGES, ROOT, anchors, name_of
+
+from documentation import pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in pages.links(page.read_text()):
+        if not pages.is_inside(target) and not target.startswith("#"):
+            assert not target.startswith("/"), f"{target} is absolute; write it from the page's folder"
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), f"{target} leads to no file"
+        assert file.is_relative_to(ROOT), f"{target} leads out of the repository"
+        assert not anchor or anchor in anchors(file), f"{target}: {name_of(file)} has {sorted(anchors(file))}"
+
+
+def test_linked_files_are_known_to_git() -> None:
+    """A file that only this checkout has would be missing in every other one."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no repository: whether linked files are in it cannot be seen")
+    linked = {
+        pages.linked(name_of(page), target)
+        for page in PAGES
+        for target in pages.links(page.read_text())
+        if pages.is_inside(target)
+    }
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--stdin"], input="\n".join(linked), capture_output=True, text=True, cwd=ROOT
+    )
+    assert ignored.stdout == ""
+
+
+def test_no_page_is_orphaned() -> None:
+    """Every page of a user can be reached from the site's first page or its navigation."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        own = page.relative_to(ROOT / "docs").as_posix()
+        folder = PurePosixPath(own).parent.name
+        assert f" {own}\n" in navigation or (folder and f" {folder}/*\n" in navigation), f"mkdocs.yml does not name {own}"
+
+
+def test_links_that_leave_the_folder_stay_in_the_site() -> None:
+    text = "[a](../benchmarks/README.md#x) `[b](../no.md)` [c](knobs.md) ![d](../benchmarks/results/lgc-redundancy.png)\n"
+    expected = (
+        "[a](repository/benchmarks/README.md#x) `[b](../no.md)` [c](knobs.md) "
+        "![d](repository/benchmarks/results/lgc-redundancy.png)\n"
+    )
+    assert pages.rewritten("docs/claims.md", text) == expected
+    assert pages.rewritten("benchmarks/README.md", "[a](../docs/decisions/levels.md#b)") == "[a](../../decisions/levels.md#b)"
+    assert pages.place("docs/knobs.md") == "knobs.md" and pages.origin("repository/csrc/README.md") == "csrc/README.md"
+    found = pages.outside(["docs/claims.md"])
+    assert "benchmarks/history.md" in found, "a page that claims.md links to"
+    assert "benchmarks/results/compare-sketches-2048.png" in found, "a picture that this page shows"
+
+
+def test_folders_become_their_pages() -> None:
+    class Config:
+        nav = [{"Home": "index.md"}, {"Decisions": "decisions/*"}]  # noqa: RUF012
+
+    nav = pages.on_config(Config()).nav
+    assert nav[0] == {"Home": "index.md"}
+    assert nav[1]["Decisions"][:2] == ["decisions/README.md", "decisions/auto.md"]
+
+
+def test_the_site_is_built_with_warnings_as_errors() -> None:
+    """MkDocs counts no warning that --quiet hides, and --strict then finds nothing."""
+    (line,) = re.findall(r'^stage "site" .*mkdocs build(.*)$', (ROOT / "scripts" / "check").read_text(), re.MULTILINE)
+    assert line.split() == ["--strict"]

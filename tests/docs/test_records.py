@@ -1,0 +1,73 @@
+"""The figures of the pages are those of the records: steps on clusters, final scores, and what a choice rests on."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from documents import ROOT
+
+from documentation import step_times
+
+WHICH = (ROOT / "docs" / "which-spec.md").read_text()
+README = (ROOT / "README.md").read_text()
+RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
+
+
+def line(task: str, hosts: int, rate: str, way: str) -> Any:
+    lines = step_times.launches(task, "ddp")[hosts, rate]
+    return next(each for each in lines if each["way"] == way)
+
+
+def over(task: str, rate: str, way: str, hosts: int = 4, other: str = "stock") -> str:
+    return f"{line(task, hosts, rate, way)['over'][other]['median']:.2f}"
+
+
+def at_most(task: str, rate: str, way: str, hosts: int = 4, other: str = "stock") -> str:
+    return f"{line(task, hosts, rate, way)['over'][other]['at_most']:.2f}"
+
+
+def test_the_results_are_those_of_the_records() -> None:
+    page = step_times.PAGE.read_text()
+    assert page == step_times.written(page), "run PYTHONPATH=scripts python -m documentation.step_times"
+    assert page == step_times.written(page.replace("1,593", "1,594")), "a page with other figures is written anew"
+
+
+@pytest.mark.parametrize("link", RATES)
+def test_the_links_of_which_spec_and_of_readme(link: str) -> None:
+    nets, rate = ("cifar-large", "shakespeare"), RATES[link]
+    both = [f"{over(net, rate, 'topk')}, {over(net, rate, 'sdagc')}" for net in nets]
+    bf16 = [over(net, rate, "bf16") for net in nets]
+    assert f"| {link} | `topk`, `sdagc` | {both[0]} | {both[1]} |\n| | torch's bf16 hook | {bf16[0]} | {bf16[1]} |" in WHICH
+    topk = [over(net, rate, "topk") for net in nets]
+    assert f"| {link} | {topk[0]} | {bf16[0]} | {topk[1]} | {bf16[1]} |" in README
+
+
+def test_the_scores_of_which_spec() -> None:
+    scores = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", step_times.scores(), re.MULTILINE))
+    for row in ("half", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0", "sdagc", "topk"):
+        accuracy, perplexity = scores[f"`{row}`"].split(" | ")
+        assert re.search(rf"\| `{row}` \| [0-9. to]+ \| {accuracy} % \| {perplexity} \|", WHICH), (row, accuracy, perplexity)
+    accuracy, perplexity = scores["`stock`"].split(" | ")
+    assert f"| nothing | `dense` | 1 | {accuracy} % | {perplexity} |" in WHICH
+    assert f"{float(scores['`orq:momentum=0`'].split(' | ')[0]):.1f} % on CIFAR" in WHICH
+    accuracy, perplexity = scores["`bf16:steps=4`"].split(" | ")
+    assert f"{float(accuracy):.1f} % with the best of three learning rates; a perplexity of {float(perplexity):.1f}" in WHICH
+    accuracy, perplexity = scores["`powersgd:rank=4`"].split(" | ")
+    assert f"{float(accuracy):.1f} %; a perplexity of {perplexity}" in WHICH
+
+
+def test_the_examples_of_which_spec() -> None:
+    flat = " ".join(WHICH.split())
+    text, net = "shakespeare", "cifar-large"
+    there = f"`topk` takes {over(text, '10gbit', 'topk', 8)} of stock's step there, and its 95 % interval reaches "
+    assert there + at_most(text, "10gbit", "topk", 8) in flat
+    assert line(text, 8, "10gbit", "auto")["auto"]["way"] == "stock" and "`auto` chose stock" in flat
+    ours = f"{over(net, '1gbit', 'topk')} of stock's (at most {at_most(net, '1gbit', 'topk')}), and "
+    hook = (
+        f"{over(net, '1gbit', 'topk', other='bf16')} of the bf16 hook's (at most {at_most(net, '1gbit', 'topk', other='bf16')})"
+    )
+    assert ours + hook in flat
+    assert line(net, 4, "1gbit", "auto")["auto"]["way"] == "stock in bf16"
+    assert f"it chose bf16 there, at {over(net, '1gbit', 'bf16')} of stock's step" in flat

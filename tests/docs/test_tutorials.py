@@ -1,0 +1,84 @@
+"""The tutorials' scripts run as their pages say, on two ranks of torchrun and horovodrun, and print what the pages show.
+
+The page's first command is called as it stands. The second one, which resumes, runs on forked ranks, which start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import ROOT, blocks
+from ranks import launch
+
+LAUNCHERS = {"start-ddp.md": "torchrun", "start-horovod.md": "horovodrun"}
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment, for ranks of this checkout that share its cores and its machine."""
+    tools = Path(sys.executable).parent
+    own = {"PYTHONPATH": str(ROOT), "PATH": f"{tools}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "5"}
+    return os.environ | own
+
+
+def by_command(command: str, folder: Path) -> str:
+    """Run a command of a page, and return what its ranks print, without horovodrun's marks."""
+    done = subprocess.run(
+        shlex.split(command), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, start_new_session=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.sub(r"^\[\d+\](,\d+)?<stdout>: ?", "", done.stdout, flags=re.MULTILINE)
+
+
+def again(folder: str, steps: str, port: int) -> str:
+    """Run the script on this rank, and return what it prints."""
+    os.chdir(folder)
+    rank, size = (os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE"))
+    os.environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = ["train.py", steps]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(Path("train.py").read_text(), "train.py", "exec"), {"__name__": "__main__"})
+    return said.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def without_losses(lines: list[str]) -> list[str]:
+    return [re.sub(r"loss [0-9.]+", "loss", line) for line in lines]
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(found[1]) for line in lines if (found := re.search(r"loss ([0-9.]+)", line))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", LAUNCHERS)
+def test_a_tutorial_runs(page: str, tmp_path: Path) -> None:
+    found = list(blocks(ROOT / "docs" / page))
+    (script,) = [block.text for block in found if block.language == "python"]
+    first_shown, second_shown = [block.text.splitlines() for block in found if block.language == "text"]
+    lines = [line for block in found if block.language == "sh" for line in block.text.splitlines()]
+    first, second = [line for line in lines if line.startswith(LAUNCHERS[page])]
+    assert first.rpartition(" ")[0] == second.rpartition(" ")[0], "the second command only asks for more steps"
+    (tmp_path / "train.py").write_text(script)
+    printed = [line for line in by_command(first, tmp_path).splitlines() if line.startswith("step")]
+    resumed, other = launch(again, 2, str(tmp_path), second.rpartition(" ")[2], free_port())
+    assert without_losses(printed) == without_losses(first_shown)
+    assert without_losses(resumed.splitlines()) == without_losses(second_shown)
+    assert other == "", "rank 0 alone prints"
+    every = losses([*printed, *resumed.splitlines()])
+    assert every == pytest.approx(losses([*first_shown, *second_shown]), rel=0.2)  # another processor rounds otherwise
+    assert every[0] > every[-1]
