@@ -7,7 +7,8 @@
 # not resolve. Docker makes it resolve; buildah needs --hostname localhost.
 #
 # BASE is any Debian or Ubuntu with Python 3.10 or newer; a base made by debootstrap will do. TORCH holds pip's arguments. The CPU
-# build is a fifth of the default's size (TORCH="torch==2.13.0 --index-url <an index of CPU builds>"). pip's own settings
+# build is a fifth of the default's size (TORCH="torch==2.13.0 --index-url <an index of CPU builds>"). Python 3.10 needs
+# NUMPY="numpy==2.2.6". pip's own settings
 # (PIP_INDEX_URL, PIP_FIND_LINKS, ...) are build arguments, and none of them stays in the image's environment. Mount /etc/pip.conf
 # for a secret one.
 ARG BASE=debian:bookworm-slim
@@ -22,9 +23,10 @@ ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
 ARG PIP_CERT
 ARG TORCH="torch==2.13.0"
+ARG NUMPY="numpy==2.4.6"
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
 # A layer of its own: torch takes long to install and hardly ever changes.
-RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} ${NUMPY}
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
 COPY scripts/setting_up scripts/setting_up
@@ -37,7 +39,7 @@ FROM ${BASE} AS run
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
 # The wheels need these libraries from the system.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin
 COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
 COPY --from=build /opt/venv /opt/venv
 # Nothing at run time needs root. USER is a number, as Kubernetes' runAsNonRoot asks for. Any other user may run the image, too

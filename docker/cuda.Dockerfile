@@ -18,11 +18,12 @@ ARG PIP_FIND_LINKS
 ARG PIP_TRUSTED_HOST
 ARG PIP_CERT
 ARG TORCH="torch==2.13.0"
+ARG NUMPY="numpy==2.4.6"
 # The GPUs to build for, in CMake's form ("90" or "80-real;90"). Empty means every GPU since Turing.
 ARG GRADCOMP_CUDA_ARCHS=
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:/usr/local/cuda/bin:$PATH
 # A layer of its own: torch takes long to install and hardly ever changes.
-RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} numpy
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir ${TORCH} ${NUMPY}
 WORKDIR /opt/gradcomp
 COPY scripts/lib.sh scripts/setup scripts/
 COPY scripts/setting_up scripts/setting_up
@@ -36,7 +37,7 @@ FROM ${RUN_BASE} AS run
 ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH GRADCOMP_PYTHON=/opt/venv/bin/python
 # The wheels need these libraries from the system.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 libgomp1 libstdc++6 \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin
 COPY --from=build /opt/gradcomp/scripts /opt/gradcomp/scripts
 COPY --from=build /opt/venv /opt/venv
 # Nothing at run time needs root. USER is a number, as Kubernetes' runAsNonRoot asks for. Any other user may run the image, too

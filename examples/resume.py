@@ -1,0 +1,70 @@
+"""A training that is killed and goes on: torchrun --nproc-per-node 2 examples/resume.py FOLDER, then the same command again.
+
+All ranks save: each has a residual of its own. FOLDER must be one that all hosts see.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("folder", type=Path, help="the folder of checkpoints")
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--every", type=int, default=10, help="steps between checkpoints (default 10)")
+options = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+truth = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+handle = gradcomp.ddp.attach(model, "topk:ratio=0.05", optimizer=optimizer)
+
+
+def load() -> int:
+    """Load the newest checkpoint that all ranks finished. Return its step, or 0."""
+    for folder in sorted(options.folder.glob("step-*"), reverse=True):
+        states = [torch.load(file, weights_only=True) for file in folder.glob("*.pt")]
+        if states and len(states) == states[0]["gradcomp"]["ranks"]:
+            for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
+                part.load_state_dict(states[0][name])
+            handle.load_state_dict([state["gradcomp"] for state in states])
+            return int(states[0]["step"])
+    return 0
+
+
+def save(step: int) -> None:
+    """Save this rank's state. A rank that ends in mid-save leaves no broken file."""
+    folder = options.folder / f"step-{step:08}"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "step": step}
+    torch.save({**state, "gradcomp": handle.state_dict()}, folder / f"{rank}.new")
+    (folder / f"{rank}.new").rename(folder / f"{rank}.pt")
+
+
+began = load()
+if rank == 0:
+    print(f"goes on after step {began}" if began else "begins", flush=True)
+losses = []
+for step in range(began + 1, options.steps + 1):
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(ranks * step + rank))  # drawn anew from the step
+    optimizer.zero_grad()
+    loss = cross_entropy(model(x), (x @ truth).argmax(1))
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    losses.append(loss.item())
+    if step % options.every == 0:
+        save(step)
+if rank == 0:
+    print(f"ends after step {options.steps}; the sum of all weights is {sum(p.sum().item() for p in model.parameters())!r}")
+dist.destroy_process_group()

@@ -1,0 +1,137 @@
+"""The examples, each run on two real ranks: the loss falls, ranks stay equal, and what each promises holds to the bit."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import signal
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import ranks
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+needs_digits = pytest.mark.skipif(
+    find_spec("sklearn") is None, reason="this example was NOT run: scikit-learn is not installed"
+)
+
+
+def example(name: str, port: int, killed_at: list[int], *arguments: str) -> dict[str, Any]:
+    """Run an example as a rank of either launcher. killed_at: the save, by rank, in which this rank is killed; 0 for none."""
+    rank, size = os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    saves, save = [0], torch.save
+
+    def save_or_die(*given: Any, **options: Any) -> None:
+        saves[0] += 1
+        if saves[0] == killed_at[int(rank)]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(*given, **options)
+
+    torch.save = save_or_die
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
+    found = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    weights = torch.cat([parameter.detach().flatten() for parameter in found["model"].parameters()])
+    return {"weights": weights, "losses": found["losses"], "skipped": found.get("skipped")}
+
+
+def run(name: str, *arguments: str, killed_at: tuple[int, ...] = (0, 0)) -> list[dict[str, Any]]:
+    """Run an example on two ranks. Hold the survivors to equal weights."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    dies = {rank: -signal.SIGKILL for rank, at in enumerate(killed_at) if at}
+    found = ranks.launch(example, 2, name, port, list(killed_at), *arguments, seconds=60, dies=dies)
+    for own in found:
+        assert torch.equal(own["weights"], found[0]["weights"]), "the ranks' weights differ"
+    return found
+
+
+def falls(found: list[dict[str, Any]], share: float) -> None:
+    """Hold each rank's loss to this share of what it was at first."""
+    for own in found:
+        first, last = (sum(part) / len(part) for part in (own["losses"][:5], own["losses"][-5:]))
+        assert last < share * first, f"the loss went from {first:.3f} to {last:.3f}"
+
+
+@needs_digits
+def test_both_doors_learn_the_digits_alike_to_the_bit() -> None:
+    horovod, ddp = (run(name, "--steps", "50") for name in ("stock_horovod.py", "ddp.py"))
+    falls(horovod, 0.5)
+    for own, other in zip(horovod, ddp, strict=True):
+        assert own["losses"] == other["losses"] and torch.equal(own["weights"], other["weights"])
+
+
+@needs_digits
+def test_the_residual_net_learns_digits() -> None:
+    falls(run("cifar.py", "--steps", "30"), 0.7)
+
+
+def test_the_residual_net_reads_the_pictures_of_cifar(tmp_path: Path) -> None:
+    """In their binary form: a class, then red, green and blue planes. Here the class is the colour that is bright."""
+    rows = numpy.zeros((60, 3073), numpy.uint8)
+    rows[:, 0] = numpy.arange(60) % 3
+    for i, row in enumerate(rows):
+        row[1 + 1024 * (i % 3) :][:1024] = 255
+    rows[:40].tofile(tmp_path / "data_batch_1.bin")
+    rows[40:].tofile(tmp_path / "data_batch_2.bin")
+    falls(run("cifar.py", "--data", str(tmp_path), "--steps", "12"), 0.5)
+
+
+def test_the_transformer_learns_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    falls(run("transformer.py", "--text", str(text), "--steps", "30"), 0.6)
+
+
+def test_accumulated_batches_train_as_one_large_batch() -> None:
+    """A rank draws the same examples. Sums of float32 gradients in another order, over few steps, differ by rounding alone."""
+    parts, whole = (
+        run("accumulation.py", "--steps", "5", "--accumulate", n, "--batch", b) for n, b in (("4", "8"), ("1", "32"))
+    )
+    torch.testing.assert_close(parts[0]["weights"], whole[0]["weights"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_clip_bounds_every_step() -> None:
+    """Weights move by at most the rate times the clip, times the sum of the momentum's powers, in each step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))  # as the example makes it
+    start = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    moved = [
+        (run("accumulation.py", "--steps", "4", "--clip", clip)[0]["weights"] - start).norm() for clip in ("0.001", "1000")
+    ]
+    assert 0 < moved[0] <= 4 * 0.1 * 0.001 / (1 - 0.9) < moved[1]
+
+
+@needs_digits
+def test_a_scale_that_overflows_skips_steps_and_training_goes_on() -> None:
+    found = run("gradscaler.py", "--steps", "80")
+    assert found[0]["skipped"] == found[1]["skipped"] > 0
+    falls(found, 0.5)
+
+
+def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    """Both ranks are killed in their second save. Then one of the two has finished it: that checkpoint is not whole."""
+    options = ("--steps", "15", "--every", "5")
+    whole = run("resume.py", str(tmp_path / "whole"), *options)
+    broken = tmp_path / "broken"
+    run("resume.py", str(broken), *options, killed_at=(2, 2))
+    assert [str(path.relative_to(broken)) for path in sorted(broken.rglob("*.pt"))] == [f"step-00000005/{i}.pt" for i in "01"]
+    shutil.copy(tmp_path / "whole" / "step-00000010" / "0.pt", broken / "step-00000010")
+    resumed = run("resume.py", str(broken), *options)
+    assert len(resumed[0]["losses"]) == 10 and resumed[0]["losses"] == whole[0]["losses"][5:]
+    assert torch.equal(resumed[0]["weights"], whole[0]["weights"])
+
+
+def test_elastic_training_learns() -> None:
+    """Here nobody leaves or joins."""
+    falls(run("elastic.py", "--steps", "60"), 0.8)

@@ -1,0 +1,147 @@
+"""The files for containers on several hosts: their fields are those of published schemas, and their parts fit each other."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+
+# A part of the schema of MPIJob v2beta1, from manifests/base/kubeflow.org_mpijobs.yaml of github.com/kubeflow/mpi-operator
+# (commit caa3c47): the fields of each object that the manifest may have, and the types of their values.
+SPEC = {
+    "launcherCreationPolicy": str,
+    "mpiImplementation": str,
+    "mpiReplicaSpecs": dict,
+    "runLauncherAsWorker": bool,
+    "runPolicy": dict,
+    "slotsPerWorker": int,
+    "sshAuthMountPath": str,
+}
+RUN_POLICY = {
+    "activeDeadlineSeconds": int,
+    "backoffLimit": int,
+    "cleanPodPolicy": str,
+    "managedBy": str,
+    "schedulingPolicy": dict,
+    "suspend": bool,
+    "ttlSecondsAfterFinished": int,
+}
+REPLICA = {"replicas": int, "restartPolicy": str, "template": dict}
+# Fields of pods that the manifest uses, from the same file.
+POD = {"containers": list, "securityContext": dict}
+POD_SECURITY = {"fsGroup": int, "runAsGroup": int, "runAsNonRoot": bool, "runAsUser": int}
+CONTAINER = {"args": list, "command": list, "image": str, "name": str, "readinessProbe": dict, "resources": dict}
+# From schema/compose-spec.json of github.com/compose-spec/compose-spec (commit 170098b): the fields that compose.yaml uses.
+SERVICE = {"command": list, "depends_on": list, "environment": dict, "hostname": str, "image": str, "volumes": list}
+
+
+def fits(found: dict[str, Any], fields: dict[str, type]) -> None:
+    for name, value in found.items():
+        assert name in fields, f"{name} is not among {sorted(fields)}"
+        assert type(value) is fields[name], f"{name}: {value!r}"
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DOCKER / name).read_text())
+
+
+def user(name: str) -> str:
+    return re.findall(r"^USER (\S+)$", (DOCKER / name).read_text(), re.MULTILINE)[-1]
+
+
+@pytest.fixture
+def job() -> Any:
+    return read("mpijob.yaml")
+
+
+def containers(job: Any) -> dict[str, Any]:
+    return {role: each["template"]["spec"]["containers"][0] for role, each in job["spec"]["mpiReplicaSpecs"].items()}
+
+
+def test_the_job_has_the_fields_of_an_mpijob(job: Any) -> None:
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    fits(job["spec"], SPEC)
+    fits(job["spec"]["runPolicy"], RUN_POLICY)
+    assert job["spec"]["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert job["spec"]["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
+    assert set(job["spec"]["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    for replica in job["spec"]["mpiReplicaSpecs"].values():
+        fits(replica, REPLICA)
+        pod = replica["template"]["spec"]
+        fits(pod, POD)
+        fits(pod["securityContext"], POD_SECURITY)
+        for container in pod["containers"]:
+            fits(container, CONTAINER)
+
+
+def test_the_launcher_starts_as_many_ranks_as_there_are_slots(job: Any) -> None:
+    launcher = containers(job)["Launcher"]
+    words = launcher["command"] + launcher["args"]
+    assert words[:2] == ["horovodrun", "-np"] and words[3:5] == ["--hostfile", "/etc/mpi/hostfile"]
+    assert int(words[2]) == job["spec"]["slotsPerWorker"] * job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert job["spec"]["mpiImplementation"] == "OpenMPI", "the list of hosts has another form that horovodrun does not read"
+
+
+def test_the_job_runs_as_the_images_user_with_the_images_daemon(job: Any) -> None:
+    for replica in job["spec"]["mpiReplicaSpecs"].values():
+        assert str(replica["template"]["spec"]["securityContext"]["runAsUser"]) == user("ssh.Dockerfile")
+    worker = containers(job)["Worker"]
+    (command,) = re.findall(r"^CMD (\[.+\])$", (DOCKER / "ssh.Dockerfile").read_text(), re.MULTILINE)
+    assert worker["command"] + worker["args"] == yaml.safe_load(command)
+    lines = (DOCKER / "ssh" / "daemon").read_text().splitlines()
+    daemon = dict(line.split(maxsplit=1) for line in lines if not line.startswith("#"))
+    assert worker["readinessProbe"]["tcpSocket"]["port"] == int(daemon["Port"])
+    assert re.search(rf"^  Port {daemon['Port']}$", (DOCKER / "ssh" / "client").read_text(), re.MULTILINE)
+    mounted = job["spec"]["sshAuthMountPath"]
+    assert (daemon["HostKey"], daemon["AuthorizedKeysFile"]) == (f"{mounted}/id_rsa", f"{mounted}/authorized_keys")
+    assert daemon["PasswordAuthentication"] == daemon["KbdInteractiveAuthentication"] == "no"
+
+
+def test_ssh_is_added_to_the_images_as_their_user() -> None:
+    assert user("ssh.Dockerfile") == user("cpu.Dockerfile") == user("cuda.Dockerfile")
+    text = (DOCKER / "ssh.Dockerfile").read_text()
+    assert "/etc/ssh/ssh_host_*" in text, "host keys would be the same in every container"
+    (folder,) = re.findall(r"^COPY (\S+) /etc/gradcomp-ssh$", text, re.MULTILINE)
+    assert {path.name for path in (ROOT / folder).iterdir()} == {"client", "daemon"}
+
+
+def test_both_containers_of_compose_run_one_command_and_meet_at_the_first() -> None:
+    found = read("compose.yaml")
+    assert set(found) == {"name", "services", "x-node"} and set(found["services"]) == {"node0", "node1"}
+    for name, service in found["services"].items():
+        fits(service, SERVICE)
+        assert service["hostname"] == name
+        assert service["command"] == found["x-node"]["command"]
+    words = found["x-node"]["command"]
+    assert words[0] == "torchrun" and f"--nnodes={len(found['services'])}" in words
+    assert "--rdzv-endpoint=node0:29500" in words
+    source, target, mode = found["x-node"]["volumes"][0].split(":")
+    program = DOCKER / source / Path(words[-1]).relative_to(target)
+    assert program.resolve() == ROOT / "examples" / "ddp.py" and program.exists() and mode == "ro"
+
+
+def test_images_that_are_named_are_those_of_the_dockerfiles_heads() -> None:
+    built = {
+        re.findall(r"^#   docker build -f docker/(\S+) -t (\S+) \.", path.read_text(), re.MULTILINE)[-1]
+        for path in DOCKER.glob("*.Dockerfile")
+    }
+    images = {image for _, image in built}
+    assert {file for file, _ in built} == {path.name for path in DOCKER.glob("*.Dockerfile")}
+    assert read("compose.yaml")["x-node"]["image"] in images
+    assert {each["image"].rpartition("/")[2] for each in containers(read("mpijob.yaml")).values()} <= images
+
+
+def test_the_page_of_clusters_has_the_commands_that_check_ssh_runs() -> None:
+    from laboratory.ssh import main
+
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    for command in (main.HOROVODRUN, main.TORCHRUN):
+        words = shlex.split(command)
+        assert " ".join(["train.py" if word.startswith("examples/") else word for word in words]) in page
