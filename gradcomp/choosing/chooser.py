@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gradcomp.choosing.decision import Decision, best_of, shortlist
 from gradcomp.choosing.evidence import Evidence
 from gradcomp.choosing.forecast import Forecast
 from gradcomp.choosing.foresight import foresee
+from gradcomp.choosing.looks import LOOKS, NEXT_LOOK, Looks
 from gradcomp.choosing.switch import Course, Switch
 from gradcomp.choosing.tries import COUNTED, SETTLING, SETTLING_KEPT, Tries
 from gradcomp.choosing.ways import Way
@@ -34,12 +36,6 @@ log = logging.getLogger("gradcomp")
 
 # Kernels are timed until this many exact steps' time has passed, in each choice. Ways that are left come in the next one.
 TIMING = 6
-# The part of the steps' time that looking at them may take, and the steps between two looks, at least and at most. After an odd
-# look the next one comes as soon as it may.
-LOOKING, NEXT_LOOK = 0.005, (10, 1000)
-# A step time that differs by this factor, or a link's by the other one, at so many looks in a row, is a change. A look at which
-# the link is faster counts LOOKS times: noise makes it slower only, and what is usual is the fastest of FIRST_PROBES.
-STEP_CHANGED, LINK_CHANGED, LOOKS, FIRST_PROBES = 1.25, 2.0, 2, 3
 # The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
 # that came out as before; and twice as many odd looks are then a change, up to MOST_LOOKS.
 AGAIN, MOST_LOOKS = 300, 8
@@ -215,25 +211,17 @@ class Chooser:
         session = self._session
         yield SETTLING_KEPT
         cost, began_at = self._note_cost(), session.reducer.steps_done
-        interval, usual, odd, ends = NEXT_LOOK[0], None, 0, began_at + self._again
-        patient_until = began_at + (cost / VARYING if self._varies else 0)
-        while odd < self._looks and session.reducer.steps_done < ends:
-            seconds = yield max(1, min(interval, ends - session.reducer.steps_done))
-            began = time.perf_counter()
-            own, probes = statistics.median(seconds), 1 if usual else FIRST_PROBES
-            probed = min(links.probe(session.network, self._device, self._entries) for _ in range(probes))
-            step, link, took = self._switch.means([own, probed, (time.perf_counter() - began) / probes])
-            usual = usual or (step, link)
-            other_step, other_link = _apart(step, usual[0]) > STEP_CHANGED, _apart(link, usual[1]) > LINK_CHANGED
-            other_step &= session.reducer.steps_done >= patient_until
-            odd = odd + (LOOKS if link * LINK_CHANGED < usual[1] else 1) if other_step or other_link else 0
-            self._varies = odd >= self._looks and not other_link
-            if self._varies:
-                self._work = None  # the net computes more or less than before
-            if odd >= self._looks:
-                self._evidence.forget()
-            rare = int(min(max(NEXT_LOOK[0], took / (LOOKING * step)), NEXT_LOOK[1]))
-            interval = NEXT_LOOK[0] if odd else rare
+        ends, patient_until = began_at + self._again, began_at + (cost / VARYING if self._varies else 0)
+        probe = partial(links.probe, session.network, self._device, self._entries)
+        looks = Looks(probe, self._switch.means, self._looks, patient_until)
+        while not looks.changed and session.reducer.steps_done < ends:
+            seconds = yield max(1, min(looks.interval, ends - session.reducer.steps_done))
+            looks.take(seconds, session.reducer.steps_done)
+        self._varies = looks.changed and not looks.link_changed
+        if self._varies:
+            self._work = None  # the net computes more or less than before
+        if looks.changed:
+            self._evidence.forget()
 
     def _note_cost(self) -> float:
         """Note what the choice has cost, now that its way's first steps are over. Return it in steps of the chosen way."""
@@ -244,7 +232,3 @@ class Chooser:
         (cost,) = self._switch.means([self._account.cost(usual)])
         self.decision = self.decision._replace(cost=cost, unit=tried.get(self._unit, self._account.usual))
         return cost / usual
-
-
-def _apart(one: float, other: float) -> float:
-    return max(one, other) / max(1e-9, min(one, other))

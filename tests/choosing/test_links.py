@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gradcomp.choosing import links
-from gradcomp.choosing.chooser import LINK_CHANGED
+from gradcomp.choosing.looks import LINK_CHANGED
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
 from gradcomp.prediction.link import Measured
