@@ -46,4 +46,5 @@ for step in range(1, options.steps + 1):
     optimizer.step()
     if step % 20 == 0 and rank == 0:
         print(f"step {step}: loss {sum(losses[-20:]) / 20:.3f} on rank 0", flush=True)
+dist.barrier()  # with gloo, torch 2.13 may abort a rank that ends while its last operation is let go
 dist.destroy_process_group()

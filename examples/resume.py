@@ -67,4 +67,5 @@ for step in range(began + 1, options.steps + 1):
         save(step)
 if rank == 0:
     print(f"ends after step {options.steps}; the sum of all weights is {sum(p.sum().item() for p in model.parameters())!r}")
+dist.barrier()  # with gloo, torch 2.13 may abort a rank that ends while its last operation is let go
 dist.destroy_process_group()

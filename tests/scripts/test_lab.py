@@ -35,6 +35,7 @@ ROOMS = [
         "soak",
         "gpu",
         "machines",
+        "ssh",
         "drawings",
         "demo",
         "commands",
