@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from documents import ROOT
 
 from documentation import step_times
+from laboratory.accuracy import page
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -71,3 +73,10 @@ def test_the_examples_of_which_spec() -> None:
     assert ours + hook in flat
     assert line(net, 4, "1gbit", "auto")["auto"]["way"] == "stock in bf16"
     assert f"it chose bf16 there, at {over(net, '1gbit', 'bf16')} of stock's step" in flat
+
+
+def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:
+    tasks = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["tasks"]
+    pictures = {task: f"../benchmarks/results/accuracy-{task}.png" for task in tasks}
+    made = page.page(tasks, pictures, "../benchmarks/results/accuracy.json")
+    assert (ROOT / "docs" / "time-to-accuracy.md").read_text() == made, "scripts/lab accuracy --report makes it"

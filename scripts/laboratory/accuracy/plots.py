@@ -35,7 +35,7 @@ def draw(task: str, learning: Learning, found: Mapping[str, Any], path: Path) ->
             axes.plot(seconds, scores, label=name(line).replace("`", ""), **drawn)
         axes.axhline(learning.goal, color="grey", linewidth=0.8)
         axes.set_title(cluster(cells["hosts"], cells["rate"]))
-        axes.set_xscale("log")
+        plots.log_seconds(axes)
         axes.set_xlabel("seconds")
         plots.grid(axes)
         if not TASKS[task].higher_is_better:
