@@ -125,3 +125,28 @@ def test_what_waits_moves_the_weights_as_far_as_it_would_have(nesterov: bool) ->
         ends.append(model)
     for own, wanted in zip(*(end.parameters() for end in ends), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_turned_off_nothing_is_left_in_gradcomp(case: str) -> None:
+    """As the documentation says: a change to dense without momentum, one step, and the optimizer's state is torch's own."""
+    kind, settings = OPTIMIZERS[case]
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.02, **settings)
+    named = dict(model.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in named.items()}
+    simulation = gradcomp.Simulation("topk:ratio=0.1", shapes, RANKS, optimizer=optimizer, named_parameters=named.items())
+
+    def step(at: int) -> None:
+        for name, update in simulation.step(gradients(at, model, False)).items():
+            named[name].grad = update.clone()
+        optimizer.step()
+
+    for at in range(5):
+        step(at)
+    assert any(bool(left.any()) for left in simulation.residual(0).values())
+    simulation.change("dense:momentum=0")
+    step(5)
+    assert not any(bool(left.any()) for rank in range(RANKS) for left in simulation.residual(rank).values())
+    kept = "momentum_buffer" if kind is torch.optim.SGD else "exp_avg"
+    assert all(bool(optimizer.state[each][kept].any()) for each in model.parameters())

@@ -26,6 +26,9 @@ INTRODUCTION = f"""\
 How long a training takes until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one, by every way to exchange
 gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accuracy` makes this page.
 
+Where links are slow, ways with few bytes win by their steps. On fast links they win, if at all, because their scores rise
+faster in these short trainings. Do not expect that of a long one: compare [step times](results.md#step-times) there.
+
 - **Scores** come from whole trainings on {RANKS} real ranks of one machine, with the score of held-out data after every
   {EVERY} batches. One seed's accuracy on CIFAR has a [standard error of 0.7 points](claims.md#pictures): differences below two
   points may be chance. Where a way never gets there, its final score stands in brackets.
