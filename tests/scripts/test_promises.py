@@ -1,35 +1,69 @@
-"""The figures of docs/predict.md are those of the records that it names."""
+"""What the documentation says of auto is what the records say that it names, row by row."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from laboratory.accuracy.page import cluster
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = (ROOT / "docs" / "predict.md").read_text().replace("(at most ", "(")
+RECORDS = sorted(path.name for path in RESULTS.glob("train-never-*.json"))
 
 
-def runs(name: str) -> list[Any]:
-    """Return the runs of a record."""
-    return json.loads((RESULTS / f"train-never-{name}.json").read_text())["runs"]
+def record(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
 
 
-def figures(run: Any, part: str = "over") -> str:
-    """Write auto's cells of a row: its time over stock's and over the bf16 hook's."""
+def rows() -> dict[str, list[str]]:
+    """Read the page's table: the other cells of each row, by its first one."""
+    _, _, after = (ROOT / "docs" / "predict.md").read_text().partition("| link | `auto` chose |")
+    lines = after.partition("\n\n")[0].splitlines()[2:]
+    return {cells[0]: cells[1:] for line in lines for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+
+
+def link(rate: str) -> str:
+    """Name a link as the table does."""
+    named = cluster(4, rate).partition(", ")[2]
+    return "no limit" if named == "unshaped" else named
+
+
+def said(run: Any) -> dict[str, tuple[str | None, str, str]]:
+    """Return what a run says of each of its rows: the way that auto went on with, its time over stock's, and over bf16's."""
     (line,) = (line for line in run["lines"] if line["way"] == "auto")
-    stock, bf16 = line[part]["stock"], line[part]["bf16"]
-    return f"{stock['median']:.2f} ({stock['at_most']:.2f}) | {bf16['median']:.2f} ({bf16['at_most']:.2f}) |"
+    ends = "; ".join(spec.replace(",momentum=0", "") for spec in line["auto"]["way"].split("; "))
+
+    def cells(part: str) -> list[str]:
+        return [f"{of['median']:.2f} ({of['at_most']:.2f})" for of in (line[part]["stock"], line[part]["bf16"])]
+
+    before = link(run["rate"])
+    if not run["later"]:
+        return {before: (ends, *cells("over"))}
+    after = link(run["later"][0])
+    until = f"{before}, until there is no limit" if after == "no limit" else f"{before}, until it becomes {after}"
+    return {until: (None, *cells("over_before")), f"{after} from then on": (ends, *cells("over_after"))}
 
 
-@pytest.mark.parametrize("name", ["ddp-cifar-large", "ddp-cifar-large-unshaped", "slower", "faster"])
-def test_auto_is_as_fast_as_the_page_says(name: str) -> None:
-    for run in runs(name):
-        if name == "ddp-cifar-large" and run["rate"] == "none":
-            continue  # the longer run of -unshaped has it
-        parts = ("over_before", "over_after") if run["later"] else ("over",)
-        for part in parts:
-            assert figures(run, part) in PAGE, (name, run["rate"], part)
+def test_every_row_is_that_of_a_record_and_every_run_has_its_row() -> None:
+    table = rows()
+    runs = {row: what for name in RECORDS for run in record(name)["runs"] for row, what in said(run).items()}
+    assert table.keys() == runs.keys()
+    for row, (way, *figures) in runs.items():
+        chose, *cells = table[row]
+        assert [cell.replace("at most ", "") for cell in cells] == figures, row
+        if way is not None:
+            assert chose.replace("`", "").endswith(way.replace("stock in bf16", "in bf16")), (row, way)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_records_are_of_known_commits(name: str) -> None:
+    told = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if told.stdout.strip() != "false":
+        pytest.skip("no repository, or one without history: whether the records' commits are known was NOT checked")
+    commit = record(name)["commit"].removesuffix("-dirty")  # as the results themselves are, when the next one is made
+    assert not subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT).returncode, commit
