@@ -109,6 +109,7 @@ def run(chosen: argparse.Namespace) -> None:
         plots.check()
     specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
     times = {name: seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")}
+    workload.check_times(**times)
     inside = bandwidth_of(chosen.inside), seconds_of(chosen.latency_inside, "--latency-inside")
     link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"), *inside)
     model = workload.load(chosen.model)

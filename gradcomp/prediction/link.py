@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -89,7 +90,7 @@ class Measured(NamedTuple):
 def bandwidth_of(text: str) -> float:
     """Read 10Gbit/s, 100Mbit or 1e9bit: bytes a second."""
     match = _RATE.fullmatch(text)
-    if match is None or not float(match[1]) > 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"bandwidth {text!r} is not a rate; write for example 10Gbit/s or 100Mbit/s")
     return float(match[1]) * _UNITS[match[2].lower()] / 8
 
@@ -97,6 +98,6 @@ def bandwidth_of(text: str) -> float:
 def seconds_of(text: str, of: str) -> float:
     """Read 50us, 1.5ms or 2s."""
     match = _TIME.fullmatch(text)
-    if match is None:
+    if match is None or not float(match[1]) < math.inf:
         raise ValueError(f"{of} {text!r} is not a time; write for example 50us, 12ms or 0.3s")
     return float(match[1]) * _SECONDS[match[2].lower()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,7 +84,7 @@ def predict(
     machine, shapes = machine_of(profile, device, loss), workload.shapes_of(model)
     times = Link(bandwidth_of(link), seconds_of(latency, "latency")) if isinstance(link, str) else link
     cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
-    wanted, left_out = wanted_of(specs, shapes, machine)
+    wanted, left_out = wanted_of([specs] if isinstance(specs, str) else specs, shapes, machine)
     place = workload.device_named(device) if device is not None else workload.device_of({} if machine else model)
     tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell, workload.types_of(model), machine)
     return prediction_of(shapes, lines_of(tried, work, cluster), left_out, cluster, place, machine)
@@ -203,13 +202,7 @@ def work_of(
         raise ValueError("pass forward= and backward= in seconds, or loss=, with which they are measured here")
     if seconds is None:
         raise ValueError("the step of optimizer= is measured with loss= only; with forward= and backward=, pass its seconds")
-    for name, given in {"forward": forward, "backward": backward, "optimizer": seconds}.items():
-        if not 0 <= given < math.inf:
-            raise ValueError(f"{name}={given} must be a time in seconds")
-    if forward + backward + seconds == 0:
-        raise ValueError(
-            "forward=0 and backward=0: with nothing to compute there is nothing to compare with; give a microsecond"
-        )
+    workload.check_times(forward=forward, backward=backward, optimizer=seconds)
     return workload.given(shapes, forward, backward, seconds)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,9 @@ def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
         found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     else:
         found = {name: tuple(shape) for name, shape in model.items()}
+        for name, shape in found.items():
+            if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
+                raise ValueError(f"the shape {list(shape)} of {name!r} must be whole numbers that are not negative")
     if not any(torch.Size(shape).numel() for shape in found.values()):
         raise ValueError("the model has no parameter to train; pass the model, or {name: shape}")
     return found
@@ -58,6 +62,17 @@ def device_named(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {str(device)!r} is not here; torch sees {torch.cuda.device_count()} GPUs")
     return found
+
+
+def check_times(**seconds: float) -> None:
+    """Refuse what is no time of a step: of forward, backward and the optimizer."""
+    for name, each in seconds.items():
+        if not (isinstance(each, (int, float)) and 0 <= each < math.inf):
+            raise ValueError(f"{name}={each!r} must be a time in seconds")
+    if not any(seconds.values()):
+        raise ValueError(
+            "forward=0 and backward=0: with nothing to compute there is nothing to compare with; give a microsecond"
+        )
 
 
 def given(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
@@ -123,7 +138,7 @@ def load(text: str) -> nn.Module | Shapes:
     if text.endswith(".json"):
         try:
             content: Any = json.loads(Path(text).read_text())
-            return shapes_of({str(name): [int(size) for size in shape] for name, shape in content.items()})
+            return shapes_of({str(name): list(shape) for name, shape in content.items()})
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f'{text} holds no shapes ({error}); write {{"name": [rows, columns], ...}} into it') from None
     module, colon, function = text.partition(":")

@@ -112,6 +112,10 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
     assert compression["stock"] == compression["bf16"] == ["2.0", "x"]  # of dense float32, as in stats()
 
 
+def test_one_spec_needs_no_list() -> None:
+    assert gradcomp.predict(SHAPES, 4, specs="topk", **TIMES)["topk"].bytes
+
+
 def test_crossovers_lie_between_points() -> None:
     assert result.crossovers([1, 10, 100], [0.5, 0.75, 1.25]) == [pytest.approx(10**1.5)]
     assert result.crossovers([1, 10], [0.5, 0.75]) == []
@@ -133,6 +137,8 @@ def test_crossovers_lie_between_points() -> None:
         ({"backward": None}, "pass forward= and backward= in seconds, or loss="),
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
+        ({"model": {"w": (-3, -5)}}, r"the shape \[-3, -5\] of 'w' must be whole numbers"),
+        ({"model": {"w": (2.5,)}}, r"the shape \[2.5\] of 'w' must be whole numbers"),
         ({"model": {}}, "the model has no parameter to train"),
         ({"model": nn.Linear(2, 2), "loss": lambda: None}, "with loss=, all times are measured"),
         ({"model": nn.Linear(2, 2), "loss": lambda: None, "forward": None, "backward": None, "optimizer": 0.1}, "with loss=,"),
@@ -171,7 +177,13 @@ def test_a_spec_with_rules_stays_whole(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = json.loads((tmp_path / "found.json").read_text())["lines"]
     assert {"topk; *.bias=dense", "powersgd:rank=2", "half"} <= {line["spec"] for line in lines}
-    for bad, said in ((["--threads", "0"], "--threads 0 must be"), (["--device", "foo"], "device 'foo' is unknown")):
+    for bad, said in (
+        (["--threads", "0"], "--threads 0 must be"),
+        (["--device", "foo"], "device 'foo' is unknown"),
+        (["--forward", "0s", "--backward", "0s"], "nothing to compute"),
+        (["--latency", "1e999s"], "'1e999s' is not a time"),
+        (["--bandwidth", "1e999Gbit/s"], "'1e999Gbit/s' is not a rate"),
+    ):
         done = by_command(*words, *bad)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
     assert all(name in by_command("--help").stdout for name in ("powersgd:rank=N", "accumulate:steps=N", "quote a spec"))

@@ -161,7 +161,7 @@ class OwnMomentum:
         kind = None if optimizer is None else self._kind_of(optimizer)
         assert optimizer is not None and kind is not None
         group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-        for name, parameter in self._parameters.items():
+        for name, parameter in [(name, each) for name, each in self._parameters.items() if each.numel()]:  # others: no bucket
             kept = [means[array][name] for array in kind.arrays.values()]
             optimizer.state[parameter] = kind.state(group_of[id(parameter)], parameter, kept, steps, self._sums())
         return kind.share_of_gradients(optimizer)
