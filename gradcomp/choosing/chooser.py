@@ -60,7 +60,7 @@ class Chooser:
     def __init__(self, session: Session, auto: Auto, stock: Sequence[torch.dtype]):
         self._session, self._auto, self._stock = session, auto, stock
         self._unit = ways.STOCK if ways.STOCK.stock in stock else ways.FIRST  # what users have without gradcomp
-        self._switch, self._account, self._evidence = Switch(session), Account(), Evidence(self._unit)
+        self._switch, self._account = Switch(session), Account()
         layers = session.parameters.layers.values()
         self._device = next((layer.device for layer in layers), torch.device("cpu"))
         self._wait = device_wait(self._device)
@@ -76,7 +76,7 @@ class Chooser:
         self._ended, self._timed = time.perf_counter(), True
         self.decision: Decision | None = None
         self._choices, self._looks, self._again, self._varies = 0, LOOKS, AGAIN, False
-        self._evidence.forget()
+        self._evidence = Evidence(self._unit)
         self._course = self._run()
         self._left = next(self._course)
 
