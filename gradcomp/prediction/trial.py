@@ -147,7 +147,7 @@ def _steps(
     for step in range(10**6):
         if step == effort.settling:
             began = time.perf_counter()
-        if step >= effort.settling + effort.counted and time.perf_counter() - began > effort.seconds:
+        if step >= effort.settling + effort.counted and time.perf_counter() - began >= effort.seconds:
             break
         network.notes = {}
         for name in reversed(list(grads)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -13,15 +12,16 @@ import pytest
 import threads
 import torch
 from choosing_ranks import CHOICE, FAST, SEEN, SLOW, Link, begun, train
-from steady import steady
+from rank_clock import CLOCK
 from threads import Rank
 
 from gradcomp.choosing import chooser, ways
 from gradcomp.choosing.chooser import Chooser
 
+pytestmark = pytest.mark.usefixtures("model_time")
+
 
 @pytest.mark.parametrize("loss", ["none", "low"])
-@steady
 def test_a_slow_link_gets_fewer_bytes_and_a_fast_one_stays_stock(loss: str) -> None:
     link = Link(SLOW)
     ranks = begun(link, loss)
@@ -36,7 +36,6 @@ def test_a_slow_link_gets_fewer_bytes_and_a_fast_one_stays_stock(loss: str) -> N
     assert torch.equal(ranks[0].came, ranks[1].came)
 
 
-@steady
 def test_a_choice_that_noise_made_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "AGAIN", 120)
     right = chooser.best_of
@@ -48,28 +47,29 @@ def test_a_choice_that_noise_made_is_mended(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("loss", ["low", "high"])
-@steady
 def test_choosing_costs_few_steps(loss: str) -> None:
     """At most twenty of stock's: measuring, changes, and what the steps of slower ways took longer."""
     for each in (SLOW, FAST):
-        assert 0 < train(begun(Link(each), loss), CHOICE)[0]["cost_in_steps"] <= 20
+        ranks = begun(Link(each), loss)
+        for rank in ranks:
+            rank.computing = True
+        assert 0 < train(ranks, CHOICE)[0]["cost_in_steps"] <= 20
 
 
-@steady
 def test_where_exact_steps_take_long_stock_is_not_tried() -> None:
     said = train(begun(Link(4 * SLOW), "low"), CHOICE)[0]
     assert said["way"].startswith("orq") and "stock" in said["forecast"] and "stock" not in said["seconds"], said
 
 
-@steady
 def test_pauses_are_no_part_of_the_cost() -> None:
     """A validation after every ninth step, for example."""
     ranks = begun(Link(SLOW), "low")
 
     def of_rank(rank: Rank) -> dict[str, Any]:
-        for step in range(CHOICE):
-            time.sleep(choosing_ranks.COMPUTES + (0 if step % 9 else 40 * choosing_ranks.COMPUTES))
-            rank.step()
+        with CLOCK.of(rank):
+            for step in range(CHOICE):
+                CLOCK.sleep(choosing_ranks.COMPUTES + (0 if step % 9 else 40 * choosing_ranks.COMPUTES))
+                rank.step()
         turns = rank.session.turns
         assert isinstance(turns, Chooser)
         return turns.report()
@@ -78,26 +78,23 @@ def test_pauses_are_no_part_of_the_cost() -> None:
     assert said["way"].startswith("orq") and said["cost_in_steps"] <= 20, said
 
 
-@steady
 def test_slow_meetings_are_part_of_the_cost_and_end_the_tries() -> None:
     """A change of the compressor is a meeting of some steps' length."""
     ranks, meetings = begun(Link(FAST), "low"), Counter[Rank]()
 
     def meet(rank: Rank) -> None:
         meetings[rank] += 1
-        time.sleep(4 * choosing_ranks.COMPUTES)
+        CLOCK.sleep(4 * choosing_ranks.COMPUTES)
 
     for rank in ranks:
         rank.network.prepare = partial(meet, rank)  # type: ignore[method-assign]
-    began = time.perf_counter()
     said = train(ranks, CHOICE)[0]
-    spent = (time.perf_counter() - began) / said["seconds"]["stock"] - CHOICE
+    spent = ranks[0].seconds / said["seconds"]["stock"] - CHOICE
     assert 2 < meetings[ranks[0]] <= said["changes"] + 1
     assert 3 * (meetings[ranks[0]] - 1) < said["cost_in_steps"] <= min(20, spent + 3), (said, spent)
 
 
 @pytest.mark.parametrize("hosts", [["a", "a", "b"], ["a", "a", "b", "b"], ["a", "a"]], ids="-".join)
-@steady
 def test_ways_between_hosts_need_as_many_ranks_on_each(hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "TIMING", 1000)
     said = train(begun(Link(SLOW), "low", hosts), CHOICE)[0]
@@ -106,7 +103,6 @@ def test_ways_between_hosts_need_as_many_ranks_on_each(hosts: list[str], monkeyp
     assert ("near" in said["links"]) == offered
 
 
-@steady
 def test_ways_whose_kernels_there_was_no_time_for_come_in_the_next_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "TIMING", 0)
     monkeypatch.setattr(chooser, "AGAIN", 40)
@@ -118,7 +114,6 @@ def test_ways_whose_kernels_there_was_no_time_for_come_in_the_next_choice(monkey
     assert second["way"].startswith("orq") and {*second["forecast"]} > {*first["forecast"]}
 
 
-@steady
 def test_after_a_change_of_ranks_all_is_measured_anew() -> None:
     ranks = begun(Link(SLOW), "low")
     before = train(ranks, CHOICE)[0]

@@ -8,13 +8,13 @@ import choosing_ranks
 import pytest
 import torch
 from choosing_ranks import CHOICE, FAST, SEEN, SLOW, Link, begun, train
-from steady import steady
 
 from gradcomp.choosing import chooser, links, looks
 from gradcomp.choosing.chooser import Chooser
 
+pytestmark = pytest.mark.usefixtures("model_time")
 
-@steady
+
 def test_a_faster_link_is_seen_at_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then users would be slower than without gradcomp. A slower link is looked at twice: noise looks like it."""
     monkeypatch.setattr(chooser, "AGAIN", 10**6)
@@ -51,7 +51,6 @@ def test_a_link_that_is_slow_for_a_moment_has_not_changed() -> None:
     assert seen.changed and seen.link_changed
 
 
-@steady
 def test_a_link_that_stays_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "AGAIN", 10**6)
     ranks = begun(Link(SLOW), "low")
@@ -60,7 +59,6 @@ def test_a_link_that_stays_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (later["way"], later["after_step"], later["changes"]) == (first["way"], first["after_step"], first["changes"])
 
 
-@steady
 def test_many_equal_choices_do_not_make_it_blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a choice has come out as before, a change is seen after some looks."""
     monkeypatch.setattr(chooser, "AGAIN", 1)
@@ -75,7 +73,6 @@ def test_many_equal_choices_do_not_make_it_blind(monkeypatch: pytest.MonkeyPatch
     assert said["way"].startswith("half"), said
 
 
-@steady
 def test_a_net_that_computes_longer_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = begun(Link(FAST), "none")
     train(ranks, CHOICE)
@@ -88,7 +85,6 @@ def test_a_net_that_computes_longer_is_measured_again(monkeypatch: pytest.Monkey
     assert before is not None and after is not None and after.forward > 2 * before.forward
 
 
-@steady
 def test_steps_that_always_vary_are_not_chosen_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of short and of long sequences, for example. Choices would take a tenth of the time for ever."""
     monkeypatch.setattr(chooser, "AGAIN", 10**6)
@@ -101,7 +97,6 @@ def test_steps_that_always_vary_are_not_chosen_for_again_and_again(monkeypatch: 
     assert said["choices"] <= 4, said
 
 
-@steady
 def test_the_next_choice_comes_in_time_although_looks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "AGAIN", 50)
     monkeypatch.setattr(looks, "NEXT_LOOK", (10, 1000))

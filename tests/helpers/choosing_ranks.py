@@ -1,13 +1,13 @@
-"""Ranks in threads that choose under auto, on a link that takes time."""
+"""Ranks in threads that choose under auto, on a link that takes time. Their clocks are those of rank_clock."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import threads
 import torch
+from rank_clock import CLOCK
 from threads import Rank
 
 from gradcomp.auto import Auto
@@ -37,12 +37,14 @@ class Link:
         start = network.start
 
         def slow(request: Request, name: str) -> Answer:
-            ends = time.perf_counter() + LATENCY + bytes_of(request) * self.each
+            began = network.generation.began.setdefault((name, network.made.get(name, 0)), [])
+            began.append(CLOCK.perf_counter())
+            takes = LATENCY + bytes_of(request) * self.each
             answer = start(request, name)
 
             def wait() -> Any:
-                reply = answer()
-                time.sleep(max(0.0, ends - time.perf_counter()))
+                reply = answer()  # all ranks have begun
+                CLOCK.sleep_until(max(began) + takes)
                 return reply
 
             return wait
@@ -69,9 +71,10 @@ def train(ranks: list[Rank], steps: int) -> list[dict[str, Any]]:
     """Train for some steps, and return what each rank's chooser says."""
 
     def of_rank(rank: Rank) -> dict[str, Any]:
-        for _ in range(steps):
-            time.sleep(COMPUTES)
-            rank.step()
+        with CLOCK.of(rank):
+            for _ in range(steps):
+                CLOCK.sleep(COMPUTES)
+                rank.step()
         turns = rank.session.turns
         assert isinstance(turns, Chooser)
         return turns.report()

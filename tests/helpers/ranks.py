@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import rank_server
-from rank_server import FOLDER, Order, Outcome, report
+from rank_server import FOLDER, Order, Outcome, end_together, report
 
-__all__ = ["by_horovodrun", "join", "launch", "once", "report", "start_anew"]
+__all__ = ["by_horovodrun", "end_together", "join", "launch", "once", "report", "start_anew"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # The variable that holds the ports of the rendezvous servers that are still unused.

@@ -31,6 +31,7 @@ class Generation:
         self.ranks = ranks
         self.changed = threading.Condition()
         self.rounds: dict[tuple[str, int], Round] = {}
+        self.began: dict[tuple[str, int], list[float]] = {}  # by the ranks' clocks
 
 
 class ThreadNetwork:
@@ -45,7 +46,7 @@ class ThreadNetwork:
         """Join a generation of the network."""
         self.generation, self._rank = generation, rank
         self.hosts: tuple[int, ...] | None = None
-        self._made: dict[str, int] = {}
+        self.made: dict[str, int] = {}
 
     @property
     def world(self) -> World:
@@ -63,8 +64,8 @@ class ThreadNetwork:
     def start(self, request: Request, name: str) -> Answer:
         if isinstance(request, Reduce):  # the tensor may be used again while another rank still reads it
             request = Reduce(request.tensor.clone(), request.scale)
-        generation, number = self.generation, self._made.get(name, 0)
-        self._made[name] = number + 1
+        generation, number = self.generation, self.made.get(name, 0)
+        self.made[name] = number + 1
         with generation.changed:
             its = generation.rounds.setdefault((name, number), Round(name, generation.ranks))
             its.post(self._rank, request)
@@ -84,6 +85,7 @@ class Rank:
     """One rank: a session of one layer, its commits, and the sums of what it gave and what came."""
 
     def __init__(self, generation: Generation, rank: int, spec: str, host: str = ""):
+        self.seconds, self.computing = 0.0, False  # of its clock; True if what it computes takes time there, too
         self.parameter = torch.nn.Parameter(torch.zeros(SHAPE))
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
         network: Any = self.network

@@ -82,7 +82,9 @@ def alone(case: Callable[[Run], dict[str, Any]], door: str) -> None:
     began = time.monotonic()
     found = case(run)
     ranks.report(found | {"seconds": time.monotonic() - began})
-    time.sleep(6)  # the others could take a rank's end for the error
+    if door == doors.OWN:
+        ranks.end_together()
+    time.sleep(6)  # with carriers the others hear of the error when the failed rank ends, and not before it has spoken
     os._exit(0)
 
 

@@ -32,7 +32,7 @@ def program(how: str, door: str, spec: str) -> None:
     else:
         os._exit(3)
     ranks.report({"said": said, "seconds": time.monotonic() - start})
-    time.sleep(1)  # the others could take a rank's end for the error
+    time.sleep(1)  # the others could take a rank's end for the error, and some do not hear of it before
     os._exit(0)  # Horovod is broken and cannot be shut down
 
 
@@ -44,9 +44,8 @@ def test_join_is_named_among_the_causes(spec: str, door: str) -> None:
     found = ranks.launch(program, 2, "join", door, spec, seconds=60)
     assert found[0]["said"].startswith("HorovodInternalError: "), found
     ours = "gradcomp's exchange failed" in found[0]["said"]
-    assert ours or door == doors.COMPRESSION, (
-        found
-    )  # with carriers Horovod itself may be the first to meet the broken network, at a carrier
+    # With carriers Horovod itself may be the first to meet the broken network, at a carrier.
+    assert ours or door == doors.COMPRESSION, found
     assert not ours or "hvd.join()" in found[0]["said"], found
 
 

@@ -1,0 +1,53 @@
+"""Clocks of ranks in threads that go on only while a link or a sleep takes time. What else the machine does is not in them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from threads import Rank
+
+# The packages of gradcomp that read the time of a step.
+READERS = ("gradcomp.choosing.", "gradcomp.engine.steps.", "gradcomp.prediction.")
+
+
+class Clock(threading.local):
+    """The clock of the rank whose thread asks, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self._seconds, self._computing = 0.0, False
+
+    def perf_counter(self) -> float:
+        """Return the seconds of this rank."""
+        return self._seconds + (time.thread_time() if self._computing else 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        self._seconds += max(0.0, seconds)
+
+    def sleep_until(self, then: float) -> None:
+        """Let time pass until then."""
+        self.sleep(then - self.perf_counter())
+
+    @contextmanager
+    def of(self, rank: Rank) -> Iterator[None]:
+        """Let this thread go on with a rank's clock."""
+        self._computing = rank.computing
+        self._seconds = rank.seconds - (time.thread_time() if rank.computing else 0.0)
+        yield
+        rank.seconds = self.perf_counter()
+
+
+CLOCK = Clock()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gradcomp read the ranks' clocks."""
+    readers = [module for name, module in sys.modules.items() if name.startswith(READERS)]
+    for module in readers:
+        if getattr(module, "time", None) is time:
+            monkeypatch.setattr(module, "time", CLOCK)
