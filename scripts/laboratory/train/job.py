@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, NamedTuple
 
 from laboratory import ranks
@@ -23,23 +24,28 @@ class Turn(NamedTuple):
     processor: processor.Used
 
 
-def timed(trainees: list[Trainee], door: Door, rounds: int, steps: int, turn: float) -> dict[str, list[Turn]]:
-    """Return the turns of each way. The warm-up before them decides how many steps fit a turn."""
+def warmed_up(trainees: list[Trainee], door: Door, steps: int, turn: float) -> dict[str, int]:
+    """Warm every way up, and let auto choose. Return how many steps of each fit a turn."""
+    fitting = {}
+    for done, trainee in enumerate(trainees):
+        if door.rank == 0:
+            ranks.tell(f"warm-up, {trainee.way}", done / len(trainees))
+        choose(trainee, door)
+        took = turn_of(trainee, door, WARM_UP)
+        fitting[trainee.way] = max(1, min(steps, int(turn / took.seconds[-1])))
+    return fitting
+
+
+def timed(trainees: list[Trainee], door: Door, rounds: int, fitting: dict[str, int]) -> dict[str, list[Turn]]:
+    """Return the turns of each way, each of so many steps as fit one."""
     found: dict[str, list[Turn]] = {trainee.way: [] for trainee in trainees}
-    fitting: dict[str, int] = {}
-    for at in range(rounds + 1):
+    for at in range(rounds):
         for done, i in enumerate(rotated(len(trainees), at)):
             trainee = trainees[i]
             if door.rank == 0:
-                stage = f"round {at}" if at else "warm-up"
-                part = (at * len(trainees) + done) / (len(trainees) * (rounds + 1))
-                ranks.tell(f"{stage} of {rounds}, {trainee.way}", part)
-            if at:
-                found[trainee.way].append(turn_of(trainee, door, fitting[trainee.way]))
-                continue
-            choose(trainee, door)
-            took = turn_of(trainee, door, WARM_UP)
-            fitting[trainee.way] = max(1, min(steps, int(turn / took.seconds[-1])))
+                part = (at * len(trainees) + done) / (len(trainees) * rounds)
+                ranks.tell(f"round {at + 1} of {rounds}, {trainee.way}", part)
+            found[trainee.way].append(turn_of(trainee, door, fitting[trainee.way]))
     return found
 
 
@@ -68,8 +74,11 @@ def measure(started: start.Started) -> dict[str, Any]:
     """Time every way on the command line."""
     options, door = started.options, started.door
     trainees = [started.trainee(way) for way in options.ways]
-    foreseen = forecast.predicted(started, options.ways) if options.predicts else {}
-    turns = timed(trainees, door, options.rounds, options.steps, options.turn)
+    fitting = warmed_up(trainees, door, options.steps, options.turn)
+    # The machine is not the same all the time: it is measured for forecasts on both sides of the rounds, when all runs.
+    foreseen = [forecast.predicted(started, options.ways)] if options.predicts else []
+    turns = timed(trainees, door, options.rounds, fitting)
+    foreseen += [forecast.predicted(started, options.ways)] if options.predicts else []
     alone = {way: processor.kernels(started, way) for way in options.ways} if options.processor else {}
     found = {}
     for trainee in trainees:
@@ -81,8 +90,8 @@ def measure(started: start.Started) -> dict[str, Any]:
             own["processor"] = {"rounds": of_batch, "kernels": alone[trainee.way]}
         if auto := trainee.fitted.stats().get("auto"):
             own["auto"] = auto
-        if trainee.way in foreseen:
-            own["predicted_ms"] = 1000 * foreseen[trainee.way]
+        if predicted := [each[trainee.way] for each in foreseen if trainee.way in each]:
+            own["predicted_ms"] = 1000 * statistics.fmean(predicted)
         found[trainee.way] = own
     return {
         "ranks": door.size,
