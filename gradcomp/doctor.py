@@ -16,6 +16,10 @@ from gradcomp import _version
 from gradcomp.native import cuda_versions, extension
 
 
+# The version of torch that the tests run with.
+TESTED_TORCH = "2.13"
+
+
 class Finding(NamedTuple):
     """One line of the report. advice: what to do about it; empty where all is well."""
 
@@ -45,7 +49,8 @@ def _versions() -> Iterator[Finding]:
     yield Finding("gradcomp", f"{_version.VERSION}, from {where}")
     yield Finding("Python", f"{platform.python_version()}, {sys.executable}")
     built = f"built with CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
-    yield Finding("torch", f"{torch.__version__}, {built}")
+    tested = "" if torch.__version__.startswith(TESTED_TORCH) else f" (tests run with {TESTED_TORCH})"
+    yield Finding("torch", f"{torch.__version__}, {built}{tested}")
 
 
 def _extension() -> Iterator[Finding]:
@@ -116,4 +121,6 @@ def host_name() -> Iterator[Finding]:
 
 def _threads() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("threads", f"{torch.get_num_threads()} of torch on {cores} cores (OMP_NUM_THREADS sets them for each rank)")
+    set_by = "" if "OMP_NUM_THREADS" in os.environ else "; horovodrun sets none for ranks that share them"
+    text = f"{torch.get_num_threads()} of torch in each rank, {cores} cores (OMP_NUM_THREADS sets them{set_by})"
+    yield Finding("threads", text)

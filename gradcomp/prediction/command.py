@@ -130,8 +130,9 @@ _last = 0.0
 
 
 def _tell(text: str, share: float) -> None:
-    """Show progress, at most twice a second."""
+    """Show progress: twice a second in one place of a terminal, and as a line now and then in a file."""
     global _last
-    if time.monotonic() - _last > 0.5:
+    pause, start, end = (0.5, "\r", "\r") if sys.stderr.isatty() else (10.0, "", "\n")
+    if time.monotonic() - _last > pause:
         _last = time.monotonic()
-        print(f"\r{100 * share:3.0f} %  {text:40}", end="\r", file=sys.stderr, flush=True)
+        print(f"{start}{100 * share:3.0f} %  {text:40}", end=end, file=sys.stderr, flush=True)

@@ -87,17 +87,22 @@ class Measured(NamedTuple):
         return fixed + each * size
 
 
-def bandwidth_of(text: str) -> float:
+def times_of(link: str | Times, latency: str) -> Times:
+    """Return what knows the time of messages: what is given, or a link of a bandwidth, one to every host."""
+    return link if hasattr(link, "seconds") else Link(bandwidth_of(link), seconds_of(latency, "latency"))
+
+
+def bandwidth_of(text: object) -> float:
     """Read 10Gbit/s, 100Mbit or 1e9bit: bytes a second."""
-    match = _RATE.fullmatch(text)
+    match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None or not 0 < float(match[1]) < math.inf:
         raise ValueError(f"bandwidth {text!r} is not a rate; write for example 10Gbit/s or 100Mbit/s")
     return float(match[1]) * _UNITS[match[2].lower()] / 8
 
 
-def seconds_of(text: str, of: str) -> float:
+def seconds_of(text: object, of: str) -> float:
     """Read 50us, 1.5ms or 2s."""
-    match = _TIME.fullmatch(text)
+    match = _TIME.fullmatch(text) if isinstance(text, str) else None
     if match is None or not float(match[1]) < math.inf:
         raise ValueError(f"{of} {text!r} is not a time; write for example 50us, 12ms or 0.3s")
     return float(match[1]) * _SECONDS[match[2].lower()]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.prediction import peers, timeline, workload
-from gradcomp.prediction.link import Link, Times, bandwidth_of, seconds_of
+from gradcomp.prediction.link import Times, times_of
 from gradcomp.prediction.profile import Profile, load
 from gradcomp.prediction.result import Line, Prediction
 from gradcomp.prediction.timeline import Work
@@ -37,9 +37,10 @@ class Cluster(NamedTuple):
     def world(self) -> World:
         """Return the world of rank 0."""
         hosts = self.ranks if self.hosts is None else self.hosts
-        if self.ranks < 1:
-            raise ValueError(f"ranks={self.ranks} must be at least 1")
-        if hosts < 1 or self.ranks % hosts:
+        for name, number in (("ranks", self.ranks), ("hosts", hosts)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
+        if self.ranks % hosts:
             raise ValueError(f"{self.ranks} ranks cannot be spread evenly over {hosts} hosts; give a divisor of the ranks")
         return World(0, self.ranks, tuple(rank // (self.ranks // hosts) for rank in range(self.ranks)))
 
@@ -82,8 +83,7 @@ def predict(
     tell: called with what is being done and how much is done.
     """
     machine, shapes = machine_of(profile, device, loss), workload.shapes_of(model)
-    times = Link(bandwidth_of(link), seconds_of(latency, "latency")) if isinstance(link, str) else link
-    cluster, work = Cluster(ranks, hosts, times), work_of(model, shapes, forward, backward, optimizer, loss)
+    cluster, work = Cluster(ranks, hosts, times_of(link, latency)), work_of(model, shapes, forward, backward, optimizer, loss)
     wanted, left_out = wanted_of([specs] if isinstance(specs, str) else specs, shapes, machine)
     place = workload.device_named(device) if device is not None else workload.device_of({} if machine else model)
     tried = try_all(wanted, shapes, cluster.world, bucket_mb, place, tell, workload.types_of(model), machine)

@@ -124,7 +124,13 @@ def test_crossovers_lie_between_points() -> None:
 @pytest.mark.parametrize(
     "change,said",
     [
-        ({"ranks": 0}, "ranks=0 must be at least 1"),
+        ({"ranks": 0}, "ranks=0 must be a whole number, at least 1"),
+        ({"ranks": 2.5}, "ranks=2.5 must be a whole number"),
+        ({"ranks": "8"}, "ranks='8' must be a whole number"),
+        ({"ranks": 4, "hosts": 1.5}, "hosts=1.5 must be a whole number"),
+        ({"link": 10}, "bandwidth 10 is not a rate"),
+        ({"latency": 5e-6}, "latency 5e-06 is not a time"),
+        ({"forward": "30ms"}, "forward='30ms' must be a time in seconds"),
         ({"ranks": 8, "hosts": 3}, "8 ranks cannot be spread evenly over 3 hosts"),
         ({"link": "fast"}, "bandwidth 'fast' is not a rate"),
         ({"latency": "5"}, "latency '5' is not a time"),
@@ -162,6 +168,7 @@ def test_the_command_writes_a_table_and_all_figures(tmp_path: Path) -> None:
     done = by_command("--model", str(tmp_path / "shapes.json"), *words, "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     assert "topk: " in done.stdout.splitlines()[-1] and "1,000,000 parameters" in done.stdout
+    assert done.stderr.startswith("  0 %  none, 4 ranks") and "\r" not in done.stderr  # no terminal: lines
     assert json.loads((tmp_path / "found.json").read_text())["parameters"] == 1_000_000
     done = by_command("--model", "torch.nn:ReLU", *words)
     assert done.returncode == 2 and "the model has no parameter to train" in done.stderr
