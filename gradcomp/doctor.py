@@ -15,7 +15,6 @@ import torch
 from gradcomp import _version
 from gradcomp.native import cuda_versions, extension
 
-
 # The version of torch that the tests run with.
 TESTED_TORCH = "2.13"
 

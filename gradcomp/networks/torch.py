@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import pack, unpack
-from gradcomp.networks.waits import Wait, failure_note
+from gradcomp.networks.waits import Wait, failure_note, place_of
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
@@ -151,7 +151,13 @@ class TorchNetwork:
             if self._on_host and self._notes is not None:
                 with Wait(self._notes, self.world, name, self.meeting) as wait:
                     wait_aloud(work, wait)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"gradcomp's exchange failed in {place_of(name)}: {error} Possible causes: a rank ended or raised an error "
+                    "(see its output); the network failed. Start all ranks again from their last states."
+                ) from error
             return read()
 
         return answer

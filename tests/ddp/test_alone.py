@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -75,7 +76,15 @@ def gone(run: DdpRun) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.handle.load_state_dict(run.handle.state_dict()))}
 
 
-CASES = {"caught": caught, "loaded": loaded, "recovered": recovered, "gone": gone}
+def died(run: DdpRun) -> dict[str, Any]:
+    """Rank 1 ends in mid-training, as one that the system kills, and nothing ends the other one."""
+    if dist.get_rank() == 1:
+        ranks.report({})
+        os._exit(9)
+    return {"said": small_net.refused(lambda: run.train(2))}
+
+
+CASES = {"died": died, "caught": caught, "loaded": loaded, "recovered": recovered, "gone": gone}
 
 
 def program(case: str) -> None:
@@ -102,7 +111,7 @@ def together() -> dict[str, Any]:
 
 @ranks.once
 def found(case: str) -> list[dict[str, Any]]:
-    return ranks.launch(program, 2, case, seconds=200)
+    return ranks.launch(program, 2, case, seconds=200, dies={1: 9} if case == "died" else None)
 
 
 def test_a_backward_pass_that_fails_is_followed_by_refusals() -> None:
@@ -117,6 +126,12 @@ def test_the_others_end_with_the_reason() -> None:
     first = found("caught")[0]
     assert "rank 1 cannot go on (failed in a step: RuntimeError: backward() ended before" in first["said"], first
     assert first["seconds"] < 20
+
+
+def test_a_rank_whose_exchange_fails_says_what_may_have_happened() -> None:
+    (zero,) = found("died")
+    assert zero["said"].startswith("RuntimeError: gradcomp's exchange failed in bucket "), zero
+    assert "a rank ended or raised an error (see its output)" in zero["said"] and zero["seconds"] < 20, zero
 
 
 def test_a_state_loaded_on_one_rank_alone_ends_in_a_sentence_on_all() -> None:
