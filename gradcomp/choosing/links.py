@@ -14,20 +14,29 @@ from gradcomp.prediction.link import Measured
 from gradcomp.prediction.trial import device_wait
 from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
 
-# The entries of a long message, at least and at most, and how often each one is sent.
+# The entries of a short message. With fewer than a few for each rank, a reduction takes fewer steps than the others do.
+SHORT = 2**6
+# The entries of a long message in a training, at least and at most, and how often each message is sent.
 SHORTEST, LONGEST, TIMES = 2**10, 2**18, 3
 
 
-def measure(network: Network, device: torch.device, entries: int) -> Measured:
-    """Measure the links. All ranks call this. entries: of the model; its size bounds that of the long messages."""
-    long = min(max(entries // 8, SHORTEST), LONGEST)
+def measure(network: Network, device: torch.device, long: int, times: int = TIMES) -> Measured:
+    """Measure the links. All ranks call this. long: the entries of a long message. times: how often each one is sent.
+
+    The median counts: a shaper may let the first one pass, and where ranks share cores a message waits for them now and then.
+    """
     lines = {}
     for kind, request in _requests(network.world, device).items():
-        short = min(_times(network, device, kind, request, 1))
-        both = statistics.median(_times(network, device, kind, request, long))  # a shaper may let the first one pass
-        more = bytes_of(request(long)) - bytes_of(request(1))
-        lines[kind] = short, max(0.0, both - short) / max(1, more)
+        few, many = bytes_of(request(SHORT)), bytes_of(request(long))
+        short, both = (statistics.median(_times(network, device, kind, request, size, times)) for size in (SHORT, long))
+        each = max(0.0, both - short) / max(1, many - few)
+        lines[kind] = max(0.0, short - few * each), each
     return Measured(lines)
+
+
+def long_of(entries: int) -> int:
+    """Return the entries of a long message for a model of so many."""
+    return min(max(entries // 8, SHORTEST), LONGEST)
 
 
 def probe(network: Network, device: torch.device, entries: int) -> float:
@@ -58,8 +67,10 @@ def _send(ranks: list[int], entries: int, device: torch.device) -> Send:
     return Send(dict.fromkeys(ranks, payload), ranks, payload.form, device)
 
 
-def _times(network: Network, device: torch.device, kind: str, make: Callable[[int], Request], entries: int) -> list[float]:
-    return [_seconds(network, device, f"{kind} {entries}", make(entries)) for _ in range(TIMES)]
+def _times(
+    network: Network, device: torch.device, kind: str, make: Callable[[int], Request], entries: int, times: int
+) -> list[float]:
+    return [_seconds(network, device, f"{kind} {entries}", make(entries)) for _ in range(times)]
 
 
 def _seconds(network: Network, device: torch.device, name: str, request: Request) -> float:

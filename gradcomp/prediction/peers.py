@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from gradcomp.prediction.trial import Bucket, Part, device_wait, gradients
 # DistributedDataParallel's buckets in bytes: the first one that backward fills, and the others.
 FIRST, OTHERS = 2**20, 25 * 2**20
 
-# How often a computation is timed.
+# How often a computation is timed, at least.
 TIMES = 5
 
 # PowerSGD compresses a matrix only if this makes it smaller by more than this (min_compression_rate of torch's PowerSGDState).
@@ -50,16 +51,18 @@ def buckets_of(
     device: torch.device,
     types: Mapping[str, torch.dtype] | None = None,
     part: float = 1.0,
+    seconds: float = 0.0,
 ) -> list[Bucket]:
     """Return the buckets of a way, with the times that its computations take on this device.
 
     types: those of gradients by layer, float32 by default. part: of a model's layers, and of its buckets, that the shapes are.
+    seconds: for which each computation is timed.
     """
     if spec == NONE:
         return []
     grads, wait = gradients(shapes, device, types), device_wait(device)
-    parts = _parts_of(spec)
-    return [Bucket(names, parts({name: grads[name] for name in names}, wait)) for names in _plan(grads, part)]
+    timed, parts = partial(_timed, wait, seconds), _parts_of(spec)
+    return [Bucket(names, parts({name: grads[name] for name in names}, timed)) for names in _plan(grads, part)]
 
 
 def _plan(grads: Mapping[str, Tensor], part: float) -> list[tuple[str, ...]]:
@@ -78,18 +81,19 @@ def _plan(grads: Mapping[str, Tensor], part: float) -> list[tuple[str, ...]]:
     return [tuple(names) for names in (*closed, *open_.values())]
 
 
-_Parts = Callable[[Mapping[str, Tensor], Callable[[], None]], tuple[Part, ...]]
+_Timed = Callable[[Callable[[], object]], float]
+_Parts = Callable[[Mapping[str, Tensor], _Timed], tuple[Part, ...]]
 
 
 def _parts_of(spec: str) -> _Parts:
     if (match := POWERSGD.fullmatch(spec)) is not None:
         rank = int(match[1])
-        return lambda grads, wait: _powersgd(grads, wait, rank)
+        return lambda grads, timed: _powersgd(grads, timed, rank)
     half = HALVES.get(spec)
-    return lambda grads, wait: _reduced(grads, wait, half)
+    return lambda grads, timed: _reduced(grads, timed, half)
 
 
-def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.dtype | None) -> tuple[Part, ...]:
+def _reduced(grads: Mapping[str, Tensor], timed: _Timed, half: torch.dtype | None) -> tuple[Part, ...]:
     """One reduction: gradients are copied into a bucket and out of it; half precision is a cast on both ways."""
     flat = torch.cat([grad.view(-1) for grad in grads.values()])
     half = None if half is flat.dtype else half
@@ -109,10 +113,10 @@ def _reduced(grads: Mapping[str, Tensor], wait: Callable[[], None], half: torch.
             grad.view(-1).copy_(view)
 
     message = Message("reduce", flat.numel() * other.element_size())
-    return Part(_timed(into, wait), message), Part(_timed(out, wait), None)
+    return Part(timed(into), message), Part(timed(out), None)
 
 
-def _powersgd(grads: Mapping[str, Tensor], wait: Callable[[], None], most: int) -> tuple[Part, ...]:
+def _powersgd(grads: Mapping[str, Tensor], timed: _Timed, most: int) -> tuple[Part, ...]:
     """Reduce all that is not compressed, then the left factors, orthogonalise them, reduce the right factors.
 
     As in torch's powerSGD_hook, with its defaults: error feedback, and the last step's right factors, orthogonalised, to begin
@@ -152,12 +156,12 @@ def _powersgd(grads: Mapping[str, Tensor], wait: Callable[[], None], most: int) 
     width = flat.element_size()
     whole = [Part(0.0, Message("reduce", width * rest))] if rest else []
     if not low:
-        return whole[0]._replace(seconds=_timed(begin, wait)), Part(_timed(end, wait), None)
+        return whole[0]._replace(seconds=timed(begin)), Part(timed(end), None)
     first, second = (Message("reduce", width * sum(factor.numel() for factor in side)) for side in (left, right))
-    encoding = _timed(begin, wait)
+    encoding = timed(begin)
     # The left factors are there before the rest is sent, and follow its answer.
     before = [whole[0]._replace(seconds=encoding), Part(0.0, first)] if whole else [Part(encoding, first)]
-    return *before, Part(_timed(middle, wait), second), Part(_timed(end, wait), None)
+    return *before, Part(timed(middle), second), Part(timed(end), None)
 
 
 def _split(flat: Tensor, grads: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -177,13 +181,14 @@ def _orthogonalise(factor: Tensor) -> Tensor:
     return factor
 
 
-def _timed(run: Callable[[], None], wait: Callable[[], None]) -> float:
+def _timed(wait: Callable[[], None], seconds: float, run: Callable[[], object]) -> float:
+    """Return the mean of a computation's seconds: where ranks share cores, only some runs of a short one wait for a core."""
     run()
-    found = []
-    for _ in range(TIMES):
-        wait()
+    wait()
+    found = list[float]()
+    while len(found) < TIMES or sum(found) < seconds:
         began = time.perf_counter()
         run()
         wait()
         found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    return statistics.fmean(found)

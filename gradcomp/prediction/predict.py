@@ -15,7 +15,7 @@ from gradcomp.prediction.link import Times, times_of
 from gradcomp.prediction.profile import Profile, load
 from gradcomp.prediction.result import Line, Prediction
 from gradcomp.prediction.timeline import Work
-from gradcomp.prediction.trial import Bucket, Effort, try_out
+from gradcomp.prediction.trial import EFFORT, Bucket, Effort, try_out
 from gradcomp.requests import World
 from gradcomp.spec import make, names
 
@@ -24,6 +24,9 @@ LEARNS = "it sends other messages once it has learned, which a few steps do not 
 
 # Enough to see messages, where a profile has the seconds.
 MESSAGES = Effort(counted=1, seconds=0.0)
+
+# About so many computations are timed for a peer.
+COMPUTATIONS = 25
 
 
 class Cluster(NamedTuple):
@@ -168,7 +171,7 @@ def buckets_of(
 ) -> list[Bucket]:
     """Return the buckets of a spec or a peer, tried out on this machine."""
     if peers.is_peer(spec):
-        return peers.buckets_of(spec, shapes, device, types)
+        return peers.buckets_of(spec, shapes, device, types, seconds=(effort or EFFORT).seconds / COMPUTATIONS)
     return try_out(spec, shapes, world, bucket_mb, device, effort, types)
 
 

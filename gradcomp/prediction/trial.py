@@ -104,10 +104,13 @@ def _extended(long: Part, short: Part, of_long: Note, of_short: Note, ranks: int
 
 
 def _parts(steps: Sequence[Sequence[Note]]) -> tuple[Part, ...]:
-    """Take the median of every part's seconds over the steps that sent as the last one did, and its message in that one."""
+    """Take the mean of every part's seconds over the steps that sent as the last one did, and its message in that one.
+
+    The mean: where ranks share cores, only some runs of a short kernel wait for one, and a median knows nothing of them.
+    """
     alike = [notes for notes in steps if _kinds(notes) == _kinds(steps[-1])]  # what learns may change its messages in between
     return tuple(
-        Part(statistics.median(note.seconds for note in notes), notes[-1].message) for notes in zip(*alike, strict=True)
+        Part(statistics.fmean(note.seconds for note in notes), notes[-1].message) for notes in zip(*alike, strict=True)
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
+from rank_clock import CLOCK
 
 from gradcomp.choosing import links
 from gradcomp.choosing.looks import LINK_CHANGED
@@ -15,6 +15,8 @@ from gradcomp.networks.memory import Round
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.mirror import message_of
 from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
+
+pytestmark = pytest.mark.usefixtures("model_time")
 
 CPU = torch.device("cpu")
 FIXED = {"reduce": 2e-3, "gather": 3e-3, "send": 1e-3, "near": 5e-4, "far": 4e-3}
@@ -42,7 +44,7 @@ class Known:
         kind = self.kind(request)
 
         def answer() -> Any:
-            time.sleep(FIXED[kind] + EACH[kind] * bytes_of(request))
+            CLOCK.sleep(FIXED[kind] + EACH[kind] * bytes_of(request))
             return request.tensor if isinstance(request, Reduce) else []
 
         return answer
@@ -53,7 +55,7 @@ def test_what_a_device_has_to_do_before_is_no_part_of_a_message(monkeypatch: pyt
     queued = [0.05]
 
     def wait() -> None:
-        time.sleep(queued[0])
+        CLOCK.sleep(queued[0])
         queued[0] = 0.0
 
     monkeypatch.setattr(links, "device_wait", lambda device: wait)
@@ -64,12 +66,11 @@ def test_what_a_device_has_to_do_before_is_no_part_of_a_message(monkeypatch: pyt
 @pytest.mark.parametrize("hosts", [(0, 1, 2, 3), (0, 0, 1, 1)])
 def test_a_line_for_each_kind(hosts: tuple[int, ...]) -> None:
     network: Any = Known(World(0, 4, hosts))
-    found = links.measure(network, CPU, 10**6)
+    found = links.measure(network, CPU, 10**5)
     kinds = {"reduce", "gather", "send"} | ({"near", "far"} if len(set(hosts)) < 4 else set())
     assert found.lines.keys() == kinds
     for kind, (fixed, each) in found.lines.items():
-        assert FIXED[kind] < fixed < FIXED[kind] + 1e-3
-        assert each == pytest.approx(EACH[kind], rel=0.3, abs=3e-9), kind
+        assert fixed == pytest.approx(FIXED[kind]) and each == pytest.approx(EACH[kind]), kind
 
 
 def test_a_small_model_is_not_asked_for_long_messages() -> None:
@@ -81,7 +82,7 @@ def test_a_small_model_is_not_asked_for_long_messages() -> None:
             return super().start(request, name)
 
     network: Any = Counted(World(0, 4, (0, 1, 2, 3)))
-    links.measure(network, CPU, 1000)
+    links.measure(network, CPU, links.long_of(1000))
     assert max(sent) <= 4 * 2 * links.SHORTEST
 
 
@@ -93,7 +94,7 @@ def test_a_probe_tells_links_apart_that_let_256_kilobytes_pass_at_once() -> None
 
         def start(self, request: Request, name: str) -> Answer:
             seconds = FIXED["reduce"] + self.each * max(0, bytes_of(request) - 256_000)
-            return lambda: time.sleep(seconds)
+            return lambda: CLOCK.sleep(seconds)
 
     network: Any = Shaped(World(0, 4, (0, 1, 2, 3)))
     fast = links.probe(network, CPU, 10**7)

@@ -45,7 +45,7 @@ def count_least_processor_times(patch: pytest.MonkeyPatch) -> None:
     for module in (mirror, peers):
         patch.setattr(module, "time", Processor)
     for module in (trial, peers):
-        patch.setattr(module, "statistics", types.SimpleNamespace(median=min))
+        patch.setattr(module, "statistics", types.SimpleNamespace(fmean=min))
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,20 @@ from laboratory.tasks import training
 from laboratory.train import ways
 from laboratory.train.start import Started
 
+# How often a message is sent to measure the links. Where ranks share cores, one waits for them now and then.
+TIMES = 5
+
 
 def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     """Predict the seconds of a batch by each of these ways that can be predicted, averaged over the ranks.
 
-    All ranks measure at the same time, as they train at the same time: on one machine they share its cores.
+    All ranks measure the same at the same time, as they train at the same time: on one machine they share its cores.
     """
     door, job = started.door, started.job
     specs = [way for way in wanted if ways.is_spec(way)]
     specs += [way for way in wanted if peers.is_peer(way)]
     network = door.network()
-    entries = started.parameters
-    own = links.measure(network, torch.device("cpu"), entries)
+    own = links.measure(network, torch.device("cpu"), started.parameters // 2, TIMES)
     figures = door.means([figure for line in own.lines.values() for figure in line], "links")
     measured = Measured({kind: (figures[2 * i], figures[2 * i + 1]) for i, kind in enumerate(own.lines)})
     # Made beforehand: a trainee's seconds do not contain the making of its batches.
@@ -38,7 +40,10 @@ def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
         return job.loss(job.model(x), y)
 
     optimizer = training.optimizer_of(started.task, started.settings, job.model)
-    door.means([0.0], "forecast")
-    found = gradcomp.predict(job.model, door.size, link=measured, optimizer=optimizer, loss=loss, specs=specs)
+
+    def together(_spec: str, _part: float) -> None:
+        door.means([0.0], "forecast")
+
+    found = gradcomp.predict(job.model, door.size, link=measured, optimizer=optimizer, loss=loss, specs=specs, tell=together)
     seconds = door.means([line.seconds for line in found.lines], "forecasts")
     return {line.spec: mean for line, mean in zip(found.lines, seconds, strict=True)}
