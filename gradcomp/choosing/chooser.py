@@ -34,8 +34,9 @@ from gradcomp.spec import make
 
 log = logging.getLogger("gradcomp")
 
-# Kernels are timed until this many exact steps' time has passed, in each choice. Ways that are left come in the next one.
-TIMING = 6
+# Kernels are timed until this many exact steps' time has passed, in each choice. Ways that are left come in the next one. Those
+# that an earlier choice has timed are timed again for so long, since something may have slowed them down then.
+TIMING, TIMING_AGAIN = 6, 2
 # The steps after which the choice is made again in any case: something may have slowed down a try. Twice as many after a choice
 # that came out as before; and twice as many odd looks are then a change, up to MOST_LOOKS.
 AGAIN, MOST_LOOKS = 300, 8
@@ -138,10 +139,11 @@ class Chooser:
         while True:
             self._account.open()
             self._timed, exact = True, 0.0
+            present = self._switch.way  # measuring the work needs another one
             if self._work is None:
                 yield from self._measure_work()
                 exact = self._exact
-            yield from self._choose(exact)
+            yield from self._choose(exact, present)
             self._timed = False
             yield from self._watch()
 
@@ -162,21 +164,21 @@ class Chooser:
         shapes: workload.Shapes = {name: (layer.size,) for name, layer in self._session.parameters.layers.items()}
         self._work = workload.given(shapes, max(0.0, computing - backward), backward, 0.0)
 
-    def _choose(self, exact: float) -> Course[None]:
+    def _choose(self, exact: float, present: Way) -> Course[None]:
         """Measure links and kernels, try what looks fast, and go on with the fastest.
 
-        exact: seconds of an exact step; 0 if they were measured long ago, perhaps on another link.
+        exact: seconds of an exact step; 0 if they were measured long ago, perhaps on another link. present: the way until now.
         """
-        session, present = self._session, self._switch.way
+        session = self._session
         stock = self._stock if session.options.observer is None else self._stock[:1]  # what is watched, the session exchanges
         every = ways.ways(self._auto.loss, stock, session.network.world.shares_hosts, session.training.bears_waiting)
-        times = self._switch.mean_of(links.measure(session.network, self._device, links.long_of(self._entries)))
-        every, forecast = self._foresee(every, times)
+        times = self._switch.mean_of(links.measure(session.network, self._device, self._entries))
+        every, forecast = self._foresee(every, times, present)
         self._account.usual = max(exact, forecast[self._unit])
         least = {way: LEAST * exact * self._part_of(way.stock) for way in every if way.stock is not None}
         tries = Tries(self._switch, self._account, forecast, least, self._unit)
         self._switch.open()
-        yield from tries.take(shortlist(every, forecast, present))
+        yield from tries.take(shortlist(every, forecast, present), present)
         seconds = self._evidence.joined(tries.medians)
         best, reason = best_of(every, seconds, present)
         if not (yield from self._switch.to(best)):
@@ -196,7 +198,7 @@ class Chooser:
         """Return the part of an exact exchange's bytes that stock sends."""
         return self._session.parameters.bytes_in(stock) / (torch.float32.itemsize * max(1, self._entries))
 
-    def _foresee(self, every: list[Way], times: Measured) -> tuple[list[Way], dict[Way, float]]:
+    def _foresee(self, every: list[Way], times: Measured, present: Way) -> tuple[list[Way], dict[Way, float]]:
         """Predict the step of each way, and of a mixed one. Return them all, and their steps' seconds."""
         assert self._work is not None
         session = self._session
@@ -204,7 +206,8 @@ class Chooser:
             types = {slot.name: slot.parameter.dtype for slot in session.parameters.slots}
             options = session.options.bucket_mb, session.network.world, types
             self._forecast = Forecast(session.parameters.layers, *options)
-        return foresee(self._switch, self._forecast, every, self._work, times, TIMING * self._exact)
+        limits = TIMING * self._exact, TIMING_AGAIN * self._exact
+        return foresee(self._switch, self._forecast, every, present, self._work, times, *limits)
 
     def _watch(self) -> Course[None]:
         """Look at steps and links now and then, until they have changed, or for long."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Mapping
 
 from gradcomp.choosing.ways import Way
 
+# The choices that count. What has changed little by little is not hidden by older ones.
+CHOICES = 3
+
 
 class Evidence:
-    """What the choices since forget() have measured. A way that is only faster by chance is not so in all of them.
+    """What the last choices since forget() have measured. A way that is only faster by chance is not so in all of them.
 
     unit: the way that users compare with. Seconds of one choice and of another differ with all that the machine does beside;
     their ratios within a choice do less.
@@ -17,17 +21,17 @@ class Evidence:
 
     def __init__(self, unit: Way):
         self._unit = unit
-        self._ratios: dict[Way, list[float]] = {}
+        self._ratios: dict[Way, deque[float]] = {}
 
     def forget(self) -> None:
         """Begin anew: the link or the net has changed."""
         self._ratios.clear()
 
     def joined(self, seconds: Mapping[Way, float]) -> dict[Way, float]:
-        """Add what a choice has measured. Return the seconds of its ways, as all choices together show them."""
+        """Add what a choice has measured. Return the seconds of its ways, as the last choices together show them."""
         if self._unit not in seconds:
             return dict(seconds)
         unit = seconds[self._unit]
         for way, own in seconds.items():
-            self._ratios.setdefault(way, []).append(own / unit)
+            self._ratios.setdefault(way, deque(maxlen=CHOICES)).append(own / unit)
         return {way: unit * statistics.geometric_mean(self._ratios[way]) for way in seconds}

@@ -34,7 +34,7 @@ GROUP, GROUPS = 8e6, 4
 
 
 class Forecast:
-    """The forecast of one rank for one model. Kernels are timed once for each way.
+    """The forecast of one rank for one model. Kernels are timed once for each way, and again when that is asked for.
 
     types: those of gradients by layer, float32 by default.
     """
@@ -51,7 +51,19 @@ class Forecast:
 
     def seconds(self, way: Way, work: Work, times: Times) -> float:
         """Return the time of a step."""
-        return self._step(self._of_groups.get(way) or [way.tried_as] * len(self.groups), work, times)
+        return self._step(self._specs_of(way), work, times)
+
+    def knows(self, way: Way) -> bool:
+        """Return True if the kernels of a way have been timed. On all ranks alike."""
+        return all((spec, i) in self._tried for i, spec in enumerate(self._specs_of(way)))
+
+    def time_again(self, way: Way) -> None:
+        """Time the kernels of a way again, and keep the shorter times: something else may have slowed the others down."""
+        for i, spec in enumerate(self._specs_of(way)):
+            before, now = self._buckets(spec, i), self._try(spec, self.groups[i])
+            if [_form(bucket) for bucket in before] == [_form(bucket) for bucket in now]:
+                now = [_shorter(*pair) for pair in zip(before, now, strict=True)]
+            self._tried[spec, i] = now
 
     def by_group(self, ways: Sequence[Way], work: Work, times: Times) -> list[int]:
         """Find for each group of layers the gentlest of these ways with which a step is as short as with any other.
@@ -76,6 +88,9 @@ class Forecast:
         mixed = Way("; ".join([rest.spec, *rules]))
         self._of_groups[mixed] = [way.spec for way in chosen]
         return mixed
+
+    def _specs_of(self, way: Way) -> Sequence[str]:
+        return self._of_groups.get(way) or [way.tried_as] * len(self.groups)
 
     def _step(self, specs: Sequence[str], work: Work, times: Times) -> float:
         buckets = [bucket for i, spec in enumerate(specs) for bucket in self._buckets(spec, i)]
@@ -147,6 +162,12 @@ def _shape(size: int, dims: int) -> tuple[int, ...]:
 
 def _form(bucket: Bucket) -> tuple[tuple[str, ...], list[str | None]]:
     return bucket.names, [None if part.message is None else part.message.kind for part in bucket.parts]
+
+
+def _shorter(one: Bucket, other: Bucket) -> Bucket:
+    """Join two trials of a bucket: what other programs add to a kernel's time is never negative."""
+    pairs = zip(one.parts, other.parts, strict=True)
+    return Bucket(one.names, tuple(Part(min(a.seconds, b.seconds), b.message) for a, b in pairs))
 
 
 def _extended(long: Part, less: float, short: Part, least: float) -> Part:

@@ -14,18 +14,31 @@ from gradcomp.prediction.timeline import Work
 
 
 def foresee(
-    switch: Switch, forecast: Forecast, every: Sequence[Way], work: Work, times: Measured, most: float
+    switch: Switch,
+    forecast: Forecast,
+    every: Sequence[Way],
+    present: Way,
+    work: Work,
+    times: Measured,
+    most: float,
+    most_again: float,
 ) -> tuple[list[Way], dict[Way, float]]:
     """Predict the step of each way, and of a mixed one. Return them all, and their steps' seconds.
 
-    every: from the way that loses least. most: the seconds after which no more kernels are timed; stock and the present way are
-    predicted in any case.
+    every: from the way that loses least. present: the way until now. most: the seconds after which no more kernels are timed;
+    stock and the present way are predicted in any case. most_again: those after which none are timed again.
     """
-    present = switch.way
     seconds: dict[Way, float] = {}
     began, spent = time.perf_counter(), 0.0
-    for way in (ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))):
+    in_order = [ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))]
+    known_before = [way for way in in_order if forecast.knows(way)]
+    for way in in_order:
         if spent < most or way.stock is not None or way == present:
+            own = forecast.seconds(way, work, times)
+            seconds[way], spent = switch.means([own, time.perf_counter() - began])
+    for way in known_before:
+        if spent < most_again:
+            forecast.time_again(way)
             own = forecast.seconds(way, work, times)
             seconds[way], spent = switch.means([own, time.perf_counter() - began])
     known = [way for way in every if way in seconds]

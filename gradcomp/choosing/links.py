@@ -14,29 +14,33 @@ from gradcomp.prediction.link import Measured
 from gradcomp.prediction.trial import device_wait
 from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
 
-# The entries of a short message. With fewer than a few for each rank, a reduction takes fewer steps than the others do.
-SHORT = 2**6
-# The entries of a long message in a training, at least and at most, and how often each message is sent.
-SHORTEST, LONGEST, TIMES = 2**10, 2**18, 3
+# The entries of a short message, at least, and for each rank: with none for some, a reduction takes fewer steps than usual.
+# A long message has so many times as many, at least.
+SHORT, SHORT_OF_RANK, LONGER = 2**6, 4, 16
+# The entries of a long message in a training, at most, and the part of a model's that it has. How often each message is sent.
+LONGEST, PART, TIMES = 2**18, 8, 3
 
 
-def measure(network: Network, device: torch.device, long: int, times: int = TIMES) -> Measured:
-    """Measure the links. All ranks call this. long: the entries of a long message. times: how often each one is sent.
+def measure(
+    network: Network, device: torch.device, entries: int, part: int = PART, longest: int = LONGEST, times: int = TIMES
+) -> Measured:
+    """Measure the links. All ranks call this.
 
+    entries: of the model; a long message has a part of them, and at most `longest`. times: how often each message is sent.
     The median counts: a shaper may let the first one pass, and where ranks share cores a message waits for them now and then.
     """
+    short = max(SHORT, SHORT_OF_RANK * network.world.size)
+    long = max(min(entries // part, longest), LONGER * short)
     lines = {}
     for kind, request in _requests(network.world, device).items():
-        few, many = bytes_of(request(SHORT)), bytes_of(request(long))
-        short, both = (statistics.median(_times(network, device, kind, request, size, times)) for size in (SHORT, long))
-        each = max(0.0, both - short) / max(1, many - few)
-        lines[kind] = max(0.0, short - few * each), each
+        few, many = bytes_of(request(short)), bytes_of(request(long))
+        of_short, of_long = (
+            statistics.median(_seconds(network, device, f"{kind} {size}", request(size)) for _ in range(times))
+            for size in (short, long)
+        )
+        each = max(0.0, of_long - of_short) / (many - few)
+        lines[kind] = max(0.0, of_short - few * each), each
     return Measured(lines)
-
-
-def long_of(entries: int) -> int:
-    """Return the entries of a long message for a model of so many."""
-    return min(max(entries // 8, SHORTEST), LONGEST)
 
 
 def probe(network: Network, device: torch.device, entries: int) -> float:
@@ -44,7 +48,7 @@ def probe(network: Network, device: torch.device, entries: int) -> float:
 
     A short one tells nothing of the rate: it is over within the latency, or within what a shaper lets pass after a pause.
     """
-    return _seconds(network, device, "probe", Reduce(torch.zeros(min(LONGEST, max(1, entries // 8)), device=device)))
+    return _seconds(network, device, "probe", Reduce(torch.zeros(min(LONGEST, max(1, entries // PART)), device=device)))
 
 
 def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], Request]]:
@@ -65,12 +69,6 @@ def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], R
 def _send(ranks: list[int], entries: int, device: torch.device) -> Send:
     payload = payloads.wrap(torch.zeros(2 * -(-entries // 2), device=device))
     return Send(dict.fromkeys(ranks, payload), ranks, payload.form, device)
-
-
-def _times(
-    network: Network, device: torch.device, kind: str, make: Callable[[int], Request], entries: int, times: int
-) -> list[float]:
-    return [_seconds(network, device, f"{kind} {entries}", make(entries)) for _ in range(times)]
 
 
 def _seconds(network: Network, device: torch.device, name: str, request: Request) -> float:

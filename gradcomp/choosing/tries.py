@@ -33,12 +33,11 @@ class Tries:
         self._seconds: dict[Way, list[float]] = {}
         self._cost = self._change = 0.0  # seconds: of the choice until now, and of the dearest change of way in it
 
-    def take(self, candidates: Sequence[Way]) -> Course[None]:
-        """Try some ways: the present one, then by forecast. Those of stock are left out where they cannot be fast.
+    def take(self, candidates: Sequence[Way], present: Way) -> Course[None]:
+        """Try some ways: the one until now, then by forecast. Those of stock are left out where they cannot be fast.
 
         Those that keep a residual come after the rounds: what waits is then sent once.
         """
-        present = self._switch.way
         self._shared([], self._account.mark)
         in_order = sorted(candidates, key=lambda way: (way != present, self._forecast[way]))
         keeping, left = [way for way in in_order if way.keeps], [way for way in in_order if not way.keeps]

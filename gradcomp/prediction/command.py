@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -110,8 +111,8 @@ def run(chosen: argparse.Namespace) -> None:
     specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
     times = {name: seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")}
     workload.check_times(**times)
-    inside = bandwidth_of(chosen.inside), seconds_of(chosen.latency_inside, "--latency-inside")
-    link = Link(bandwidth_of(chosen.bandwidth), seconds_of(chosen.latency, "--latency"), *inside)
+    inside = bandwidth_of(chosen.inside, "--inside"), seconds_of(chosen.latency_inside, "--latency-inside")
+    link = Link(bandwidth_of(chosen.bandwidth, "--bandwidth"), seconds_of(chosen.latency, "--latency"), *inside)
     model = workload.load(chosen.model)
     types = workload.types_of(model)
     machine, device = machine_of(chosen.profile, chosen.device), chosen.device or "cpu"
@@ -126,7 +127,7 @@ def run(chosen: argparse.Namespace) -> None:
             print(f"drawn: {path}")
 
 
-_last = 0.0
+_last = -math.inf
 
 
 def _tell(text: str, share: float) -> None:

@@ -89,14 +89,14 @@ class Measured(NamedTuple):
 
 def times_of(link: str | Times, latency: str) -> Times:
     """Return what knows the time of messages: what is given, or a link of a bandwidth, one to every host."""
-    return link if hasattr(link, "seconds") else Link(bandwidth_of(link), seconds_of(latency, "latency"))
+    return link if hasattr(link, "seconds") else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
 
 
-def bandwidth_of(text: object) -> float:
+def bandwidth_of(text: object, of: str) -> float:
     """Read 10Gbit/s, 100Mbit or 1e9bit: bytes a second."""
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"bandwidth {text!r} is not a rate; write for example 10Gbit/s or 100Mbit/s")
+        raise ValueError(f"{of} {text!r} is not a rate; write for example 10Gbit/s or 100Mbit/s")
     return float(match[1]) * _UNITS[match[2].lower()] / 8
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradcomp.prediction import peers, timeline, workload
+from gradcomp.prediction import peers, timeline, trial, workload
 from gradcomp.prediction.link import Times, times_of
 from gradcomp.prediction.profile import Profile, load
 from gradcomp.prediction.result import Line, Prediction
 from gradcomp.prediction.timeline import Work
-from gradcomp.prediction.trial import EFFORT, Bucket, Effort, try_out
+from gradcomp.prediction.trial import Bucket, Effort, try_out
 from gradcomp.requests import World
 from gradcomp.spec import make, names
 
@@ -40,8 +41,9 @@ class Cluster(NamedTuple):
     def world(self) -> World:
         """Return the world of rank 0."""
         hosts = self.ranks if self.hosts is None else self.hosts
-        for name, number in (("ranks", self.ranks), ("hosts", hosts)):
-            if not isinstance(number, int) or number < 1:
+        given: dict[str, Any] = {"ranks": self.ranks, "hosts": hosts}
+        for name, number in given.items():
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
                 raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
         if self.ranks % hosts:
             raise ValueError(f"{self.ranks} ranks cannot be spread evenly over {hosts} hosts; give a divisor of the ranks")
@@ -171,7 +173,7 @@ def buckets_of(
 ) -> list[Bucket]:
     """Return the buckets of a spec or a peer, tried out on this machine."""
     if peers.is_peer(spec):
-        return peers.buckets_of(spec, shapes, device, types, seconds=(effort or EFFORT).seconds / COMPUTATIONS)
+        return peers.buckets_of(spec, shapes, device, types, seconds=(effort or trial.EFFORT).seconds / COMPUTATIONS)
     return try_out(spec, shapes, world, bucket_mb, device, effort, types)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from gradcomp.prediction import peers
+from gradcomp.prediction.predict import buckets_of
 from gradcomp.prediction.profile import TERMS, Costs, Profile, key_of, roles_of
-from gradcomp.prediction.trial import Bucket, try_out
+from gradcomp.prediction.trial import Bucket
 from gradcomp.requests import World
 
 # The buckets that are tried: rows of each layer, which is square, layers, and ranks.
@@ -32,7 +33,7 @@ def measure(
     """Measure a profile of this machine. specs: those that it is to have, beside stock, bf16 and fp16."""
 
     def tried(spec: str, shapes: dict[str, tuple[int, ...]], world: World) -> Sequence[Bucket]:
-        return peers.buckets_of(spec, shapes, device) if peers.is_peer(spec) else try_out(spec, shapes, world, 1e6, device)
+        return buckets_of(spec, shapes, world, 1e6, device)
 
     costs = {}
     wanted = list(dict.fromkeys([peers.STOCK, *peers.HALVES, *specs]))

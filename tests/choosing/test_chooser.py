@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import choosing_ranks
@@ -16,7 +17,9 @@ from rank_clock import CLOCK
 from threads import Rank
 
 from gradcomp.choosing import chooser, ways
+from gradcomp.choosing import forecast as forecasts
 from gradcomp.choosing.chooser import Chooser
+from gradcomp.choosing.forecast import Forecast
 
 pytestmark = pytest.mark.usefixtures("model_time")
 
@@ -47,13 +50,60 @@ def test_a_choice_that_noise_made_is_mended(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("loss", ["low", "high"])
-def test_choosing_costs_few_steps(loss: str) -> None:
+def test_choosing_costs_few_steps(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most twenty of stock's: measuring, changes, and what the steps of slower ways took longer."""
+    try_part, tried = Forecast._try_part, [0]
+
+    def slow(self: Forecast, *arguments: Any) -> Any:
+        tried[0] += 1
+        CLOCK.sleep(choosing_ranks.COMPUTES)
+        return try_part(self, *arguments)
+
+    monkeypatch.setattr(Forecast, "_try_part", slow)
+    monkeypatch.setattr(chooser, "AGAIN", 30)
     for each in (SLOW, FAST):
         ranks = begun(Link(each), loss)
-        for rank in ranks:
-            rank.computing = True
-        assert 0 < train(ranks, CHOICE)[0]["cost_in_steps"] <= 20
+        first = train(ranks, CHOICE)[0]
+        assert 2 < first["cost_in_steps"] <= 20 and tried[0] >= 6, first
+        assert 2 < train(ranks, 30 + CHOICE)[0]["cost_in_steps"] <= 20
+
+
+def test_kernels_that_something_slowed_down_are_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a way would never be tried again, for the pause of a moment."""
+    spoiled, try_out = [True], forecasts.try_out
+
+    def slow(spec: str, *arguments: Any) -> Any:
+        buckets = try_out(spec, *arguments)
+        if not (spoiled[0] and spec.startswith("orq")):
+            return buckets
+        return [each._replace(parts=tuple(part._replace(seconds=1.0) for part in each.parts)) for each in buckets]
+
+    monkeypatch.setattr(forecasts, "try_out", slow)
+    monkeypatch.setattr(chooser, "AGAIN", 40)
+    monkeypatch.setattr(chooser, "TIMING_AGAIN", 1000)
+    ranks = begun(Link(SLOW), "low")
+    assert train(ranks, CHOICE)[0]["way"] == "half"
+    spoiled[0] = False
+    assert train(ranks, 40 + CHOICE)[0]["way"].startswith("orq")
+
+
+def test_each_choice_that_comes_out_as_before_makes_the_next_one_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "AGAIN", 50)
+    ranks = begun(Link(FAST), "none")
+    after = [train(ranks, CHOICE)[0]["after_step"]]
+    while len(after) < 4:
+        step = train(ranks, 1)[0]["after_step"]
+        after += [step] if step != after[-1] else []
+    gaps = [later - earlier for earlier, later in pairwise(after)]
+    assert [later - earlier for earlier, later in pairwise(gaps)] == [pytest.approx(50, abs=5), pytest.approx(100, abs=5)]
+
+
+def test_rank_0_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="gradcomp")
+    said = train(begun(Link(SLOW), "none"), CHOICE)[0]
+    assert [text for text in caplog.messages if "auto goes on with" in text] == [
+        f"gradcomp: auto goes on with {said['way']} after step {said['after_step']}: {said['reason']}"
+    ]
 
 
 def test_where_exact_steps_take_long_stock_is_not_tried() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradcomp.choosing.decision import best_of
-from gradcomp.choosing.evidence import Evidence
+from gradcomp.choosing.evidence import CHOICES, Evidence
 from gradcomp.choosing.ways import STOCK, Way
 
 NINE, FIVE = Way("orq:levels=9,momentum=0"), Way("orq:levels=5,momentum=0")
@@ -26,6 +26,14 @@ def test_a_changed_link_is_other_evidence() -> None:
     evidence.joined({STOCK: 1.0, FIVE: 0.2})
     evidence.forget()
     assert evidence.joined({STOCK: 1.0, FIVE: 1.2}) == {STOCK: 1.0, FIVE: pytest.approx(1.2)}
+
+
+def test_what_has_changed_little_by_little_counts_after_some_choices() -> None:
+    evidence = Evidence(STOCK)
+    for _ in range(9):
+        evidence.joined({STOCK: 1.0, FIVE: 1.05})
+    joined = [evidence.joined({STOCK: 1.0, FIVE: 0.8})[FIVE] for _ in range(CHOICES)]
+    assert joined[-1] == pytest.approx(0.8)
 
 
 def test_without_the_unit_a_choice_stands_alone() -> None:

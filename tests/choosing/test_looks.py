@@ -8,6 +8,7 @@ import choosing_ranks
 import pytest
 import torch
 from choosing_ranks import CHOICE, FAST, SEEN, SLOW, Link, begun, train
+from rank_clock import CLOCK
 
 from gradcomp.choosing import chooser, links, looks
 from gradcomp.choosing.chooser import Chooser
@@ -43,11 +44,17 @@ def test_a_faster_link_is_seen_at_one_look(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_link_that_is_slow_for_a_moment_has_not_changed() -> None:
     """Other processes make a message take twice as long now and then. One of several in a row is as fast as before."""
     now = iter([1.0] * looks.PROBES + [3.0, 1.1, 3.0, 3.0, 3.0] * 2 + [3.0] * 2 * looks.PROBES)
-    seen = looks.Looks(lambda: next(now), list, 2, 0)
-    for odd in (False, False, False, False, True):
+
+    def probe() -> float:
+        CLOCK.sleep(0.1)
+        return next(now)
+
+    seen = looks.Looks(probe, list, 2, 0)
+    for odd in (False, False, False, True):
         assert not seen.changed
         seen.take([1.0], 100)
-        assert (seen.interval == looks.NEXT_LOOK[0]) >= odd
+        assert seen.interval == pytest.approx(looks.NEXT_LOOK[0] if odd else 0.1 / looks.LOOKING, abs=1)
+    seen.take([1.0], 100)
     assert seen.changed and seen.link_changed
 
 
@@ -83,6 +90,25 @@ def test_a_net_that_computes_longer_is_measured_again(monkeypatch: pytest.Monkey
     train(ranks, SEEN + CHOICE)
     after = turns._work
     assert before is not None and after is not None and after.forward > 2 * before.forward
+
+
+def test_a_net_that_computes_longer_has_its_present_way_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although exact steps come first, and whatever its forecast."""
+    ranks = begun(Link(SLOW), "low")
+    assert train(ranks, CHOICE)[0]["way"].startswith("orq")
+    turns = ranks[0].session.turns
+    assert isinstance(turns, Chooser)
+    present = turns._switch.way
+    foresee = chooser.foresee
+
+    def badly(*arguments: Any) -> Any:
+        known, seconds = foresee(*arguments)
+        return known, {way: each * (100 if way == present else 1) for way, each in seconds.items()}
+
+    monkeypatch.setattr(chooser, "foresee", badly)
+    monkeypatch.setattr(choosing_ranks, "COMPUTES", 3 * choosing_ranks.COMPUTES)
+    said = train(ranks, SEEN + CHOICE)[0]
+    assert said["choices"] == 2 and str(present) in said["seconds"], said
 
 
 def test_steps_that_always_vary_are_not_chosen_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_the_present_way_is_a_candidate_whatever_is_mixed_now(groups: tuple[int,
     chooser._exact, chooser._forecast = 1.0, Forecast(LAYERS, 8.0, World(0, 4, (0, 1, 2, 3)))
     chooser._work = workload.given(dict.fromkeys(LAYERS, (3_000_000,)), 0.01, 1.0, 0.0)
     every = ways("low", (torch.float32,), False, False)
-    known, forecast = chooser._foresee(every, LINKS)
+    known, forecast = chooser._foresee(every, LINKS, chooser._switch.way)
     assert known.count(PRESENT) == 1 and PRESENT in forecast
     # Sorted by what they lose: just before the one of its own that loses most.
     assert known.index(PRESENT) < known.index(Way("orq:levels=5,momentum=0"))

@@ -58,7 +58,7 @@ def tried(
     switch: Any = OneRank(present, out_of_reach)
     tries = Tries(switch, account, forecast, {}, STOCK)
     every = [way for way in EVERY if way in forecast]
-    course = tries.take(shortlist(every, forecast, present))
+    course = tries.take(shortlist(every, forecast, present), present)
     steps = 0
     try:
         asked = next(course)

@@ -19,11 +19,11 @@ class Clock(threading.local):
     """The clock of the rank whose thread asks, in place of the module `time`."""
 
     def __init__(self) -> None:
-        self._seconds, self._computing = 0.0, False
+        self._seconds = 0.0
 
     def perf_counter(self) -> float:
         """Return the seconds of this rank."""
-        return self._seconds + (time.thread_time() if self._computing else 0.0)
+        return self._seconds
 
     def sleep(self, seconds: float) -> None:
         """Let time pass."""
@@ -36,10 +36,9 @@ class Clock(threading.local):
     @contextmanager
     def of(self, rank: Rank) -> Iterator[None]:
         """Let this thread go on with a rank's clock."""
-        self._computing = rank.computing
-        self._seconds = rank.seconds - (time.thread_time() if rank.computing else 0.0)
+        self._seconds = rank.seconds
         yield
-        rank.seconds = self.perf_counter()
+        rank.seconds = self._seconds
 
 
 CLOCK = Clock()

@@ -85,7 +85,7 @@ class Rank:
     """One rank: a session of one layer, its commits, and the sums of what it gave and what came."""
 
     def __init__(self, generation: Generation, rank: int, spec: str, host: str = ""):
-        self.seconds, self.computing = 0.0, False  # of its clock; True if what it computes takes time there, too
+        self.seconds = 0.0  # of its clock
         self.parameter = torch.nn.Parameter(torch.zeros(SHAPE))
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
         network: Any = self.network

@@ -126,13 +126,14 @@ def test_crossovers_lie_between_points() -> None:
     [
         ({"ranks": 0}, "ranks=0 must be a whole number, at least 1"),
         ({"ranks": 2.5}, "ranks=2.5 must be a whole number"),
+        ({"ranks": True}, "ranks=True must be a whole number"),
         ({"ranks": "8"}, "ranks='8' must be a whole number"),
         ({"ranks": 4, "hosts": 1.5}, "hosts=1.5 must be a whole number"),
-        ({"link": 10}, "bandwidth 10 is not a rate"),
+        ({"link": 10}, "link 10 is not a rate"),
         ({"latency": 5e-6}, "latency 5e-06 is not a time"),
         ({"forward": "30ms"}, "forward='30ms' must be a time in seconds"),
         ({"ranks": 8, "hosts": 3}, "8 ranks cannot be spread evenly over 3 hosts"),
-        ({"link": "fast"}, "bandwidth 'fast' is not a rate"),
+        ({"link": "fast"}, "link 'fast' is not a rate"),
         ({"latency": "5"}, "latency '5' is not a time"),
         ({"device": "foo"}, "device 'foo' is unknown; write cpu"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not here; torch sees"),
@@ -189,7 +190,7 @@ def test_a_spec_with_rules_stays_whole(tmp_path: Path) -> None:
         (["--device", "foo"], "device 'foo' is unknown"),
         (["--forward", "0s", "--backward", "0s"], "nothing to compute"),
         (["--latency", "1e999s"], "'1e999s' is not a time"),
-        (["--bandwidth", "1e999Gbit/s"], "'1e999Gbit/s' is not a rate"),
+        (["--bandwidth", "1e999Gbit/s"], "--bandwidth '1e999Gbit/s' is not a rate"),
     ):
         done = by_command(*words, *bad)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -84,7 +84,7 @@ def test_measured_operations_are_lines_by_size() -> None:
 
 @pytest.mark.parametrize("text,wanted", [("10Gbit/s", 1.25e9), ("100 Mbps", 1.25e7), ("1e9bit", 1.25e8), ("2gBit", 2.5e8)])
 def test_rates(text: str, wanted: float) -> None:
-    assert bandwidth_of(text) == wanted
+    assert bandwidth_of(text, "link") == wanted
 
 
 @pytest.mark.parametrize("text,wanted", [("50us", 5e-5), ("1.5ms", 1.5e-3), ("2 s", 2.0)])
@@ -95,7 +95,7 @@ def test_times(text: str, wanted: float) -> None:
 @pytest.mark.parametrize("text", ["fast", "10", "-1Gbit/s", "0Mbit/s", "10GB/s", "1GBps", "1GBPS"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rate; write for example 10Gbit/s"):
-        bandwidth_of(text)
+        bandwidth_of(text, "link")
     with pytest.raises(ValueError, match="is not a time; write for example 50us"):
         seconds_of(text, "latency")
 
@@ -103,7 +103,7 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
 @pytest.mark.parametrize("number", ["1.2.3", ".", "1..2"])
 def test_what_is_no_number_is_refused(number: str) -> None:
     with pytest.raises(ValueError, match="is not a rate"):
-        bandwidth_of(f"{number}Gbit/s")
+        bandwidth_of(f"{number}Gbit/s", "link")
     with pytest.raises(ValueError, match="is not a time"):
         seconds_of(f"{number}ms", "latency")
 

@@ -73,6 +73,8 @@ def launches(chosen: argparse.Namespace) -> list[Launch]:
         raise Refused(f"--ways: {error}") from None
     if chosen.launcher != "cluster" and (chosen.later or chosen.door != ways.HOROVOD):
         raise Refused("--later and --door ddp need --launcher cluster")
+    if chosen.later and chosen.predict:
+        raise Refused("--predict measures one link, and --later changes it: leave one of them out")
     if chosen.later and chosen.rounds < FEWEST:
         raise Refused(f"--later needs at least {FEWEST} rounds, to compare those before the change and after it; use --rounds")
     settled = settings.settle([chosen.task], [OF_DIGITS if chosen.task == "mlp" else [], *chosen.set])[chosen.task]

@@ -16,8 +16,8 @@ from laboratory.tasks import training
 from laboratory.train import ways
 from laboratory.train.start import Started
 
-# How often a message is sent to measure the links. Where ranks share cores, one waits for them now and then.
-TIMES = 5
+# The part of a model that a long message has, and how often it is sent. Where ranks share cores, some wait for them.
+PART, TIMES = 2, 5
 
 
 def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
@@ -29,7 +29,7 @@ def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     specs = [way for way in wanted if ways.is_spec(way)]
     specs += [way for way in wanted if peers.is_peer(way)]
     network = door.network()
-    own = links.measure(network, torch.device("cpu"), started.parameters // 2, TIMES)
+    own = links.measure(network, torch.device("cpu"), started.parameters, PART, started.parameters, TIMES)
     figures = door.means([figure for line in own.lines.values() for figure in line], "links")
     measured = Measured({kind: (figures[2 * i], figures[2 * i + 1]) for i, kind in enumerate(own.lines)})
     # Made beforehand: a trainee's seconds do not contain the making of its batches.
