@@ -29,8 +29,9 @@ truth = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-# The clip is a knob. It bounds a rank's gradient before entries wait: clip_grad_norm_() would come after the exchange.
-handle = gradcomp.ddp.attach(model, f"topk:ratio=0.1,clip={options.clip},clip_by=model", optimizer=optimizer)
+# The clip is a knob. It cuts a rank's own gradient before entries wait: clip_grad_norm_() would come after the exchange.
+clip = options.clip * dist.get_world_size() ** 0.5
+handle = gradcomp.ddp.attach(model, f"topk:ratio=0.1,clip={clip},clip_by=model", optimizer=optimizer)
 
 losses = []
 for step in range(1, options.steps + 1):

@@ -33,7 +33,7 @@ handle = gradcomp.ddp.attach(model, "topk:ratio=0.05", optimizer=optimizer)
 def load() -> int:
     """Load the newest checkpoint that all ranks finished. Return its step, or 0."""
     for folder in sorted(options.folder.glob("step-*"), reverse=True):
-        states = [torch.load(file, weights_only=True) for file in folder.glob("*.pt")]
+        states = [torch.load(file, weights_only=True, map_location="cpu") for file in folder.glob("*.pt")]
         if states and len(states) == states[0]["gradcomp"]["ranks"]:
             for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
                 part.load_state_dict(states[0][name])

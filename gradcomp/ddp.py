@@ -44,7 +44,7 @@ def attach(
     """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
     model: the result of DistributedDataParallel(...). spec: "name:knob=value", a compressor, or "auto"; "topk" by default.
-    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    optimizer: the source of learning rates, for specs that need them; its momentum is taken over; or None.
     scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.

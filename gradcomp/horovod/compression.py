@@ -43,7 +43,7 @@ class Compression(Handle):
     spec: "name:knob=value", a compressor, or "auto".
     named_parameters: those of the optimizer, usually model.named_parameters().
     process_set: the optimizer's process set; all ranks by default.
-    optimizer: the source of learning rates, for specs that need them; its momentum is checked against the spec's; or None.
+    optimizer: the source of learning rates, for specs that need them; its momentum is taken over; or None.
     scaler: the GradScaler that scales the loss, if one does.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
     seed: the seed of random draws, equal on all ranks; 0 by default.

@@ -42,7 +42,7 @@ def DistributedOptimizer(
 
     It sends no carriers unless this version of Horovod is untested.
 
-    optimizer: the one to wrap; its learning rates are used, and its momentum is checked against the spec's.
+    optimizer: the one to wrap; its learning rates are used, and its momentum is taken over.
     named_parameters: usually model.named_parameters(); Horovod's names by default.
     compression: "name:knob=value", a compressor, or "auto"; "topk" by default.
     scaler: the GradScaler that scales the loss, if one does.

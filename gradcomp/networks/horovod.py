@@ -22,7 +22,7 @@ from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.launcher import LauncherNotes
 from gradcomp.networks.mail import check_senders, pack, unpack
-from gradcomp.networks.waits import EndlessWait, Wait, failure_note
+from gradcomp.networks.waits import EndlessWait, Wait, failure_note, failure_sentence
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # Seconds between two looks at an operation under way: of tensors in main memory, and of a GPU's, which idles in the meantime.
@@ -185,10 +185,8 @@ def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def exchange_failure(error: Exception) -> HorovodInternalError:
     """Wrap an error in the type that Horovod's elastic recovery catches, with its possible causes."""
-    return HorovodInternalError(
-        f"gradcomp's exchange failed: {error} Possible causes: a rank called hvd.join(), which gathers do not support (give "
-        "every rank the same number of steps instead); a rank ended or raised an error (see its output); the network failed."
-    )
+    joined = "a rank called hvd.join(), which gathers do not support (give every rank the same number of steps instead)"
+    return HorovodInternalError(failure_sentence(error, cause=joined))
 
 
 # The generation of the network, and for each process set in it the number of the next HorovodNetwork.

@@ -19,7 +19,7 @@ from torch import Tensor
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import pack, unpack
-from gradcomp.networks.waits import Wait, failure_note, place_of
+from gradcomp.networks.waits import Wait, failure_note, failure_sentence, place_of
 from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
@@ -154,10 +154,7 @@ class TorchNetwork:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"gradcomp's exchange failed in {place_of(name)}: {error} Possible causes: a rank ended or raised an error "
-                    "(see its output); the network failed. Start all ranks again from their last states."
-                ) from error
+                raise RuntimeError(failure_sentence(error, place_of(name))) from error
             return read()
 
         return answer

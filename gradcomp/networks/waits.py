@@ -132,6 +132,14 @@ class Wait:
         return "; ".join(said)
 
 
+def failure_sentence(error: BaseException, where: str = "", cause: str = "") -> str:
+    """Say that an exchange has failed, and what may have caused it. cause: one that comes first."""
+    text = str(error).rstrip()
+    end = "" if text.endswith((".", "!", "?")) else "."
+    causes = [*([cause] if cause else []), "a rank ended or raised an error (see its output)", "the network failed"]
+    return f"gradcomp's exchange failed{where and f' in {where}'}: {text}{end} Possible causes: {'; '.join(causes)}."
+
+
 def failure_note(error: BaseException, meeting: str) -> str:
     """Write the note of a rank whose step failed."""
     return Note(f"{_FAILED} {type(error).__name__}: {error}".replace(_AFTER, " ")[:MOST_LETTERS], meeting).text

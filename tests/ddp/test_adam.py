@@ -149,13 +149,17 @@ def test_a_clip_of_directions_is_refused(case: str) -> None:
     for found in outcomes():
         (text,) = found["clips"][case]
         assert "changed between their exchange and step(), as clip_grad_norm_() does" in text
-        assert "Adam's directions" in text and "clip=1.0,clip_by=model" in text and "momentum=0" in text
+        assert (
+            "Adam's directions" in text
+            and "clip=C,clip_by=model with C = the norm x sqrt(ranks)" in text
+            and "momentum=0" in text
+        )
 
 
 def test_a_clip_of_velocities_is_warned_of_once() -> None:
     for found in outcomes():
         (text,) = found["clips"]["sgd"]
-        assert "SGD's velocity" in text and "clip=1.0,clip_by=model" in text
+        assert "SGD's velocity" in text and "clip=C,clip_by=model" in text
 
 
 @pytest.mark.parametrize("case", ["adam, longer than any", "adam, gradients", "sgd, longer than any"])

@@ -25,9 +25,9 @@ _CHANGED = (
     "the gradients were changed between their exchange and step(), as clip_grad_norm_() does. With momentum=auto they hold "
 )
 _REMEDY = (
-    ". Write clip=1.0,clip_by=model, or whatever the norm is, into the spec, which then clips each rank's own gradient, and "
-    "remove the other clip; or write momentum=0 (under auto, loss=low), and the exchange is of gradients. If a GradScaler has "
-    "changed them, pass it as scaler="
+    ". Write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, which then clips each rank's own gradient, "
+    "and remove the other clip; or write momentum=0 (under auto, loss=low), and the exchange is of gradients. If a GradScaler "
+    "has changed them, pass it as scaler="
 )
 _TEXTS: dict[Holds, str] = {
     "direction": f"{_CHANGED}Adam's directions, whose length says nothing about the gradient's{_REMEDY}",

@@ -14,8 +14,8 @@ ENTRIES = 16
 
 _MESSAGE = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
-    "the change. To clip, write clip=1.0,clip_by=model, or whatever the norm is, into the spec, and remove the other clip. For "
-    "other changes, finish the exchange first (with momentum or Adam, gradients then hold no gradients):\n"
+    "the change. To clip, write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, and remove the other clip. "
+    "For other changes, finish the exchange first (with momentum or Adam, gradients then hold no gradients):\n"
     "    optimizer.synchronize()\n"
     "    scaler.unscale_(optimizer)  # only with a GradScaler\n"
     "    ...  # change gradients here\n"

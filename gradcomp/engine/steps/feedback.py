@@ -53,9 +53,7 @@ class Feedback(Collector):
     own_rate: bool = knob(
         True, "true: what waits acts with its own step's learning rate, if that is known; false: with the last"
     )
-    clip: float = knob(
-        0.0, "upper bound of the gradient's norm over all ranks; each rank clips at clip / sqrt(ranks); 0 = off", least=0
-    )
+    clip: float = knob(0.0, "each rank's own gradient is cut to a norm of clip / sqrt(ranks); 0 = off", least=0)
     clip_by: str = knob(
         "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
     )

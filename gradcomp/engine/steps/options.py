@@ -18,7 +18,7 @@ LARGEST_SEED = 2**62
 class Options:
     """The options that a door passes on from its user.
 
-    optimizer: the source of learning rates; its momentum is checked against the spec's. scaler: the GradScaler of the loss.
+    optimizer: the source of learning rates; its momentum is taken over. scaler: the GradScaler of the loss.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws.
     observer: looks at every step, if there is one. telemetry: what the observers of all ranks do together. auto: what chooses
     other compressors, if anything.
