@@ -1,4 +1,4 @@
-"""gradcomp is turned off in mid-training: a checkpoint of model and optimizer goes on without it, as if it had never been there."""
+"""gradcomp is turned off in mid-training: a checkpoint of model and optimizer goes on without it, as if it had never been."""
 
 from __future__ import annotations
 
