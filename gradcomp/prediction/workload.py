@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 Types = Mapping[str, torch.dtype]
 
 # Steps before those that count, and steps that count.
-WARM_UP, COUNTED = 2, 5
+WARM_UP, COUNTED = 2, 8
 
 
 def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
@@ -121,7 +121,7 @@ def measured(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.opti
             hook.remove()
         model.zero_grad(set_to_none=True)
     counted = steps[WARM_UP:]
-    forward, backward, stepping = (statistics.median(times[i] for times, _ in counted) for i in range(3))
+    forward, backward, stepping = (statistics.fmean(times[i] for times, _ in counted) for i in range(3))
     if missing := parameters.keys() - counted[0][1].keys():
         raise ValueError(f"loss() gave no gradient to {min(missing)!r}; freeze what is not trained, or compute the whole loss")
     ready = {name: statistics.median(shares[name] for _, shares in counted) for name in parameters}

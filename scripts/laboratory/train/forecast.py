@@ -12,6 +12,7 @@ import gradcomp
 from gradcomp.choosing import links
 from gradcomp.prediction import peers, workload
 from gradcomp.prediction.link import Measured
+from gradcomp.requests import Reduce
 from laboratory.tasks import training
 from laboratory.train import ways
 from laboratory.train.start import Started
@@ -23,7 +24,8 @@ PART, TIMES = 2, 5
 def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     """Predict the seconds of a batch by each of these ways that can be predicted, averaged over the ranks.
 
-    All ranks measure the same at the same time, as they train at the same time: on one machine they share its cores.
+    All ranks measure the same at the same time, as they train at the same time: on one machine they share its cores. In each step
+    they wait for one another once, as every exchange makes them wait.
     """
     door, job = started.door, started.job
     specs = [way for way in wanted if ways.is_spec(way)]
@@ -36,6 +38,7 @@ def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     batches = iter(list(itertools.islice(job.batches[door.rank], workload.WARM_UP + workload.COUNTED)))
 
     def loss() -> Tensor:
+        network.start(Reduce(torch.zeros(1)), "forecast.step")()
         x, y = next(batches)
         return job.loss(job.model(x), y)
 
