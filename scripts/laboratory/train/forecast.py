@@ -24,8 +24,8 @@ PART, TIMES = 2, 5
 def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     """Predict the seconds of a batch by each of these ways that can be predicted, averaged over the ranks.
 
-    All ranks measure the same at the same time, as they train at the same time: on one machine they share its cores. In each step
-    they wait for one another once, as every exchange makes them wait.
+    All ranks measure the same at the same time, as they train at the same time: on one machine they share its cores. In each
+    step they wait for one another once, as every exchange makes them wait.
     """
     door, job = started.door, started.job
     specs = [way for way in wanted if ways.is_spec(way)]
