@@ -65,14 +65,25 @@ def test_the_examples_of_which_spec() -> None:
     text, net = "shakespeare", "cifar-large"
     there = f"`topk` takes {over(text, '10gbit', 'topk', 8)} of stock's step there, and its 95 % interval reaches "
     assert there + at_most(text, "10gbit", "topk", 8) in flat
-    assert line(text, 8, "10gbit", "auto")["auto"]["way"] == "stock" and "`auto` chose stock" in flat
+    assert f"`auto` chose `{line(text, 8, '10gbit', 'auto')['auto']['way']}`" in flat
     ours = f"{over(net, '1gbit', 'topk')} of stock's (at most {at_most(net, '1gbit', 'topk')}), and "
     hook = (
         f"{over(net, '1gbit', 'topk', other='bf16')} of the bf16 hook's (at most {at_most(net, '1gbit', 'topk', other='bf16')})"
     )
     assert ours + hook in flat
-    assert line(net, 4, "1gbit", "auto")["auto"]["way"] == "stock in bf16"
-    assert f"it chose bf16 there, at {over(net, '1gbit', 'bf16')} of stock's step" in flat
+    chosen = line(net, 4, "1gbit", "auto")["auto"]["way"]
+    assert f"it chose `{chosen}` there, at {over(net, '1gbit', 'auto')} of stock's step" in flat
+
+
+def test_what_the_results_say_of_single_steps() -> None:
+    """Sentences of the form: `topk` takes 501 ms, and `stock` 515, for the net on eight hosts at 10 Gbit/s."""
+    form = r"`([^`]+)` takes ([\d,]+) ms, and `([^`]+)` ([\d,]+), for the (net|text) on (four|eight) hosts at (\d+ .bit/s)"
+    found = re.findall(form, " ".join(step_times.PAGE.read_text().split()))
+    for way, its, other, others, what, hosts, link in found:
+        task = {"net": "cifar-large", "text": "shakespeare"}[what]
+        times = [line(task, {"four": 4, "eight": 8}[hosts], RATES[link], each)["ms"]["median"] for each in (way, other)]
+        assert [its, others] == [f"{time:,.0f}" for time in times], (way, other, what, hosts, link)
+    assert len(found) >= 5
 
 
 def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:

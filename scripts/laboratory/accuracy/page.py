@@ -40,8 +40,9 @@ faster in these short trainings. Do not expect that of a long one: compare [step
   step {POWERSGD_FROM} on, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the authors' Deep
   Gradient Compression with their own code. gradcomp's specs are used as they come.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose.
-- Steps are also predicted, by the ranks on the cluster: they measure links, kernels and a step's own work for a few seconds.
-  Horovod's own exchange is [not predicted](decisions/prediction.md#peers-beside).
+- Steps are also predicted, by the ranks on the cluster, before and after the rounds: they measure links, kernels, and steps
+  without an exchange in which they wait for one another once. Horovod's own exchange is [not
+  predicted](decisions/prediction.md#peers-beside).
 - All hosts share one machine of two cores, so all messages cost processor time that real network cards would not. {CROWD} hosts
   on it are overloaded: they only show how predictions fare there."""
 
