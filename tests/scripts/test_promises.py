@@ -36,7 +36,7 @@ def link(rate: str) -> str:
 def said(run: Any) -> dict[str, tuple[str | None, str, str]]:
     """Return what a run says of each of its rows: the way that auto went on with, its time over stock's, and over bf16's."""
     (line,) = (line for line in run["lines"] if line["way"] == "auto")
-    ends = "; ".join(spec.replace(",momentum=0", "") for spec in line["auto"]["way"].split("; "))
+    ends = line["auto"]["way"]
 
     def cells(part: str) -> list[str]:
         return [f"{of['median']:.2f} ({of['at_most']:.2f})" for of in (line[part]["stock"], line[part]["bf16"])]
