@@ -172,7 +172,7 @@ class Chooser:
         session = self._session
         stock = self._stock if session.options.observer is None else self._stock[:1]  # what is watched, the session exchanges
         every = ways.ways(self._auto.loss, stock, session.network.world.shares_hosts, session.training.bears_waiting)
-        times = self._switch.mean_of(links.measure(session.network, self._device, self._entries))
+        times = self._switch.mean_of(links.measure(session.network, self._device, links.long_of(self._entries)))
         every, forecast = self._foresee(every, times, present)
         self._account.usual = max(exact, forecast[self._unit])
         least = {way: LEAST * exact * self._part_of(way.stock) for way in every if way.stock is not None}

@@ -30,17 +30,21 @@ def foresee(
     """
     seconds: dict[Way, float] = {}
     began, spent = time.perf_counter(), 0.0
-    in_order = [ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))]
+
+    def predict(way: Way) -> None:
+        nonlocal spent
+        own = forecast.seconds(way, work, times)
+        seconds[way], spent = switch.means([own, time.perf_counter() - began])
+
+    in_order = dict.fromkeys([ways.FIRST, *sorted(every, key=lambda way: (way.stock is None, way != present))])
     known_before = [way for way in in_order if forecast.knows(way)]
     for way in in_order:
         if spent < most or way.stock is not None or way == present:
-            own = forecast.seconds(way, work, times)
-            seconds[way], spent = switch.means([own, time.perf_counter() - began])
+            predict(way)
     for way in known_before:
         if spent < most_again:
             forecast.time_again(way)
-            own = forecast.seconds(way, work, times)
-            seconds[way], spent = switch.means([own, time.perf_counter() - began])
+            predict(way)
     known = [way for way in every if way in seconds]
 
     def note(mixed: Way) -> None:

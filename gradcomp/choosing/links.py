@@ -21,16 +21,19 @@ SHORT, SHORT_OF_RANK, LONGER = 2**6, 4, 16
 LONGEST, PART, TIMES = 2**18, 8, 3
 
 
-def measure(
-    network: Network, device: torch.device, entries: int, part: int = PART, longest: int = LONGEST, times: int = TIMES
-) -> Measured:
+def long_of(entries: int) -> int:
+    """Return the entries of a long message, for a model of so many."""
+    return min(LONGEST, entries // PART)
+
+
+def measure(network: Network, device: torch.device, long: int, times: int = TIMES) -> Measured:
     """Measure the links. All ranks call this.
 
-    entries: of the model; a long message has a part of them, and at most `longest`. times: how often each message is sent.
+    long: the entries of a long message; it has more where that tells nothing. times: how often each message is sent.
     The median counts: a shaper may let the first one pass, and where ranks share cores a message waits for them now and then.
     """
     short = max(SHORT, SHORT_OF_RANK * network.world.size)
-    long = max(min(entries // part, longest), LONGER * short)
+    long = max(long, LONGER * short)
     lines = {}
     for kind, request in _requests(network.world, device).items():
         few, many = bytes_of(request(short)), bytes_of(request(long))
@@ -48,7 +51,7 @@ def probe(network: Network, device: torch.device, entries: int) -> float:
 
     A short one tells nothing of the rate: it is over within the latency, or within what a shaper lets pass after a pause.
     """
-    return _seconds(network, device, "probe", Reduce(torch.zeros(min(LONGEST, max(1, entries // PART)), device=device)))
+    return _seconds(network, device, "probe", Reduce(torch.zeros(max(1, long_of(entries)), device=device)))
 
 
 def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], Request]]:

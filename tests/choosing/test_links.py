@@ -103,7 +103,7 @@ def test_a_small_model_is_not_asked_for_long_messages() -> None:
             return super().start(request, name)
 
     network: Any = Counted(World(0, 4, (0, 1, 2, 3)))
-    links.measure(network, CPU, 1000)
+    links.measure(network, CPU, links.long_of(1000))
     assert max(sent) <= 4 * 2 * links.LONGER * links.SHORT
 
 

@@ -31,7 +31,7 @@ def predicted(started: Started, wanted: Sequence[str]) -> dict[str, float]:
     specs = [way for way in wanted if ways.is_spec(way)]
     specs += [way for way in wanted if peers.is_peer(way)]
     network = door.network()
-    own = links.measure(network, torch.device("cpu"), started.parameters, PART, started.parameters, TIMES)
+    own = links.measure(network, torch.device("cpu"), started.parameters // PART, TIMES)
     figures = door.means([figure for line in own.lines.values() for figure in line], "links")
     measured = Measured({kind: (figures[2 * i], figures[2 * i + 1]) for i, kind in enumerate(own.lines)})
     # Made beforehand: a trainee's seconds do not contain the making of its batches.
