@@ -6,7 +6,6 @@ work, so its native calls take the binding's time. What they take longer with wh
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradcomp.engine.buckets.health import INTERVAL
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import extension
 from gradcomp.networks import Answer
@@ -78,7 +78,10 @@ class Instant(Mirror):
 
 
 class Costs(NamedTuple):
-    """Of a step: its buckets, its seconds outside native calls and in them, and the native calls by name."""
+    """Of a step: its buckets, its seconds outside native calls and in them, and the native calls by name.
+
+    calls: the most of a step, but for every fiftieth, which measures the health of residuals and makes two more.
+    """
 
     buckets: int
     outside: Spread
@@ -95,14 +98,13 @@ def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -
     targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
     network, real = Instant(world), extension.native
     native = extension.native = Native(real)
-    outside, inside = [], []
+    outside, inside, calls = [], [], Counter[str]()
     try:
         rates = (RATE,) * len(layers)
         reducer = Reducer(make(spec), layers, network, bucket_mb, 0, targets=targets, rates=lambda names: rates[: len(names)])
         for step in range(SETTLING + count):
-            if step == SETTLING:
-                native.clear()
-            native.seconds = network.seconds = 0.0
+            native.clear()
+            network.seconds = 0.0
             began = time.perf_counter()
             for name in reversed(grads):
                 reducer.mark_ready(name, grads[name])
@@ -111,10 +113,11 @@ def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -
             if step >= SETTLING:
                 inside.append(native.seconds)
                 outside.append(spent - native.seconds - network.seconds)
+                if (step + 1) % INTERVAL:
+                    calls |= native.calls
     finally:
         extension.native = real
-    each = Counter({name: math.ceil(calls / count) for name, calls in native.calls.items()})
-    return Costs(len(reducer.buckets), Spread.of(outside), Spread.of(inside), each)
+    return Costs(len(reducer.buckets), Spread.of(outside), Spread.of(inside), calls)
 
 
 def of_resnet(spec: str, ranks: int, count: int, whole: bool = True) -> dict[str, Any]:
