@@ -169,7 +169,7 @@ class Simulation:
         shapes, copies = checkpoint.shape_texts(self._shapes), []
         for rank, reducer in enumerate(self._reducers):
             taken = loaded.take(Place(rank, world))
-            copies.append(checkpoint.prepare(reducer, shapes, taken.shares, loaded.steps, taken.factor))
+            copies.append(checkpoint.prepare(reducer, shapes, taken.shares, loaded.steps, taken.factor, moments=taken.moments))
         for copy in copies:
             copy()
         if world > loaded.ranks:

@@ -180,6 +180,40 @@ def test_a_checkpoint_holds_the_moments(case: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("case", ["adamw", "nadam"])
+def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(case: str, ranks: int) -> None:
+    """New ranks go on from the mean of the others' moments, and not with the first steps of moments of zero."""
+    ours, trained, simulation = train(EXACT[0], case, ranks=2)
+    assert simulation is not None
+    optimizer = made(case, ours)
+    optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+    again = simulation_of(EXACT[0], ours, optimizer, ranks)
+    again.load_state_dict(simulation.state_dict())
+    theirs, plain, _ = train(None, case)
+    for number in range(STEPS, 2 * STEPS):
+        step(ours, optimizer, again, number, ranks)
+        step(theirs, plain, None, number)
+    same(ours, theirs)
+
+
+def test_a_new_rank_takes_the_mean_of_all_moments_and_no_residual() -> None:
+    model = net()
+    simulation = simulation_of("topk:ratio=0.2", model, made("adamw", model), 3)
+    for number in range(STEPS):
+        grads = [{name: (rank + 1) * each for name, each in gradient(number, model).items()} for rank in range(3)]
+        simulation.step(grads)
+    before = [simulation.state_dict()["of_rank"][str(rank)] for rank in range(3)]
+    again = simulation_of("topk:ratio=0.2", model, made("adamw", model), 4)
+    again.load_state_dict(simulation.state_dict())
+    new = again.state_dict()["of_rank"]["3"]
+    for array in ("velocity", "second"):
+        for name, found in new[array].items():
+            torch.testing.assert_close(found, torch.stack([share[array][name] for share in before]).mean(0))
+    assert not any(bool(each.any()) for each in new["residual"].values())
+    assert new["adam_steps"] == STEPS
+
+
 def test_nadams_product_of_momenta_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, simulation = train("topk:ratio=0.2", "nadam")
     asked = []

@@ -108,7 +108,9 @@ class Session(Stepping):
             kept = make is None or spec == self.spec
             compressor = self._compressor if kept or make is None else make(spec)
             reducer = self.reducer if kept else self._make_reducer(compressor)
-            copy = checkpoint.prepare(reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor)
+            copy = checkpoint.prepare(
+                reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, moments=taken.moments
+            )
         except Exception as error:
             if self.has_met:
                 self.network.tell_failure(error)  # the others may load, and wait for this rank

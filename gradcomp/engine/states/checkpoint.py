@@ -62,30 +62,39 @@ def prepare(
     steps: int,
     factor: float = 1.0,
     *,
+    moments: Mapping[int, Mapping[str, Any]] | None = None,
     trusted: bool = False,
 ) -> Callable[[], None]:
     """Check shares of the same layers and spec, by rank. Return a function that copies them, after which nothing can fail.
 
     The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own
     state comes from the first share, and only if a bucket has the same layers; other buckets keep the state that they have.
-    Without shares all is zero.
+    Without shares all is zero, but for Adam's moments: they become the mean of those in `moments`.
     trusted: the shares come from this process, and need not be finite.
     """
     sources: dict[str, list[Mapping[str, Tensor]]] = {array: [] for array in ARRAYS}
     trials = [(bucket, _trial(bucket)) for bucket in reducer.buckets] if not shares else []
     steps_of_adam, of_layers = 0, rates(reducer) if not shares else {}
-    for i, (rank, share) in enumerate(shares.items()):
+    read = shares or moments or {}
+    for i, (rank, share) in enumerate(read.items()):
         try:
             _check_shapes(shapes, share)
-            for array in ARRAYS:
-                sources[array].append(_check_arrays(reducer, array, saved.table_or_empty(share, array), trusted))
+            arrays = {array: _check_arrays(reducer, array, saved.table_or_empty(share, array), trusted) for array in ARRAYS}
             loaded = _load_own(reducer, share)
         except ValueError as error:
-            raise ValueError(f"{f'rank {rank}: ' if len(shares) > 1 else ''}{error}") from error
-        if i == 0:
-            trials, steps_of_adam = loaded, saved.whole(share, "adam_steps")
-            theirs = saved.table(share, "rates")
+            raise ValueError(f"{f'rank {rank}: ' if len(read) > 1 else ''}{error}") from error
+        for array in ARRAYS if shares else OF_OPTIMIZER:
+            taken = arrays[array] if shares else {name: arrays[array][name] for name in arrays["second"]}
+            sources[array].append(taken)
+        if i > 0:
+            continue
+        steps_of_adam = saved.whole(share, "adam_steps")
+        if shares:
+            trials, theirs = loaded, saved.table(share, "rates")
             of_layers = {name: saved.number(theirs, name) for name in shapes if name in theirs}
+        else:
+            products = {bucket.index: state.nadam_products for bucket, state in loaded}
+            trials = [(bucket, replace(trial, nadam_products=products.get(bucket.index, {}))) for bucket, trial in trials]
 
     def copy() -> None:
         for array in OF_OPTIMIZER:

@@ -22,12 +22,13 @@ class Place(NamedTuple):
 class Taken(NamedTuple):
     """The shares that a rank takes from a state, by the rank that saved them, and the factor for their sum.
 
-    of: the place whose residual the rank then has.
+    of: the place whose residual the rank then has. moments: shares whose mean of Adam's moments a rank without shares takes.
     """
 
     shares: Mapping[int, Mapping[str, Any]]
     factor: float
     of: Place
+    moments: Mapping[int, Mapping[str, Any]] = {}
 
 
 def pack(spec: str, ranks: int, shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -79,7 +80,8 @@ class States:
         if self.ranks == ranks and rank in self.shares:
             return Taken({rank: self.shares[rank]}, 1.0, here)
         if self.ranks != ranks and len(self.shares) == self.ranks:
-            return Taken({each: self.shares[each] for each in range(rank, self.ranks, ranks)}, factor, here)
+            of_rank = {each: self.shares[each] for each in range(rank, self.ranks, ranks)}
+            return Taken(of_rank, factor, here, {} if of_rank else self.shares)
         if self.ranks < ranks and rank in self.shares:
             return Taken({rank: self.shares[rank]}, factor, Place(rank, self.ranks))
         found = ", ".join(map(str, sorted(self.shares)))
