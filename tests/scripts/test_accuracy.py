@@ -43,7 +43,7 @@ def test_all_clusters_train_with_the_same_batch() -> None:
 
 def test_a_crowd_of_hosts_checks_predictions_of_one_task() -> None:
     crowd = [launch for launch in PLAN._replace(tasks=["mlp", "conv"]).launches() if launch.hosts == CROWD]
-    assert [(launch.task, launch.door, launch.rate) for launch in crowd] == [("mlp", DDP, "100mbit"), ("mlp", DDP, "1gbit")]
+    assert [(launch.task, launch.door, launch.rate) for launch in crowd] == [("conv", DDP, "100mbit"), ("conv", DDP, "1gbit")]
     assert all(launch.predicts for launch in crowd) and page.cluster(CROWD, "1gbit") == "16 hosts, 1 Gbit/s, overloaded"
 
 
