@@ -82,10 +82,12 @@ struct Way {
   SHARED_MATH Way(float from, float to) : low(from), high(to), larger(to - from < 0x1p-60f ? 0x1p100f : 1.0f) {
     scale = static_cast<float>(kWorth) / ((high - low) * larger);
   }
-  // What an entry is worth, plus bits_of(kRounded).
+  SHARED_MATH bool is_tiny() const { return larger != 1; }
+  // What an entry is worth, plus bits_of(kRounded). kMayBeTiny: false where the caller knows that the way is not tiny.
+  template <bool kMayBeTiny = true>
   SHARED_MATH uint32_t worth_bits(float x) const {
-    const float below = high < x ? high : x, within = low > below ? low : below;
-    return bits_of((within - low) * larger * scale + kRounded);
+    const float below = high < x ? high : x, within = low > below ? low : below, passed = within - low;
+    return bits_of((kMayBeTiny ? passed * larger : passed) * scale + kRounded);
   }
 };
 

@@ -24,9 +24,10 @@ template <int kLevels>
 struct Search {
   static constexpr int kSteps = kLevels == 2 ? 0 : kLevels == 3 ? 1 : kLevels == 5 ? 2 : 3;
 
-  Floats lows{}, highs{}, middle[3] = {};
+  Floats lows{}, highs{}, middle[3] = {}, everywhere[3] = {};  // everywhere[i] has level i in all lanes
 
   explicit Search(const float* level) {
+    for (int i = 0; i < 3 && i < kLevels; ++i) everywhere[i] = in_all_lanes(level[i]);
     for (int i = 0; i + 1 < kLevels; ++i) {
       lows[i] = level[i];
       highs[i] = level[i + 1];
@@ -44,9 +45,9 @@ struct Search {
       code = code + code - reinterpret_cast<Words>(x >= chosen(middle[step], code));
     }
     if constexpr (kSteps > 1) return {chosen(lows, code), chosen(highs, code), code};
+    if constexpr (kSteps == 0) return {everywhere[0], everywhere[1], code};
     const Masks upper = code != 0;
-    const auto either = [&](float high, float low) { return upper ? in_all_lanes(high) : in_all_lanes(low); };
-    return {either(lows[1], lows[0]), either(highs[1], highs[0]), code};
+    return {upper ? everywhere[1] : everywhere[0], upper ? everywhere[2] : everywhere[1], code};
   }
 };
 
