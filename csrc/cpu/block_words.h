@@ -29,8 +29,8 @@ struct Halves {
   static_assert(kBase <= 1 << 16 && kSecond <= kFirst);
 };
 
-// Put a digit behind each word's number, or take its last one off. These are functions of their own for one row of digits: GCC
-// 12 joins rows that overlap, and gets them wrong.
+// Put a digit behind each word's number, or take its last one off. These are functions of their own, not inlined, for one row
+// of digits: GCC 12 joins rows that overlap, and gets them wrong.
 template <int kLevels>
 HOT void join_digit(const uint8_t* codes, int64_t lanes, uint16_t* __restrict half) {
   for (int64_t word = 0; word < lanes; ++word) half[word] = static_cast<uint16_t>(half[word] * kLevels + codes[word]);
