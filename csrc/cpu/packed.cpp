@@ -1,6 +1,7 @@
 // Packed sparse entries on CPUs: packing, adding up, and putting back.
 
 #include <algorithm>
+#include <vector>
 
 #include "../math_packed.h"
 #include "../ops.h"
@@ -9,39 +10,56 @@
 namespace gradcomp::cpu {
 namespace {
 
-// Call use(i, index, value) for each of the payload's entries. Returns false if a use returned false, or if the payload is
-// malformed. Arbitrary bytes never make it touch anything outside the arrays.
-template <class Use>
-bool for_entries(const Packed& form, Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, const Use& use) {
-  if (count < 0) return false;
-  const int64_t there = entries_there(count, form.capacity);
-  int64_t at = 0;
-  bool well_formed = true;
-  for (int64_t b = 0; b < blocks.size; ++b) {
-    const BlockWord word = read_block_word(blocks.data[b]);
-    if (!word.sound || at + word.count > there) return false;
-    const int64_t begin = form.highs_before(b) + at;
-    const uint32_t highs = form.highs_in(b), length = highs + word.count;
+// A payload's entries, read block after block. Arbitrary bytes never make it touch anything outside the arrays.
+class Reader {
+ public:
+  Reader(const Packed& form, Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count)
+      : form_(form), blocks_(blocks), entries_(entries), there_(count < 0 ? 0 : entries_there(count, form.capacity)) {
+    sound_ = count >= 0;
+  }
+
+  // Call use(i, index, value) for each entry of the next block. Nothing is read any more once something was malformed.
+  template <class Use>
+  void read(int64_t b, const Use& use) {
+    sound_ = sound_ && read_block(b, use);
+  }
+  // Returns false if a use returned false, or if the payload is malformed. All blocks have been read.
+  bool well_formed() const { return sound_ && used_ && at_ == there_; }
+
+ private:
+  template <class Use>
+  bool read_block(int64_t b, const Use& use) {
+    const BlockWord word = read_block_word(blocks_.data[b]);
+    if (!word.sound || at_ + word.count > there_) return false;
+    const int64_t begin = form_.highs_before(b) + at_;
+    const uint32_t highs = form_.highs_in(b), length = highs + word.count;
     uint32_t found = 0;
     for (uint32_t seen = 0; seen < length; seen += 32) {
-      uint32_t bits = bits_at(entries.data, begin + seen, static_cast<int>(std::min(32u, length - seen)));
+      uint32_t bits = bits_at(entries_.data, begin + seen, static_cast<int>(std::min(32u, length - seen)));
       for (; bits != 0; bits &= bits - 1, ++found) {
         const uint32_t high = seen + static_cast<uint32_t>(__builtin_ctz(bits)) - found;
         if (found == word.count || high >= highs) return false;
-        const uint32_t code = form.code_at(entries.data, at + found);
-        well_formed &= use(at + found, form.index_of(b, high, code), form.value_of(code, word.exponent));
+        const uint32_t code = form_.code_at(entries_.data, at_ + found);
+        used_ &= use(at_ + found, form_.index_of(b, high, code), form_.value_of(code, word.exponent));
       }
     }
     if (found != word.count) return false;
-    at += found;
+    at_ += found;
+    return true;
   }
-  return well_formed && at == there;
-}
 
-bool add_entries(Span<float> target, Span<uint8_t> marks, Span<const uint32_t> blocks, Span<const uint32_t> entries,
-                 int64_t capacity, int32_t count, float scale) {
-  return for_entries({target.size, capacity}, blocks, entries, count,
-                     [&](int64_t, int64_t index, float x) { return add_at(target, marks, index, scale * x); });
+  Packed form_;
+  Span<const uint32_t> blocks_, entries_;
+  int64_t there_, at_ = 0;
+  bool sound_, used_ = true;
+};
+
+// Call use(i, index, value) for each of the payload's entries. Returns false if a use did, or if the payload is malformed.
+template <class Use>
+bool for_entries(const Packed& form, Span<const uint32_t> blocks, Span<const uint32_t> entries, int32_t count, const Use& use) {
+  Reader reader(form, blocks, entries, count);
+  for (int64_t b = 0; b < blocks.size; ++b) reader.read(b, use);
+  return reader.well_formed();
 }
 
 void set_bits(uint32_t* row, int64_t at, uint32_t bits) {
@@ -87,22 +105,31 @@ void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> head
   if (!well_formed) header.data[1] = 1;
 }
 
+// All ranks add to a block, which stays in the cache, before the next one.
 void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                 const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
                 Queue) {
+  std::vector<Reader> readers;
   for (int rank = 0; rank < headers.count; ++rank) {
     const int32_t* header = headers.data[rank];
-    const bool flagged = header[1] != 0;
-    if (flagged || !add_entries(target, marks, blocks[rank], entries[rank], capacity, header[0], scale)) {
-      spoil(target, marks);
+    if (header[1] == 0) readers.emplace_back(Packed(target.size, capacity), blocks[rank], entries[rank], header[0]);
+  }
+  bool well_formed = readers.size() == static_cast<size_t>(headers.count);
+  for (int64_t b = 0; b < blocks.size; ++b) {
+    for (Reader& reader : readers) {
+      reader.read(b, [&](int64_t, int64_t index, float x) { return add_at(target, marks, index, scale * x); });
     }
   }
+  for (const Reader& reader : readers) well_formed &= reader.well_formed();
+  if (!well_formed) spoil(target, marks);
 }
 
 void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, int64_t capacity, float keep, Queue) {
   const float share = share_to_keep(update.data, keep);
-  if (share != 0) add_entries(residual, {}, blocks, entries, capacity, header.data[0], share);
+  if (share == 0) return;
+  for_entries({residual.size, capacity}, blocks, entries, header.data[0],
+              [&](int64_t, int64_t index, float x) { return add_at(residual, {}, index, share * x); });
 }
 
 }  // namespace gradcomp::cpu

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.wrappers.by_layer import ByLayer
@@ -81,13 +82,17 @@ def try_out(
     device: torch.device,
     effort: Effort | None = None,
     types: Mapping[str, torch.dtype] | None = None,
+    momentum: OwnMomentum | None = None,
 ) -> list[Bucket]:
-    """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them."""
+    """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them.
+
+    momentum: that of an optimizer, to be taken over.
+    """
     grads, effort = gradients(shapes, device, types), effort or EFFORT
-    every = _steps(spec, grads, world, bucket_mb, device, effort, HELD)
+    every = _steps(spec, grads, world, bucket_mb, device, effort, HELD, momentum)
     if not any(0 < note.payloads < world.size for _, notes in every for step in notes for note in step):
         return [Bucket(names, _parts(steps)) for names, steps in every]
-    fewer = _steps(spec, grads, world, bucket_mb, device, effort, HELD / 4, least=1)
+    fewer = _steps(spec, grads, world, bucket_mb, device, effort, HELD / 4, momentum, least=1)
     found = []
     for (names, steps), (_, short) in zip(every, fewer, strict=True):
         parts = zip(_parts(steps), _parts(short), steps[-1], short[-1], strict=True)
@@ -136,6 +141,7 @@ def _steps(
     device: torch.device,
     effort: Effort,
     most: float,
+    momentum: OwnMomentum | None = None,
     least: int = 2,
 ) -> list[tuple[tuple[str, ...], list[list[Note]]]]:
     """Return the notes of each bucket, step by step."""
@@ -144,7 +150,7 @@ def _steps(
     updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
     targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
     compressor, rates = without_warmup(make(spec)), lambda names: (RATE,) * len(names)
-    reducer = Reducer(compressor, layers, network, bucket_mb, 0, targets=targets, rates=rates)
+    reducer = Reducer(compressor, layers, network, bucket_mb, 0, targets=targets, rates=rates, momentum=momentum)
     counted: list[dict[int, list[Note]]] = []
     began = 0.0
     for step in range(10**6):

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.prediction import trial
 from laboratory.host import costs
+from laboratory.tasks import training
 from laboratory.train import ways
 from laboratory.train.start import Started
 
@@ -39,15 +41,23 @@ def used() -> Used:
 
 
 def kernels(started: Started, way: str) -> float | None:
-    """Return the seconds that a step of a spec computes on this rank alone, while the others wait. None for other ways."""
+    """Return the seconds that a step of a spec computes on this rank alone, while the others wait. None for other ways.
+
+    A spec that takes the optimizer's momentum over does so here, too.
+    """
     if not ways.is_spec(way):
         return None
     door, mine = started.door, 0.0
     world = door.network().world
-    shapes = {name: tuple(each.shape) for name, each in started.job.model.named_parameters()}
+    parameters = dict(started.job.model.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    optimizer = training.optimizer_of(started.task, started.settings, started.job.model, training.momentum_of(way))
     for rank in range(door.size):
         if rank == door.rank:
-            buckets = trial.try_out(way, shapes, world, costs.BUCKET_MB, torch.device("cpu"))
+            momentum = OwnMomentum(
+                lambda: optimizer, parameters, lambda name, tensor: tensor.reshape(-1), applies=lambda: False
+            )
+            buckets = trial.try_out(way, shapes, world, costs.BUCKET_MB, torch.device("cpu"), momentum=momentum)
             mine = sum(part.seconds for bucket in buckets for part in bucket.parts)
         door.means([0.0], f"alone {way} {rank}")
     return door.means([mine], f"kernels {way}")[0]
