@@ -76,6 +76,6 @@ class Handle:
         """Continue from a state, with the same spec, or auto, and the same model. All ranks call it, between two steps.
 
         state: the result of state_dict() on this rank, or the list of the results of all ranks. The list serves any number of
-        ranks: the sum of what waits stays the same, and new ranks begin with nothing that waits.
+        ranks: the sum of what waits stays the same. New ranks begin with nothing that waits, and the mean of Adam's moments.
         """
         self._session.load_state_dict(state, None if self._chooser is None else make)

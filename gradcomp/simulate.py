@@ -162,14 +162,14 @@ class Simulation:
         """Continue from a state, with the same spec and shapes.
 
         state: the result of state_dict(), or the list of the results of all ranks of a training. With another number of ranks
-        the sum of what waits stays the same, and new ranks begin with nothing that waits.
+        the sum of what waits stays the same. New ranks begin with nothing that waits, and the mean of Adam's moments.
         """
         world = len(self._reducers)
         loaded = States(state, str(self._compressor))
         shapes, copies = checkpoint.shape_texts(self._shapes), []
         for rank, reducer in enumerate(self._reducers):
             taken = loaded.take(Place(rank, world))
-            copies.append(checkpoint.prepare(reducer, shapes, taken.shares, loaded.steps, taken.factor, moments=taken.moments))
+            copies.append(checkpoint.prepare(reducer, shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam))
         for copy in copies:
             copy()
         if world > loaded.ranks:

@@ -7,70 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from adam_cases import EXACT, LEFT_TO_TORCH, SETTINGS, STEPS, gradient, made, net, same, simulation_of, step, train
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, NAdam, Optimizer
+from torch.optim import AdamW, Optimizer
 
-import gradcomp
 from gradcomp.engine.optimizers import adam_moments
-
-STEPS = 12
-SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adam": (Adam, {}),
-    "adamw": (AdamW, {"weight_decay": 0.1}),
-    "betas": (AdamW, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.05}),
-    "maximize": (AdamW, {"maximize": True}),
-    "nadam": (NAdam, {}),
-    "nadam, decoupled": (NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True, "momentum_decay": 0.1}),
-    # What is left to the optimizer, which then gets gradients.
-    "amsgrad": (AdamW, {"amsgrad": True}),
-    "decay in the gradient": (Adam, {"weight_decay": 0.1}),
-}
-LEFT_TO_TORCH = ("amsgrad", "decay in the gradient")
-EXACT = ["topk:ratio=1,wire=exact", "topk:ratio=1,wire=exact,route=split", "dense:feedback=true"]
-
-
-def net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
-
-
-def gradient(step: int, model: nn.Module) -> dict[str, Tensor]:
-    torch.manual_seed(100 + step)
-    return {name: torch.randn_like(each) for name, each in model.named_parameters()}
-
-
-def made(case: str, model: nn.Module) -> Optimizer:
-    kind, settings = SETTINGS[case]
-    optimizer: Optimizer = kind(model.parameters(), lr=0.01, **settings)
-    return optimizer
-
-
-def simulation_of(spec: str, model: nn.Module, optimizer: Optimizer, ranks: int = 1) -> gradcomp.Simulation:
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    return gradcomp.Simulation(spec, shapes, ranks, optimizer=optimizer, named_parameters=list(model.named_parameters()))
-
-
-def step(model: nn.Module, optimizer: Optimizer, simulation: gradcomp.Simulation | None, number: int, ranks: int = 1) -> None:
-    """All ranks have the same gradient: the mean of their directions is then Adam's of the mean."""
-    grads = gradient(number, model)
-    updates = grads if simulation is None else simulation.step([grads] * ranks)
-    for name, parameter in model.named_parameters():
-        parameter.grad = updates[name].clone()
-    optimizer.step()
-
-
-def same(ours: nn.Module, theirs: nn.Module) -> None:
-    for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
-
-
-def train(spec: str | None, case: str, ranks: int = 1) -> tuple[nn.Module, Optimizer, gradcomp.Simulation | None]:
-    model = net()
-    optimizer = made(case, model)
-    simulation = None if spec is None else simulation_of(spec, model, optimizer, ranks)
-    for number in range(STEPS):
-        step(model, optimizer, simulation, number, ranks)
-    return model, optimizer, simulation
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -159,59 +100,6 @@ def test_loaded_moments_are_gone_on_with(case: str) -> None:
             step(model, optimizer, simulation, number)
         ends.append(model)
     same(*ends)
-
-
-@pytest.mark.parametrize("case", ["adamw", "nadam"])
-def test_a_checkpoint_holds_the_moments(case: str) -> None:
-    spec = "topk:ratio=0.2"
-    whole, optimizer, simulation = train(spec, case, ranks=2)
-    model = copy.deepcopy(whole)
-    own = made(case, model)
-    own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    again = simulation_of(spec, model, own, 2)
-    assert simulation is not None
-    again.load_state_dict(simulation.state_dict())
-    for each in (optimizer, own):
-        each.param_groups[0]["betas"] = (0.7, 0.99)
-    for number in range(STEPS, 2 * STEPS):
-        step(whole, optimizer, simulation, number, 2)
-        step(model, own, again, number, 2)
-    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-@pytest.mark.parametrize("case", ["adamw", "nadam"])
-def test_a_checkpoint_of_two_ranks_goes_on_with_another_number(case: str, ranks: int) -> None:
-    """New ranks go on from the mean of the others' moments, and not with the first steps of moments of zero."""
-    ours, trained, simulation = train(EXACT[0], case, ranks=2)
-    assert simulation is not None
-    optimizer = made(case, ours)
-    optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
-    again = simulation_of(EXACT[0], ours, optimizer, ranks)
-    again.load_state_dict(simulation.state_dict())
-    theirs, plain, _ = train(None, case)
-    for number in range(STEPS, 2 * STEPS):
-        step(ours, optimizer, again, number, ranks)
-        step(theirs, plain, None, number)
-    same(ours, theirs)
-
-
-def test_a_new_rank_takes_the_mean_of_all_moments_and_no_residual() -> None:
-    model = net()
-    simulation = simulation_of("topk:ratio=0.2", model, made("adamw", model), 3)
-    for number in range(STEPS):
-        grads = [{name: (rank + 1) * each for name, each in gradient(number, model).items()} for rank in range(3)]
-        simulation.step(grads)
-    before = [simulation.state_dict()["of_rank"][str(rank)] for rank in range(3)]
-    again = simulation_of("topk:ratio=0.2", model, made("adamw", model), 4)
-    again.load_state_dict(simulation.state_dict())
-    new = again.state_dict()["of_rank"]["3"]
-    for array in ("velocity", "second"):
-        for name, found in new[array].items():
-            torch.testing.assert_close(found, torch.stack([share[array][name] for share in before]).mean(0))
-    assert not any(bool(each.any()) for each in new["residual"].values())
-    assert new["adam_steps"] == STEPS
 
 
 def test_nadams_product_of_momenta_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,36 +5,58 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 SHAPES = {"a": (70, 61), "b": (9,), "c": (33, 130), "d": (2048,)}
 RANKS, STEPS = 3, 4
-# Beside the configurations that the laws are held over.
-MORE = [
-    "topk:ratio=0.05,momentum=0.9",
-    "sdagc:momentum=0.9,nesterov=true",
-    "orq:levels=9,clip=0.5",
-    "topk:ratio=0.1,clip=1,clip_by=model",
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+# Beside the configurations that the laws are held over: an optimizer, the type of the gradients, and specs.
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+MORE: list[tuple[Optimizer, torch.dtype, str]] = [
+    (sgd, torch.float32, "topk:ratio=0.05,momentum=0.9"),
+    (sgd, torch.float32, "orq:levels=9,clip=0.5"),
+    (sgd, torch.bfloat16, "topk:ratio=0.1,clip=1,clip_by=model"),
+    (sgd, torch.float16, "half"),
+    (sgd_with_momentum, torch.float32, "topk:ratio=0.05"),
+    (sgd_with_momentum, torch.bfloat16, "sdagc"),
+    (adamw, torch.float32, "topk:ratio=0.05"),
+    (adamw, torch.bfloat16, "sdagc"),
+    (adamw, torch.float16, "orq:levels=5"),
 ]
 
 
-def digest(spec: str) -> str:
+def digest(optimizer_of: Optimizer, form: torch.dtype, spec: str) -> str:
     """Return the digest of all updates, and of what waits at the end."""
     import gradcomp
 
-    optimizer_rates = torch.optim.SGD([torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()], 0.1)
-    named = dict(zip(SHAPES, optimizer_rates.param_groups[0]["params"], strict=True))
-    simulation = gradcomp.Simulation(spec, SHAPES, RANKS, optimizer=optimizer_rates, named_parameters=list(named.items()))
+    named = {name: torch.nn.Parameter(torch.zeros(shape, dtype=form)) for name, shape in SHAPES.items()}
+    optimizer = optimizer_of(named.values())
+    simulation = gradcomp.Simulation(spec, SHAPES, RANKS, optimizer=optimizer, named_parameters=list(named.items()))
     generator, found = torch.Generator().manual_seed(0), hashlib.sha256()
     for _ in range(STEPS):
         grads = [
-            {name: torch.empty(shape).log_normal_(0, 2, generator=generator) - 3 for name, shape in SHAPES.items()}
+            {name: (torch.empty(shape).log_normal_(0, 2, generator=generator) - 3).to(form) for name, shape in SHAPES.items()}
             for _ in range(RANKS)
         ]
         for update in simulation.step(grads).values():
-            found.update(update.contiguous().numpy().tobytes())
+            found.update(update.contiguous().float().numpy().tobytes())
     for rank in range(RANKS):
         for residual in simulation.residual(rank).values():
             found.update(residual.contiguous().numpy().tobytes())
@@ -48,7 +70,8 @@ def main(module: Path) -> None:
     torch.set_num_threads(1)
     from specs import ALL
 
-    print(json.dumps({spec: digest(spec) for spec in [*ALL, *MORE]}))
+    configurations = [*((sgd, torch.float32, spec) for spec in ALL), *MORE]
+    print(json.dumps({f"{made.__name__} {form} {spec}": digest(made, form, spec) for made, form, spec in configurations}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ PACKED_FAULTS = (
     Fault(
         "a malformed payload writes outside of the bucket",
         "csrc/cpu",
-        "if (!word.sound || at + word.count > there) return false;",
+        "if (!word.sound || at_ + word.count > there_) return false;",
         "if (!word.sound) return false;",
         ("test_packed.py",),
     ),

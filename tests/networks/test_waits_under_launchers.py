@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -23,7 +22,6 @@ LAUNCHERS = {"horovodrun": ["-np", "2", sys.executable], "torchrun": ["--standal
 both_launchers = pytest.mark.parametrize("launcher", LAUNCHERS)
 
 
-@functools.cache
 def found(launcher: str, case: str) -> tuple[list[dict[str, Any]], str]:
     """Return what both ranks report, and the output of the command."""
     program = [str(Path(sys.executable).parent / launcher), *LAUNCHERS[launcher], "-m", "lonely_worker"]
@@ -40,7 +38,7 @@ def found(launcher: str, case: str) -> tuple[list[dict[str, Any]], str]:
             output, _ = running.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
-            output, _ = running.communicate()
+            raise AssertionError(f"{launcher} does not end: {running.communicate()[0]}") from None
         files = [Path(folder) / f"{rank}.json" for rank in range(2)]
         assert all(file.exists() for file in files), output
         return [json.loads(file.read_text()) for file in files], output

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
+from gradcomp.prediction import trial
+from gradcomp.requests import World
+from laboratory.tasks.task import Settings
 from laboratory.train import launch, processor
 
 
@@ -45,3 +51,27 @@ def test_kernels_are_compared_with_what_is_above_none() -> None:
     assert found["over_kernels"] == pytest.approx(1.5) and found["network_ms"] == pytest.approx(15)
     assert (found["own_ms"], found["kernels_ms"]) == (pytest.approx(125), 10)
     assert launch.processor_times(every, "none")["over_kernels"] is None
+
+
+@pytest.mark.parametrize("optimizer, settings", [("sgd", {"momentum": 0.9}), ("adamw", {"momentum": 0.9, "beta2": 0.99})])
+def test_kernels_alone_take_the_momentum_over(
+    optimizer: str, settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps that they are compared with do."""
+    momenta, whole = [], trial.try_out
+
+    def quick(*given: Any, **options: Any) -> Any:
+        momenta.append(options["momentum"])
+        return whole(*given, trial.Effort(3, 3, 0.0), **options)
+
+    monkeypatch.setattr(trial, "try_out", quick)
+    door = SimpleNamespace(
+        rank=0, size=1, means=lambda own, name: own, network=lambda: SimpleNamespace(world=World(0, 2, (0, 1)))
+    )
+    task, job = SimpleNamespace(optimizer=optimizer), SimpleNamespace(model=nn.Linear(300, 40))
+    started: Any = SimpleNamespace(
+        door=door, task=task, job=job, settings=Settings(lr=0.1, steps=1, batch=1, width=1, clip=0.0, **settings)
+    )
+    assert (processor.kernels(started, "topk") or 0) > 0
+    assert [momentum.taken for momentum in momenta] == [True]
+    assert processor.kernels(started, "stock") is None

@@ -109,7 +109,7 @@ class Session(Stepping):
             compressor = self._compressor if kept or make is None else make(spec)
             reducer = self.reducer if kept else self._make_reducer(compressor)
             copy = checkpoint.prepare(
-                reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, moments=taken.moments
+                reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam
             )
         except Exception as error:
             if self.has_met:

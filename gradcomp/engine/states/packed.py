@@ -22,13 +22,13 @@ class Place(NamedTuple):
 class Taken(NamedTuple):
     """The shares that a rank takes from a state, by the rank that saved them, and the factor for their sum.
 
-    of: the place whose residual the rank then has. moments: shares whose mean of Adam's moments a rank without shares takes.
+    of: the place whose residual the rank then has. adam: the shares whose mean of Adam's moments a rank without shares takes.
     """
 
     shares: Mapping[int, Mapping[str, Any]]
     factor: float
     of: Place
-    moments: Mapping[int, Mapping[str, Any]] = {}
+    adam: Mapping[int, Mapping[str, Any]] = {}
 
 
 def pack(spec: str, ranks: int, shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class States:
         self.sums = any(share.get("sums") is True for share in self.shares.values())
 
     def take(self, here: Place | None) -> Taken:
-        """Choose a rank's shares. A rank is missing where its share is not needed: it begins with nothing that waits.
+        """Choose a rank's shares. A new rank has none: nothing waits there, and it takes the mean of all moments of Adam.
 
         An update is a mean over the ranks. The factor keeps the sum of what waits: an entry of one rank of two weighs half, and
         of one rank of four a quarter, unless updates are sums.

@@ -80,7 +80,7 @@ class Instant(Mirror):
 class Costs(NamedTuple):
     """Of a step: its buckets, its seconds outside native calls and in them, and the native calls by name.
 
-    calls: the most of a step, but for every fiftieth, which measures the health of residuals and makes two more.
+    calls: the most of a step, but for those that measure the health of residuals (every INTERVAL).
     """
 
     buckets: int
