@@ -16,7 +16,7 @@ HOT void copy(const float* __restrict from, float* __restrict to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-HOT void multiply(const float* __restrict from, float* __restrict to, int64_t n, float factor) {
+HOT void multiply(const float* from, float* to, int64_t n, float factor) {  // which may be one array
   for (int64_t i = 0; i < n; ++i) to[i] = factor * from[i];
 }
 

@@ -18,12 +18,12 @@ class Reader {
     sound_ = count >= 0;
   }
 
-  // Call use(i, index, value) for each entry of the next block. Nothing is read any more once something was malformed.
+  // Call use(i, index, value) for each entry of the next block. Nothing is read any more after bits that are malformed.
   template <class Use>
   void read(int64_t b, const Use& use) {
     sound_ = sound_ && read_block(b, use);
   }
-  // Returns false if a use returned false, or if the payload is malformed. All blocks have been read.
+  // Returns false if a use returned false, or if the payload is malformed. Call it after all blocks.
   bool well_formed() const { return sound_ && used_ && at_ == there_; }
 
  private:
@@ -61,6 +61,38 @@ bool for_entries(const Packed& form, Span<const uint32_t> blocks, Span<const uin
   for (int64_t b = 0; b < blocks.size; ++b) reader.read(b, use);
   return reader.well_formed();
 }
+
+// Adds entries some later than they come, when their cache lines have been fetched: what is read and added at once waits for
+// each line in turn.
+class Adder {
+ public:
+  Adder(Span<float> target, Span<uint8_t> marks, float scale) : target_(target), marks_(marks), scale_(scale) {}
+
+  // Add an entry. Returns false if there is no such entry in the target.
+  bool add(int64_t index, float x) {
+    if (index < 0 || index >= target_.size) return false;
+    __builtin_prefetch(target_.data + index, 1);
+    places_[count_] = index;
+    entries_[count_] = scale_ * x;
+    if (++count_ == kLate) finish();
+    return true;
+  }
+  // Add what came and was not added yet.
+  void finish() {
+    for (int i = 0; i < count_; ++i) add_at(target_, marks_, places_[i], entries_[i]);
+    count_ = 0;
+  }
+
+ private:
+  static constexpr int kLate = 64;
+
+  Span<float> target_;
+  Span<uint8_t> marks_;
+  float scale_;
+  int count_ = 0;
+  int64_t places_[kLate];
+  float entries_[kLate];
+};
 
 void set_bits(uint32_t* row, int64_t at, uint32_t bits) {
   const uint64_t both = uint64_t{bits} << (at & 31);
@@ -110,16 +142,19 @@ void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<con
                 const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
                 Queue) {
   std::vector<Reader> readers;
+  readers.reserve(static_cast<size_t>(headers.count));
   for (int rank = 0; rank < headers.count; ++rank) {
     const int32_t* header = headers.data[rank];
     if (header[1] == 0) readers.emplace_back(Packed(target.size, capacity), blocks[rank], entries[rank], header[0]);
   }
   bool well_formed = readers.size() == static_cast<size_t>(headers.count);
+  Adder adder(target, marks, scale);
   for (int64_t b = 0; b < blocks.size; ++b) {
     for (Reader& reader : readers) {
-      reader.read(b, [&](int64_t, int64_t index, float x) { return add_at(target, marks, index, scale * x); });
+      reader.read(b, [&](int64_t, int64_t index, float x) { return adder.add(index, x); });
     }
   }
+  adder.finish();
   for (const Reader& reader : readers) well_formed &= reader.well_formed();
   if (!well_formed) spoil(target, marks);
 }

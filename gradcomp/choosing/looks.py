@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 # The part of the steps' time that looking at them may take, and the steps between two looks, at least and at most. After an odd
 # look the next one comes as soon as it may.
-LOOKING, NEXT_LOOK = 0.005, (10, 1000)
+LOOKING, NEXT_LOOK = 0.0025, (10, 1000)
 # A step time that differs by this factor, or a link's by the other one, at so many looks in a row, is a change. A look at which
 # the link is faster counts LOOKS times: noise makes it slower only.
 STEP_CHANGED, LINK_CHANGED, LOOKS = 1.25, 2.0, 2
