@@ -83,16 +83,17 @@ def try_out(
     effort: Effort | None = None,
     types: Mapping[str, torch.dtype] | None = None,
     momentum: OwnMomentum | None = None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Bucket]:
     """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them.
 
-    momentum: that of an optimizer, to be taken over.
+    momentum: that of an optimizer, to be taken over. between: called before each step, outside of what is timed.
     """
     grads, effort = gradients(shapes, device, types), effort or EFFORT
-    every = _steps(spec, grads, world, bucket_mb, device, effort, HELD, momentum)
+    every = _steps(spec, grads, world, bucket_mb, device, effort, HELD, momentum, between)
     if not any(0 < note.payloads < world.size for _, notes in every for step in notes for note in step):
         return [Bucket(names, _parts(steps)) for names, steps in every]
-    fewer = _steps(spec, grads, world, bucket_mb, device, effort, HELD / 4, momentum, least=1)
+    fewer = _steps(spec, grads, world, bucket_mb, device, effort, HELD / 4, momentum, between, least=1)
     found = []
     for (names, steps), (_, short) in zip(every, fewer, strict=True):
         parts = zip(_parts(steps), _parts(short), steps[-1], short[-1], strict=True)
@@ -141,7 +142,8 @@ def _steps(
     device: torch.device,
     effort: Effort,
     most: float,
-    momentum: OwnMomentum | None = None,
+    momentum: OwnMomentum | None,
+    between: Callable[[], object],
     least: int = 2,
 ) -> list[tuple[tuple[str, ...], list[list[Note]]]]:
     """Return the notes of each bucket, step by step."""
@@ -159,6 +161,7 @@ def _steps(
         if step >= effort.settling + effort.counted and time.perf_counter() - began >= effort.seconds:
             break
         network.notes = {}
+        between()
         for name in reversed(list(grads)):
             network.begin()
             reducer.mark_ready(name, grads[name])

@@ -45,12 +45,13 @@ def test_other_threads_are_the_networks() -> None:
 def test_kernels_are_compared_with_what_is_above_none() -> None:
     every = {
         "none": {"processor": {"rounds": [[0.100, 0.0], [0.120, 0.0]], "kernels": None}},
-        "topk": {"processor": {"rounds": [[0.115, 0.010], [0.135, 0.020]], "kernels": 0.010}},
+        "topk": {"processor": {"rounds": [[0.115, 0.010], [0.135, 0.020]], "kernels": {"warm": 0.010, "cold": 0.015}}},
     }
     found = launch.processor_times(every, "topk")
-    assert found["over_kernels"] == pytest.approx(1.5) and found["network_ms"] == pytest.approx(15)
-    assert (found["own_ms"], found["kernels_ms"]) == (pytest.approx(125), 10)
-    assert launch.processor_times(every, "none")["over_kernels"] is None
+    assert found["over_warm_kernels"] == pytest.approx(1.5) and found["over_cold_kernels"] == pytest.approx(1.0)
+    assert (found["own_ms"], found["network_ms"]) == (pytest.approx(125), pytest.approx(15))
+    assert (found["warm_kernels_ms"], found["cold_kernels_ms"]) == (10, 15)
+    assert launch.processor_times(every, "none")["over_cold_kernels"] is None
 
 
 @pytest.mark.parametrize("optimizer, settings", [("sgd", {"momentum": 0.9}), ("adamw", {"momentum": 0.9, "beta2": 0.99})])
@@ -72,6 +73,6 @@ def test_kernels_alone_take_the_momentum_over(
     started: Any = SimpleNamespace(
         door=door, task=task, job=job, settings=Settings(lr=0.1, steps=1, batch=1, width=1, clip=0.0, **settings)
     )
-    assert (processor.kernels(started, "topk") or 0) > 0
-    assert [momentum.taken for momentum in momenta] == [True]
+    assert min(processor.kernels(started, "topk") or [0]) > 0
+    assert [momentum.taken for momentum in momenta] == [True, True]
     assert processor.kernels(started, "stock") is None

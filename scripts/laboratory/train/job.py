@@ -87,7 +87,8 @@ def measure(started: start.Started) -> dict[str, Any]:
         if options.processor:
             batches = [len(turn.seconds) * trainee.passes for turn in turns[trainee.way]]
             of_batch = [[each / n for each in turn.processor] for turn, n in zip(turns[trainee.way], batches, strict=True)]
-            own["processor"] = {"rounds": of_batch, "kernels": alone[trainee.way]}
+            kernels = alone[trainee.way]
+            own["processor"] = {"rounds": of_batch, "kernels": None if kernels is None else kernels._asdict()}
         if auto := trainee.fitted.stats().get("auto"):
             own["auto"] = auto
         if predicted := [each[trainee.way] for each in foreseen if trainee.way in each]:

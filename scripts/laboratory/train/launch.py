@@ -114,15 +114,16 @@ def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
 def processor_times(every: Mapping[str, Any], way: str) -> dict[str, float | None]:
     """Return the milliseconds of processor time of a batch: of the threads that train, of the network's, of the kernels alone.
 
-    over_kernels: what the threads that train need above `none`, over the kernels alone. Differences are taken within rounds.
+    over: what the threads that train need above `none`, over the kernels alone. Differences are taken within rounds.
     """
     own, network = zip(*every[way]["processor"]["rounds"], strict=True)
     found: dict[str, float | None] = {"own_ms": 1000 * statistics.median(own), "network_ms": 1000 * statistics.median(network)}
     kernels = every[way]["processor"]["kernels"]
-    found |= {"kernels_ms": None if kernels is None else 1000 * kernels, "over_kernels": None}
+    for state in ("warm", "cold"):
+        found |= {f"{state}_kernels_ms": None if kernels is None else 1000 * kernels[state], f"over_{state}_kernels": None}
     if kernels and "none" in every:
         above = [mine - alone for mine, (alone, _) in zip(own, every["none"]["processor"]["rounds"], strict=True)]
-        found["over_kernels"] = statistics.median(above) / kernels
+        found |= {f"over_{state}_kernels": statistics.median(above) / kernels[state] for state in ("warm", "cold")}
     return found
 
 
@@ -153,7 +154,8 @@ def table(run: Mapping[str, Any]) -> str:
     parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
     heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
     compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
-    used = ["own CPU ms", "network CPU ms", "kernels alone ms", "above none / kernels"] if of_processor else []
+    alone = [title for state in ("warm", "cold") for title in (f"kernels alone, {state} ms", "above none / these")]
+    used = ["own CPU ms", "network CPU ms", *alone] if of_processor else []
     rows = [[*heading, *compared, *(["predicted ms"] if predicted else []), *used]]
     for line in run["lines"]:
         ms, ratio = line["ms"], line["ratio_to_none"]
