@@ -174,8 +174,9 @@ __global__ void __launch_bounds__(kThreads) unpack_blocks(const Packed form, con
   if (!well_formed) header[1] = 1;
 }
 
-// Add rank by rank. No other block adds to this block's entries. Each warp first finds the offsets of some ranks, so that no
-// rank waits for them.
+// Add rank by rank. No other block adds to this block's entries, and a rank's begin to be added after a sum that all threads
+// have come to, once those of the rank before are there. Each warp first finds the offsets of some ranks, so that no rank waits
+// for them.
 __global__ void __launch_bounds__(kThreads)
     add_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
                const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
@@ -194,7 +195,6 @@ __global__ void __launch_bounds__(kThreads)
         flagged ? blockIdx.x + threadIdx.x != 0
                 : add_block(target, marks, blocks.data[rank], entries.data[rank], form, header[0], offsets[rank], scale);
     if (!well_formed) spoil(target, marks);
-    __syncthreads();
   }
 }
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import kernels
+from gradcomp.native.extension import MOMENTS
 from gradcomp.native.memory import Memory
 
 SIZES = [[1], [3, 0, 5], [1000], [2047, 2049, 1, 70], [100_003], [64] * 300]
@@ -126,9 +127,10 @@ def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("with_velocity", [False, True])
+@pytest.mark.parametrize("with_moments", [False, True])
 @pytest.mark.parametrize("where", [0, 4999, 9999])
 def test_an_entry_that_is_not_finite_raises_the_flag_and_stays_out(
-    device: torch.device, bad: float, with_velocity: bool, where: int
+    device: torch.device, bad: float, with_velocity: bool, with_moments: bool, where: int
 ) -> None:
     grads = [torch.randn(5000, device=device), torch.randn(5000, device=device)]
     grads[where // 5000][where % 5000] = bad
@@ -137,7 +139,9 @@ def test_an_entry_that_is_not_finite_raises_the_flag_and_stays_out(
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     expected = reference.accumulate(grads, residual, velocity, 0.5 if with_velocity else 0.0, False)
     old = residual[where].item()
-    kernels.accumulate(grads, residual, velocity, flag, 0.5 if with_velocity else 0.0)
+    moments = torch.zeros(2, MOMENTS, dtype=torch.float64, device=device) if with_moments else None
+    momentum = 0.5 if with_velocity else 0.0
+    kernels.accumulate(grads, residual, velocity, flag, momentum, moments=moments, memory=Memory())
     assert flag.item() == 1
     assert reference.same(residual, expected[0])
     assert residual[where].item() == old

@@ -111,6 +111,19 @@ def test_scale_flag_and_settling(device: torch.device) -> None:
     assert update[0].isnan() and not update[1:].any()
 
 
+def test_an_unsound_word_that_one_thread_reads_is_noticed_by_all(device: torch.device) -> None:
+    """Each thread of a block reads some of the words up to the block's own: here only the second one sees a wrong exponent."""
+    n = 140_000
+    payload, _ = pack(torch.randn(n, device=device), 900)
+    payload["blocks"][1] |= 255 << 24
+    assert COMPACT.read(payload).header[1].item() == 1
+    payload, _ = pack(torch.randn(n, device=device), 900)
+    payload["blocks"][1] |= 255 << 24
+    residual, update = torch.zeros(n, device=device), torch.full((1,), math.nan, device=device).expand(n).contiguous()
+    COMPACT.settle(residual, payload, Update(update))
+    assert residual[:65_536].any() and not residual[65_536:].any()
+
+
 @pytest.mark.parametrize("ranks", [2, 5, extension.MOST_RANKS + 3])
 def test_many_ranks_payloads_are_added_one_after_the_other(device: torch.device, ranks: int) -> None:
     """The sums agree to the last bit, also if one of the payloads is flagged or malformed."""
