@@ -92,6 +92,8 @@ def run_profile(chosen: argparse.Namespace) -> None:
     _set_threads(chosen.threads)
     device = workload.device_named(chosen.device or "cpu")
     specs = [*peers.NAMES, *names()] if chosen.specs is None else [spec.strip() for spec in chosen.specs]
+    for spec in specs:
+        peers.check(spec)
     known = [spec for spec in specs if spec != peers.NONE and (peers.is_peer(spec) or not make(spec).traits.learns)]
     chosen.file.write_text(json.dumps(measure(known, processor(device), device, _tell).json(), indent=1) + "\n")
     print(f"written: {chosen.file}")

@@ -39,6 +39,13 @@ def is_peer(spec: str) -> bool:
     return spec in (NONE, STOCK, *HALVES) or any(form.fullmatch(spec) for form in (ACCUMULATED, POWERSGD))
 
 
+def check(spec: str) -> None:
+    """Refuse one of these ways with a wrong number."""
+    like = next((name for name in NAMES if ":" in name and name.partition(":")[0] == spec.partition(":")[0]), None)
+    if like is not None and not is_peer(spec):
+        raise ValueError(f"{spec!r} is no way to exchange gradients; write for example {like}")
+
+
 def accumulated(spec: str) -> int:
     """Return the backward passes of a step."""
     match = ACCUMULATED.fullmatch(spec)

@@ -29,6 +29,9 @@ MESSAGES = Effort(counted=1, seconds=0.0)
 # About so many computations are timed for a peer.
 COMPUTATIONS = 25
 
+# More ranks than any cluster has: each takes some memory here.
+MOST_RANKS = 65_536
+
 
 class Cluster(NamedTuple):
     """Ranks, spread evenly over hosts, and the time of messages. hosts: one for each rank if None."""
@@ -43,8 +46,8 @@ class Cluster(NamedTuple):
         hosts = self.ranks if self.hosts is None else self.hosts
         given: dict[str, Any] = {"ranks": self.ranks, "hosts": hosts}
         for name, number in given.items():
-            if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-                raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
+            if isinstance(number, bool) or not isinstance(number, Integral) or not 1 <= int(number) <= MOST_RANKS:
+                raise ValueError(f"{name}={number!r} must be a whole number, at least 1 and at most {MOST_RANKS}")
         if self.ranks % hosts:
             raise ValueError(f"{self.ranks} ranks cannot be spread evenly over {hosts} hosts; give a divisor of the ranks")
         return World(0, self.ranks, tuple(rank // (self.ranks // hosts) for rank in range(self.ranks)))
@@ -127,6 +130,8 @@ def wanted_of(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the ways to try, and those that are left out, with the reason."""
     wanted = [*peers.NAMES, *names()] if specs is None else list(specs)
+    for spec in wanted:
+        peers.check(spec)
     left_out = {spec: LEARNS for spec in wanted if not peers.is_peer(spec) and make(spec).traits.learns}
     for spec in wanted:
         if machine is not None and spec not in left_out and (lacks := machine.missing(spec, shapes)):

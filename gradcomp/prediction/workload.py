@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradcomp.engine.steps.plan import MOST_ENTRIES
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import device_wait
 
@@ -35,6 +36,8 @@ def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
         for name, shape in found.items():
             if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
                 raise ValueError(f"the shape {list(shape)} of {name!r} must be whole numbers that are not negative")
+            if math.prod(shape) > MOST_ENTRIES:
+                raise ValueError(f"{name!r} has {math.prod(shape)} entries, but a layer must have fewer than 2^31; divide it")
     if not any(torch.Size(shape).numel() for shape in found.values()):
         raise ValueError("the model has no parameter to train; pass the model, or {name: shape}")
     return found

@@ -125,6 +125,13 @@ def test_crossovers_lie_between_points() -> None:
     "change,said",
     [
         ({"ranks": 0}, "ranks=0 must be a whole number, at least 1"),
+        ({"ranks": 3_000_000_000}, "ranks=3000000000 must be a whole number, at least 1 and at most 65536"),
+        ({"model": {"w": (300_000, 300_000)}}, "'w' has 90000000000 entries, but a layer must have fewer than 2\\^31"),
+        ({"model": {"w": (2**63 - 1, 5)}}, "but a layer must have fewer than 2\\^31"),
+        (
+            {"specs": ["powersgd:rank=0"]},
+            "'powersgd:rank=0' is no way to exchange gradients; write for example powersgd:rank=1",
+        ),
         ({"ranks": 2.5}, "ranks=2.5 must be a whole number"),
         ({"ranks": True}, "ranks=True must be a whole number"),
         ({"ranks": "8"}, "ranks='8' must be a whole number"),
