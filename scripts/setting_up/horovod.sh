@@ -39,6 +39,8 @@ build_horovod() { # into the given new directory; runs under `progress`
   "$python" "$ROOT/scripts/setting_up/horovod_patches.py" .
   export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1
   [ -n "${HOROVOD_WITH_MPI:-}" ] || export HOROVOD_WITHOUT_MPI=1
+  # Gloo uses types of <cstdint>, which other headers declared until GCC 15.
+  export CXXFLAGS="-include cstdint ${CXXFLAGS:-}"
   PATH="$prefix/bin:$PATH" CMAKE_GENERATOR=Ninja CMAKE_POLICY_VERSION_MINIMUM=3.5 \
     MAKEFLAGS="-j$(nproc)" CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) \
     pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$work" .
