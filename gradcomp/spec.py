@@ -133,7 +133,7 @@ def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Comp
 def _suggestion(name: str) -> str:
     """Suggest a spec for a misspelt name, which may hold knobs behind a wrong separator: "topk ratio=0.01"."""
     word, *pairs = [part for part in re.split(r"[\s,:()'\"]+", name) if part] or [""]
-    near = knobs.nearest(word, names())
+    near = knobs.nearest(word, [*names(), auto.NAME])
     return f" (did you mean {':'.join([near, ','.join(pairs)] if pairs else [near])!r}?)" if near else ""
 
 

@@ -45,6 +45,7 @@ def test_a_rule_that_make_refuses_is_not_described() -> None:
 @pytest.mark.parametrize(
     "spec,sentence",
     [
+        ("atuo", "there is no compressor 'atuo' (did you mean 'auto'?)"),
         ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: bingrad, dense"),
         ("", "there is no compressor ''"),
         ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, route, wire, feedback, momentum"),
