@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets import frozen_layers
+from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.states.kept_arrays import adam_steps, views
 from gradcomp.engine.steps.reducer import Reducer
@@ -34,6 +35,14 @@ def arrays_of(momentum: OwnMomentum, old: Reducer, new: Reducer) -> Sequence[str
     return momentum.handed_back() if left else ()
 
 
+def noise_of(bucket: Bucket, array: str) -> float:
+    """Return how much larger an array is than it would be of the mean gradient, which the optimizer sees from now on.
+
+    A rank's second moment holds the noise of its own gradients. Left in there, it would make all steps shorter.
+    """
+    return bucket.state.noise.factor**2 if array == "second" else 1.0
+
+
 def start(momentum: OwnMomentum, reducer: Reducer, arrays: Sequence[str]) -> Callable[[], Means]:
     """Start to average a reducer's arrays over the ranks. Return a function that waits for the means."""
     network, size = reducer.network, reducer.network.world.size
@@ -42,7 +51,7 @@ def start(momentum: OwnMomentum, reducer: Reducer, arrays: Sequence[str]) -> Cal
         frozen_layers.put_back(bucket.state)
         for array in arrays:
             kept: Tensor | None = getattr(bucket.state, array)
-            own = torch.zeros_like(bucket.state.residual) if kept is None else kept / size
+            own = torch.zeros_like(bucket.state.residual) if kept is None else kept / (size * noise_of(bucket, array))
             answers.append((array, bucket.layout, network.start(Reduce(own), f"moments.{array}.{bucket.index}")))
     counts = torch.tensor([adam_steps(reducer) / size, float(momentum.left)], device=reducer.buckets[0].layout.device)
     answer_of_counts = network.start(Reduce(counts), "moments.counts")
