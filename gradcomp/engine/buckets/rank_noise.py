@@ -34,13 +34,14 @@ class RankNoise:
 
     sums: squares of the mean's entries, and of this rank's, each over the ranks' mean second moment, and times the direction's
     square: an entry counts as far as it moves its weight. Each comparison adds 1 to their sum: a step with a spike counts like
-    any other. factor: the root of this rank's sum over the mean's.
+    any other. factor: the root of this rank's sum over the mean's. of_mean: the part of the second moment that is of the mean
+    gradient, as the optimizer had it, and fades; 0 once the moment is this rank's own, or is taken for it.
     """
 
     def __init__(self, layout: Layout, seed: int, sums: Sequence[float] = (0.0, 0.0), factor: float = 1.0, ranks: int = 0):
         self._layout, self._seed, self._ranks = layout, seed, ranks
         self.sums = torch.tensor(sums, dtype=torch.float64, device=layout.device)
-        self.factor = factor
+        self.factor, self.of_mean = factor, 0.0
         self._places: Tensor | None = None
         self._own: Tensor | None = None
         self._velocity = self._second = self.sums
@@ -54,6 +55,11 @@ class RankNoise:
         """Make a comparison that goes on from the result of save()."""
         of_mean, of_own, factor, ranks = saved
         return RankNoise(self._layout, self._seed, (of_mean, of_own), _within(factor, int(ranks)), int(ranks))
+
+    @property
+    def lengthening(self) -> float:
+        """The factor that makes directions as long as those of the mean gradient."""
+        return math.sqrt(self.of_mean + (1 - self.of_mean) * self.factor**2)
 
     def begin(self, step: int, ranks: int) -> bool:
         """Begin a step. Return whether it compares."""

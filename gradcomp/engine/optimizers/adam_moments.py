@@ -142,10 +142,13 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
                 velocity.copy_(seed[0])
                 second.copy_(seed[1])
                 state.adam_steps, state.nadam_products = adam.steps, {}
+                state.noise.of_mean = 1.0
+    weight = 1 - adam.beta2**state.adam_steps  # of all gradients that the second moment has seen
     state.adam_steps += 1
+    state.noise.of_mean *= adam.beta2 * weight / (1 - adam.beta2**state.adam_steps)
     of_gradient, of_velocity = _factors(adam, state)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
-    share = adam.share * state.noise.factor
+    share = adam.share * state.noise.lengthening
     factors = share * of_gradient, share * of_velocity
     second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
     return kernels.Adaptive(*second, share)

@@ -40,7 +40,7 @@ def noise_of(bucket: Bucket, array: str) -> float:
 
     A rank's second moment holds the noise of its own gradients. Left in there, it would make all steps shorter.
     """
-    return bucket.state.noise.factor**2 if array == "second" else 1.0
+    return bucket.state.noise.lengthening**2 if array == "second" else 1.0
 
 
 def start(momentum: OwnMomentum, reducer: Reducer, arrays: Sequence[str]) -> Callable[[], Means]:

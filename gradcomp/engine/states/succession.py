@@ -61,7 +61,9 @@ def carry(old: Reducer, new: Reducer) -> Reducer:
     products = {steps: each for bucket in old.buckets for steps, each in bucket.state.nadam_products.items()}
     noises = {name: bucket.state.noise for bucket in old.buckets for name in bucket.layout.names}
     for bucket in new.buckets:
-        bucket.state.noise = bucket.state.noise.going_on_from(noises[bucket.layout.names[0]].save())
+        noise = noises[bucket.layout.names[0]]
+        bucket.state.noise = bucket.state.noise.going_on_from(noise.save())
+        bucket.state.noise.of_mean = noise.of_mean
         bucket.state.adam_steps, bucket.state.nadam_products = adam_steps(old), products
     return new
 
