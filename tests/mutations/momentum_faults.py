@@ -8,7 +8,7 @@ MOMENTUM_FAULTS = (
     Fault(
         "directions are as short as a rank's own second moment makes them",
         "gradcomp/engine",
-        "adam.share * state.noise.factor",
+        "adam.share * state.noise.lengthening",
         "adam.share",
         ("test_rank_noise.py", "ddp/test_adam.py"),
     ),
