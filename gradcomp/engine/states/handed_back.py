@@ -35,7 +35,7 @@ def arrays_of(momentum: OwnMomentum, old: Reducer, new: Reducer) -> Sequence[str
     return momentum.handed_back() if left else ()
 
 
-def noise_of(bucket: Bucket, array: str) -> float:
+def _noise_of(bucket: Bucket, array: str) -> float:
     """Return how much larger an array is than it would be of the mean gradient, which the optimizer sees from now on.
 
     A rank's second moment holds the noise of its own gradients. Left in there, it would make all steps shorter.
@@ -51,7 +51,7 @@ def start(momentum: OwnMomentum, reducer: Reducer, arrays: Sequence[str]) -> Cal
         frozen_layers.put_back(bucket.state)
         for array in arrays:
             kept: Tensor | None = getattr(bucket.state, array)
-            own = torch.zeros_like(bucket.state.residual) if kept is None else kept / (size * noise_of(bucket, array))
+            own = torch.zeros_like(bucket.state.residual) if kept is None else kept / (size * _noise_of(bucket, array))
             answers.append((array, bucket.layout, network.start(Reduce(own), f"moments.{array}.{bucket.index}")))
     counts = torch.tensor([adam_steps(reducer) / size, float(momentum.left)], device=reducer.buckets[0].layout.device)
     answer_of_counts = network.start(Reduce(counts), "moments.counts")
