@@ -10,12 +10,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.choosing.begin import beginning_of
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
 from gradcomp.handle import Handle
 from gradcomp.networks.torch import TorchNetwork
-from gradcomp.protocol import Compressor
 
 __all__ = ["attach"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.choosing.begin import Beginning, beginning_of
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.session import Session
-from gradcomp.protocol import Compressor
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Compressor, Layer, Layout
 from gradcomp.engine.buckets.bucket import Bucket, check_type
 from gradcomp.engine.optimizers.check import check_momentum, is_linear, rates_of
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
@@ -20,7 +21,6 @@ from gradcomp.engine.states.packed import Place, States
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Compressor, Layer, Layout
 from gradcomp.spec import make
 from gradcomp.watching.observer import Intervals, Observer, Writer
 

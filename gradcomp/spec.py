@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradcomp import auto, compressors, knobs
+from gradcomp.core.by_host import ByHost
+from gradcomp.core.by_layer import ByLayer
+from gradcomp.core.compressor import Compressor
+from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.steps.feedback import Feedback, with_feedback
-from gradcomp.engine.wrappers.by_host import ByHost
-from gradcomp.engine.wrappers.by_layer import ByLayer
-from gradcomp.engine.wrappers.wrapper import Wrapper
 from gradcomp.knobs import knob
-from gradcomp.protocol import Compressor
 
 
 @dataclasses.dataclass

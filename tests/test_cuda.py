@@ -16,10 +16,10 @@ from devices import HAS_GPU
 from torch import Tensor
 
 import gradcomp
+from gradcomp.core.compressor import Layer
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import cuda_versions, extension, kernels
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Layer
 
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU: whole steps on one are NOT checked")
 

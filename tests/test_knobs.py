@@ -21,9 +21,9 @@ from gradcomp import knobs
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.orq import Orq
 from gradcomp.compressors.topk import TopK
+from gradcomp.core.by_host import ByHost
 from gradcomp.engine.buckets.collector import NoFeedback
 from gradcomp.engine.steps.feedback import Feedback
-from gradcomp.engine.wrappers.by_host import ByHost
 from gradcomp.knobs import Knob, knob
 from gradcomp.spec import KNOB_CLASSES, kind_of
 

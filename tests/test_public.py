@@ -80,7 +80,7 @@ def face() -> list[str]:
 def plain(line: str) -> str:
     """Without quotes and modules: annotations of ddp are types, because torch compares a hook's with types."""
     line = line.replace("'", "").replace("torch.optim.optimizer.", "torch.optim.")
-    for module in ("collections.abc.", "typing.", "torch.nn.parallel.distributed.", "gradcomp.protocol."):
+    for module in ("collections.abc.", "typing.", "torch.nn.parallel.distributed.", "gradcomp.core.compressor."):
         line = line.replace(module, "")
     return line.replace("-> gradcomp.handle.Handle", "-> Handle").replace("torch.Tensor", "Tensor")
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from gradcomp.core.compressor import Acc, Compressor, Steps
+from gradcomp.core.requests import Field, Gather, Payload, Reduce, Send, World, reduce
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
 from gradcomp.networks.memory import Board, Round
-from gradcomp.protocol import Acc, Compressor, Steps
-from gradcomp.requests import Field, Gather, Payload, Reduce, Send, World, reduce
 
 
 def simulation(world: int = 2) -> gradcomp.Simulation:

@@ -12,8 +12,8 @@ from gradcomp import auto, knobs
 from gradcomp.auto import Auto
 from gradcomp.choosing.chooser import Chooser
 from gradcomp.choosing.ways import FIRST
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.session import Session
-from gradcomp.protocol import Compressor
 from gradcomp.spec import make, settings_of
 
 

@@ -10,17 +10,17 @@ import torch
 
 from gradcomp.choosing.decision import NO_LONGER
 from gradcomp.choosing.ways import Way
-from gradcomp.engine.wrappers.by_host import ByHost
-from gradcomp.engine.wrappers.host_part import position_of
-from gradcomp.engine.wrappers.wrapper import Wrapper
+from gradcomp.core.by_host import ByHost
+from gradcomp.core.compressor import Compressor, Layer
+from gradcomp.core.host_part import position_of
+from gradcomp.core.requests import World
+from gradcomp.core.wrapper import Wrapper
 from gradcomp.exchanges.rounded import Rounded
 from gradcomp.prediction import peers, timeline
 from gradcomp.prediction.link import Times
 from gradcomp.prediction.mirror import Message
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import Bucket, Effort, Part, try_out
-from gradcomp.protocol import Compressor, Layer
-from gradcomp.requests import World
 from gradcomp.spec import make
 
 # A trial of kernels takes this long.

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import torch
 
+from gradcomp.core.requests import Gather, Reduce, Request, Send, World, bytes_of
 from gradcomp.messages import payload as payloads
 from gradcomp.networks import Network
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.trial import device_wait
-from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
 
 # The entries of a short message, at least, and for each rank: with none for some, a reduction takes fewer steps than usual.
 # A long message has so many times as many, at least.

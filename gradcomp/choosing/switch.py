@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 
 from gradcomp.choosing.ways import FIRST, SENDS_ALL, Way
+from gradcomp.core.requests import Gather
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.states.kept_arrays import views
 from gradcomp.messages import payload as payloads
 from gradcomp.prediction.link import Measured
-from gradcomp.requests import Gather
 from gradcomp.spec import make
 
 T = TypeVar("T")

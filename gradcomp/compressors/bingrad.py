@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gradcomp.core.compressor import Traits
 from gradcomp.exchanges.quantised import Quantiser
 from gradcomp.knobs import knob
 from gradcomp.messages.levels import RoundingRule
-from gradcomp.protocol import Traits
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.core.requests import World
 from gradcomp.exchanges import dense
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradcomp.core.compressor import Acc, Steps
+from gradcomp.core.requests import World, reduce
 from gradcomp.exchanges import dense, sketched
 from gradcomp.knobs import knob
-from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import World, reduce
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from gradcomp.core.compressor import Acc, Compressor, Steps, Traits
+from gradcomp.core.requests import World
 from gradcomp.exchanges import tree
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import EXACT, count_of, ratio_knob
-from gradcomp.protocol import Acc, Compressor, Steps, Traits
-from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

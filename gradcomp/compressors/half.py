@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gradcomp.core.compressor import Traits
 from gradcomp.exchanges.rounded import Rounded, route_knob
 from gradcomp.knobs import knob
 from gradcomp.messages.halves import TYPES, HalfRounding
-from gradcomp.protocol import Traits
 
 
 @dataclass(frozen=True)

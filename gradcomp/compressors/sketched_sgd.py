@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from gradcomp.core.compressor import Acc, Steps
+from gradcomp.core.requests import World
 from gradcomp.exchanges import server, sketched
 from gradcomp.messages.codec import check_places
-from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

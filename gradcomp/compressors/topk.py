@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from gradcomp.core.compressor import Acc, Compressor, Steps, Traits
+from gradcomp.core.requests import World
 from gradcomp.exchanges import routes
 from gradcomp.messages.sparse import count_of, ratio_knob, wire_knob
-from gradcomp.protocol import Acc, Compressor, Steps, Traits
-from gradcomp.requests import World
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.protocol import Compressor, Layer
+from gradcomp.core.compressor import Compressor, Layer
 
 # Parameters with their names.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.requests import Payload
+from gradcomp.core.requests import Payload
 
 # Steps between a count and its effect.
 DELAY = 8

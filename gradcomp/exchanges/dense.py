@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Steps
+from gradcomp.core.requests import Requests, World, reduce
 from gradcomp.exchanges import tree
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import Requests, World, reduce
 
 # The routes of a sum over the ranks.
 SUM_ROUTES = ("allreduce", "tree")

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Layout, Traits
 from gradcomp.exchanges.rounded import Rounded, RoundedState, route_knob
 from gradcomp.knobs import knob
 from gradcomp.messages.levels import LevelRounding, RoundingRule, rounding_error
 from gradcomp.native import kernels
-from gradcomp.protocol import Acc, Layout, Traits
 
 SCOPES = ("layer", "group")
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
+from gradcomp.core.requests import Form, Payload, World, gather, send
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Layout, Steps
-from gradcomp.requests import Form, Payload, World, gather, send
 from gradcomp.saved import whole
 
 ROUTES = ("auto", "allgather", "alltoall")

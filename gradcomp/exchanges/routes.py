@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradcomp.core.compressor import Acc, Steps
+from gradcomp.core.requests import World, gather
 from gradcomp.exchanges import split, tree
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.knobs import knob
@@ -11,8 +13,6 @@ from gradcomp.messages.codec import Codec, Taken
 from gradcomp.messages.sparse import CODECS, EXACT
 from gradcomp.native.kernels import Bar, Mask
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import World, gather
 
 ROUTES = ("allgather", "tree", "split")
 

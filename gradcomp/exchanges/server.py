@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gradcomp.core.requests import Requests, World, send
 from gradcomp.messages import payload as payloads
-from gradcomp.requests import Requests, World, send
 
 
 def sum_at_server(tensor: Tensor, world: World) -> Requests[Tensor]:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.core.requests import Requests, World, gather
 from gradcomp.exchanges import dense
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
@@ -18,8 +20,6 @@ from gradcomp.messages.sparse import count_of, ratio_knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import SEARCH_BLOCK, TILE
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import Requests, World, gather
 
 # The default number of columns for each entry sent.
 COLUMNS_PER_ENTRY = 5

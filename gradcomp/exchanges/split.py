@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Steps
+from gradcomp.core.requests import Form, Payload, World, gather, send
 from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
@@ -20,8 +22,6 @@ from gradcomp.messages.codec import Codec, Entries, Taken
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import Form, Payload, World, gather, send
 
 # The capacity of a part's payload: SLACK times the mean count, plus this many standard deviations of a random count.
 SLACK, DEVIATIONS = 1.1, 3

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Steps
+from gradcomp.core.requests import Payload, Requests, World, send
 from gradcomp.exchanges.bounded import add_within_largest
 from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.codec import Entries, are_outside, check_places
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Acc, Steps
-from gradcomp.requests import Payload, Requests, World, send
 
 
 def distances(ranks: int) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.choosing.begin import beginning_of
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.commits import Commits
 from gradcomp.engine.sessions.session import Session
@@ -18,7 +19,6 @@ from gradcomp.handle import Handle
 from gradcomp.networks import carrier
 from gradcomp.networks.elastic import keep_with_optimizers
 from gradcomp.networks.horovod import SUMMED, HorovodNetwork, calling_optimizer, exchange_failure
-from gradcomp.protocol import Compressor
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
 SPARSE = (

@@ -11,11 +11,11 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Slot, named_of
 from gradcomp.engine.sessions.session import Session
 from gradcomp.horovod.compression import SPARSE, Compression
 from gradcomp.networks.horovod import carrier_free, version
-from gradcomp.protocol import Compressor
 
 if TYPE_CHECKING:
 

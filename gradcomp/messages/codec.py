@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import Form, Payload
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc
-from gradcomp.requests import Form, Payload
 
 
 class Entries(NamedTuple):

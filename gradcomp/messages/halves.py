@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Field, Form, Payload
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
-from gradcomp.requests import Field, Form, Payload
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

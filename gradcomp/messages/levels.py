@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Field, Form, Payload
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOST_RANKS
 from gradcomp.native.memory import Memory
-from gradcomp.requests import Field, Form, Payload
 
 
 @dataclass(frozen=True)

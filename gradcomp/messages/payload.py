@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from gradcomp.requests import Field, Form, Payload
+from gradcomp.core.requests import Field, Form, Payload
 
 # Bytes. Every array begins at a multiple of this, and so does every payload in a gathered buffer.
 ALIGNMENT = 8

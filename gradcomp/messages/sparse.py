@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import Field, Form, Payload
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.codec import Codec, Entries, Taken, malformed
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOST_RANKS
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc
-from gradcomp.requests import Field, Form, Payload
 
 # The largest biased exponent of a block.
 LARGEST_EXPONENT = 253

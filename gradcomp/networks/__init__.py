@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from gradcomp.requests import Reply, Request, World
+from gradcomp.core.requests import Reply, Request, World
 
 # Waits for the reply to a request, and returns it.
 Answer = Callable[[], Reply]

@@ -18,12 +18,12 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops, optimizer
 
+from gradcomp.core.requests import Gather, Reduce, Reply, Request, Send, World
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.launcher import LauncherNotes
 from gradcomp.networks.mail import check_senders, pack, unpack
 from gradcomp.networks.waits import EndlessWait, Wait, failure_note, failure_sentence
-from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # Seconds between two looks at an operation under way: of tensors in main memory, and of a GPU's, which idles in the meantime.
 SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_OF_GPU = 20e-6, 1e-3, 100e-6

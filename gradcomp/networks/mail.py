@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Payload, Send, World
 from gradcomp.messages import payload
 from gradcomp.messages.payload import ALIGNMENT
-from gradcomp.requests import Payload, Send, World
 
 
 class Mail(NamedTuple):

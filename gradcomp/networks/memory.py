@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from gradcomp.core.requests import Gather, Payload, Reduce, Reply, Request, Send, World
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import check_senders
-from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Send, World
 
 
 class Round:

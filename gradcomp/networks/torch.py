@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradcomp.core.requests import Gather, Reduce, Reply, Request, Send, World
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
 from gradcomp.networks.mail import pack, unpack
 from gradcomp.networks.waits import Wait, failure_note, failure_sentence, place_of
-from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World
 
 # One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

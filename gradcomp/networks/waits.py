@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
-from gradcomp.requests import World
+from gradcomp.core.requests import World
 
 # Seconds after which a waiting rank leaves a note for the others, seconds after which it speaks first, and the factor from
 # each such time to the next. Notes come earlier, so that the ranks that wait know of each other when they speak.

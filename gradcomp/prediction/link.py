@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from gradcomp.core.requests import World
 from gradcomp.prediction.mirror import Message
-from gradcomp.requests import World
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"

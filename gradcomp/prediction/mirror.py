@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from gradcomp.core.requests import Gather, Reduce, Reply, Request, Send, World, bytes_of
 from gradcomp.messages import payload as payloads
 from gradcomp.networks import Answer
-from gradcomp.requests import Gather, Reduce, Reply, Request, Send, World, bytes_of
 
 
 class Message(NamedTuple):

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradcomp.core.requests import World
 from gradcomp.prediction import peers, timeline, trial, workload
 from gradcomp.prediction.link import Times, times_of
 from gradcomp.prediction.profile import Profile, load
 from gradcomp.prediction.result import Line, Prediction
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import Bucket, Effort, try_out
-from gradcomp.requests import World
 from gradcomp.spec import make, names
 
 # Why a compressor that learns is left out.

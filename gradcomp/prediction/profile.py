@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradcomp.core.compressor import Layer
+from gradcomp.core.requests import World
 from gradcomp.prediction import peers
 from gradcomp.prediction.mirror import Message
 from gradcomp.prediction.trial import Bucket, without_warmup
-from gradcomp.protocol import Layer
-from gradcomp.requests import World
 from gradcomp.spec import make
 
 TERMS = ("fixed", "layer", "entry", "beyond", "payload", "byte")

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
+from gradcomp.core.requests import World
 from gradcomp.prediction import peers
 from gradcomp.prediction.predict import buckets_of
 from gradcomp.prediction.profile import TERMS, Costs, Profile, key_of, roles_of
 from gradcomp.prediction.trial import Bucket
-from gradcomp.requests import World
 
 # The buckets that are tried: rows of each layer, which is square, layers, and ranks.
 SIZES = (

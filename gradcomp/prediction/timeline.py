@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from gradcomp.core.requests import World
 from gradcomp.prediction.link import Times
 from gradcomp.prediction.trial import Bucket
-from gradcomp.requests import World
 
 
 class Work(NamedTuple):

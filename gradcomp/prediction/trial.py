@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.by_layer import ByLayer
+from gradcomp.core.compressor import Compressor, Layer
+from gradcomp.core.requests import World
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.engine.steps.reducer import Reducer
-from gradcomp.engine.wrappers.by_layer import ByLayer
 from gradcomp.prediction.mirror import Message, Mirror, Note
-from gradcomp.protocol import Compressor, Layer
-from gradcomp.requests import World
 from gradcomp.spec import make
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from gradcomp.core.requests import Reduce
 from gradcomp.networks import Network
-from gradcomp.requests import Reduce
 
 # The entries of a long message, and how often each one is sent.
 LONG, TIMES = 2**18, 2

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_clock import Seconds, StepClock
@@ -19,7 +20,6 @@ from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import Update
 from gradcomp.networks import Answer
-from gradcomp.requests import Gather, Reduce
 from gradcomp.watching import link, replicas
 from gradcomp.watching.buckets import BucketFigures
 from gradcomp.watching.comparison import Comparison

@@ -11,12 +11,12 @@ import gradcomp
 from gradcomp.choosing import forecast
 from gradcomp.choosing.forecast import Forecast
 from gradcomp.choosing.ways import FIRST, STOCK, Way
+from gradcomp.core.compressor import Layer
+from gradcomp.core.requests import World
 from gradcomp.prediction import workload
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import Bucket, Part
-from gradcomp.protocol import Layer
-from gradcomp.requests import World
 
 CPU = torch.device("cpu")
 WORLD = World(0, 4, (0, 1, 2, 3))

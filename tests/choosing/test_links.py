@@ -11,11 +11,11 @@ from rank_clock import CLOCK
 
 from gradcomp.choosing import links
 from gradcomp.choosing.looks import LINK_CHANGED
+from gradcomp.core.requests import Gather, Reduce, Request, Send, World, bytes_of
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.mirror import message_of
-from gradcomp.requests import Gather, Reduce, Request, Send, World, bytes_of
 
 pytestmark = pytest.mark.usefixtures("model_time")
 

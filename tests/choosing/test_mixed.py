@@ -11,10 +11,10 @@ import torch
 from gradcomp.choosing.chooser import Chooser
 from gradcomp.choosing.forecast import Forecast
 from gradcomp.choosing.ways import Way, ways
+from gradcomp.core.compressor import Layer
+from gradcomp.core.requests import World
 from gradcomp.prediction import workload
 from gradcomp.prediction.link import Measured
-from gradcomp.protocol import Layer
-from gradcomp.requests import World
 
 LAYERS = {name: Layer(3_000_000, torch.device("cpu")) for name in "abcd"}
 PRESENT = Way("dense; a=orq:levels=5,momentum=0")

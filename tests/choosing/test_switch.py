@@ -12,7 +12,7 @@ from threads import Rank
 
 from gradcomp.choosing.switch import PATIENCE, Switch
 from gradcomp.choosing.ways import FIRST, SENDS_ALL, STOCK, Way
-from gradcomp.requests import Reduce
+from gradcomp.core.requests import Reduce
 
 HALF, LEVELS, TOPK, GTOPK = Way("half:form=fp16"), Way("orq:levels=9"), Way("topk:ratio=0.05"), Way("gtopk:ratio=0.05")
 

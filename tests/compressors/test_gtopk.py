@@ -10,10 +10,10 @@ import torch
 from compressors.test_topk import tree_bytes
 
 import gradcomp
+from gradcomp.core.requests import Payload
 from gradcomp.exchanges.tree import merge_largest
 from gradcomp.messages.payload import empty
 from gradcomp.messages.sparse import EXACT
-from gradcomp.requests import Payload
 
 
 def _bytes(ratio: float) -> Callable[[int, int, int], int]:

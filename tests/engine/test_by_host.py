@@ -9,9 +9,9 @@ from laws import SHAPES, check_conservation, draw, mean, residuals
 from spikes import SPIKES
 
 import gradcomp
-from gradcomp.engine.wrappers.by_host import position_of
+from gradcomp.core.by_host import position_of
+from gradcomp.core.requests import World
 from gradcomp.native.extension import LARGEST
-from gradcomp.requests import World
 
 # Ranks, and ranks on each host.
 PLACES = [(2, 2), (4, 2), (6, 3), (8, 4), (8, 2)]

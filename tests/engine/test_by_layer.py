@@ -11,8 +11,8 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.dense import Dense
 from gradcomp.compressors.topk import TopK
+from gradcomp.core.by_layer import ByLayer
 from gradcomp.engine.steps.feedback import Feedback
-from gradcomp.engine.wrappers.by_layer import ByLayer
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from gradcomp.core.compressor import Layer
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Layer
 from gradcomp.spec import make
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from gradcomp.core.compressor import Layout
 from gradcomp.engine.buckets.collector import StepFacts
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Layout
 
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 

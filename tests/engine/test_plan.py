@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import gradcomp
+from gradcomp.core.compressor import Layer
 from gradcomp.engine.parameters import Parameters
 from gradcomp.engine.steps.plan import MOST_ENTRIES, Plan, plan
 from gradcomp.messages import payload
 from gradcomp.messages.sparse import CODECS
 from gradcomp.native import extension, kernels
-from gradcomp.protocol import Layer
 
 CPU = torch.device("cpu")
 LARGE = 2**20 * 100

@@ -14,14 +14,14 @@ import torch
 
 import gradcomp
 import gradcomp.engine
+from gradcomp.core.by_host import ByHost
+from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.core.requests import World, reduce
+from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.buckets.collector import NoFeedback
 from gradcomp.engine.steps.feedback import Feedback
-from gradcomp.engine.wrappers.by_host import ByHost
-from gradcomp.engine.wrappers.wrapper import Wrapper
 from gradcomp.knobs import knob
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
-from gradcomp.requests import World, reduce
 
 LAYOUT = Layout(("a", "b"), (6, 4), torch.device("cpu"))
 OTHER = Layer(4, torch.device("cpu"))

@@ -14,10 +14,10 @@ import specs
 import torch
 
 import gradcomp
+from gradcomp.core.requests import Payload, Reply, Request
 from gradcomp.messages import payload as payloads
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import MemoryNetwork
-from gradcomp.requests import Payload, Reply, Request
 
 N = 12_300  # four blocks for each of three ranks
 # Besides, a search of which each rank does a part.

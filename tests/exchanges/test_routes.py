@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import World
 from gradcomp.exchanges import routes
 from gradcomp.messages import payload
 from gradcomp.messages.sparse import CODECS
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Acc
-from gradcomp.requests import World
 
 
 def test_a_malformed_payload_raises_and_names_the_rank() -> None:

@@ -12,8 +12,8 @@ from threads import Rank
 from gradcomp.auto import Auto
 from gradcomp.choosing import ways
 from gradcomp.choosing.chooser import LOOKS, Chooser
+from gradcomp.core.requests import Reduce, Request, bytes_of
 from gradcomp.networks import Answer
-from gradcomp.requests import Reduce, Request, bytes_of
 
 # Seconds of an empty message, and of each byte on a slow link and on a fast one. The layer has 4,800 bytes.
 LATENCY, SLOW, FAST = 0.3e-3, 4e-6, 1e-9

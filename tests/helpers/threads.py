@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Reduce, Request, World
 from gradcomp.engine.parameters import Parameters
 from gradcomp.engine.sessions.commits import Commits
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
-from gradcomp.requests import Reduce, Request, World
 from gradcomp.spec import make
 
 SHAPE = (40, 30)

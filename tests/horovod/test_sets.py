@@ -11,10 +11,10 @@ import ranks
 import small_net
 import torch
 
+from gradcomp.core.requests import Field, Form, Gather, Payload, Reduce, Request, Send
 from gradcomp.messages.payload import empty
 from gradcomp.networks.horovod import HorovodNetwork
 from gradcomp.networks.memory import Board
-from gradcomp.requests import Field, Form, Gather, Payload, Reduce, Request, Send
 
 pytestmark = pytest.mark.slow
 

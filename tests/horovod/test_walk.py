@@ -38,8 +38,8 @@ BACK = [
 COMPUTES_AND_RETURNS = (
     "native/",
     "messages/",
-    "requests.py",
-    "protocol.py",
+    "core/requests.py",
+    "core/compressor.py",
     "engine/parameters.py",
     "engine/buckets/bucket.py",
     "engine/buckets/collector.py",

@@ -8,12 +8,12 @@ import torch
 from reference import same
 from torch import Tensor
 
+from gradcomp.core.requests import Form, Payload
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.levels import LevelRounding, RoundingRule
 from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Memory, Update
-from gradcomp.requests import Form, Payload
 
 # The last one has blocks of two sizes, and more high parts than entries.
 SIZES = [(1, 1), (1000, 10), (1000, 1000), (70_000, 300)]

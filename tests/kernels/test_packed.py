@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradcomp.core.requests import Payload
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import CODECS, COMPACT, EXACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Update
-from gradcomp.requests import Payload
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,12 @@ from laws import check_conservation
 
 import gradcomp
 from gradcomp.compressors.topk import TopK
+from gradcomp.core.compressor import Acc, Compressor, Steps
+from gradcomp.core.requests import World, gather, reduce
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.messages.sparse import EXACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Compressor, Steps
-from gradcomp.requests import World, gather, reduce
 
 SHAPES = {"a": (40, 31), "b": (700,), "c": (12, 9), "d": (300,)}
 

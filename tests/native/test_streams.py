@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layer
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import extension
 from gradcomp.native.streams import Streams
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Layer
 from gradcomp.spec import make
 
 GPU = torch.device("cuda", 0)

@@ -10,8 +10,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 
+from gradcomp.core.requests import Reduce
 from gradcomp.networks import horovod as network
-from gradcomp.requests import Reduce
 
 
 class Sent(torch.Tensor):

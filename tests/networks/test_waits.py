@@ -19,9 +19,9 @@ import torch
 from ddp_run import DdpRun
 
 import gradcomp
+from gradcomp.core.requests import World
 from gradcomp.networks import waits
 from gradcomp.networks.waits import Wait
-from gradcomp.requests import World
 
 MEETING = waits.MEETING
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from gradcomp.core.requests import World
 from gradcomp.prediction import trial
 from gradcomp.prediction.mirror import Message
-from gradcomp.requests import World
 from laboratory.traffic import formula
 from laboratory.traffic.formula import Sent
 

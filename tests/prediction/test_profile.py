@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import gradcomp
+from gradcomp.core.requests import World
 from gradcomp.prediction import mirror, peers, profile, profiling, trial
 from gradcomp.prediction.profile import Costs
-from gradcomp.requests import World
 
 SHAPES = {"a": (700, 1000), "b": (300, 1000)}
 TIMES = {"forward": 0.01, "backward": 0.02}

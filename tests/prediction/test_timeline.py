@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from gradcomp.core.requests import World
 from gradcomp.prediction import timeline
 from gradcomp.prediction.link import Link, Measured, bandwidth_of, seconds_of
 from gradcomp.prediction.mirror import Message
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import Bucket, Part
-from gradcomp.requests import World
 
 FOUR = World(0, 4, (0, 1, 2, 3))
 PAIRS = World(0, 4, (0, 0, 1, 1))

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import gradcomp
+from gradcomp.core.requests import World
 from gradcomp.prediction import peers, trial
 from gradcomp.prediction.mirror import Mirror
 from gradcomp.prediction.trial import Bucket
-from gradcomp.requests import World
 
 SHAPES = {"a": (300, 100), "b": (100,), "c": (200, 100)}
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ ROOMS = [
 ]
 
 # Lines of a file, at most.
-MOST_LINES = 250
+MOST_LINES = 450
 
 
 def files() -> list[Path]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from gradcomp.core.requests import World
 from gradcomp.prediction import trial
-from gradcomp.requests import World
 from laboratory.tasks.task import Settings
 from laboratory.train import launch, processor
 

@@ -14,9 +14,9 @@ import torch
 from reference import compact_bytes
 
 import gradcomp
+from gradcomp.core.requests import Gather, Reduce, Send, World
 from gradcomp.messages.payload import wrap
 from gradcomp.native.extension import MOMENTS
-from gradcomp.requests import Gather, Reduce, Send, World
 from laboratory.traffic import formula
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -29,13 +29,13 @@ from gradcomp.compressors.lgc.coding import CommonEntries, SharedMean
 from gradcomp.compressors.lgc.common_places import LEADERS, CommonPlaces, PlaceSelection
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, Phases
 from gradcomp.compressors.lgc.state import LgcState
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.core.requests import Field, Requests, World, reduce
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, count_of, ratio_knob, wire_knob
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.protocol import Acc, Compressor, Layout, Steps, Traits
-from gradcomp.requests import Field, Requests, World, reduce
 from gradcomp.saved import entry, table, whole
 
 # With at most this many ranks, gathering codes in half precision sends fewer bytes than summing codes in single precision.

@@ -11,14 +11,14 @@ from torch import Tensor
 from gradcomp.compressors.lgc.autoencoder import Autoencoder, ordered_mean, select_decoder
 from gradcomp.compressors.lgc.code_error import CodeCheck
 from gradcomp.compressors.lgc.common_places import CommonPlaces
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import Requests, World, gather, reduce
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.codec import Codec
 from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import EXACT
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
-from gradcomp.protocol import Acc
-from gradcomp.requests import Requests, World, gather, reduce
 
 # Entries are clipped to this many root mean squares before they are coded.
 CLIP = 1000.0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Field, Form, Payload, Requests, World, gather, send
 from gradcomp.exchanges.split import Partition
 from gradcomp.messages import payload as payloads
 from gradcomp.messages import places
@@ -18,7 +19,6 @@ from gradcomp.messages.sparse import count_of
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.memory import Memory
-from gradcomp.requests import Field, Form, Payload, Requests, World, gather, send
 
 # parts: each rank leads a part; rotate: one leader in turn; seed: one leader at random.
 LEADERS = ("parts", "rotate", "seed")

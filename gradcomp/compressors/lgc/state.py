@@ -8,7 +8,7 @@ from gradcomp.compressors.lgc.autoencoder import Autoencoder
 from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH, CodeError
 from gradcomp.compressors.lgc.phases import DENSE, Phases
 from gradcomp.compressors.lgc.stopwatch import Stopwatch
-from gradcomp.protocol import Layout
+from gradcomp.core.compressor import Layout
 
 # The largest share of the entries with which first=auto sends the first layer dense.
 SMALL_FIRST_LAYER = 0.01

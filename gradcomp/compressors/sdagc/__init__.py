@@ -31,13 +31,13 @@ from gradcomp.compressors.sdagc.capacity import Capacity
 from gradcomp.compressors.sdagc.distribution import laplace_density, laplace_threshold, merge_moments
 from gradcomp.compressors.sdagc.rate_revision import AGE_REVISIONS, REVISIONS, Ages
 from gradcomp.compressors.sdagc.state import SdagcState
+from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.core.requests import World, gather
 from gradcomp.exchanges import dense, routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import wire_knob
 from gradcomp.native.kernels import Bar
-from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
-from gradcomp.requests import World, gather
 from gradcomp.saved import checked_whole, entry, number, sequence, table, tensor, whole
 
 # A layer with fewer entries is small.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from gradcomp.core.requests import Payload
 from gradcomp.exchanges.delayed_counts import DELAY, Counts
-from gradcomp.requests import Payload
 from gradcomp.saved import whole, wholes
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradcomp.compressors.sdagc.capacity import Capacity
 from gradcomp.compressors.sdagc.rate_revision import Ages
-from gradcomp.protocol import Layout
+from gradcomp.core.compressor import Layout
 
 # The gain with which the steering of lam begins: its largest.
 FIRST_GAIN = 0.1

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layout, Steps
 from gradcomp.engine.buckets.collector import BucketState, Collector
 from gradcomp.native.streams import Streams
 from gradcomp.networks import Answer
-from gradcomp.protocol import Layout, Steps
 
 # The types of gradients that kernels read.
 GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc, Layout, Steps, Traits
+from gradcomp.core.requests import World
+from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.buckets.health import Health
 from gradcomp.engine.buckets.rank_noise import RankNoise
-from gradcomp.engine.wrappers.wrapper import Wrapper
 from gradcomp.native import kernels
 from gradcomp.native.memory import Memory
-from gradcomp.protocol import Acc, Layout, Steps, Traits
-from gradcomp.requests import World
 
 # The learning rate of each layer; None where no optimizer is known.
 Rates = tuple[float, ...] | None

@@ -8,9 +8,9 @@ import warnings
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Steps
 from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.native import kernels
-from gradcomp.protocol import Steps
 
 # Steps between two measurements. Each is at most four passes over the bucket.
 INTERVAL = 50

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layout, Steps
+from gradcomp.core.requests import Requests, World, reduce
 from gradcomp.engine.buckets import drawn_places
 from gradcomp.exchanges.delayed_counts import Counts
-from gradcomp.protocol import Layout, Steps
-from gradcomp.requests import Requests, World, reduce
 
 # One entry in so many is compared, within these bounds.
 ONE_IN, FEWEST, MOST = 256, 1024, 4096

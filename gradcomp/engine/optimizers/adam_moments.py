@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layout
 from gradcomp.engine.buckets.collector import AdamStep, BucketState
 from gradcomp.engine.optimizers.delivered_sample import Holds
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
 from gradcomp.native import kernels
-from gradcomp.protocol import Layout
 
 # Settings with which the optimizer does something else than begin() and hide().
 UNLIKE = ("amsgrad", "differentiable")

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import torch
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.buckets.collector import UNKNOWN
 from gradcomp.engine.optimizers import optimizer_hooks
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
-from gradcomp.protocol import Compressor
 
 # Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
 KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw", "nadam")}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layout
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.buckets.collector import AdamStep, Momentum
 from gradcomp.engine.optimizers import optimizer_hooks
@@ -17,7 +18,6 @@ from gradcomp.engine.optimizers.check import steps_as_known
 from gradcomp.engine.optimizers.delivered_sample import DeliveredSample
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
 from gradcomp.engine.optimizers.sgd_momentum import SgdMomentum
-from gradcomp.protocol import Layout
 
 _UNAPPLIED = (
     "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "

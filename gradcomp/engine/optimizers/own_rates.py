@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+from gradcomp.core.compressor import Steps
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.buckets.collector import ANY, BucketState, Rates
 from gradcomp.native.extension import LARGEST
-from gradcomp.protocol import Steps
 
 # Factors of layers that differ by less are one: schedulers multiply rates of the groups one by one, and each is rounded.
 ALIKE = 1e-6

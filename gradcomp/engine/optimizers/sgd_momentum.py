@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layout
 from gradcomp.engine.buckets.collector import BucketState, Decays, Momentum
 from gradcomp.engine.optimizers.delivered_sample import Holds
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
 from gradcomp.native.extension import LARGEST
-from gradcomp.protocol import Layout
 
 # Settings that an optimizer must not apply again, since updates hold what they do.
 HIDDEN = ("momentum", "weight_decay")

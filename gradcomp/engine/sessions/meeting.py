@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.requests import Field, Gather, Request, Send
 from gradcomp.engine.sessions import agreement
 from gradcomp.engine.sessions.agreement import Facts
 from gradcomp.engine.steps.reducer import Reducer
@@ -18,7 +19,6 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages import structure
 from gradcomp.networks import Connection
 from gradcomp.networks.waits import in_words
-from gradcomp.requests import Field, Gather, Request, Send
 
 log = logging.getLogger("gradcomp")
 

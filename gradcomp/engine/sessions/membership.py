@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.agreement import Facts
 from gradcomp.engine.sessions.meeting import Meeting
 from gradcomp.engine.states import packed, succession
 from gradcomp.engine.states.packed import Place, Taken
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Connection
-from gradcomp.protocol import Compressor
 
 log = logging.getLogger("gradcomp")
 

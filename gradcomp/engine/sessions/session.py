@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.membership import Snapshot
 from gradcomp.engine.sessions.stepping import Stepping
 from gradcomp.engine.sessions.turns import Turns
@@ -16,7 +17,6 @@ from gradcomp.engine.states import checkpoint, succession
 from gradcomp.engine.states.packed import States, spec_of
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_observer import StepObserver
-from gradcomp.protocol import Compressor
 
 
 class Prepared(NamedTuple):

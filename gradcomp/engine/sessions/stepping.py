@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import _version
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.kept_entries import KeptEntries
 from gradcomp.engine.sessions.meeting import Meeting
@@ -22,7 +23,6 @@ from gradcomp.engine.states import succession
 from gradcomp.engine.steps.options import Options
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Connection
-from gradcomp.protocol import Compressor
 
 
 def _no_stock(slot: Slot) -> None:

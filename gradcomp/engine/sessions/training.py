@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.buckets.loss_scale import LossScale, UnknownScaler
 from gradcomp.engine.optimizers import own_rates
 from gradcomp.engine.optimizers.check import OptimizerCheck, check_momentum
@@ -18,7 +19,6 @@ from gradcomp.engine.states import handed_back
 from gradcomp.engine.states.kept_arrays import views
 from gradcomp.engine.steps.options import Options
 from gradcomp.engine.steps.reducer import Reducer
-from gradcomp.protocol import Compressor
 
 
 class Training:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Layout
+from gradcomp.core.requests import Reduce
 from gradcomp.engine.buckets import frozen_layers
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.states.kept_arrays import adam_steps, views
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Answer
-from gradcomp.protocol import Layout
-from gradcomp.requests import Reduce
 
 
 class Means(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradcomp.core.by_layer import ByLayer
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine.buckets.collector import Collector
 from gradcomp.engine.states.kept_arrays import (
     ARRAYS,
@@ -17,9 +19,7 @@ from gradcomp.engine.states.kept_arrays import (
 )
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.engine.steps.reducer import Reducer
-from gradcomp.engine.wrappers.by_layer import ByLayer
 from gradcomp.native.extension import LARGEST
-from gradcomp.protocol import Compressor
 
 
 def successor(compressor: Compressor, old: Reducer) -> Compressor:

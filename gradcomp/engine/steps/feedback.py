@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.by_host import ByHost
+from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.core.requests import World
 from gradcomp.engine.buckets import clipping, frozen_layers
 from gradcomp.engine.buckets.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
 from gradcomp.engine.buckets.health import INTERVAL, Health, measured
 from gradcomp.engine.optimizers import adam_moments, own_rates, sgd_momentum
-from gradcomp.engine.wrappers.by_host import ByHost
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
-from gradcomp.protocol import Acc, Compressor, Layer, Layout, Steps, Traits
-from gradcomp.requests import World
 from gradcomp.saved import entry, numbers_of, sequence, table_or_empty, tensor, whole
 
 # The value of momentum that stands for the optimizer's.

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradcomp.core.compressor import Compressor, Layer, Layout
 from gradcomp.engine.buckets.collector import Collector, NoFeedback
 from gradcomp.engine.steps.feedback import Feedback, with_feedback
-from gradcomp.protocol import Compressor, Layer, Layout
 
 # The most entries of a bucket: kernels number them in 32 bits, of which one is the sign.
 MOST_ENTRIES = 2**31 - 1

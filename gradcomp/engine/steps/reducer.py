@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradcomp.core.compressor import Compressor, Layer
+from gradcomp.core.requests import Reply, bytes_of
 from gradcomp.engine.buckets.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.buckets.collector import Rates, StepFacts
 from gradcomp.engine.buckets.delivery import Delivery
@@ -25,8 +27,6 @@ from gradcomp.engine.steps.step_clock import StepClock
 from gradcomp.engine.steps.step_observer import StepObserver
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
-from gradcomp.protocol import Compressor, Layer
-from gradcomp.requests import Reply, bytes_of
 
 
 class Reducer:

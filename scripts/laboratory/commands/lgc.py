@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradcomp.compressors.lgc.common_places import PlaceSelection
-from gradcomp.requests import World
+from gradcomp.core.requests import World
 from laboratory import options
 from laboratory.lgc import phases, redundancy
 from laboratory.refusal import Refused

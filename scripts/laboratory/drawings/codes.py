@@ -7,7 +7,7 @@ import torch
 from gradcomp.compressors.lgc import Lgc
 from gradcomp.compressors.lgc.autoencoder import CODE_CHANNELS
 from gradcomp.compressors.lgc.phases import CODE
-from gradcomp.requests import Payload
+from gradcomp.core.requests import Payload
 from laboratory.drawings.canvas import RESIDUAL, SENT, UPDATE, WAITS, Canvas, Panel
 from laboratory.drawings.trace import Message, trace
 

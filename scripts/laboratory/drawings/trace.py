@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from gradcomp.core.requests import Gather, Payload, Reduce, Request, Send
 from gradcomp.messages import payload as payloads
 from gradcomp.networks import Answer, Network
-from gradcomp.requests import Gather, Payload, Reduce, Request, Send
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from gradcomp.core.requests import Payload
 from gradcomp.messages.codec import Entries
 from gradcomp.messages.sparse import COMPACT, EXACT
-from gradcomp.requests import Payload
 from laboratory.drawings.canvas import RESIDUAL, SENT, UPDATE, WAITS, Canvas, Panel, number
 from laboratory.drawings.trace import Message, Trace, trace
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradcomp.core.compressor import Layer
+from gradcomp.core.requests import Request, World
 from gradcomp.engine.buckets.health import INTERVAL
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import extension
 from gradcomp.networks import Answer
 from gradcomp.prediction import trial
 from gradcomp.prediction.mirror import Mirror
-from gradcomp.protocol import Layer
-from gradcomp.requests import Request, World
 from gradcomp.spec import make
 from laboratory.host.resnet import Shapes, resnet50, shrunk
 from laboratory.timing import Spread

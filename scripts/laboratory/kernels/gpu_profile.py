@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from gradcomp.core.requests import World
 from gradcomp.prediction import peers, profiling, trial
 from gradcomp.prediction.profile import Costs, Profile
 from gradcomp.prediction.trial import Bucket, Part
-from gradcomp.requests import World
 from gradcomp.spec import make
 from laboratory.kernels import prediction as p
 from laboratory.kernels.prediction import Gpu, Kernel

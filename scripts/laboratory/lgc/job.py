@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from gradcomp.protocol import Acc
-from gradcomp.requests import World
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import World
 from laboratory.tasks import training
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.training import Grads

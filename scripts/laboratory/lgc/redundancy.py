@@ -16,8 +16,8 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
 from gradcomp.compressors.lgc.common_places import PlaceSelection
+from gradcomp.core.requests import World
 from gradcomp.native.memory import Memory
-from gradcomp.requests import World
 from laboratory import stats
 from laboratory.lgc import job
 from laboratory.report import plots

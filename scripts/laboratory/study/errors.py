@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import World
 from gradcomp.native import kernels
-from gradcomp.protocol import Acc
-from gradcomp.requests import World
 
 # One step of so many is measured: it takes two passes over every rank's acc.
 STEP_INTERVAL = 10

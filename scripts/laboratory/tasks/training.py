@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import gradcomp
+from gradcomp.core.compressor import Acc, Compressor, Steps
+from gradcomp.core.requests import World
+from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.buckets.collector import Collector
-from gradcomp.engine.wrappers.wrapper import Wrapper
-from gradcomp.protocol import Acc, Compressor, Steps
-from gradcomp.requests import World
 from laboratory.tasks.task import Job, Settings, Task
 
 # The share of the steps after which a linear schedule falls, and the part of the learning rate that is left at the end.

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import gradcomp
+from gradcomp.core.compressor import Layer
+from gradcomp.core.requests import Gather, Reduce, Request, Send, World
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.messages.payload import ALIGNMENT, wrap
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Answer, Network
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Layer
-from gradcomp.requests import Gather, Reduce, Request, Send, World
 
 # Bytes that a ring sends at once, at most.
 SEGMENT = 1 << 20

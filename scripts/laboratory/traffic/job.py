@@ -13,10 +13,10 @@ import horovod.torch as hvd
 import torch
 
 import gradcomp
+from gradcomp.core.requests import Reply, Request
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Answer, Network
 from gradcomp.networks.horovod import HorovodNetwork
-from gradcomp.requests import Reply, Request
 from laboratory import ranks
 from laboratory.traffic import formula
 from laboratory.traffic.summary import CYCLE

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.choosing import links
+from gradcomp.core.requests import Reduce
 from gradcomp.prediction import peers, workload
 from gradcomp.prediction.link import Measured
-from gradcomp.requests import Reduce
 from laboratory.tasks import training
 from laboratory.train import ways
 from laboratory.train.start import Started

@@ -10,7 +10,7 @@ import torch
 from gradcomp.compressors.lgc import coding
 from gradcomp.compressors.lgc.coding import CommonEntries, Innovations
 from gradcomp.compressors.lgc.common_places import CommonPlaces
-from gradcomp.requests import World
+from gradcomp.core.requests import World
 
 
 def rows_of(rank: int, ranks: int, count: int, k: int, first: int = 0, innovations: bool = False) -> CommonEntries:

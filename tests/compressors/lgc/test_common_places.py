@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gradcomp.compressors.lgc import common_places
 from gradcomp.compressors.lgc.common_places import PlaceSelection
+from gradcomp.core.requests import Gather, Send, World
 from gradcomp.native.memory import Memory
-from gradcomp.requests import Gather, Send, World
 
 CPU = torch.device("cpu")
 

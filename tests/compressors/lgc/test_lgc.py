@@ -17,9 +17,9 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH
+from gradcomp.core.compressor import Layout
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.messages import places
-from gradcomp.protocol import Layout
 
 LINE = 64
 

@@ -10,10 +10,10 @@ from learned_codes import SHAPES, draw, learned, spec_of, state_after_learning, 
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
+from gradcomp.core.compressor import Layer
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.exchanges.delayed_counts import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
-from gradcomp.protocol import Layer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # the autoencoder's tensors are small here
 

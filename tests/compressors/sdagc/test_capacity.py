@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from gradcomp.compressors.sdagc.capacity import Capacity, rounded_up
+from gradcomp.core.requests import Field, Payload
 from gradcomp.exchanges.delayed_counts import DELAY
 from gradcomp.messages import payload as payloads
-from gradcomp.requests import Field, Payload
 
 
 def counted(count: int) -> list[Payload]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gradcomp import knobs
+from gradcomp.core.requests import Requests, World
 from gradcomp.native.kernels import Mask
 from gradcomp.native.memory import Memory, Update
-from gradcomp.requests import Requests, World
 
 # The package of the compressors that a spec can name.
 REGISTRY = "gradcomp.compressors."

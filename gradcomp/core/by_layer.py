@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradcomp.protocol import Acc, Compressor, Layer, Steps, Traits
-from gradcomp.requests import World
+from gradcomp.core.compressor import Acc, Compressor, Layer, Steps, Traits
+from gradcomp.core.requests import World
 
 # The values of the trait rates, from the weakest need to the strongest.
 NEEDS = ("unused", "used", "needed")

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.engine.wrappers.host_part import PartState, Position, position_of
-from gradcomp.engine.wrappers.wrapper import Wrapper
+from gradcomp.core.compressor import Acc, Layout, Steps, Traits
+from gradcomp.core.host_part import PartState, Position, position_of
+from gradcomp.core.requests import Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
+from gradcomp.core.wrapper import Wrapper
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
-from gradcomp.protocol import Acc, Layout, Steps, Traits
-from gradcomp.requests import Gather, Payload, Reduce, Reply, Request, Requests, Send, World, send
 
 
 @dataclass(frozen=True)

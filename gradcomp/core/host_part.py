@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.core.requests import Field, Form, Payload, World
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
-from gradcomp.protocol import Compressor, Layout
-from gradcomp.requests import Field, Form, Payload, World
 from gradcomp.saved import checked_whole, entry, table_or_empty, whole, wholes
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradcomp import knobs
-from gradcomp.protocol import Compressor, Layer, Layout, Traits
+from gradcomp.core.compressor import Compressor, Layer, Layout, Traits
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""What is put around a compressor: by layer, by host."""
