@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, NAdam
+from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
@@ -65,7 +65,6 @@ CASES = [
     ("topk", 1, (SGD, {"momentum": 0.9, "weight_decay": 5e-4})),
     ("topk", 1, (SGD, {"momentum": 0.9, "weight_decay": 5e-4, "nesterov": True})),
     ("topk", 1, (AdamW, {})),
-    ("topk", 1, (NAdam, {})),
 ]
 
 

@@ -15,7 +15,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
     "nesterov": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
-    "nadam": (torch.optim.NAdam, {}),
 }
 EVERYTHING = "topk:ratio=1,wire=exact"
 LEFT, LEVELS = f"{EVERYTHING},momentum=0", "dense:feedback=true,momentum=0"

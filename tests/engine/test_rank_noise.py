@@ -19,12 +19,12 @@ ALL_SENT = "topk:ratio=1,wire=exact"
 class Pair:
     """Weights that torch's Adam moves by the mean of the ranks' gradients, and equal ones that an exchange moves."""
 
-    def __init__(self, ranks: int, spec: str = ALL_SENT, kind: Any = torch.optim.AdamW, shapes: Any = None, **options: Any):
+    def __init__(self, ranks: int, spec: str = ALL_SENT, shapes: Any = None, **options: Any):
         self.ranks, self.shapes = ranks, shapes or {"w": (N,)}
         self.ours, self.theirs = ({name: torch.nn.Parameter(torch.zeros(s)) for name, s in self.shapes.items()} for _ in "ab")
         settings = {"lr": 1e-3, "betas": (0.9, 0.95)}
-        self.own = kind(self.ours.values(), **settings)
-        self.torchs = kind(self.theirs.values(), **settings)
+        self.own = torch.optim.AdamW(self.ours.values(), **settings)
+        self.torchs = torch.optim.AdamW(self.theirs.values(), **settings)
         named = list(self.ours.items())
         self.simulation = gradcomp.Simulation(spec, self.shapes, ranks, optimizer=self.own, named_parameters=named, **options)
 
@@ -66,11 +66,10 @@ def train(pair: Pair, steps: int = STEPS, noise: float = 1.0, begin: int = 16) -
     return pair.distances(begun)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_with_everything_sent_steps_are_as_long_as_adams_of_the_mean(ranks: int, kind: Any) -> None:
+def test_with_everything_sent_steps_are_as_long_as_adams_of_the_mean(ranks: int) -> None:
     """Without the comparison they are 0.76, 0.60 and 0.49 times as long on 2, 4 and 8 ranks."""
-    assert train(Pair(ranks, kind=kind))["w"] == pytest.approx(1, abs=1e-4 if ranks == 1 else 0.08)
+    assert train(Pair(ranks))["w"] == pytest.approx(1, abs=1e-4 if ranks == 1 else 0.08)
 
 
 def test_ranks_with_other_noise_count_as_their_gradients_do() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, NAdam
+from torch.optim import SGD, AdamW
 
 import gradcomp
 
@@ -23,7 +23,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (SGD, {"momentum": 0.9}),
     "nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
     "adamw": (AdamW, {}),
-    "nadam": (NAdam, {}),
 }
 
 

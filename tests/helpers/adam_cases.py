@@ -16,13 +16,12 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (AdamW, {"weight_decay": 0.1}),
     "betas": (AdamW, {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.05}),
     "maximize": (AdamW, {"maximize": True}),
-    "nadam": (NAdam, {}),
-    "nadam, decoupled": (NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True, "momentum_decay": 0.1}),
     # What is left to the optimizer, which then gets gradients.
     "amsgrad": (AdamW, {"amsgrad": True}),
+    "nadam": (NAdam, {}),
     "decay in the gradient": (Adam, {"weight_decay": 0.1}),
 }
-LEFT_TO_TORCH = ("amsgrad", "decay in the gradient")
+LEFT_TO_TORCH = ("amsgrad", "nadam", "decay in the gradient")
 EXACT = ["topk:ratio=1,wire=exact", "topk:ratio=1,wire=exact,route=split", "dense:feedback=true"]
 
 

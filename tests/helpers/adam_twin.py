@@ -13,7 +13,6 @@ from torch import Tensor
 
 SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.9, 0.95)}),
-    "nadam": (torch.optim.NAdam, {}),
 }
 RATE = 0.02
 

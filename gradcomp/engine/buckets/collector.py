@@ -47,7 +47,6 @@ class BucketState:
     residual: the residual, flat; during a step the gradients are added to it, and the compressor takes from it.
     flag: int32[1], not 0 where a gradient was not finite. inner: the state of the wrapped compressor. noise: of the gradients.
     velocity: the local momentum. second: Adam's second moment. adam_steps: the steps begun with the two.
-    nadam_products: by steps, the product of NAdam's momenta in them.
     sent_in: the step in which each entry was last sent (kernels.Mask). health: of the residual.
     moments, peaks: statistics that accumulating writes (protocol.Acc). steps: steps begun.
     squares: the sum of squares of each layer's gradient, for clipping. rates: those that what waits is meant for (own_rates).
@@ -66,7 +65,6 @@ class BucketState:
     steps: int = 0
     second: Tensor | None = None
     adam_steps: int = 0
-    nadam_products: Mapping[int, float] = field(default_factory=dict)
     sent_in: Tensor | None = None
     health: Health | None = None
     rates: Rates = None
@@ -93,7 +91,7 @@ class Momentum(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """The settings of Adam's moments in a step of a bucket. momentum_decay: NAdam's; None for the others.
+    """The settings of Adam's moments in a step of a bucket.
 
     share: what a direction is multiplied by. sizes: of the layers. seeds: for each layer both moments that its own are to
     continue from, or None; None if there are none at all. steps: the steps that the seeds have seen. skipped: the optimizer
@@ -103,7 +101,6 @@ class AdamStep(NamedTuple):
     beta1: float
     beta2: float
     epsilon: float
-    momentum_decay: float | None
     share: float
     sizes: Sequence[int]
     seeds: Sequence[tuple[Tensor, ...] | None] | None

@@ -1,4 +1,4 @@
-"""The moments of torch's Adam, AdamW and NAdam, kept by each rank of its own gradients. The ranks exchange directions.
+"""The moments of torch's Adam and AdamW, kept by each rank of its own gradients. The ranks exchange directions.
 
 Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam
 that looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction
@@ -25,15 +25,13 @@ from gradcomp.native import kernels
 
 # Settings with which the optimizer does something else than begin() and hide().
 UNLIKE = ("amsgrad", "differentiable")
-# The base of the growth of NAdam's momentum.
-GROWTH = 0.96
 
 
 class AdamMoments:
     """Steps in Adam's place: weights decay, and directions are added. Gradients are hidden from Adam meanwhile."""
 
     name: ClassVar[str] = "Adam"
-    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam, torch.optim.NAdam)
+    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam,)
     holds: ClassVar[Holds] = "direction"
     arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "velocity", "exp_avg_sq": "second"}
 
@@ -46,7 +44,7 @@ class AdamMoments:
         if not isinstance(optimizer, self.types):
             return False
         groups = optimizer.param_groups
-        kinds = {(*map(float, group["betas"]), group["eps"], group.get("momentum_decay")) for group in groups}
+        kinds = {(*map(float, group["betas"]), group["eps"]) for group in groups}
         apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
         return len(kinds) == 1 and groups[0]["eps"] > 0 and apart and not any(g.get(each) for g in groups for each in UNLIKE)
 
@@ -60,7 +58,7 @@ class AdamMoments:
             seeded = [name for name, seed in zip(layout.names, seeds, strict=True) if seed is not None]
             steps = max(map(self._loaded.steps, seeded), default=0)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(*betas, group["eps"], group.get("momentum_decay"), share, layout.sizes, seeds, steps, skipped)
+        return AdamStep(*betas, group["eps"], share, layout.sizes, seeds, steps, skipped)
 
     def state(
         self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
@@ -69,10 +67,7 @@ class AdamMoments:
         scaled = sums * kept[0], sums**2 * kept[1]
         moments = {key: mean.to(parameter.dtype) for key, mean in zip(self.arrays, scaled, strict=True)}
         on_device = group.get("capturable") or group.get("fused")
-        counts = {"step": float(steps)}
-        if (decay := group.get("momentum_decay")) is not None:
-            counts["mu_product"] = math.prod(_nadam_momentum(group["betas"][0], decay, step) for step in range(1, steps + 1))
-        return moments | {key: torch.tensor(n, device=parameter.device if on_device else "cpu") for key, n in counts.items()}
+        return moments | {"step": torch.tensor(float(steps), device=parameter.device if on_device else "cpu")}
 
     def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
         """Return the share of directions that wait in the gradients of the next exchange. They have been dropped."""
@@ -141,16 +136,15 @@ def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
             if seed is not None:
                 velocity.copy_(seed[0])
                 second.copy_(seed[1])
-                state.adam_steps, state.nadam_products = adam.steps, {}
+                state.adam_steps = adam.steps
                 state.noise.of_mean = 1.0
     weight = 1 - adam.beta2**state.adam_steps  # of all gradients that the second moment has seen
     state.adam_steps += 1
     state.noise.of_mean *= adam.beta2 * weight / (1 - adam.beta2**state.adam_steps)
-    of_gradient, of_velocity = _factors(adam, state)
     root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
     share = adam.share * state.noise.lengthening
-    factors = share * of_gradient, share * of_velocity
-    second = (state.second, 1 - adam.beta1, *factors, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
+    of_velocity = share / (1 - adam.beta1**state.adam_steps)
+    second = (state.second, 1 - adam.beta1, 0.0, of_velocity, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
     return kernels.Adaptive(*second, share)
 
 
@@ -159,23 +153,4 @@ def forget(state: BucketState) -> None:
     state.aside.clear()
     state.residual.zero_()
     state.second = state.velocity = None
-    state.adam_steps, state.nadam_products = 0, {}
-
-
-def _factors(adam: AdamStep, state: BucketState) -> tuple[float, float]:
-    """Return the shares of the gradient and of the first moment in a direction."""
-    steps = state.adam_steps
-    if adam.momentum_decay is None:
-        return 0.0, 1 / (1 - adam.beta1**steps)
-    now, later = (_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in (steps, steps + 1))
-    before = state.nadam_products.get(steps - 1)
-    if before is None:  # the moments come from torch's NAdam
-        before = math.prod(_nadam_momentum(adam.beta1, adam.momentum_decay, step) for step in range(1, steps))
-    product = before * now
-    state.nadam_products = {steps - 1: before, steps: product}  # the former for a step that is refused, and counted again
-    return (1 - now) / (1 - product), later / (1 - product * later)
-
-
-def _nadam_momentum(beta1: float, decay: float, step: int) -> float:
-    grown: float = GROWTH ** (step * decay)
-    return beta1 * (1 - 0.5 * grown)
+    state.adam_steps = 0

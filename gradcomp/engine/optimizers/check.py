@@ -16,7 +16,7 @@ from gradcomp.engine.optimizers import optimizer_hooks
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 
 # Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
-KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw", "nadam")}
+KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw")}
 
 
 @dataclass

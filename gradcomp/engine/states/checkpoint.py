@@ -75,10 +75,7 @@ def prepare(
         trials, theirs = read.own, saved.table(shares[next(iter(shares))], "rates")
         of_layers = {name: saved.number(theirs, name) for name in shapes if name in theirs}
     else:
-        products = {bucket.index: state.nadam_products for bucket, state in read.own}
         trials, of_layers = [(bucket, new_state(bucket)) for bucket in reducer.buckets], rates(reducer)
-        for bucket, trial in trials:
-            trial.nadam_products = products.get(bucket.index, {})
 
     def copy() -> None:
         for array in OF_OPTIMIZER:
@@ -98,7 +95,7 @@ def prepare(
             bucket.state.flag.zero_()
         for bucket, trial in trials:
             bucket.state.inner, bucket.state.sent_in = trial.inner, trial.sent_in
-            bucket.state.nadam_products, bucket.state.noise = trial.nadam_products, trial.noise
+            bucket.state.noise = trial.noise
             if shares:
                 bucket.state.adam_steps = trial.adam_steps
             bucket.state.steps = trial.steps if shares else steps  # change() begins a warm-up anew

@@ -58,13 +58,12 @@ def carry(old: Reducer, new: Reducer) -> Reducer:
                 view.copy_(before[name])
     set_rates(new, rates(old))
     new.steps_done = old.steps_done
-    products = {steps: each for bucket in old.buckets for steps, each in bucket.state.nadam_products.items()}
     noises = {name: bucket.state.noise for bucket in old.buckets for name in bucket.layout.names}
     for bucket in new.buckets:
         noise = noises[bucket.layout.names[0]]
         bucket.state.noise = bucket.state.noise.going_on_from(noise.save())
         bucket.state.noise.of_mean = noise.of_mean
-        bucket.state.adam_steps, bucket.state.nadam_products = adam_steps(old), products
+        bucket.state.adam_steps = adam_steps(old)
     return new
 
 

@@ -19,7 +19,7 @@ from gradcomp.engine.optimizers import adam_moments, own_rates, sgd_momentum
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
-from gradcomp.saved import entry, numbers_of, sequence, table_or_empty, tensor, whole
+from gradcomp.saved import entry, numbers_of, table_or_empty, tensor, whole
 
 # The value of momentum that stands for the optimizer's.
 AUTO = "auto"
@@ -130,8 +130,7 @@ class Feedback(Collector):
 
     def save(self, state: BucketState) -> dict[str, Any]:
         sent_in = None if state.sent_in is None else state.sent_in.clone()
-        products = [list(each) for each in state.nadam_products.items()]
-        adam = {"adam_steps": state.steps_of_adam(), "nadam_products": products, "noise": state.noise.save()}
+        adam = {"adam_steps": state.steps_of_adam(), "noise": state.noise.save()}
         return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
@@ -139,8 +138,6 @@ class Feedback(Collector):
         state.sent_in = None
         if entry(saved, "sent_in") is not None:
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
-        products = [numbers_of({"nadam_products": each}, "nadam_products", 2) for each in sequence(saved, "nadam_products")]
-        state.nadam_products = {int(steps): product for steps, product in products}
         state.adam_steps = whole(saved, "adam_steps")
         state.noise = state.noise.going_on_from(numbers_of(saved, "noise", 4))
         super().load(state, table_or_empty(saved, "inner"))
