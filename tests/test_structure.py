@@ -39,6 +39,7 @@ ROOMS = [
     "compressors",
     "engine",
     "engine/parameters",
+    "engine/context",
     "engine/buckets",
     "engine/optimizers",
     "engine/steps",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.buckets.collector import StepFacts
+from gradcomp.engine.context import StepContext
 from gradcomp.engine.steps.feedback import Feedback
 from gradcomp.native.memory import Memory
 
@@ -144,8 +144,9 @@ def test_the_clipped_gradient_is_the_unscaled_one(by: str) -> None:
     grads, loss_scale = [torch.randn(300), torch.randn(50)], torch.tensor([2.0**12])
     plain, scaled = collector.init(layout, 0), collector.init(layout, 0)
     for _ in range(3):
-        collector.collect(grads, plain, StepFacts(Memory(), 4))
-        collector.collect([grad * loss_scale for grad in grads], scaled, StepFacts(Memory(), 4, None, loss_scale))
+        collector.collect(grads, plain, layout, StepContext(Memory(), 4))
+        context = StepContext(Memory(), 4, loss_scales={layout.device: loss_scale})
+        collector.collect([grad * loss_scale for grad in grads], scaled, layout, context)
         assert torch.equal(plain.residual, scaled.residual)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from gradcomp.engine.buckets.collector import UNKNOWN
+from gradcomp.engine.context import UNKNOWN
 from gradcomp.engine.optimizers.check import OptimizerCheck, check_momentum, rates_of
 from gradcomp.engine.parameters import Parameters
 from gradcomp.spec import make

@@ -9,7 +9,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a residual is dropped: error feedback forgets what it did not send",
         "gradcomp/engine",
-        "own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0",
+        "own_rates.begin(state, context.own_rates(layout) if kept else None) if self.feedback else 0.0",
         "0.0",
         ("test_laws.py",),
     ),
@@ -37,7 +37,7 @@ PACKAGE_FAULTS = (
     Fault(
         "clipping is by all ranks, not by a rank's share",
         "gradcomp/engine",
-        "norm / math.sqrt(step.ranks)",
+        "norm / math.sqrt(context.ranks)",
         "norm",
         ("test_feedback.py", "test_phases.py"),
     ),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +16,8 @@ from gradcomp.core.requests import World
 from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.buckets.health import Health
 from gradcomp.engine.buckets.rank_noise import RankNoise
+from gradcomp.engine.context import Rates, StepContext
 from gradcomp.native import kernels
-from gradcomp.native.memory import Memory
-
-# The learning rate of each layer; None where no optimizer is known.
-Rates = tuple[float, ...] | None
-# In place of a layer's rate: nobody knows it; nothing waits of the layer, and any rate will do.
-UNKNOWN, ANY = -1.0, math.inf
-# By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
-Decays = Mapping[float, tuple[list[int], list[Tensor]]]
 
 
 @dataclass
@@ -77,56 +69,6 @@ class BucketState:
         return max(0, self.adam_steps - int(self.flag))
 
 
-class Momentum(NamedTuple):
-    """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
-
-    sizes: of the layers. seeds: for each layer what the velocity is to continue from, or None; None if there are none at all.
-    """
-
-    value: float
-    nesterov: bool
-    sizes: Sequence[int]
-    seeds: Sequence[Tensor | None] | None
-    decays: Decays
-
-
-class AdamStep(NamedTuple):
-    """The settings of Adam's moments in a step of a bucket.
-
-    share: what a direction is multiplied by. sizes: of the layers. seeds: for each layer both moments that its own are to
-    continue from, or None; None if there are none at all. steps: the steps that the seeds have seen. skipped: the optimizer
-    skipped the last step, since a gradient was not finite. compares: all ranks know Adam, and may compare their noise.
-    """
-
-    beta1: float
-    beta2: float
-    epsilon: float
-    share: float
-    sizes: Sequence[int]
-    seeds: Sequence[tuple[Tensor, ...] | None] | None
-    steps: int
-    skipped: bool
-    compares: bool = True
-
-
-class StepFacts(NamedTuple):
-    """What a bucket's step depends on, beside its gradients and its state.
-
-    memory: the lender of scratch. ranks: the number of ranks in the exchange. rates: the learning rate of each layer.
-    loss_scale: what the loss was multiplied by, as one float on the bucket's device. momentum: the optimizer's, for
-    momentum=auto. own_rates: the rates that what waits is to keep; None where the optimizer would not bear it.
-    frozen: the numbers of the layers that are frozen.
-    """
-
-    memory: Memory
-    ranks: int
-    rates: Rates = None
-    loss_scale: Tensor | None = None
-    momentum: Momentum | AdamStep | None = None
-    own_rates: Rates = None
-    frozen: Sequence[int] = ()
-
-
 class Collector(Wrapper):
     """The outermost compressor of a bucket. It also collects the bucket's gradients, and reads each in place."""
 
@@ -160,7 +102,7 @@ class Collector(Wrapper):
         return False
 
     @abstractmethod
-    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+    def collect(self, grads: Sequence[Tensor], state: BucketState, layout: Layout, context: StepContext) -> Acc:
         """Make the acc of a step from a bucket's gradients and its residual."""
 
 
@@ -181,9 +123,9 @@ class NoFeedback(Collector):
     def unscales(self) -> bool:
         return False  # nothing waits here that a later scale could meet
 
-    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
+    def collect(self, grads: Sequence[Tensor], state: BucketState, layout: Layout, context: StepContext) -> Acc:
         kernels.flatten(grads, state.residual)
-        return Acc(state.residual, step.memory, rates=step.rates)
+        return Acc(state.residual, context.memory, rates=context.rates(layout))
 
     def exchange(self, acc: Acc, state: BucketState, world: World) -> Steps:
         return self.inner.exchange(acc, state.inner, world)

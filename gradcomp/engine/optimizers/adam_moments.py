@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.buckets.collector import AdamStep, BucketState
+from gradcomp.engine.buckets.collector import BucketState
+from gradcomp.engine.context import AdamStep
 from gradcomp.engine.optimizers.delivered_sample import Holds
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
 from gradcomp.native import kernels

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.buckets.collector import UNKNOWN
+from gradcomp.engine.context import UNKNOWN
 from gradcomp.engine.optimizers import optimizer_hooks
 from gradcomp.engine.parameters import NamedParameters, Parameters, check_optimizer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Layout
 from gradcomp.engine.buckets.bucket import Bucket
-from gradcomp.engine.buckets.collector import AdamStep, Momentum
+from gradcomp.engine.context import AdamStep, Momentum
 from gradcomp.engine.optimizers import optimizer_hooks
 from gradcomp.engine.optimizers.adam_moments import AdamMoments
 from gradcomp.engine.optimizers.check import steps_as_known

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradcomp.core.compressor import Steps
 from gradcomp.engine.buckets.bucket import Bucket
-from gradcomp.engine.buckets.collector import ANY, BucketState, Rates
+from gradcomp.engine.buckets.collector import BucketState
+from gradcomp.engine.context import ANY, Rates
 from gradcomp.native.extension import LARGEST
 
 # Factors of layers that differ by less are one: schedulers multiply rates of the groups one by one, and each is rounded.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.buckets.collector import BucketState, Decays, Momentum
+from gradcomp.engine.buckets.collector import BucketState
+from gradcomp.engine.context import Decays, Momentum
 from gradcomp.engine.optimizers.delivered_sample import Holds
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
 from gradcomp.native.extension import LARGEST

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.buckets import frozen_layers
-from gradcomp.engine.buckets.collector import ANY
+from gradcomp.engine.context import ANY
 from gradcomp.engine.steps.reducer import Reducer
 
 # The moments that are kept in the optimizer's place, once it has them; and all arrays.

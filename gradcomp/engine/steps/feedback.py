@@ -13,8 +13,9 @@ from gradcomp.core.by_host import ByHost
 from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.core.requests import World
 from gradcomp.engine.buckets import clipping, frozen_layers
-from gradcomp.engine.buckets.collector import AdamStep, BucketState, Collector, Momentum, StepFacts
+from gradcomp.engine.buckets.collector import BucketState, Collector
 from gradcomp.engine.buckets.health import INTERVAL, Health, measured
+from gradcomp.engine.context import AdamStep, Momentum, StepContext
 from gradcomp.engine.optimizers import adam_moments, own_rates, sgd_momentum
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
@@ -149,34 +150,35 @@ class Feedback(Collector):
         state.steps = saved["steps"]
         super().load_shared(state, saved["inner"])
 
-    def collect(self, grads: Sequence[Tensor], state: BucketState, step: StepFacts) -> Acc:
-        frozen_layers.put_back(state, step.frozen if step.momentum is None or not step.momentum.seeds else ())
-        if state.second is not None and not isinstance(step.momentum, AdamStep):
+    def collect(self, grads: Sequence[Tensor], state: BucketState, layout: Layout, context: StepContext) -> Acc:
+        taken, frozen, loss_scale = context.momentum(layout), context.frozen(layout), context.loss_scale(layout.device)
+        frozen_layers.put_back(state, frozen if taken is None or not taken.seeds else ())
+        if state.second is not None and not isinstance(taken, AdamStep):
             adam_moments.forget(state)
         # An update that is larger than its gradients may be too large for float16.
-        kept = self.own_rate and step.own_rates is not None and all(grad.dtype != torch.float16 for grad in grads)
-        of_residual = own_rates.begin(state, step.own_rates if kept else None) if self.feedback else 0.0
+        kept = self.own_rate and context.follows_rates and all(grad.dtype != torch.float16 for grad in grads)
+        of_residual = own_rates.begin(state, context.own_rates(layout) if kept else None) if self.feedback else 0.0
         frozen_layers.follow_rates(state, of_residual or 1.0)
         momentum, nesterov, adaptive, compares = self.set_momentum, self.nesterov, None, False
-        match step.momentum:
+        match taken:
             case Momentum(value, ahead):
                 momentum, nesterov = value, ahead
-                of_residual = sgd_momentum.begin(step.momentum, state, of_residual)
+                of_residual = sgd_momentum.begin(taken, state, of_residual)
                 mask = self._mask(state, state.velocity)
             case AdamStep(beta1):
                 momentum, nesterov = beta1, False
-                compares = step.momentum.compares and state.noise.begin(state.steps, step.ranks)
+                compares = taken.compares and state.noise.begin(state.steps, context.ranks)
                 mask = self._mask(state, None)
-                adaptive = adam_moments.begin(step.momentum, state)
+                adaptive = adam_moments.begin(taken, state)
             case None:
                 mask = self._mask(state, state.velocity if momentum else None)
         if state.held is not None:
             mask = self._mask(state, None)  # what waits stays, and no momentum with it
         state.of_residual = of_residual
-        frozen_layers.set_aside(state, step.frozen, grads, of_residual or 1.0)
+        frozen_layers.set_aside(state, frozen, grads, of_residual or 1.0)
         scales = None
         if state.squares is not None:
-            scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", step)
+            scales = clipping.scales(grads, state.squares, self.clip, self.clip_by == "model", context)
         if compares and state.velocity is not None and state.second is not None:
             state.noise.before(state.velocity, state.second)
         kernels.accumulate(
@@ -187,7 +189,7 @@ class Feedback(Collector):
             momentum,
             nesterov,
             scales=scales,
-            loss_scale=step.loss_scale,
+            loss_scale=loss_scale,
             moments=state.moments,
             raw=self.inner_traits.moments == "raw",
             peaks=state.peaks,
@@ -195,7 +197,7 @@ class Feedback(Collector):
             mask=mask if momentum or adaptive else None,
             whole=not self._shares_residuals,
             of_residual=of_residual,
-            memory=step.memory,
+            memory=context.memory,
         )
         if compares and state.velocity is not None:
             state.noise.after(state.velocity, momentum, state.flag)
@@ -203,11 +205,11 @@ class Feedback(Collector):
             squares = None
             if not (momentum or adaptive):
                 squares = torch.zeros(len(grads), dtype=torch.float64, device=state.residual.device)
-                kernels.sum_squares(grads, squares, step.memory)
-                for factor in (scales, None if step.loss_scale is None else 1 / step.loss_scale):
+                kernels.sum_squares(grads, squares, context.memory)
+                for factor in (scales, None if loss_scale is None else 1 / loss_scale):
                     squares *= 1 if factor is None else factor.double().square()
             state.health.before(squares, state.flag, state.residual, state.sent_in, state.steps + 1)
-        return Acc(state.residual, step.memory, mask, state.flag, state.moments, step.rates, state.peaks)
+        return Acc(state.residual, context.memory, mask, state.flag, state.moments, context.rates(layout), state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
         """Return what notes the entries that are sent in this step; None if none wait, or masking=false."""

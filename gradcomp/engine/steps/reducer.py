@@ -17,9 +17,9 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor, Layer
 from gradcomp.core.requests import Reply, bytes_of
 from gradcomp.engine.buckets.bucket import GRADIENT_TYPES, Bucket, check_type
-from gradcomp.engine.buckets.collector import Rates, StepFacts
 from gradcomp.engine.buckets.delivery import Delivery
 from gradcomp.engine.buckets.loss_scale import LossScale
+from gradcomp.engine.context import Rates, StepContext
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.steps.options import check_seed
 from gradcomp.engine.steps.plan import plan
@@ -87,6 +87,7 @@ class Reducer:
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self.clock, self.observer = StepClock(), observer
+        self._context: StepContext | None = None  # of the step under way
 
     @property
     def keeps_residual(self) -> bool:
@@ -162,6 +163,7 @@ class Reducer:
             self._momentum.note_delivered(self.buckets, self.delivery.loss_scale(self.buckets[0]), failed)
         for bucket in self.buckets:
             bucket.forget_grads()
+        self._context = None
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
@@ -185,6 +187,7 @@ class Reducer:
                 bucket.running.close()
             bucket.running = bucket.answer = None
             bucket.forget_grads()
+        self._context = None
         self._step += 1  # its verdicts are not the next step's
         self.clock = StepClock()
         if self.observer is not None:
@@ -193,19 +196,30 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         began, layout, collector, world = time.perf_counter(), bucket.layout, bucket.collector, self.network.world
         bucket.complete()
-        rates = None if self.rates is None else self.rates(layout.names)
-        momentum = None if self._momentum is None else self._momentum.of(layout)
-        own_rates = rates if momentum is not None or self._linear() else None
-        known = self.delivery.loss_scale(bucket), momentum, own_rates, self._frozen(layout.names)
-        facts = StepFacts(self.memory, world.size, rates, *known)
+        if self._context is None:
+            self._context = self._make_context()
         if self.observer is not None:
             self.observer.before(bucket)
-        acc = collector.collect(bucket.ordered_grads, bucket.state, facts)
+        acc = collector.collect(bucket.ordered_grads, bucket.state, layout, self._context)
         if self.observer is not None:
             self.observer.collected(bucket)
         bucket.round, bucket.running = 0, collector.exchange(acc, bucket.state, world)
         self._resume(bucket, None)
         self.clock.note_encoded(began)
+
+    def _make_context(self) -> StepContext:
+        names, momenta = tuple(self.layers), {}
+        if self._momentum is not None:
+            taken = {bucket.layout: self._momentum.of(bucket.layout) for bucket in self.buckets}
+            momenta = {layout: momentum for layout, momentum in taken.items() if momentum is not None}
+        found = None if self.rates is None else self.rates(names)
+        rates = None if found is None else dict(zip(names, found, strict=True))
+        follows = rates is not None and (bool(momenta) or self._linear())
+        frozen = frozenset(names[i] for i in self._frozen(names))
+        scales = {
+            bucket.layout.device: self.delivery.loss_scale(bucket) for bucket in self.buckets if bucket.collector.unscales
+        }
+        return StepContext(self.memory, self.network.world.size, rates, follows, frozen, momenta, scales)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None

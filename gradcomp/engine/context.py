@@ -1,0 +1,94 @@
+"""The context of a step: the facts that all buckets of a step share, made once a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Layout
+from gradcomp.native.memory import Memory
+
+# The learning rate of each layer; None where no optimizer is known.
+Rates = tuple[float, ...] | None
+# In place of a layer's rate. UNKNOWN: no rate is known. ANY: the residual is empty, and any rate will do.
+UNKNOWN, ANY = -1.0, math.inf
+# By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
+Decays = Mapping[float, tuple[list[int], list[Tensor]]]
+
+
+class Momentum(NamedTuple):
+    """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
+
+    sizes: of the layers. seeds: for each layer the velocity to continue from, or None; None if there are none at all.
+    """
+
+    value: float
+    nesterov: bool
+    sizes: Sequence[int]
+    seeds: Sequence[Tensor | None] | None
+    decays: Decays
+
+
+class AdamStep(NamedTuple):
+    """The settings of Adam's moments in a step of a bucket.
+
+    share: the factor of a direction. sizes: of the layers. seeds: for each layer both moments to continue from, or None; None
+    if there are none at all. steps: the steps that the seeds have seen. skipped: the optimizer skipped the last step, since a
+    gradient was not finite. compares: all ranks know Adam, and may compare their noise.
+    """
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    share: float
+    sizes: Sequence[int]
+    seeds: Sequence[tuple[Tensor, ...] | None] | None
+    steps: int
+    skipped: bool
+    compares: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext:
+    """The facts of a step that do not depend on its gradients. All buckets of the step read the same ones.
+
+    memory: the lender of scratch. ranks: the number of ranks in the exchange. layer_rates: the learning rates by layer; None
+    where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that it was
+    found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by layout, the
+    optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale of the loss as one float there.
+    """
+
+    memory: Memory
+    ranks: int
+    layer_rates: Mapping[str, float] | None = None
+    follows_rates: bool = False
+    frozen_layers: frozenset[str] = frozenset()
+    momenta: Mapping[Layout, Momentum | AdamStep] = field(default_factory=dict)
+    loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
+
+    def rates(self, layout: Layout) -> Rates:
+        """Return the learning rate of each layer of a bucket."""
+        known = self.layer_rates
+        return None if known is None else tuple([known[name] for name in layout.names])
+
+    def own_rates(self, layout: Layout) -> Rates:
+        """Return the rates that the residual is to keep; None where the optimizer does not allow it."""
+        return self.rates(layout) if self.follows_rates else None
+
+    def momentum(self, layout: Layout) -> Momentum | AdamStep | None:
+        """Return the optimizer's momentum for a bucket that applies it."""
+        return self.momenta.get(layout) if self.momenta else None
+
+    def frozen(self, layout: Layout) -> Sequence[int]:
+        """Return the numbers of a bucket's frozen layers."""
+        frozen = self.frozen_layers
+        return [i for i, name in enumerate(layout.names) if name in frozen] if frozen else ()
+
+    def loss_scale(self, device: torch.device) -> Tensor | None:
+        """Return the factor of the loss, as one float on a device; None where the loss is not scaled."""
+        return self.loss_scales.get(device)
