@@ -5,6 +5,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +64,7 @@ def attach(
     handle = Handle(session, beginning, (torch.float32, torch.bfloat16) if casts else (torch.float32,))
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
-        model.register_comm_hook(_BackwardPass(session, model, network), _hook)
+        model.register_comm_hook(_BackwardPass(session, model), _hook)
     except RuntimeError as error:
         if "once" not in str(error):
             raise
@@ -81,8 +82,8 @@ class _BackwardPass:
     in_bucket: gradients lie in the buckets. used: the names of layers that have had a gradient in some pass.
     """
 
-    def __init__(self, session: Session, model: DistributedDataParallel, network: TorchNetwork):
-        self.session, self.network = session, network
+    def __init__(self, session: Session, model: DistributedDataParallel):
+        self.session, self.group = session, model.process_group
         self.some_unused, self.in_bucket = model.find_unused_parameters, model.gradient_as_bucket_view
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.grads: list[tuple[Slot, Tensor]] = []
@@ -109,7 +110,7 @@ class _BackwardPass:
         """Exchange a bucket as DDP's own hooks do. The last one ends the step for the session."""
         # DDP multiplies while it copies gradients into its bucket. Where they lie in there, it divides, as its bf16 hook does.
         form = form if form.itemsize < buffer.dtype.itemsize else buffer.dtype
-        mean = self.network.stock_mean(buffer, form, divides=self.in_bucket or form != buffer.dtype)
+        mean = _stock_mean(self.group, buffer, form, divides=self.in_bucket or form != buffer.dtype)
         if last:
             self.session.finish_step()
         return mean
@@ -125,6 +126,20 @@ class _BackwardPass:
                 continue
             slot.open().view(-1).copy_(grad)
             slot.close()
+
+
+def _stock_mean(group: dist.ProcessGroup, tensor: Tensor, form: torch.dtype, divides: bool) -> torch.futures.Future[Tensor]:
+    """Start what DistributedDataParallel does: the mean over the ranks, added up in this type, in its place.
+
+    divides: False multiplies by the rounded inverse of the number of ranks.
+    """
+    sent, size = tensor.to(form), dist.get_world_size(group)
+    work = dist.all_reduce(sent.div_(size) if divides else sent.mul_(1 / size), group=group, async_op=True)
+    assert work is not None
+    mean: torch.futures.Future[Tensor] = work.get_future().then(
+        lambda done: tensor if sent is tensor else tensor.copy_(done.value()[0])
+    )
+    return mean
 
 
 def _after_ddp(function: Any) -> None:

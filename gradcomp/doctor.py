@@ -86,8 +86,10 @@ def _horovod() -> Iterator[Finding]:
         return
     controllers, operations = network.built_with()
     text = f"{network.version()}, starts ranks by {' and '.join(controllers) or 'nothing'}, reduces by {', '.join(operations)}"
+    from gradcomp.horovod.optimizer import carrier_free
+
     advice = ""
-    if not network.carrier_free():
+    if not carrier_free():
         advice = "its optimizer is untested (tested: Horovod 0.28.1); gradients take the slower carrier route"
     elif torch.cuda.is_available() and "NCCL" not in operations:
         advice = "it was built without NCCL: CUDA tensors travel through main memory; build it with HOROVOD_GPU_OPERATIONS=NCCL"

@@ -78,6 +78,6 @@ def _seconds(network: Network, device: torch.device, name: str, request: Request
     wait = device_wait(device)
     wait()  # forward and a part of backward may be under way there
     began = time.perf_counter()
-    network.start(request, f"auto.{name}")()
+    network.start(request, f"auto's choice, {name}")()
     wait()
     return time.perf_counter() - began

@@ -72,7 +72,7 @@ class Switch:
     def _gather(self, own: Sequence[float]) -> list[list[float]]:
         network = self._session.network
         payload = payloads.wrap(torch.tensor(own, dtype=torch.float64).to(network.device))
-        replies = network.start(Gather(payload), f"auto.figures {len(own)}")()
+        replies = network.start(Gather(payload), f"auto's choice, figures {len(own)}")()
         assert isinstance(replies, list)
         return [reply["bytes"].tolist() for reply in replies]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -74,10 +75,18 @@ class Payload:
         return self.arrays[name]
 
 
+class Purpose(Enum):
+    """The part of a training that makes a request: the meeting of the ranks, or the steps after it."""
+
+    STEP = "step"
+    MEETING = "meeting"
+
+
 class Gather(NamedTuple):
     """The request to give every rank's payload to every rank. The reply is a list of payloads in rank order."""
 
     payload: Payload
+    purpose: Purpose = Purpose.STEP
 
 
 class Reduce(NamedTuple):
@@ -85,6 +94,7 @@ class Reduce(NamedTuple):
 
     tensor: Tensor
     scale: float = 1.0
+    purpose: Purpose = Purpose.STEP
 
 
 class Send(NamedTuple):
@@ -97,6 +107,7 @@ class Send(NamedTuple):
     senders: Collection[int]
     form: Form
     device: torch.device
+    purpose: Purpose = Purpose.STEP
 
 
 Request = Gather | Reduce | Send

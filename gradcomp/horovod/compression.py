@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import horovod.torch as hvd
@@ -16,9 +19,8 @@ from gradcomp.engine.sessions.commits import Commits
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
 from gradcomp.handle import Handle
-from gradcomp.networks import carrier
-from gradcomp.networks.elastic import keep_with_optimizers
-from gradcomp.networks.horovod import SUMMED, HorovodNetwork, calling_optimizer, exchange_failure
+from gradcomp.horovod.elastic import keep_with_optimizers
+from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
 SPARSE = (
@@ -35,6 +37,30 @@ _UNUSED = (
 )
 
 _CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
+
+
+# Callers of compress() among which Horovod's optimizer is looked for.
+_MOST_CALLERS = 4
+
+
+def carrier_value(rank: int) -> Tensor:
+    """Make a rank's carrier: the rank plus 2. (If all gave 1, Average, Min, Max and Product would all give 1 back.)"""
+    return torch.full((1,), rank + 2.0)
+
+
+def scale_of_carrier(result: float, size: int) -> float:
+    """Return the op's result over the mean: 1 for op=Average, the number of ranks for op=Sum. Refuse other ops."""
+    for scale in (1.0, float(size)):
+        if math.isclose(result, scale * (size + 3) / 2, rel_tol=1e-4):
+            return scale
+    others = {"Min": 2.0, "Max": size + 1.0, "Product": math.prod(range(2, min(size, 30) + 2))}
+    op = next((op for op, expected in others.items() if math.isclose(result, expected, rel_tol=1e-4)), "")
+    if not op:
+        raise ValueError(
+            f"the optimizer reduced a carrier to {result}, which fits neither op=Average nor op=Sum over {size} ranks; use one "
+            "of these, and give hvd.DistributedOptimizer and Compression the same process set"
+        )
+    raise ValueError(f"the optimizer reduces gradients with op={op}, which cannot be compressed; use op=Average or op=Sum")
 
 
 class Compression(Handle):
@@ -84,7 +110,7 @@ class Compression(Handle):
         if tensor is None:  # Horovod has the class, and `self` is the gradient
             raise TypeError(_CLASS)
         if not self._knows_optimizer:
-            self._note_optimizer(calling_optimizer())
+            self._note_optimizer(_calling_optimizer())
         slot = self._session.parameters.of_gradient(tensor)
         if slot is None:
             raise self._session.failed(ValueError(self._why_unknown(tensor)))
@@ -92,14 +118,14 @@ class Compression(Handle):
         if self._session.stock is not None:
             return tensor, None
         self._session.mark_ready(slot)
-        return carrier.carrier(self._network.world.rank), slot
+        return carrier_value(self._network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
         if ctx is not None:
             again: Any = tensor  # None where Horovod is asked again after a step that failed, which finish_step() refuses
             try:
-                scale = 1.0 if again is None else carrier.scale(tensor.item(), self._network.world.size)
+                scale = 1.0 if again is None else scale_of_carrier(tensor.item(), self._network.world.size)
             except ValueError as error:
                 if self._session.reducer.steps_done == 0:
                     raise self._session.failed(error) from None
@@ -127,6 +153,18 @@ class Compression(Handle):
         if self._session.parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
         return SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
+
+
+def _calling_optimizer() -> torch.optim.Optimizer | None:
+    """Find Horovod's optimizer among the callers of compress(): it is another object than the one that it was made of."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_CALLERS):
+        if frame is None:
+            return None
+        if isinstance(caller := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _commits_of(optimizer: Any) -> Commits | None:

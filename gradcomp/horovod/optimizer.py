@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import optimizer as horovod_optimizer
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Slot, named_of
 from gradcomp.engine.sessions.session import Session
 from gradcomp.horovod.compression import SPARSE, Compression
-from gradcomp.networks.horovod import carrier_free, version
+from gradcomp.networks.horovod import version
 
 if TYPE_CHECKING:
 
@@ -81,6 +83,12 @@ def DistributedOptimizer(
     stock.compression = door
     stock.stats = door.stats
     return cast("CompressedOptimizer", stock)
+
+
+def carrier_free() -> bool:
+    """Say whether this version of Horovod has the method that DistributedOptimizer replaces."""
+    reduction = getattr(horovod_optimizer._DistributedOptimizer, "_allreduce_grad_async", None)
+    return reduction is not None and list(inspect.signature(reduction).parameters) == ["self", "p"]
 
 
 def _carrier_free_reduction(

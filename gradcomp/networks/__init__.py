@@ -26,6 +26,8 @@ class Connection(Network, Protocol):
 
     # Each rank's host as a number; None until the ranks have met.
     hosts: tuple[int, ...] | None
+    # The name of the latest meeting, the same on all ranks, in which a network may name its operations.
+    meeting: str
     # The device of the tensors that the ranks exchange when they meet.
     device: torch.device
 
@@ -43,9 +45,3 @@ class Connection(Network, Protocol):
 
     def prepare(self) -> None:
         """Prepare for the meeting of the ranks."""
-
-    def note_meeting(self, meeting: str) -> None:
-        """Note that the ranks have met, and the meeting's own name, the same on all ranks. Failures before are forgotten."""
-
-    def tell_failure(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one that its step failed. Do nothing if they notice by themselves."""

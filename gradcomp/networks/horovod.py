@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import horovod
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import mpi_ops, optimizer
+from horovod.torch import mpi_ops
 
-from gradcomp.core.requests import Gather, Reduce, Reply, Request, Send, World
+from gradcomp.core.requests import Gather, Purpose, Reduce, Reply, Request, Send, World
 from gradcomp.messages import payload
 from gradcomp.networks import Answer
-from gradcomp.networks.launcher import LauncherNotes
-from gradcomp.networks.mail import check_senders, pack, unpack
-from gradcomp.networks.waits import EndlessWait, Wait, failure_note, failure_sentence
+from gradcomp.networks.alltoall import check_senders, pack, unpack
+from gradcomp.networks.waits import MEETING, Wait, failure_sentence
 
 # Seconds between two looks at an operation under way: of tensors in main memory, and of a GPU's, which idles in the meantime.
 SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_OF_GPU = 20e-6, 1e-3, 100e-6
 # The types of gradients that Horovod adds up.
 SUMMED = {torch.float16, torch.float32, torch.float64}
-# Callers of compress() among which Horovod's optimizer is looked for.
-MOST_CALLERS = 4
 
 
 class HorovodNetwork:
@@ -44,7 +37,6 @@ class HorovodNetwork:
         self.meeting = ""
         self._prepared_for: object = None
         self._place_in: tuple[object, int, int] | None = None  # a generation, and the rank and size in it
-        self._told_failure = False
 
     @property
     def world(self) -> World:
@@ -75,68 +67,47 @@ class HorovodNetwork:
             self._prepared_for = self.generation
             self.prefix = f"gradcomp.{_next_number(self.generation, self.process_set.process_set_id)}"
 
-    def note_meeting(self, meeting: str) -> None:
-        self.meeting = meeting
-        self._take_failure_back()
-
-    def _take_failure_back(self) -> None:
-        if self._told_failure:
-            self._told_failure = False
-            with suppress(Exception):
-                self._notes().write("")
-
     def start(self, request: Request, name: str) -> Answer:
         """Start an operation. The returned function waits for its reply."""
-        # A bucket's requests have new names after each meeting, so that one that a failure left behind meets no other.
-        prefix = f"{self.prefix}.{self.meeting}" if "." in name else self.prefix
-        if "." in name:  # this rank goes on after a load that was refused
-            self._take_failure_back()
+        # Requests between meetings have new names after each, so that one that a failure left behind meets no other.
+        meets = request.purpose is Purpose.MEETING
+        prefix, place = (self.prefix, MEETING) if meets else (f"{self.prefix}.{self.meeting}", name)
         options = {"name": f"{prefix}.{name}", "process_set": self.process_set}
         match request:
             case Gather(sent):
                 handle = _try(hvd.allgather_async, sent.bytes, **options)
                 return lambda: [
                     payload.read(sent.form, part)
-                    for part in self._result(handle, name, sent.bytes.is_cuda).chunk(self.world.size)
+                    for part in self._result(handle, place, sent.bytes.is_cuda).chunk(self.world.size)
                 ]
             case Reduce(tensor, scale):
                 handle = _try(hvd.allreduce_async_, tensor, op=hvd.Sum, postscale_factor=scale, **options)
-                return lambda: self._result(handle, name, tensor.is_cuda)
+                return lambda: self._result(handle, place, tensor.is_cuda)
             case Send():
-                return self._send(request, name, options)
+                return self._send(request, place, options)
 
-    def tell_failure(self, error: BaseException) -> None:
-        if not isinstance(error, HorovodInternalError) or isinstance(error.__cause__, EndlessWait):  # all ranks get others
-            self._told_failure = True
-            with suppress(Exception):
-                self._notes().write(failure_note(error, self.meeting))
-
-    def _notes(self) -> LauncherNotes:
-        world = self.world
-        return LauncherNotes(f"gradcomp.{self.process_set.process_set_id}", world.rank, world.size)
-
-    def _send(self, request: Send, name: str, options: dict[str, Any]) -> Answer:
+    def _send(self, request: Send, place: str, options: dict[str, Any]) -> Answer:
         outgoing, bytes_out, bytes_in = pack(request, self.world)
         handle = _try(hvd.alltoall_async, outgoing, splits=torch.tensor(bytes_out, dtype=torch.int32), **options)
 
         def answer() -> Reply:
-            incoming, counts = self._result(handle, name, outgoing.is_cuda)
+            incoming, counts = self._result(handle, place, outgoing.is_cuda)
             if counts.tolist() != bytes_in:
                 me = self.world.rank
                 senders = [rank for rank, n in enumerate(counts.tolist()) if n and (rank != me or me in request.payloads)]
-                check_senders(request, senders, name)
+                check_senders(request, senders, place)
             return unpack(request, incoming, bytes_in)
 
         return answer
 
-    def _result(self, handle: Any, name: str, on_gpu: bool) -> Any:
+    def _result(self, handle: Any, place: str, on_gpu: bool) -> Any:
         """Wait for an operation by polling and sleeping: hvd.synchronize spins on a core that a rank's backward may need."""
         pause, longest = SHORTEST_PAUSE, LONGEST_PAUSE_OF_GPU if on_gpu else LONGEST_PAUSE
-        with Wait(self._notes(), self.world, name, self.meeting, leaves_note=not self._told_failure) as wait:
-            while not _try(hvd.poll, handle):
-                time.sleep(pause)
-                pause = min(2 * pause, longest)
-                _try(wait.look)
+        wait = Wait(self.world.rank, place)
+        while not _try(hvd.poll, handle):
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            wait.look()
         result = _try(hvd.synchronize, handle)
         for tensor in result if isinstance(result, tuple) else (result,):
             if tensor.is_cuda:
@@ -159,12 +130,6 @@ def built_with() -> tuple[list[str], list[str]]:
     )
 
 
-def carrier_free() -> bool:
-    """Say whether this version of Horovod has the method that gradcomp.horovod.DistributedOptimizer replaces."""
-    reduction = getattr(optimizer._DistributedOptimizer, "_allreduce_grad_async", None)
-    return reduction is not None and list(inspect.signature(reduction).parameters) == ["self", "p"]
-
-
 def _wait_on_stream(output: torch.Tensor) -> None:
     """Make the current stream wait for an output, and keep the output's memory until this stream has read it.
 
@@ -179,7 +144,7 @@ def _wait_on_stream(output: torch.Tensor) -> None:
 def _try(operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
     try:
         return operation(*args, **options)
-    except (HorovodInternalError, ValueError, EndlessWait) as error:
+    except (HorovodInternalError, ValueError) as error:
         raise exchange_failure(error) from error
 
 
@@ -204,15 +169,3 @@ def _next_number(generation: object, process_set: int) -> int:
     number = _numbers[1].get(process_set, 0)
     _numbers[1][process_set] = number + 1
     return number
-
-
-def calling_optimizer() -> torch.optim.Optimizer | None:
-    """Find Horovod's optimizer among the callers of compress(): it is another object than the one that it was made of."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(MOST_CALLERS):
-        if frame is None:
-            return None
-        if isinstance(caller := frame.f_locals.get("self"), torch.optim.Optimizer):
-            return caller
-        frame = frame.f_back
-    return None

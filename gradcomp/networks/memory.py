@@ -6,7 +6,7 @@ from functools import partial
 
 from gradcomp.core.requests import Gather, Payload, Reduce, Reply, Request, Send, World
 from gradcomp.networks import Answer
-from gradcomp.networks.mail import check_senders
+from gradcomp.networks.alltoall import check_senders
 
 
 class Round:
@@ -19,7 +19,7 @@ class Round:
 
     def post(self, rank: int, request: Request) -> None:
         if self.requests[rank] is not None:
-            raise RuntimeError(f"bucket and request {self.name}: rank {rank} posted two requests; a rank posts one")
+            raise RuntimeError(f"{self.name}: rank {rank} posted two requests; a rank posts one")
         self.requests[rank] = request
         self.missing -= 1
 
@@ -35,16 +35,13 @@ class Round:
         if any(type(request) is not type(first) for request in requests):
             kinds = ", ".join(type(request).__name__ for request in requests)
             raise RuntimeError(
-                f"bucket and request {self.name}: the ranks posted different requests ({kinds}); all ranks must yield the same "
-                "sequence"
+                f"{self.name}: the ranks posted different requests ({kinds}); all ranks must yield the same sequence"
             )
         match first:
             case Gather():
                 payloads: list[Payload] = [r.payload for r in requests if isinstance(r, Gather)]
                 if len({payload.form for payload in payloads}) > 1:
-                    raise RuntimeError(
-                        f"bucket and request {self.name}: the ranks' payloads have different forms; all ranks must use the same"
-                    )
+                    raise RuntimeError(f"{self.name}: the ranks' payloads have different forms; all ranks must use the same")
                 return [payloads] * world
             case Reduce(tensor, scale):
                 for request in requests[1:]:
@@ -59,7 +56,7 @@ class Round:
                     check_senders(request, received, self.name)
                     replies.append(received)
                 return replies
-        raise TypeError(f"bucket and request {self.name}: {first!r} is no request; yield a Gather, a Reduce or a Send")
+        raise TypeError(f"{self.name}: {first!r} is no request; yield a Gather, a Reduce or a Send")
 
 
 class Board:

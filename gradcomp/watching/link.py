@@ -35,5 +35,5 @@ def measure(network: Network) -> Link:
 def _reduce(network: Network, entries: int) -> float:
     tensor = torch.zeros(entries)
     began = time.perf_counter()
-    network.start(Reduce(tensor), "watch.link")()
+    network.start(Reduce(tensor), "telemetry's link")()
     return time.perf_counter() - began

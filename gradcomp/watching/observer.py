@@ -109,11 +109,13 @@ class Observer:
         comparison, self._comparison = self._comparison, None
         if comparison is not None and comparison.step == step:
             added = comparison.joined_added()
-            answer = network.start(Reduce(added, 1 / network.world.size), "watch.compare")
+            answer = network.start(Reduce(added, 1 / network.world.size), "telemetry's comparison")
             self._asked.append(lambda: self._compare(comparison, answer))
         if self._weights is not None and self.intervals.check and step % self.intervals.check == 0:
             weights = self._weights()
-            found = network.start(Gather(payloads.wrap(replicas.digests(weights, self._steps_follow()))), "watch.check")
+            found = network.start(
+                Gather(payloads.wrap(replicas.digests(weights, self._steps_follow()))), "telemetry's check of the replicas"
+            )
             self._asked.append(lambda: self._check([*weights], found, step))
         if self._can_measure(reducer) and self.intervals.compare and step % self.intervals.compare == 0:
             self._asked.append(lambda: self._measure_link(reducer))

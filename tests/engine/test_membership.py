@@ -168,11 +168,9 @@ def test_by_host_restores_its_state_on_all_ranks_or_on_none(now: list[str]) -> N
         steps(ranks, 1)
 
 
-def test_a_state_that_is_refused_on_one_rank_is_told_to_the_others() -> None:
-    """They may load theirs, and wait in the meeting for this rank."""
+def test_a_state_that_is_refused_on_one_rank_changes_nothing() -> None:
     ranks = start(2, SPEC)
     steps(ranks, 2)
     with pytest.raises(ValueError, match="the state is of rank 1 of 2, but this is rank 0 of 2"):
         ranks[0].session.load_state_dict(ranks[1].session.state_dict())
-    assert [str(error)[:29] for error in ranks[0].network.failures] == ["the state is of rank 1 of 2, "]
     steps(ranks, 2)

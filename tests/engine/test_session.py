@@ -20,14 +20,8 @@ class Alone(MemoryNetwork):
         self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
         self.meeting, self.ready = "", True
 
-    def note_meeting(self, meeting: str) -> None:
-        return
-
     def prepare(self) -> None:
         """Nothing is to be prepared."""
-
-    def tell_failure(self, error: BaseException) -> None:
-        """Nobody else is there."""
 
 
 def test_a_change_in_the_middle_of_a_step_is_refused() -> None:

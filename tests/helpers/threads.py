@@ -39,7 +39,6 @@ class ThreadNetwork:
 
     def __init__(self, generation: Generation, rank: int, host: str):
         self.device, self.host, self.meeting, self.ready = torch.device("cpu"), host, "", True
-        self.failures: list[BaseException] = []
         self.move(generation, rank)
 
     def move(self, generation: Generation, rank: int) -> None:
@@ -54,12 +53,6 @@ class ThreadNetwork:
 
     def prepare(self) -> None:
         return
-
-    def note_meeting(self, meeting: str) -> None:
-        self.meeting = meeting
-
-    def tell_failure(self, error: BaseException) -> None:
-        self.failures.append(error)
 
     def start(self, request: Request, name: str) -> Answer:
         if isinstance(request, Reduce):  # the tensor may be used again while another rank still reads it

@@ -61,8 +61,6 @@ COMPUTES_AND_RETURNS = (
     "engine/optimizers/optimizer_hooks.py",
     "engine/sessions/training.py",
     "engine/sessions/unused.py",
-    "networks/carrier.py",
-    "networks/launcher.py",
     "networks/waits.py",
 )
 

@@ -37,7 +37,7 @@ class OptimizerCheck:
     """Checks the optimizers of a session's parameters, and reads learning rates from the one that the user gave.
 
     given: the source of learning rates, or None. check: called once with each optimizer, before its first step after an
-    exchange. before_step: each is called before every such step. fail: tells the other ranks that this one does not go on.
+    exchange. before_step: each is called before every such step.
     An optimizer that trains as much as the given one replaces it: hvd.DistributedOptimizer makes another object.
     The one that acts is the last that stepped and trains all of the session's parameters, or else the given one.
     exchanged: gradients have been exchanged. replaced: another session has exchanged gradients of the same parameters
@@ -52,13 +52,12 @@ class OptimizerCheck:
         given: torch.optim.Optimizer | None,
         check: Callable[[torch.optim.Optimizer], None],
         before_step: Sequence[Callable[[], None]] = (),
-        fail: Callable[[BaseException], object] = lambda error: None,
     ):
         self.optimizer = given
         self.exchanged = self.replaced = False
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
         self._rates: tuple[weakref.ref[torch.optim.Optimizer], Callable[[Sequence[str]], tuple[float, ...]]] | None = None
-        self._parameters, self._check, self._before_step, self._fail = parameters, check, before_step, fail
+        self._parameters, self._check, self._before_step = parameters, check, before_step
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self.is_told = given is not None  # on all ranks alike, other than one that is found at its first step
         if given is not None:
@@ -172,14 +171,12 @@ class OptimizerCheck:
                 name = next(
                     (repr(name) for name, frozen in self._parameters.without_gradient if frozen is parameter), "a parameter"
                 )
-                error = RuntimeError(
+                raise RuntimeError(
                     f"{name} of shape {tuple(parameter.shape)} was unfrozen or added after the ranks' exchange was set up: its "
                     "gradient stays on this rank, and the replicas drift apart. It must be in the model and in the optimizer, "
                     "and unfrozen, when hvd.DistributedOptimizer, or DistributedDataParallel and attach(), are called. Freeze "
                     "it right after these calls, by requires_grad_(False), until it is to train"
                 )
-                self._fail(error)
-                raise error
 
     def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the session's parameters that an optimizer has."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.core.requests import Field, Gather, Request, Send
+from gradcomp.core.requests import Field, Gather, Purpose, Request, Send
 from gradcomp.engine.sessions import agreement
 from gradcomp.engine.sessions.agreement import Facts
 from gradcomp.engine.steps.reducer import Reducer
@@ -69,7 +69,7 @@ class Meeting:
         if len({*digests}) > 1:
             adopt(reducer, structure.read(self._send(own, sizes[self.leader], "state")))
         self._network.hosts = hosts
-        self._network.note_meeting(f"{self.facts[0].name:x}")
+        self._network.meeting = f"{self.facts[0].name:x}"
 
     def _check_shares(self) -> None:
         """Refuse a loaded state of which a rank's share is missing. Name the ranks that left and took theirs along."""
@@ -104,11 +104,11 @@ class Meeting:
         if leads:
             payload["bytes"].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         outgoing = dict.fromkeys(self._network.world.others, payload) if leads else {}
-        received: Any = self._start(Send(outgoing, () if leads else (self.leader,), form, device), name)
+        received: Any = self._start(Send(outgoing, () if leads else (self.leader,), form, device, Purpose.MEETING), name)
         return own if leads else received[self.leader]["bytes"].cpu().numpy().tobytes()
 
     def _gather(self, tensor: Tensor, name: str) -> list[Tensor]:
-        replies: Any = self._start(Gather(payloads.wrap(tensor.to(self._network.device))), name)
+        replies: Any = self._start(Gather(payloads.wrap(tensor.to(self._network.device)), Purpose.MEETING), name)
         return [reply["bytes"].cpu() for reply in replies]
 
     def _start(self, request: Request, name: str) -> Any:

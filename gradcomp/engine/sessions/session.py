@@ -101,20 +101,13 @@ class Session(Stepping):
         make: makes the compressor of the state's spec, with which the session then continues; by default it keeps its own.
         """
         place = self._membership.place
-        try:
-            spec = self.spec if make is None else spec_of(state) or self.spec
-            loaded = States(state, spec)
-            taken = loaded.take(place)
-            kept = make is None or spec == self.spec
-            compressor = self._compressor if kept or make is None else make(spec)
-            reducer = self.reducer if kept else self._make_reducer(compressor)
-            copy = checkpoint.prepare(
-                reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam
-            )
-        except Exception as error:
-            if self.has_met:
-                self.network.tell_failure(error)  # the others may load, and wait for this rank
-            raise
+        spec = self.spec if make is None else spec_of(state) or self.spec
+        loaded = States(state, spec)
+        taken = loaded.take(place)
+        kept = make is None or spec == self.spec
+        compressor = self._compressor if kept or make is None else make(spec)
+        reducer = self.reducer if kept else self._make_reducer(compressor)
+        copy = checkpoint.prepare(reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam)
         meet_again = self.has_met or self._guard.failed
         self._discard_step()
         self.reducer, self._compressor, self._stock = reducer, compressor, None

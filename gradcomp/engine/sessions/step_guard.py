@@ -59,10 +59,9 @@ class StepGuard:
         self._step_in = None
 
     def fail(self, error: BaseException) -> None:
-        """End the step under way by an error, and tell the ranks that wait for this one."""
+        """End the step under way by an error."""
         self._step_in = None
         self._failure = Failure(self._network.generation, f"{type(error).__name__}: {error}")
-        self._network.tell_failure(error)
 
     def forgive(self) -> None:
         """Allow steps again."""

@@ -66,7 +66,6 @@ class Stepping:
             partial(getattr, own, "reducer"),
             lambda: own.network.world.size if own._membership.sums else 1,
             lambda: own._guard.under_way,
-            network.tell_failure,
         )
         weakref.finalize(self, self.training.end).atexit = False
         self.reducer = self._make_reducer(compressor)

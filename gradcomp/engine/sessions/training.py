@@ -26,7 +26,6 @@ class Training:
 
     compressor, reducer: return the session's. before_step: called before each step of an optimizer of the parameters.
     sums: updates are sums over this many ranks; 1 if they are means. under_way: a step's exchange has begun and not ended.
-    fail: tells the other ranks, until this one goes on, why its optimizer does not step.
     lags: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
     """
 
@@ -39,7 +38,6 @@ class Training:
         reducer: Callable[[], Reducer],
         sums: Callable[[], int],
         under_way: Callable[[], bool],
-        fail: Callable[[BaseException], object],
     ):
         self._reducer, self._rates_noted, self.lags = reducer, False, False
         self._loss_scale = None if options.scaler is None else LossScale(options.scaler)
@@ -49,7 +47,6 @@ class Training:
             options.optimizer,
             lambda found: check_momentum(compressor(), found),
             [before_step, self._note_rates, self._unknown_scaler.look],
-            fail,
         )
         slots = {slot.name: slot for slot in parameters.slots}
         self.freezes = Freezes({name: slot.parameter for name, slot in slots.items()})

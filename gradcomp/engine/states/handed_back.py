@@ -52,9 +52,11 @@ def start(momentum: OwnMomentum, reducer: Reducer, arrays: Sequence[str]) -> Cal
         for array in arrays:
             kept: Tensor | None = getattr(bucket.state, array)
             own = torch.zeros_like(bucket.state.residual) if kept is None else kept / (size * _noise_of(bucket, array))
-            answers.append((array, bucket.layout, network.start(Reduce(own), f"moments.{array}.{bucket.index}")))
+            answers.append(
+                (array, bucket.layout, network.start(Reduce(own), f"the mean of {array} moments in bucket {bucket.index}"))
+            )
     counts = torch.tensor([adam_steps(reducer) / size, float(momentum.left)], device=reducer.buckets[0].layout.device)
-    answer_of_counts = network.start(Reduce(counts), "moments.counts")
+    answer_of_counts = network.start(Reduce(counts), "the number of ranks with moments")
 
     def wait() -> Means:
         means: dict[str, dict[str, Tensor]] = {array: {} for array in arrays}

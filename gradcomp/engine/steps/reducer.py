@@ -240,7 +240,7 @@ class Reducer:
             self._sent += bytes_of(request)
             self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
             self.clock.note_request()
-            bucket.answer = self.network.start(request, f"{bucket.index}.{bucket.round}")
+            bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
 
     def stats(self) -> dict[str, Any]:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from horovod.torch.elastic import state as elastic
 from horovod.torch.functions import broadcast_object
 
-
-class Kept(Protocol):
-    """A state that belongs to an optimizer but is not in its state_dict(), since it differs between ranks."""
-
-    def commit(self) -> None:
-        """Keep a copy."""
-
-    def roll_back(self) -> None:
-        """Return to the last copy."""
-
-    def sync(self) -> None:
-        """Agree with the other ranks."""
+from gradcomp.engine.sessions.commits import Commits
 
 
-def keep_with_optimizers(find: Callable[[Any], Kept | None]) -> None:
+def keep_with_optimizers(find: Callable[[Any], Commits | None]) -> None:
     """Make TorchState, of Horovod's elastic mode, keep what find() returns along with an optimizer.
 
     An optimizer for which find() returns None keeps Horovod's own handler.
@@ -37,7 +26,7 @@ def keep_with_optimizers(find: Callable[[Any], Kept | None]) -> None:
 class _Optimizers:
     """The optimizers for which find() returns something, as a type for isinstance()."""
 
-    def __init__(self, find: Callable[[Any], Kept | None]):
+    def __init__(self, find: Callable[[Any], Commits | None]):
         self._find = find
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -50,12 +39,12 @@ class _Optimizers:
 class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
     """Saves, restores and synchronises an optimizer as Horovod's own handler does, and what is kept with it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Kept | None]):
+    def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Commits | None]):
         self._find = find
         super().__init__(optimizer)
         self._kept().commit()
 
-    def _kept(self) -> Kept:
+    def _kept(self) -> Commits:
         kept = self._find(self.value)
         assert kept is not None
         return kept
