@@ -126,7 +126,7 @@ def test_the_canonical_spec_means_the_same(spec: str) -> None:
         ("dense", "dense:by_host=false"),
         ("sign", "sign:feedback=true"),
         ("sdagc:lam=0", "sdagc:lam=-0.0"),
-        ("dense", "dense:masking=true,feedback=false"),
+        ("dense", "dense:nesterov=false,feedback=false"),
         ("topk", "topk;"),
     ],
 )
@@ -267,7 +267,7 @@ def test_the_command_lists_and_describes() -> None:
     assert said("describe", "topk") == gradcomp.describe("topk") + "\n"
     own = said("describe", "topk:ratio=0.25,momentum=0.5,by_host=true")
     assert own == gradcomp.describe("topk:ratio=0.25,momentum=0.5,by_host=true") + "\n"
-    for part in ("  ratio=0.25  ", "(default 0.01)", "  momentum=0.5  ", "  by_host=true  ", "  masking=true  "):
+    for part in ("  ratio=0.25  ", "(default 0.01)", "  momentum=0.5  ", "  by_host=true  ", "  nesterov=false  "):
         assert part in own
     assert own.count("(default ") == 3
     wrong = subprocess.run([sys.executable, "-m", "gradcomp", "describe", "topkk"], capture_output=True, text=True)

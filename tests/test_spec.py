@@ -14,8 +14,8 @@ from gradcomp.engine.steps.feedback import Feedback
 
 def test_specs_mean_what_they_say() -> None:
     assert gradcomp.make("topk") == Feedback(TopK())
-    assert gradcomp.make(" topk : ratio = 0.5 , nesterov = true , momentum=0.5, masking=no ") == Feedback(
-        TopK(ratio=0.5), momentum=0.5, nesterov=True, masking=False
+    assert gradcomp.make(" topk : ratio = 0.5 , nesterov = true , momentum=0.5") == Feedback(
+        TopK(ratio=0.5), momentum=0.5, nesterov=True
     )
     assert gradcomp.make("dense:momentum=0.9") == Feedback(Dense(), momentum=0.9, feedback=False)
     assert gradcomp.make(TopK(ratio=0.5)) == Feedback(TopK(ratio=0.5))

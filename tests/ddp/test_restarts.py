@@ -21,7 +21,7 @@ from torch import Tensor
 pytestmark = pytest.mark.long
 
 MOMENTUM = 0.5
-SPECS = ["topk:ratio=0.05", f"topk:ratio=0.05,momentum={MOMENTUM},masking=false", "sdagc:lam=1.5", "gtopk:ratio=0.05,warmup=40"]
+SPECS = ["topk:ratio=0.05", f"sign:momentum={MOMENTUM}", "sdagc:lam=1.5", "gtopk:ratio=0.05,warmup=40"]
 # Ranks, and the step at which a launch ends. In the first one a rank ends itself in the step after.
 LAUNCHES = [(4, 20), (3, 35), (4, 50)]
 KILLED_IN = 13

@@ -105,7 +105,7 @@ def test_settings_that_change_in_mid_training_are_warned_of() -> None:
 def test_what_waits_moves_the_weights_as_far_as_it_would_have(nesterov: bool) -> None:
     """Velocities that wait hold the momentum that the optimizer adds from now on."""
     ends = []
-    for spec in ("topk:ratio=0.05,masking=false", None):
+    for spec in ("orq:levels=9,feedback=true", None):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.7, nesterov=nesterov)
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}

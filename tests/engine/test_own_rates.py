@@ -37,11 +37,15 @@ def gradient(rank: int, step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def moved(spec: str, rates: list[tuple[float, float]], change: str = "", **settings: Any) -> tuple[dict[str, Tensor], ...]:
-    """Return how far weights moved, what waits of it, both as weights, and how far plain SGD moves them."""
+def moved(spec: str, rates: list[tuple[float, float]], change: str = "", known: bool = True) -> tuple[dict[str, Tensor], ...]:
+    """Return how far weights moved, what waits of it, both as weights, and how far plain SGD moves them.
+
+    known: the exchange knows the optimizer, and with it the rates.
+    """
     weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = SGD([{"params": [each], "lr": 1.0} for each in weights.values()], lr=1.0, **settings)
-    simulation = gradcomp.Simulation(spec, SHAPES, RANKS, optimizer=optimizer, named_parameters=weights.items())
+    optimizer = SGD([{"params": [each], "lr": 1.0} for each in weights.values()], lr=1.0)
+    told: dict[str, Any] = {"optimizer": optimizer, "named_parameters": weights.items()} if known else {}
+    simulation = gradcomp.Simulation(spec, SHAPES, RANKS, **told)
     meant = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step, of_groups in enumerate(rates):
         for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
@@ -68,7 +72,7 @@ def test_weights_move_by_the_rates_of_the_gradients(spec: str, schedule: str) ->
     for name in SHAPES:
         torch.testing.assert_close(ours[name] + waits[name], meant[name], rtol=1e-4, atol=1e-5)
         assert waits[name].abs().max() > 0.001, "something waits indeed"
-    ours, waits, meant = moved(f"{spec},own_rate=false", rates)
+    ours, waits, meant = moved(spec, rates, known=False)
     assert any((ours[name] + waits[name] - meant[name]).abs().max() > 0.01 for name in SHAPES)
 
 
@@ -89,7 +93,7 @@ def test_a_layer_that_nothing_waited_of_does_not_cost_the_others_their_rates() -
 
 def test_rates_that_change_unlike_leave_what_waits_alone() -> None:
     """A layer with a factor of its own would push the others out of the selection."""
-    given, plain = (moved(f"topk:ratio=0.05{knob}", UNLIKE) for knob in ("", ",own_rate=false"))
+    given, plain = (moved("topk:ratio=0.05", UNLIKE, known=known) for known in (True, False))
     assert all(torch.equal(given[0][name], plain[0][name]) for name in SHAPES)
 
 
@@ -98,11 +102,9 @@ def test_rates_without_use_are_forgotten() -> None:
     optimizer = SGD([w], lr=0.1)
     options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("w", w)]}
     simulation = gradcomp.Simulation("topk:ratio=0.01,wire=exact", {"w": (100,)}, 1, **options)
-    for spec, rate in (("topk:ratio=0.01,wire=exact,own_rate=false", 0.001), ("topk:ratio=0.01,wire=exact", 0.001)):
-        simulation.step([{"w": torch.arange(1.0, 101)}])
-        simulation.change(spec)
-        optimizer.param_groups[0]["lr"] = rate
-        simulation.step([{"w": torch.zeros(100)}])
+    simulation.step([{"w": torch.arange(1.0, 101)}])
+    optimizer.param_groups[0]["lr"] = 0.001
+    simulation.step([{"w": torch.zeros(100, dtype=torch.float16)}])  # follows no rate
     before = simulation.residual(0)["w"]
     update = simulation.step([{"w": torch.zeros(100)}])["w"]
     torch.testing.assert_close(simulation.residual(0)["w"] + update, before)
@@ -177,7 +179,7 @@ def test_steps_with_the_rate_0_lose_nothing(kind: str) -> None:
     }
     optimizers = [made[kind](w) for w in (ours, theirs)]
     # Everything is sent of the decay, which depends on the weights.
-    spec = "topk:ratio=1,wire=exact" if kind == "nesterov" else "topk:ratio=0.05,masking=false"
+    spec = "topk:ratio=1,wire=exact" if kind == "nesterov" else "sign"
     simulation = gradcomp.Simulation(spec, {"w": (400,)}, 1, optimizer=optimizers[0], named_parameters=[("w", ours)])
     for step in range(20):
         rate = 0.0 if step in (0, 1, 7, 8, 9, 15) else 0.1

@@ -131,12 +131,8 @@ def test_a_frozen_layer_does_not_decay(case: str) -> None:
 
 def test_without_error_feedback_nothing_is_masked() -> None:
     """No residual doubles the momentum: an entry that is sent now and then keeps its velocity."""
-    ends = []
-    for masking in ("true", "false"):
-        training = Training("sgd", f"topk:ratio=0.25,feedback=false,masking={masking}")
-        for _ in range(10):
-            training.step()
-        ends.append(training.ours)
-        share, *_ = training.simulation.state_dict()["of_rank"].values()
-        assert share["buckets"][0]["own"]["sent_in"] is None
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in SHAPES)
+    training = Training("sgd", "topk:ratio=0.25,feedback=false")
+    for _ in range(10):
+        training.step()
+    share, *_ = training.simulation.state_dict()["of_rank"].values()
+    assert share["buckets"][0]["own"]["sent_in"] is None

@@ -26,7 +26,7 @@ EVERY = 5
 MOMENTUM = 0.5
 SPECS = [
     "topk:ratio=0.05",
-    f"topk:ratio=0.05,momentum={MOMENTUM},masking=false",
+    f"sign:momentum={MOMENTUM}",
     "topk:ratio=0.02,warmup=40,route=split",
     "sdagc:lam=1.5,small=pool",
     "sdagc:density=0.05,small=none",
@@ -35,8 +35,8 @@ SPECS = [
     "orq:sigmas=1.5,feedback=true",
     "topk:ratio=0.05,by_host=true",
 ]
-# The optimizer's own momentum, which the exchange takes over.
-OWN_MOMENTUM = "topk:ratio=0.05,masking=false"
+# The optimizer's own momentum, which the exchange takes over. sign sends every entry, so that no momentum is masked.
+OWN_MOMENTUM = "sign"
 SPECS.append(OWN_MOMENTUM)
 # It goes on with topk after each meeting, some steps later, and ranks that join begin with dense.
 SPECS.append("auto:loss=high")

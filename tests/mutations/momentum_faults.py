@@ -62,13 +62,6 @@ MOMENTUM_FAULTS = (
         ("test_waited.py",),
     ),
     Fault(
-        "a knob is ignored: masking=false masks all the same",
-        "gradcomp/engine",
-        "if not self.masking or not self.feedback or",
-        "if not self.feedback or",
-        ("test_feedback.py",),
-    ),
-    Fault(
         "a flush is forgotten: entries that it sent count as waiting",
         "gradcomp/exchanges",
         "acc.mask.note_all(update[:1].isfinite())",

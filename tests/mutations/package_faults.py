@@ -152,7 +152,7 @@ PACKAGE_FAULTS = (
     ),
     Fault(
         "by_host divides by the wrong number of ranks",
-        "gradcomp/engine",
+        "gradcomp/core",
         ".mul_(position.host_world.mean_of_shares)",
         ".mul_(position.peer_world.mean_of_shares)",
         ("test_by_host.py", "test_feedback.py", "test_laws.py"),
@@ -166,7 +166,7 @@ PACKAGE_FAULTS = (
     ),
     Fault(
         "by_host takes a part twice",
-        "gradcomp/engine",
+        "gradcomp/core",
         "state.slice(acc.residual, part).zero_()\n",
         "pass\n",
         ("test_by_host.py", "test_feedback.py", "test_laws.py"),

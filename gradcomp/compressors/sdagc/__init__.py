@@ -7,9 +7,9 @@ a reconstruction, and every part can be switched:
 
     g <- clipped gradient;  u <- m u + g;  v <- v + u;  send v where |v| > lam * sigma(v);  v, u <- 0 there
 
-The knobs clip, momentum, warmup and own_rate, which every compressor has, give clipping, momentum correction with masking,
-warm-up, and entries that act with the learning rate of their own step. lr_revision=density lowers the knob density as the rate
-falls. staleness and per_layer divide a sent entry by the steps that it waited, or by the mean over its layer's sent entries.
+The knobs clip, momentum and warmup, which every compressor has, give clipping, momentum correction with masking, and warm-up.
+Error feedback lets entries act with the learning rate of their own step. lr_revision=density lowers the knob density as the
+rate falls. staleness and per_layer divide a sent entry by the steps that it waited, or by the mean over its layer's entries.
 
 By default, lam is steered to send the share density, and one threshold serves a bucket: per=layer and small=dense, which the
 abstract's words come closest to, cost accuracy (docs/decisions/sdagc.md).

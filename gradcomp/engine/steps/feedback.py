@@ -50,10 +50,6 @@ class Feedback(Collector):
         word=AUTO,
     )
     nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
-    masking: bool = knob(True, "no momentum for entries that waited: their residual is one; false: momentum for all")
-    own_rate: bool = knob(
-        True, "true: what waits acts with its own step's learning rate, if that is known; false: with the last"
-    )
     clip: float = knob(0.0, "each rank's own gradient is cut to a norm of clip / sqrt(ranks); 0 = off", least=0)
     clip_by: str = knob(
         "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
@@ -102,7 +98,7 @@ class Feedback(Collector):
     def traits(self) -> Traits:
         inner = super().traits
         whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
-        rates = "used" if self.own_rate and self.feedback and inner.rates == "unused" else inner.rates
+        rates = "used" if self.feedback and inner.rates == "unused" else inner.rates
         return replace(inner, whole_model=whole_model, momentum=self.set_momentum or inner.momentum, rates=rates)
 
     def choose(self, name: str, layer: Layer) -> Compressor:
@@ -156,7 +152,7 @@ class Feedback(Collector):
         if state.second is not None and not isinstance(taken, AdamStep):
             adam_moments.forget(state)
         # An update that is larger than its gradients may be too large for float16.
-        kept = self.own_rate and context.follows_rates and all(grad.dtype != torch.float16 for grad in grads)
+        kept = context.follows_rates and all(grad.dtype != torch.float16 for grad in grads)
         of_residual = own_rates.begin(state, context.own_rates(layout) if kept else None) if self.feedback else 0.0
         frozen_layers.follow_rates(state, of_residual or 1.0)
         momentum, nesterov, adaptive, compares = self.set_momentum, self.nesterov, None, False
@@ -212,8 +208,8 @@ class Feedback(Collector):
         return Acc(state.residual, context.memory, mask, state.flag, state.moments, context.rates(layout), state.peaks)
 
     def _mask(self, state: BucketState, velocity: Tensor | None) -> kernels.Mask | None:
-        """Return what notes the entries that are sent in this step; None if none wait, or masking=false."""
-        if not self.masking or not self.feedback or not self.inner_traits.selects:
+        """Return what notes the entries that are sent in this step; None if none wait."""
+        if not self.feedback or not self.inner_traits.selects:
             return None
         if state.sent_in is None:  # nothing has waited yet
             state.sent_in = torch.full_like(state.residual, state.steps % 256, dtype=torch.uint8)

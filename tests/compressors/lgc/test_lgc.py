@@ -198,7 +198,7 @@ def test_lower_precision_of_the_user_is_not_that_of_codes() -> None:
 
 
 def test_innovations_start_with_fresh_momentum_wherever_they_are() -> None:
-    simulation = learned("instance=server,momentum=0.9,masking=true,innovation=0.01")
+    simulation = learned("instance=server,momentum=0.9,innovation=0.01")
     update = simulation.step(draw(30))["a.weight"]
     own = simulation._reducers[1].buckets[0].state
     bucket = simulation._reducers[1].buckets[0]
