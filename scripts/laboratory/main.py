@@ -18,14 +18,10 @@ SUBCOMMANDS = {
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
-    "layers": "time steps of a model of many tiny layers, by every door, beside the door alone",
-    "traffic": "count the bytes that ranks send: by interface, by formula, simulated",
     "study": "train over many seeds and compare accuracy and loss with dense",
     "confirm": "train one seed of a study over real Horovod processes, beside the simulated ranks",
-    "compare": "compare specs by step time, throughput, and loss against seconds",
     "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",
     "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
-    "lgc": "measure the phases of lgc, and the redundancy between ranks",
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 INTERRUPTED = 130

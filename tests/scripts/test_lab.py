@@ -26,12 +26,8 @@ ROOMS = [
         "kernels",
         "host",
         "train",
-        "traffic",
         "study",
-        "compare",
-        "lgc",
         "accuracy",
-        "layers",
         "soak",
         "gpu",
         "machines",
@@ -131,11 +127,6 @@ def test_a_wrong_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[
         (["study", "--set", "momentum=1"], "not a number in [0, 1)"),
         (["study", "--set", "cnov.lr=1"], "unknown task 'cnov'"),
         (["study", "--name", "../x"], "part of a file's name"),
-        (["compare", "--hosts", "4,"], "not a whole number above 0"),
-        (["compare", "--hosts", "4,4"], "given twice"),
-        (["compare", "--rate", "fast"], "is not a rate"),
-        (["compare", "--specs", "dense;gs_sdg"], "did you mean 'gs_sgd'"),
-        (["compare", "--turn", "0"], "not a number above 0"),
     ],
 )
 def test_wrong_options_end_with_a_sentence(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +137,7 @@ def test_wrong_options_end_with_a_sentence(given: list[str], message: str, capsy
 
 
 @pytest.mark.parametrize("below", ["", "/below"])
-@pytest.mark.parametrize("given", ["kernels --out", "predict --out", "study --cache", "compare --cache"])
+@pytest.mark.parametrize("given", ["kernels --out", "predict --out", "study --cache"])
 def test_a_file_in_place_of_a_folder_is_refused_before_the_work(
     given: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

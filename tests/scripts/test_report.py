@@ -56,7 +56,7 @@ def test_a_result_file_names_its_origin(tmp_path: Path, capsys: pytest.CaptureFi
     assert str(path) in capsys.readouterr().out
     chosen.name = "mine"
     assert results.path_of(chosen, "cpu-x", ".png").name == "kernels-mine.png"
-    assert results.path_of(argparse.Namespace(subcommand="lgc", name=None, out=tmp_path), None).name == "lgc.json"
+    assert results.path_of(argparse.Namespace(subcommand="confirm", name=None, out=tmp_path), None).name == "confirm.json"
 
 
 def test_a_broken_file_of_finished_work_is_named(tmp_path: Path) -> None:

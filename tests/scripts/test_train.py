@@ -163,7 +163,7 @@ def launched(door: str, own: list[str], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
-    """As `lab train` and `lab compare` launch them: steps that fit a turn, and the optimizer's own momentum."""
+    """As `lab train` launches them: steps that fit a turn, and the optimizer's own momentum."""
     pytest.importorskip("horovod.torch", reason="train/job.py was NOT tested: Horovod is not installed")
     lines = launched(ways.HOROVOD, ["none", "sync", "stock", "fp16", EXACT, GTOPK, SKETCHED, "auto"])
     parameters = lines.pop("parameters")
@@ -178,12 +178,11 @@ def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
 @pytest.mark.slow
 def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
     own = ["none", "sync", "stock", "bf16", "bf16:steps=4", "fp16", "powersgd:rank=1", "dense", "auto"]
-    lines = launched(ways.DDP, own, predicts=True)
+    lines = launched(ways.DDP, own)
     parameters = lines.pop("parameters")
     assert lines["stock"]["bytes_per_step"] == 2 * lines["bf16"]["bytes_per_step"] == 4 * parameters
     assert lines["bf16:steps=4"]["bytes_per_step"] == parameters // 2
     assert abs(lines["stock"]["loss"] - lines["dense"]["loss"]) < 1e-5
-    assert {way for way, line in lines.items() if "predicted_ms" in line} == set(own) - {"sync", "bf16:steps=4", "auto"}
     assert set(lines["auto"]["over"]) == {"stock", "bf16"}
 
 

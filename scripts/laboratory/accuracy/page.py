@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, CROWD, EVERY, OWN, RANKS, RATES, RIVALS
+from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, EVERY, OWN, RANKS, RATES
 from laboratory.accuracy.summary import NEARLY
 from laboratory.report.tables import figure, markdown
 from laboratory.tasks.table import TASKS
-from laboratory.train.ways import DDP, HOROVOD, POWERSGD_FROM
+from laboratory.train.ways import DDP, POWERSGD_FROM
 
 DOORS = {"ddp": "DDP", "horovod": "Horovod"}
 NEVER, UNTRAINED = "never", "-"
 
-# A predicted step counts as right if it differs by at most this part.
-CLOSE = 0.2
+# Older records also have so many hosts, overloaded, on which predictions were checked.
+CROWD = 16
 UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 
 INTRODUCTION = f"""\
@@ -40,18 +39,13 @@ faster in these short trainings. Do not expect that of a long one: compare [step
   step {POWERSGD_FROM} on, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the authors' Deep
   Gradient Compression with their own code. gradcomp's specs are used as they come.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose.
-- Steps are also predicted, by the ranks on the cluster, before and after the rounds: they measure links, kernels, and steps
-  without an exchange in which they wait for one another once. Horovod's own exchange is [not
-  predicted](decisions/prediction.md#peers-beside).
-- All hosts share one machine of two cores, so all messages cost processor time that real network cards would not. {CROWD} hosts
-  on it are overloaded: they only show how predictions fare there."""
+- All hosts share one machine of two cores, so all messages cost processor time that real network cards would not."""
 
 
 def cluster(hosts: int, rate: str) -> str:
     """Name a cluster."""
     found = re.fullmatch(r"([0-9.]+)([a-z]+)", rate)
-    where = f"{hosts} hosts, " + (f"{found[1]} {UNITS.get(found[2], found[2])}" if found else "unshaped")
-    return f"{where}, overloaded" if hosts == CROWD else where
+    return f"{hosts} hosts, " + (f"{found[1]} {UNITS.get(found[2], found[2])}" if found else "unshaped")
 
 
 def name(line: Mapping[str, Any]) -> str:
@@ -105,30 +99,6 @@ def _seconds(line: Mapping[str, Any] | None, first: Mapping[str, Any] | None) ->
     return f"{text} ({line['chosen']})" if "chosen" in line else text
 
 
-def predictions(every: Sequence[Mapping[str, Any]]) -> str:
-    """Compare predicted steps with measured ones, on each cluster. What a step computes alone was measured there, too."""
-    rows = [["predicted / measured step", "within 20 %", "median", "lowest", "highest"]]
-    together: list[float] = []
-    for cells in every:
-        known = [line for line in cells["lines"] if line.get("predicted_ms") and line["way"] != "none"]
-        lines = [line for line in known if line["door"] == DDP or line["way"] not in RIVALS[HOROVOD]]
-        ratios = {name(line): line["predicted_ms"] / line["ms"] for line in lines}
-        if not ratios:
-            continue
-        close = sum(abs(ratio - 1) <= CLOSE for ratio in ratios.values())
-        ends = [
-            f"{ratios[way]:.2f} ({way})" for way in (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__))
-        ]
-        median = f"{statistics.median(ratios.values()):.2f}"
-        rows.append([cluster(cells["hosts"], cells["rate"]), f"{close} of {len(ratios)}", median, *ends])
-        together += ratios.values() if cells["hosts"] != CROWD else []
-    if together:
-        close = sum(abs(ratio - 1) <= CLOSE for ratio in together)
-        median, *ends = (f"{of(together):.2f}" for of in (statistics.median, min, max))
-        rows.append(["all but the overloaded", f"{close} of {len(together)}", median, *ends])
-    return markdown(rows) if len(rows) > 1 else ""
-
-
 def confirmed(found: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> str:
     """Compare the seconds of a whole training on a cluster with those of the table."""
     lines = [line for cells in every if (cells["hosts"], cells["rate"]) == (RANKS, AT) for line in cells["lines"]]
@@ -154,7 +124,6 @@ def page(tasks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, str], re
         parts.append("\n".join(verdict(cells) for cells in clusters))
         parts.append(table(clusters, TASKS[task].score_name))
         parts.append(confirmed(found["confirmed"], found["clusters"]) if found.get("confirmed") else "")
-        parts.append(predictions(found["clusters"]))
     commits = sorted({commit for found in tasks.values() for commit in found["commits"]})
-    parts.append(f"All figures, with predicted steps: [{result.rpartition('/')[2]}]({result}). Commits: {', '.join(commits)}.")
+    parts.append(f"All figures: [{result.rpartition('/')[2]}]({result}). Commits: {', '.join(commits)}.")
     return "\n\n".join(filter(None, parts)) + "\n"

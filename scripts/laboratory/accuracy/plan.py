@@ -30,10 +30,6 @@ RATES = (1, 2, 4)
 # A whole training on a cluster, on as many hosts as a course has ranks, confirms the seconds of this way at this rate.
 CONFIRMED, AT = "auto:loss=high", "100mbit"
 
-# So many hosts share the cores of one machine only to check predictions: one task, one door, the rates below, and no choosing.
-# It is the last task: all ways of the first one, with twice its parameters, would need 26 GB.
-CROWD, CROWD_AT = 16, ("100mbit", "1gbit")
-
 # The ranks of a course, and the batches between two scores.
 RANKS, EVERY = 4, 25
 
@@ -52,7 +48,7 @@ class Plan(NamedTuple):
 
     def clusters(self) -> list[tuple[int, str]]:
         """List the clusters: hosts and rate."""
-        return [*itertools.product(self.hosts, self.rates), *((CROWD, rate) for rate in CROWD_AT if rate in self.rates)]
+        return list(itertools.product(self.hosts, self.rates))
 
     def settings(self, task: str, ranks: int, rate: float = 1.0) -> Settings:
         """Return a task's settings. All ranks together have the same batch, however many they are.
@@ -90,16 +86,12 @@ class Plan(NamedTuple):
         return every if (RANKS, AT) in self.clusters() else []
 
     def launches(self) -> list[Launch]:
-        """List the launches, the crowd's last."""
+        """List the launches."""
         every = itertools.product(self.tasks, RIVALS, self.clusters())
-        found = [self.launch(task, door, *cluster) for task, door, cluster in every]
-        crowd = [launch for launch in found if launch.hosts == CROWD]
-        return [launch for launch in found if launch.hosts != CROWD] + [
-            launch for launch in crowd if launch.task == self.tasks[-1] and launch.door == DDP
-        ]
+        return [self.launch(task, door, *cluster) for task, door, cluster in every]
 
     def launch(self, task: str, door: str, hosts: int, rate: str) -> Launch:
         """Return the launch that times all ways of a door on one cluster."""
-        every = ["none", *RIVALS[door], *OWN, *(CHOOSING if hosts != CROWD else ())]
+        every = ["none", *RIVALS[door], *OWN, *CHOOSING]
         settings, data = self.settings(task, hosts), self.data.get(task, "")
-        return Launch("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data, predicts=True)
+        return Launch("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data)

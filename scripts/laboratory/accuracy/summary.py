@@ -103,7 +103,7 @@ def choices(batches: float) -> int:
 def cell(learning: Learning, line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a way's figures on one cluster. auto's choosing is part of its seconds."""
     way, ms = str(line["way"]), float(line["ms"]["median"])
-    found: dict[str, Any] = {"way": way, "ms": ms, "over": line["over"], "predicted_ms": line.get("predicted_ms")}
+    found: dict[str, Any] = {"way": way, "ms": ms, "over": line["over"]}
     extra = 0.0
     if way in CHOOSING:
         found["chosen"] = line["auto"]["way"]

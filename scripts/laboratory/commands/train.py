@@ -28,7 +28,7 @@ ways that are no specs of gradcomp:
 examples:
   scripts/lab train --hosts 4 --rate 1gbit,100mbit --ways none,stock,fp16,dense,topk:ratio=0.001
   scripts/lab train --launcher horovodrun --hosts 2 --set width=256     # without root, links as they are
-  scripts/lab train --door ddp --task cifar-large --data FOLDER --ways stock,bf16,auto --rounds 20 --turn 3 --predict
+  scripts/lab train --door ddp --task cifar-large --data FOLDER --ways stock,bf16,auto --rounds 20 --turn 3
 
 Times are medians over rounds in which all ways take turns. Beside each way stand the median of its time over that of
 {" and ".join(RIVALS)} in the same round, and the bound that this median stays below with 95 % confidence. `auto` chooses
@@ -48,8 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the data of the tasks that need some")
     parser.add_argument("--set", type=settings.changes, action="append", default=[], metavar="NAME=VALUE,...")
     parser.add_argument("--projects", type=Path, metavar="FOLDER", help="folder with checkouts `grace` and `dgc`")
-    parser.add_argument("--predict", action="store_true", help="let the ranks predict the step times, too")
-    parser.add_argument("--processor", action="store_true", help="measure processor time, and each spec's kernels alone, too")
     parser.add_argument("--rounds", type=options.positive, default=3, help="rounds in which each way takes a turn (default: 3)")
     parser.add_argument("--steps", type=options.positive, default=12, help="steps of a turn, at most (default: 12)")
     parser.add_argument("--turn", type=options.above_0, default=1e9, metavar="SECONDS", help="time of a turn, at most")
@@ -73,8 +71,6 @@ def launches(chosen: argparse.Namespace) -> list[Launch]:
         raise Refused(f"--ways: {error}") from None
     if chosen.launcher != "cluster" and (chosen.later or chosen.door != ways.HOROVOD):
         raise Refused("--later and --door ddp need --launcher cluster")
-    if chosen.later and chosen.predict:
-        raise Refused("--predict measures one link, and --later changes it: leave one of them out")
     if chosen.later and chosen.rounds < FEWEST:
         raise Refused(f"--later needs at least {FEWEST} rounds, to compare those before the change and after it; use --rounds")
     settled = settings.settle([chosen.task], [OF_DIGITS if chosen.task == "mlp" else [], *chosen.set])[chosen.task]
@@ -89,8 +85,6 @@ def launches(chosen: argparse.Namespace) -> list[Launch]:
         "door": chosen.door,
         "later": chosen.later,
         "data": data,
-        "predicts": chosen.predict,
-        "processor": chosen.processor,
     }
     rates = chosen.rate if chosen.launcher == "cluster" else ["loopback"]
     return [Launch(chosen.launcher, chosen.hosts, rate, **every) for rate in rates]

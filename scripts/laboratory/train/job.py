@@ -1,13 +1,12 @@
-"""A rank of `lab train` and `lab compare`: trains a task by every way in turns, and times each step."""
+"""A rank of `lab train`: trains a task by every way in turns, and times each step."""
 
 from __future__ import annotations
 
-import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
 from laboratory import ranks
 from laboratory.timing import rotated
-from laboratory.train import forecast, processor, start
+from laboratory.train import start
 from laboratory.train.trainee import Door, Trainee
 
 # Steps of each way before the rounds that count.
@@ -15,13 +14,6 @@ WARM_UP = 2
 
 # The most steps in which gradcomp's auto may choose before the rounds.
 CHOOSING = 500
-
-
-class Turn(NamedTuple):
-    """A turn of a way: the seconds of each step, and the processor time of all, averaged over the ranks."""
-
-    seconds: list[float]
-    processor: processor.Used
 
 
 def warmed_up(trainees: list[Trainee], door: Door, steps: int, turn: float) -> dict[str, int]:
@@ -32,13 +24,13 @@ def warmed_up(trainees: list[Trainee], door: Door, steps: int, turn: float) -> d
             ranks.tell(f"warm-up, {trainee.way}", done / len(trainees))
         choose(trainee, door)
         took = turn_of(trainee, door, WARM_UP)
-        fitting[trainee.way] = max(1, min(steps, int(turn / took.seconds[-1])))
+        fitting[trainee.way] = max(1, min(steps, int(turn / took[-1])))
     return fitting
 
 
-def timed(trainees: list[Trainee], door: Door, rounds: int, fitting: dict[str, int]) -> dict[str, list[Turn]]:
+def timed(trainees: list[Trainee], door: Door, rounds: int, fitting: dict[str, int]) -> dict[str, list[list[float]]]:
     """Return the turns of each way, each of so many steps as fit one."""
-    found: dict[str, list[Turn]] = {trainee.way: [] for trainee in trainees}
+    found: dict[str, list[list[float]]] = {trainee.way: [] for trainee in trainees}
     for at in range(rounds):
         for done, i in enumerate(rotated(len(trainees), at)):
             trainee = trainees[i]
@@ -49,15 +41,12 @@ def timed(trainees: list[Trainee], door: Door, rounds: int, fitting: dict[str, i
     return found
 
 
-def turn_of(trainee: Trainee, door: Door, steps: int) -> Turn:
+def turn_of(trainee: Trainee, door: Door, steps: int) -> list[float]:
     """Time some steps, averaged over the ranks. Begin when all ranks are there."""
     door.means([0.0], "turn")
-    before = processor.used()
     seconds = [trainee.step() / trainee.passes for _ in range(steps)]
-    used = processor.used().since(before)
     trainee.rest()
-    *means, own, network = door.means([*seconds, used.own, used.network], f"times {steps}")
-    return Turn(means, processor.Used(own, network))
+    return door.means(seconds, f"times {steps}")
 
 
 def choose(trainee: Trainee, door: Door) -> None:
@@ -75,24 +64,12 @@ def measure(started: start.Started) -> dict[str, Any]:
     options, door = started.options, started.door
     trainees = [started.trainee(way) for way in options.ways]
     fitting = warmed_up(trainees, door, options.steps, options.turn)
-    # The machine is not the same all the time: it is measured for forecasts on both sides of the rounds, when all runs.
-    foreseen = [forecast.predicted(started, options.ways)] if options.predicts else []
     turns = timed(trainees, door, options.rounds, fitting)
-    foreseen += [forecast.predicted(started, options.ways)] if options.predicts else []
-    alone = {way: processor.kernels(started, way) for way in options.ways} if options.processor else {}
     found = {}
     for trainee in trainees:
-        rounds = [turn.seconds for turn in turns[trainee.way]]
-        own: dict[str, Any] = {"rounds": rounds, "bytes": trainee.fitted.bytes_sent(), "loss": trainee.loss}
-        if options.processor:
-            batches = [len(turn.seconds) * trainee.passes for turn in turns[trainee.way]]
-            of_batch = [[each / n for each in turn.processor] for turn, n in zip(turns[trainee.way], batches, strict=True)]
-            kernels = alone[trainee.way]
-            own["processor"] = {"rounds": of_batch, "kernels": None if kernels is None else kernels._asdict()}
+        own: dict[str, Any] = {"rounds": turns[trainee.way], "bytes": trainee.fitted.bytes_sent(), "loss": trainee.loss}
         if auto := trainee.fitted.stats().get("auto"):
             own["auto"] = auto
-        if predicted := [each[trainee.way] for each in foreseen if trainee.way in each]:
-            own["predicted_ms"] = 1000 * statistics.fmean(predicted)
         found[trainee.way] = own
     return {
         "ranks": door.size,
@@ -108,8 +85,6 @@ def add_options(parser: Any) -> None:
     for name in ("rounds", "steps"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--turn", type=float, required=True)
-    parser.add_argument("--predicts", action="store_true")
-    parser.add_argument("--processor", action="store_true")
     parser.add_argument("ways", nargs="+")
 
 

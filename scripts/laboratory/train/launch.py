@@ -31,8 +31,7 @@ class Launch(NamedTuple):
     """Everything that decides a launch: the ranks, their links, and the measurement.
 
     turn: seconds of a way in a round. later: the rate that the links get after so many seconds, if they change.
-    data: the name of the prepared file, if the task has one. predicts: step times are predicted there, too.
-    processor: the processor time of a step, and that of each spec's kernels alone, are measured as well.
+    data: the name of the prepared file, if the task has one.
     """
 
     launcher: str
@@ -47,8 +46,6 @@ class Launch(NamedTuple):
     door: str = HOROVOD
     later: tuple[str, float] | None = None
     data: str = ""
-    predicts: bool = False
-    processor: bool = False
 
     def key(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -61,10 +58,6 @@ def command(launch: Launch, folder: Path | None = None) -> list[str]:
     words.append(f"--settings={json.dumps(launch.settings._asdict())}")
     if launch.data and folder is not None:
         words.append(f"--data={prepared.place(folder, launch.data)}")
-    if launch.predicts:
-        words.append("--predicts")
-    if launch.processor:
-        words.append("--processor")
     later = ["--later", "{}:{:g}".format(*launch.later)] if launch.later else []
     job = ["laboratory.train.job", *words, *launch.ways]
     return ranks.command(launch.launcher, launch.hosts, job, launch.rate, launch.door, later)
@@ -103,28 +96,9 @@ def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
             line["ratio_to_none"] = Spread.of([a / b for a, b in zip(medians[way], medians["none"], strict=True)])._asdict()
         rivals = [rival for rival in RIVALS if rival in means and rival != way]
         line |= {part: {rival: over(means[way][of], means[rival][of]) for rival in rivals} for part, of in parts.items()}
-        line |= {name: each[name] for name in ("auto", "predicted_ms") if name in each}
+        line |= {name: each[name] for name in ("auto",) if name in each}
         lines.append(line)
-    if any("processor" in each for each in raw["ways"].values()):
-        for line in lines:
-            line["processor"] = processor_times(raw["ways"], line["way"])
     return {"ranks": raw["ranks"], "parameters": raw["parameters"], "batch": raw["batch"], "lines": lines}
-
-
-def processor_times(every: Mapping[str, Any], way: str) -> dict[str, float | None]:
-    """Return the milliseconds of processor time of a batch: of the threads that train, of the network's, of the kernels alone.
-
-    over: what the threads that train need above `none`, over the kernels alone. Differences are taken within rounds.
-    """
-    own, network = zip(*every[way]["processor"]["rounds"], strict=True)
-    found: dict[str, float | None] = {"own_ms": 1000 * statistics.median(own), "network_ms": 1000 * statistics.median(network)}
-    kernels = every[way]["processor"]["kernels"]
-    for state in ("warm", "cold"):
-        found |= {f"{state}_kernels_ms": None if kernels is None else 1000 * kernels[state], f"over_{state}_kernels": None}
-    if kernels and "none" in every:
-        above = [mine - alone for mine, (alone, _) in zip(own, every["none"]["processor"]["rounds"], strict=True)]
-        found |= {f"over_{state}_kernels": statistics.median(above) / kernels[state] for state in ("warm", "cold")}
-    return found
 
 
 def changed_at(medians: Sequence[float]) -> int:
@@ -148,15 +122,11 @@ def over(own: Sequence[float], rival: Sequence[float]) -> dict[str, float | None
 
 def table(run: Mapping[str, Any]) -> str:
     """Write a launch's table."""
-    predicted = any("predicted_ms" in line for line in run["lines"])
-    of_processor = any("processor" in line for line in run["lines"])
     rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
     parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
     heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
     compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
-    alone = [title for state in ("warm", "cold") for title in (f"kernels alone, {state} ms", "above none / these")]
-    used = ["own CPU ms", "network CPU ms", *alone] if of_processor else []
-    rows = [[*heading, *compared, *(["predicted ms"] if predicted else []), *used]]
+    rows = [[*heading, *compared]]
     for line in run["lines"]:
         ms, ratio = line["ms"], line["ratio_to_none"]
         row = [
@@ -169,8 +139,7 @@ def table(run: Mapping[str, Any]) -> str:
             figure(line["compression"], "{:.0f} x"),
         ]
         row += [_over(line[part].get(rival)) for part in parts for rival in rivals]
-        row += [figure(line.get("predicted_ms"), "{:.0f}")] if predicted else []
-        rows.append(row + ([figure(each, "{:.2f}") for each in line["processor"].values()] if of_processor else []))
+        rows.append(row)
     return columns(rows)
 
 

@@ -1,1 +1,0 @@
-"""Specs side by side: step times, throughput, and loss against seconds."""

@@ -1,1 +1,0 @@
-"""The phases of lgc, and the redundancy that they live on."""

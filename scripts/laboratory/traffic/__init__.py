@@ -1,1 +1,0 @@
-"""Bytes on the wire: by formula, by the interface of an emulated host, and simulated."""
