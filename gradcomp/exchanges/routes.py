@@ -7,9 +7,8 @@ from typing import Any
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import World, gather
 from gradcomp.exchanges import split, tree
-from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.knobs import knob
-from gradcomp.messages.codec import Codec, Taken
+from gradcomp.messages.codec import Codec, CountObserver, Taken
 from gradcomp.messages.sparse import CODECS, EXACT
 from gradcomp.native.kernels import Bar, Mask
 from gradcomp.native.memory import Update

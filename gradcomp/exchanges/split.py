@@ -15,12 +15,11 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import Form, Payload, World, gather, send
-from gradcomp.exchanges.bounded import add_within_largest
-from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import Codec, Entries, Taken
+from gradcomp.messages.codec import Codec, CountObserver, Entries, Taken
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
+from gradcomp.native.kernels.sparse import add_within_largest
 from gradcomp.native.memory import Memory, Update
 
 # The capacity of a part's payload: SLACK times the mean count, plus this many standard deviations of a random count.

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import Payload, Requests, World, send
-from gradcomp.exchanges.bounded import add_within_largest
-from gradcomp.exchanges.delayed_counts import CountObserver
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import Entries, are_outside, check_places
+from gradcomp.messages.codec import CountObserver, Entries, are_outside, check_places
 from gradcomp.native import kernels
+from gradcomp.native.kernels.sparse import add_within_largest
 from gradcomp.native.memory import Memory
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -13,6 +13,9 @@ from gradcomp.core.compressor import Acc
 from gradcomp.core.requests import Form, Payload
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
+
+# Receives a step's payloads. Their headers count the entries that wanted to travel.
+CountObserver = Callable[[Sequence[Payload]], None]
 
 
 class Entries(NamedTuple):

@@ -1,4 +1,4 @@
-"""Memory that outlives a call: the scratch of kernels, and sparse updates. Its owner is a reducer."""
+"""Memory that outlives a call: the scratch of kernels and sparse updates, which a reducer owns, and copies to the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from gradcomp.native import extension, streams
 from gradcomp.native.extension import LINE, Array
+
+# Steps between the start of a copy to the host and its use, by which the copy has arrived. All ranks then act alike.
+DELAY = 8
 
 # Where scratch lies: its use and type, the device, with the library if that is not torch, and the stream.
 Place = tuple[str, str, torch.device | str, int]
@@ -76,7 +79,7 @@ class Memory:
         return self._lend_first(place, words, like) if lent is None else lent
 
     def _lend_first(self, place: Place, words: int, like: Array) -> Array:
-        """Lend scratch of a size that nobody has asked for, since the memory there grew."""
+        """Allocate scratch of a new size, or lend the start of what is there."""
         buffer = self._scratch.get(place)
         if buffer is None or extension.count(buffer) < words:
             module = sys.modules[extension.library(like)]
@@ -105,6 +108,31 @@ class Memory:
                 extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
             source.stream = torch.cuda.current_stream(source.flat.device) if source.flat.is_cuda else None
             self._free.setdefault(source.flat.device, []).append(source)
+
+
+class HostCopy:
+    """A copy of a tensor of numbers on its way to main memory. The copy is read some steps later, when it has arrived."""
+
+    def __init__(self, numbers: Tensor):
+        self._event: Any = None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = numbers.clone()
+
+    def largest(self) -> int:
+        """Return the largest number."""
+        return int(max(self.all()))
+
+    def all(self) -> list[float]:
+        """Return all numbers."""
+        if self._event is not None:
+            self._event.synchronize()  # returns at once: the copy began steps ago
+            self._event = None
+        return self._host.flatten().tolist()
 
 
 def _numbered(device: torch.device) -> torch.device:

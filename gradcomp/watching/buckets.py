@@ -8,9 +8,8 @@ import torch
 
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.buckets.health import OLD, PART
-from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.native import kernels
-from gradcomp.native.memory import Update
+from gradcomp.native.memory import HostCopy, Update
 
 
 class BucketFigures:
@@ -28,7 +27,7 @@ class BucketFigures:
         if state.sent_in is not None:
             for part in state.sent_in.split(PART):
                 found[2] += (state.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
-        self._found = Counts(found)
+        self._found = HostCopy(found)
 
     def read(self) -> dict[str, Any]:
         """Return the figures. age: mean steps since an entry was last sent; more than OLD count as OLD."""

@@ -16,9 +16,8 @@ from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_clock import Seconds, StepClock
-from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.messages import payload as payloads
-from gradcomp.native.memory import Update
+from gradcomp.native.memory import HostCopy, Update
 from gradcomp.networks import Answer
 from gradcomp.watching import link, replicas
 from gradcomp.watching.buckets import BucketFigures
@@ -130,7 +129,7 @@ class Observer:
     def _compare(self, comparison: Comparison, answer: Answer) -> None:
         mean = answer()
         assert isinstance(mean, Tensor)
-        found, spec = Counts(comparison.figures(mean)), self._spec()
+        found, spec = HostCopy(comparison.figures(mean)), self._spec()
 
         def read() -> None:
             cosine, error = found.all()
@@ -141,7 +140,7 @@ class Observer:
     def _check(self, names: Sequence[str], answer: Answer, step: int) -> None:
         replies = answer()
         assert isinstance(replies, list)
-        found = [Counts(reply["bytes"]) for reply in replies]
+        found = [HostCopy(reply["bytes"]) for reply in replies]
         self._read(lambda: replicas.check(names, [[int(x) for x in own.all()] for own in found], step), replies[0]["bytes"])
 
     def _can_measure(self, reducer: Reducer) -> bool:

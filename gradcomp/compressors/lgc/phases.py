@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.exchanges.delayed_counts import DELAY, Counts
+from gradcomp.native.memory import DELAY, HostCopy
 from gradcomp.saved import number, whole, wholes
 
 DENSE, LEARN, CODE = "dense", "learn", "code"
@@ -33,7 +33,7 @@ class Phases:
         self.steps = self.relearned = 0
         self.highest_rate = 0.0
         self.rate_fell = False
-        self._marks: deque[Counts] = deque()
+        self._marks: deque[HostCopy] = deque()
         self._bad_steps: deque[int] = deque(maxlen=WINDOW)
 
     def begin_step(self, rates: tuple[float, ...] | None) -> str:
@@ -59,7 +59,7 @@ class Phases:
 
         Return True if too many steps were bad. The autoencoder then learns again, each time for twice as long.
         """
-        self._marks.append(Counts(mark))
+        self._marks.append(HostCopy(mark))
         if len(self._marks) < DELAY:
             return False
         bad, rate_fell = (self._marks[0].largest() & bit for bit in (1, 2))
@@ -102,5 +102,5 @@ class Phases:
         self.steps, self.relearned = whole(saved, "steps"), whole(saved, "falls")
         self.highest_rate = number(saved, "rate")
         self.remaining = remaining
-        self._marks = deque(Counts(torch.tensor([mark])) for mark in marks)
+        self._marks = deque(HostCopy(torch.tensor([mark])) for mark in marks)
         self._bad_steps = deque(seen, maxlen=WINDOW)

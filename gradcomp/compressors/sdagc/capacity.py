@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradcomp.core.requests import Payload
-from gradcomp.exchanges.delayed_counts import DELAY, Counts
+from gradcomp.native.memory import DELAY, HostCopy
 from gradcomp.saved import whole, wholes
 
 
@@ -24,14 +24,14 @@ class Capacity:
         self.entries = min(expected, largest)
         self.largest = largest
         self.fixed = fixed
-        self._copied: deque[Counts] = deque()  # counts of the latest steps, still on their way
+        self._copied: deque[HostCopy] = deque()  # counts of the latest steps, still on their way
         self._known: deque[int] = deque(maxlen=DELAY)  # the counts before them
 
     def observe(self, received: Sequence[Payload]) -> None:
         """Record how many entries wanted to travel, once a step, and adapt the capacity."""
         if self.fixed:
             return
-        self._copied.append(Counts(torch.stack([payload["header"][:1] for payload in received])))
+        self._copied.append(HostCopy(torch.stack([payload["header"][:1] for payload in received])))
         if len(self._copied) < DELAY:
             return
         self._known.append(self._copied.popleft().largest())
@@ -54,7 +54,7 @@ class Capacity:
                 f"the capacity in the state waits for {len(copied)} counts and knows {len(known)}, where fewer than {DELAY} "
                 f"and at most {DELAY} are possible; the state is damaged; load another one"
             )
-        self._copied = deque(Counts(torch.tensor([count])) for count in copied)
+        self._copied = deque(HostCopy(torch.tensor([count])) for count in copied)
         self._known = deque(known, maxlen=DELAY)
 
 

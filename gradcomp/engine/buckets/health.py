@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Steps
-from gradcomp.exchanges.delayed_counts import Counts
 from gradcomp.native import kernels
+from gradcomp.native.memory import HostCopy
 
 # Steps between two measurements. Each is at most four passes over the bucket.
 INTERVAL = 50
@@ -39,7 +39,7 @@ class Health:
 
     def __init__(self, spec: str, names: tuple[str, ...]):
         self._spec, self._names = spec, names
-        self._measured: Counts | None = None
+        self._measured: HostCopy | None = None
         self._measuring = torch.empty(0)
         self._left_most = self._grew = 0
         self._last = 0.0
@@ -65,7 +65,7 @@ class Health:
     def after(self, residual: Tensor) -> None:
         """Measure after the take."""
         kernels.sum_squares([residual], self._measuring[2:3])
-        self._measured = Counts(self._measuring)
+        self._measured = HostCopy(self._measuring)
         if not residual.is_cuda:
             self._read()
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Layout, Steps
 from gradcomp.core.requests import Requests, World, reduce
 from gradcomp.engine.buckets import drawn_places
-from gradcomp.exchanges.delayed_counts import Counts
+from gradcomp.native.memory import HostCopy
 
 # One entry in so many is compared, within these bounds.
 ONE_IN, FEWEST, MOST = 256, 1024, 4096
@@ -45,7 +45,7 @@ class RankNoise:
         self._places: Tensor | None = None
         self._own: Tensor | None = None
         self._velocity = self._second = self.sums
-        self._found = Counts(self.sums)
+        self._found = HostCopy(self.sums)
 
     def save(self) -> list[float]:
         """Return what another comparison of the bucket can go on from."""
@@ -66,7 +66,7 @@ class RankNoise:
         self._own = None  # of a step that was given up
         if ranks != self._ranks:
             self.sums, self.factor, self._ranks = torch.zeros_like(self.sums), 1.0, ranks
-            self._found = Counts(self.sums)
+            self._found = HostCopy(self.sums)
         interval = INTERVAL if step <= FIRST else LATER
         if step % interval == DELAY:
             self._read(ranks)
@@ -104,7 +104,7 @@ class RankNoise:
         found = torch.stack([(weights * each.square()).sum() for each in (mean, own.double())])
         found /= found.sum()
         self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
-        self._found = Counts(self.sums)
+        self._found = HostCopy(self.sums)
 
     def _draw(self) -> Tensor:
         n = self._layout.total

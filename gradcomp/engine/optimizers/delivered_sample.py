@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.engine.buckets.bucket import Bucket
 from gradcomp.engine.parameters import Slot
-from gradcomp.exchanges.delayed_counts import Counts
+from gradcomp.native.memory import HostCopy
 
 # What updates hold.
 Holds = Literal["direction", "velocity"]
@@ -46,7 +46,7 @@ class DeliveredSample:
         self._warned = False
         self._slots = sorted(slots.values(), key=lambda slot: -slot.layer.size)
         self._kept: list[tuple[Slot, Tensor]] = []
-        self._late: tuple[Holds, Counts] | None = None
+        self._late: tuple[Holds, HostCopy] | None = None
         self._turn = 0
 
     def keep(self, buckets: Sequence[Bucket], loss_scale: Tensor | None) -> None:
@@ -77,7 +77,7 @@ class DeliveredSample:
         was = torch.stack([before.abs().sum().to(device) for _, _, before in there])
         changed = (moved > SMALLEST_CHANGE * was).any().int().view(1)
         if changed.is_cuda:
-            self._late = holds, Counts(changed)
+            self._late = holds, HostCopy(changed)
         elif changed.item():
             self._say(holds)
 

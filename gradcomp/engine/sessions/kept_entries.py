@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.parameters import Slot
-from gradcomp.exchanges.delayed_counts import Counts
+from gradcomp.native.memory import HostCopy
 
 # Gradients that are looked at in every step, entries of each, and entries between two of them.
 GRADIENTS = 2
@@ -33,7 +33,7 @@ class KeptEntries:
         self._parameters = parameters
         self._seen = self._steps = 0
         self._kept: list[tuple[Slot, Tensor, Tensor, Tensor]] = []
-        self._late: list[tuple[Slot, Counts]] = []
+        self._late: list[tuple[Slot, HostCopy]] = []
 
     def keep(self, slot: Slot) -> None:
         """Keep entries of a gradient that is complete, if it is its turn."""
@@ -55,7 +55,7 @@ class KeptEntries:
                 raise RuntimeError(_MESSAGE.format(name=slot.name))
         for slot, grad, entries, before in kept:
             if grad.is_cuda and slot.parameter.grad is grad:
-                self._late.append((slot, Counts((entries != before).sum())))
+                self._late.append((slot, HostCopy((entries != before).sum())))
             elif slot.parameter.grad is not grad or not torch.equal(entries, before):
                 raise RuntimeError(_MESSAGE.format(name=slot.name))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.native import extension
-from gradcomp.native.extension import Array, count, launches, on_cuda, queue, scratch_words
+from gradcomp.native.extension import LARGEST, Array, count, launches, on_cuda, queue, scratch_words
 from gradcomp.native.memory import Memory
 
 # Entries of a block of a packed payload, and the bits of a value: its sign, and its power of two.
@@ -233,3 +233,16 @@ def add_and_settle_packed(
     own: the payload that this rank sent. Payloads are given in bytes.
     """
     extension.native.add_and_settle_packed(update, marks, payloads, capacity, scale, residual, own, keep, **queue(residual))
+
+
+def add_within_largest(residual: Tensor, places: Tensor, values: Tensor) -> None:
+    """Add values at these places of a residual, within the largest magnitude. The excess of a sum is lost.
+
+    Only places with the value 0 may repeat. A value in double precision may be larger than the largest magnitude: it is then
+    added in halves. torch does it: no kernel is worth it for the few entries that come back.
+    """
+    waiting = residual.index_select(0, places).double()
+    added = (waiting + values).clamp(-LARGEST, LARGEST) - waiting
+    first = torch.where(added.abs() > LARGEST, added / 2, added)
+    for part in (first, added - first):
+        residual.index_add_(0, places, part.float())

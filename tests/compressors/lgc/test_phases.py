@@ -9,7 +9,7 @@ import torch
 
 from gradcomp.compressors.lgc.code_error import SIGNED_SUMS, SUMMARY_LENGTH, CodeError
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, MOST_BAD_STEPS, WINDOW, Phases
-from gradcomp.exchanges.delayed_counts import DELAY
+from gradcomp.native.memory import DELAY
 
 CPU = torch.device("cpu")
 

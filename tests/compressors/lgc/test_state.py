@@ -12,7 +12,7 @@ from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
 from gradcomp.core.compressor import Layer
 from gradcomp.engine.steps.reducer import Reducer
-from gradcomp.exchanges.delayed_counts import DELAY
+from gradcomp.native.memory import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # the autoencoder's tensors are small here

@@ -6,8 +6,8 @@ import torch
 
 from gradcomp.compressors.sdagc.capacity import Capacity, rounded_up
 from gradcomp.core.requests import Field, Payload
-from gradcomp.exchanges.delayed_counts import DELAY
 from gradcomp.messages import payload as payloads
+from gradcomp.native.memory import DELAY
 
 
 def counted(count: int) -> list[Payload]:
