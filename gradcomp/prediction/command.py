@@ -30,7 +30,7 @@ four are always predicted. A semicolon begins a rule for layers. A warm-up (warm
 is left out.
 
 Kernels are timed on this machine, with --threads of torch. For another machine, write its profile there (python -m gradcomp
-profile FILE), and pass --profile FILE here. --profile h100 and h200 have kernels as predicted: no GPU has confirmed them."""
+profile FILE), and pass --profile FILE here. --profile h100 has kernels as timed on an H100."""
 
 PROFILE_EXAMPLES = """\
 example:

@@ -86,8 +86,8 @@ def predict(
     specs: those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that learns
     (lgc) is left out, and the prediction says so.
     device: where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
-    profile: a machine to predict for in place of this one: a file of `python -m gradcomp profile`, or h100 or h200, whose
-    kernels are predicted.
+    profile: a machine to predict for in place of this one: a file of `python -m gradcomp profile`, or h100, whose
+    kernels were timed on an H100.
     tell: called with what is being done and how much is done.
     """
     machine, shapes = machine_of(profile, device, loss), workload.shapes_of(model)

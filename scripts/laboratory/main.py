@@ -10,11 +10,8 @@ import sys
 from collections.abc import Sequence
 
 SUBCOMMANDS = {
-    "kernels": "time every kernel against copy_, add_ and plain torch",
+    "kernels": "time every kernel against copy_, add_ and plain torch; predict their times on an H100 and an H200",
     "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
-    "machine-code": "count loads in flight, and what slows loops, in every CUDA kernel's machine code, without a GPU",
-    "predict": "write benchmarks/gpu.md: predicted kernel times beside measured ones",
-    "profile": "write the profiles of GPUs that predict --profile takes: kernels as predicted, host work timed here",
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",

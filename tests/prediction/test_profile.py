@@ -135,6 +135,17 @@ def test_a_profile_goes_through_a_file(here: profile.Profile, tmp_path: Path) ->
     assert "kernels timed on test machine, as its profile says" in str(made).splitlines()[0] and not made.json()["predicted"]
 
 
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_the_profile_of_an_h100_comes_with_the_package(ranks: int) -> None:
+    found = gradcomp.predict({f"layer {i}": (256, 512) for i in range(8)}, ranks, profile="h100", **TIMES)
+    head = str(found).splitlines()[0]
+    assert "kernels timed on NVIDIA H100; host work timed on one thread of an AMD EPYC" in head
+    assert {line.spec for line in found.lines} >= {"none", "stock", "bf16", "dense", "half", "topk", "sdagc", "orq", "bingrad"}
+    assert "no times of it; it has stock" in found.left_out["powersgd:rank=1"]
+    # 4 MB are read and written in some microseconds. A bucket costs the host some tenths of a millisecond.
+    assert 1e-5 < found["topk"].encoding < 5e-3 and 5e-5 < found["stock"].encoding < 5e-3
+
+
 def test_rules_for_layers_are_priced_by_layer(here: profile.Profile) -> None:
     assert here.missing("topk:warmup=100; b=topk", SHAPES) is None
     assert "no times of dense" in str(here.missing("topk; b=dense", SHAPES))

@@ -137,7 +137,7 @@ def test_wrong_options_end_with_a_sentence(given: list[str], message: str, capsy
 
 
 @pytest.mark.parametrize("below", ["", "/below"])
-@pytest.mark.parametrize("given", ["kernels --out", "predict --out", "study --cache"])
+@pytest.mark.parametrize("given", ["kernels --out", "study --out", "study --cache"])
 def test_a_file_in_place_of_a_folder_is_refused_before_the_work(
     given: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

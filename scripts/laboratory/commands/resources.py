@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from laboratory import options
-from laboratory.kernels import compiled, resources
+from laboratory.kernels import resources
 from laboratory.report import results
+from laboratory.report.tables import columns
 
 EXAMPLES = """\
 example:
@@ -25,8 +26,11 @@ def run(chosen: argparse.Namespace) -> int:
     """Compile the kernels, and write the table."""
     uses = resources.measure(chosen.arch)
     beyond = resources.exceeded(uses)
-    print(f"{resources.table(uses)}\n\n{len(uses)} kernels, {chosen.arch}")
+    rows = [(use.kernel.partition("(")[0], use.file, *map(str, use[2:])) for use in uses]
+    print(columns([("kernel", "file", "registers", "stack", "spilled", "shared"), *rows]))
+    print(f"\n{len(uses)} kernels, {chosen.arch}")
     print("\n".join(beyond) or "all within their budgets")
-    settings = {"arch": chosen.arch, "nvcc": compiled.version()}
-    results.save(chosen, results.path_of(chosen, chosen.arch), {"settings": settings, "lines": resources.lines(uses)})
+    settings = {"arch": chosen.arch, "nvcc": resources.compiler_version()}
+    lines = [{**use._asdict(), "budget": resources.budget_of(use)._asdict()} for use in uses]
+    results.save(chosen, results.path_of(chosen, chosen.arch), {"settings": settings, "lines": lines})
     return int(bool(beyond))

@@ -9,7 +9,6 @@ import torch
 
 from laboratory import options
 from laboratory.kernels import cases
-from laboratory.kernels.arrays import Arrays
 
 PARTS = {part.__name__: part for part in (cases.passes, cases.sparse, cases.above, cases.sketches, cases.levels)}
 # Calls before the one that counts: they load machine code, and fill residuals.
@@ -25,7 +24,7 @@ def main() -> None:
     chosen = parser.parse_args()
     on_gpu = chosen.device == "cuda"
     names = []
-    for case in PARTS[chosen.part](Arrays(chosen.size, torch.device(chosen.device))):
+    for case in PARTS[chosen.part](cases.Arrays(chosen.size, torch.device(chosen.device))):
         print(case.name, flush=True)
         for i in range(WARM + 1):
             case.before(i)

@@ -1,4 +1,4 @@
-"""The cases of `lab kernels`: every kernel of gradcomp, whole steps of the simulator, and their yardsticks.
+"""The cases of `lab kernels`: every kernel of gradcomp, whole steps of the simulator, and the same work in plain torch.
 
 Bytes follow the contracts in csrc/ops.inc: 4 an entry for every array read and every array written.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +22,77 @@ from gradcomp.messages.payload import empty
 from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
-from gradcomp.native.memory import Update
-from laboratory.kernels.arrays import (
-    ADD_3,
-    BINGRAD_B,
-    FEEDBACK,
-    HEAVIEST,
-    MANY,
-    ORQ_3,
-    ORQ_5,
-    ORQ_9,
-    RATIO,
-    ROUND_3,
-    ROUND_B,
-    SDAGC,
-    SDAGC_SIMULATED,
-    SIMULATED,
-    SKETCH,
-    TAKE_TOPK,
-    Arrays,
-)
-from laboratory.kernels.yardsticks import yardsticks
+from gradcomp.native.memory import Memory, Update
 from laboratory.timing import Case
+
+COPY, ADD, TORCH_TOPK, TORCH_STEP = "torch copy_", "torch add_", "torch top-k of |x|", "torch add_, top-k, gather, fill"
+TAKE_TOPK, FEEDBACK, SIMULATED = "take_topk", "accumulate, take_topk", "Simulation step, topk"
+SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sdagc"
+SKETCH, HEAVIEST = "sketch", "heaviest"
+ORQ_3, ORQ_5, ORQ_9 = (f"ORQ-{levels}, round and add" for levels in (3, 5, 9))
+BINGRAD_B = "BinGrad-b, round and add"
+ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
+TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, sorting network, top-k"
+
+# The share of the entries that sparse cases take.
+RATIO = 0.001
+
+# Ranks of the payloads that are added in one call.
+MANY = 8
+
+
+def layer_sizes(n: int, layers: int) -> list[int]:
+    """Split n entries into layers of nearly the same size."""
+    return [n // layers + (i < n % layers) for i in range(layers)]
+
+
+class Arrays:
+    """Arrays of n entries. Cases share the inputs, which take turns, and make arrays of their own."""
+
+    def __init__(self, n: int, device: torch.device, layers: int = 1):
+        self.n, self.device, self.sizes = n, device, layer_sizes(n, layers)
+        self.k = max(1, math.ceil(RATIO * n))
+        torch.manual_seed(0)
+        # Together they are larger than any cache.
+        self.inputs = [torch.randn(n, device=device) for _ in range(self._turns())]
+        self.pieces = [list(flat.split(self.sizes)) for flat in self.inputs]
+        self.flag, self.memory = self.zeros(1, torch.int32), Memory()
+
+    def _turns(self) -> int:
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 2**26
+        return max(2, min(64, math.ceil(4 * cache / (4 * self.n))))
+
+    def input(self, i: int) -> Tensor:
+        """Return the i-th call's input."""
+        return self.inputs[i % len(self.inputs)]
+
+    def grads(self, i: int) -> list[Tensor]:
+        """Return the i-th call's input, cut into layers."""
+        return self.pieces[i % len(self.pieces)]
+
+    def zeros(self, count: int | None = None, kind: torch.dtype = torch.float32) -> Tensor:
+        """Make an array of zeros, as long as the inputs unless a count is given."""
+        return torch.zeros(self.n if count is None else count, dtype=kind, device=self.device)
+
+    def failed(self) -> Tensor:
+        """Make an update that a non-finite entry spoiled."""
+        return torch.full((self.n,), math.nan, device=self.device)
+
+    def moments(self) -> Tensor:
+        """Make the arrays into which accumulate measures each layer."""
+        return self.zeros(len(self.sizes) * MOMENTS, torch.float64).view(-1, MOMENTS)
+
+    def sent(self) -> Tensor:
+        """Make the steps in which entries were last sent, for a mask over momentum."""
+        return self.zeros(kind=torch.uint8)
+
+    def payload(self) -> dict[str, Any]:
+        """Make arrays for k sparse entries."""
+        return {
+            "values": self.zeros(self.k),
+            "indices": torch.arange(self.k, dtype=torch.int32, device=self.device),
+            "header": torch.tensor([self.k, 0], dtype=torch.int32, device=self.device),
+        }
 
 
 def cases(arrays: Arrays) -> list[Case]:
@@ -53,93 +103,79 @@ def cases(arrays: Arrays) -> list[Case]:
 
 def passes(arrays: Arrays) -> list[Case]:
     """Return the kernels that pass over all entries."""
-    n, flat, value, pushed, velocity, whole, taken, wide = arrays.n, *(arrays.zeros() for _ in range(7))
-    moved, first, second = (arrays.zeros() for _ in range(3))
-    sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
+    n, flag, grads, zeros = arrays.n, arrays.flag, arrays.grads, arrays.zeros
+    flat, value, pushed, velocity, whole, taken, wide, moved, first, second = (zeros() for _ in range(10))
     adam = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.999, 0.001, 1.0, 1e-8, 1.0)
-    mask = kernels.Mask(None, sent_in, 1)
-    seen = torch.zeros(len(arrays.sizes), MOMENTS, dtype=torch.float64, device=arrays.device)
-    squares = torch.zeros(len(arrays.sizes), dtype=torch.float64, device=arrays.device)
-    out = [list(arrays.zeros().split(arrays.sizes)) for _ in arrays.inputs]
+    mask, moments, squares = kernels.Mask(None, arrays.sent(), 1), arrays.moments(), zeros(len(arrays.sizes), torch.float64)
+    out = [list(zeros().split(arrays.sizes)) for _ in arrays.inputs]
+    accumulate = kernels.accumulate
+
+    def with_adam(i: int) -> None:
+        accumulate(grads(i), moved, first, flag, 0.9, adaptive=adam, mask=mask)
+
+    def with_moments(i: int) -> None:
+        accumulate(grads(i), wide, None, flag, moments=moments, memory=arrays.memory)
+
     return [
-        Case("sum_squares", lambda i: kernels.sum_squares(arrays.grads(i), squares, arrays.memory), 4 * n),
-        Case("flatten", lambda i: kernels.flatten(arrays.grads(i), flat), 8 * n),
-        Case("accumulate", lambda i: kernels.accumulate(arrays.grads(i), value, None, arrays.flag), 12 * n),
-        Case("accumulate, momentum", lambda i: kernels.accumulate(arrays.grads(i), pushed, velocity, arrays.flag, 0.9), 20 * n),
-        Case(
-            "accumulate, Adam",
-            lambda i: kernels.accumulate(arrays.grads(i), moved, first, arrays.flag, 0.9, adaptive=adam, mask=mask),
-            29 * n,
-        ),
-        Case(
-            "accumulate, moments",
-            lambda i: kernels.accumulate(arrays.grads(i), wide, None, arrays.flag, moments=seen, memory=arrays.memory),
-            12 * n,
-        ),
-        Case("offer_all", lambda i: kernels.offer_all(arrays.input(i), taken, arrays.flag), 8 * n),
+        Case("sum_squares", lambda i: kernels.sum_squares(grads(i), squares, arrays.memory), 4 * n),
+        Case("flatten", lambda i: kernels.flatten(grads(i), flat), 8 * n),
+        Case("accumulate", lambda i: accumulate(grads(i), value, None, flag), 12 * n),
+        Case("accumulate, momentum", lambda i: accumulate(grads(i), pushed, velocity, flag, 0.9), 20 * n),
+        Case("accumulate, Adam", with_adam, 29 * n),
+        Case("accumulate, moments", with_moments, 12 * n),
+        Case("offer_all", lambda i: kernels.offer_all(arrays.input(i), taken, flag), 8 * n),
         Case("settle_all", lambda i: kernels.settle_all(whole, taken), 4 * n),
         Case("spread", lambda i: kernels.spread(arrays.input(i), out[i % len(out)], 0.5), 8 * n),
     ]
 
 
 def take_reads(arrays: Arrays) -> int:
-    """Return the bytes an entry that a take reads: nearly none where peaks show it the lines."""
+    """Return the bytes an entry that a take reads: nearly none where it reads peaks."""
     return 4 if kernels.peaks(1, arrays.device) is None else 0
 
 
 def sparse(arrays: Arrays) -> list[Case]:
     """Return the kernels around top-k."""
-    n, k = arrays.n, arrays.k
-    value, target, update, own, scattered = arrays.zeros(), arrays.zeros(), arrays.zeros(), arrays.payload(), arrays.payload()
+    n, k, flag, memory = arrays.n, arrays.k, arrays.flag, arrays.memory
+    value, target, update, plain, pushed, velocity = (arrays.zeros() for _ in range(6))
+    taken, scattered, payload = (arrays.payload() for _ in range(3))
     scattered["indices"].copy_(torch.randperm(n, device=arrays.device)[:k].sort()[0])
-    own_entries = scattered["values"], scattered["indices"], scattered["header"]
-    failed = torch.full((n,), math.nan, device=arrays.device)
-    plain, pushed, velocity, payload = arrays.zeros(), arrays.zeros(), arrays.zeros(), arrays.payload()
-
-    peaks, memory = kernels.peaks(n, arrays.device), arrays.memory
-    sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
+    entries, failed = (scattered["values"], scattered["indices"], scattered["header"]), arrays.failed()
+    peaks, sent = kernels.peaks(n, arrays.device), arrays.sent()
 
     def feedback(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), plain, None, arrays.flag, peaks=peaks)
-        kernels.take_topk(plain, k, **payload, flag=arrays.flag, peaks=peaks, memory=memory)
+        kernels.accumulate(arrays.grads(i), plain, None, flag, peaks=peaks)
+        kernels.take_topk(plain, k, **payload, flag=flag, peaks=peaks, memory=memory)
 
     def with_momentum(i: int) -> None:
-        kernels.accumulate(arrays.grads(i), pushed, velocity, arrays.flag, 0.9, peaks=peaks)
-        kernels.take_topk(
-            pushed, k, **payload, mask=kernels.Mask(velocity, sent_in, i), flag=arrays.flag, peaks=peaks, memory=memory
-        )
+        kernels.accumulate(arrays.grads(i), pushed, velocity, flag, 0.9, peaks=peaks)
+        mask = kernels.Mask(velocity, sent, i)
+        kernels.take_topk(pushed, k, **payload, mask=mask, flag=flag, peaks=peaks, memory=memory)
+
+    def only_take(i: int) -> None:
+        kernels.take_topk(value, k, **taken, memory=memory)
 
     return [
-        Case(
-            TAKE_TOPK,
-            lambda i: kernels.take_topk(value, k, **own, memory=memory),
-            4 * n,
-            before=lambda i: value.copy_(arrays.input(i)),
-        ),
+        Case(TAKE_TOPK, only_take, 4 * n, before=lambda i: value.copy_(arrays.input(i))),
         Case(FEEDBACK, feedback, (12 + take_reads(arrays)) * n),
-        Case("accumulate, take_topk, momentum", with_momentum, (20 + take_reads(arrays)) * n),
+        Case(f"{FEEDBACK}, momentum", with_momentum, (20 + take_reads(arrays)) * n),
         Case("add_sparse", lambda i: kernels.add_sparse(target, **scattered, scale=0.5), 16 * k),
-        Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *own_entries, update=update), 4),
-        Case("settle_sparse", lambda i: kernels.settle_sparse(target, *own_entries, update=failed), 16 * k),
+        Case("settle_sparse, nothing to do", lambda i: kernels.settle_sparse(target, *entries, update=update), 4),
+        Case("settle_sparse", lambda i: kernels.settle_sparse(target, *entries, update=failed), 16 * k),
     ]
 
 
 def above(arrays: Arrays) -> list[Case]:
-    """Return the kernels around thresholds of 3.3 deviations. About 0.1 % of what accumulates is taken in each call."""
-    n, layers = arrays.n, len(arrays.sizes)
+    """Return the kernels around thresholds of 3.3 deviations. A call takes about 0.1 % of what accumulates."""
+    n, flag, memory = arrays.n, arrays.flag, arrays.memory
     ends = torch.tensor(arrays.sizes).cumsum(0).to(torch.int32).to(arrays.device)
-    thresholds = torch.zeros(layers, device=arrays.device)
-    moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=arrays.device)
-    lam = torch.tensor([3.3, 0.1], device=arrays.device)
-    payload, form = arrays.payload(), COMPACT.form(n, arrays.k)
-    packed, entries = empty(form, arrays.device), arrays.payload()
-    kernels.take_topk(arrays.input(0).clone(), arrays.k, **entries, memory=arrays.memory)
+    moments, thresholds, lam = arrays.moments(), arrays.zeros(len(arrays.sizes)), torch.tensor([3.3, 0.1], device=arrays.device)
+    packed, payload, entries = empty(COMPACT.form(n, arrays.k), arrays.device), arrays.payload(), arrays.payload()
+    kernels.take_topk(arrays.input(0).clone(), arrays.k, **entries, memory=memory)
     packed["header"].copy_(entries["header"])
     value, pushed, velocity, target = (arrays.zeros() for _ in range(4))
-    flag, peaks, memory, chosen = arrays.flag, kernels.peaks(n, arrays.device), arrays.memory, (ends, thresholds)
-    failed = torch.full((n,), math.nan, device=arrays.device)
-
-    sent_in = torch.zeros(n, dtype=torch.uint8, device=arrays.device)
+    peaks, chosen = kernels.peaks(n, arrays.device), (ends, thresholds)
+    failed, sent = arrays.failed(), arrays.sent()
 
     def take(acc: Tensor, mask: kernels.Mask | None) -> None:
         kernels.set_thresholds(moments, ends, lam, thresholds)
@@ -151,7 +187,7 @@ def above(arrays: Arrays) -> list[Case]:
 
     def with_momentum(i: int) -> None:
         kernels.accumulate(arrays.grads(i), pushed, velocity, flag, 0.9, moments=moments, peaks=peaks, memory=memory)
-        take(pushed, kernels.Mask(velocity, sent_in, i))
+        take(pushed, kernels.Mask(velocity, sent, i))
 
     def pack(i: int) -> None:
         COMPACT.write(packed, entries["values"], entries["indices"], target)
@@ -179,26 +215,24 @@ def sketches(arrays: Arrays) -> list[Case]:
     """
     sizes = GsSgd(ratio=RATIO).sizes(arrays.n)
     rows = sizes.rows
-    filled, table = (torch.zeros(sizes.cells, device=arrays.device) for _ in range(2))
+    filled, table, estimates = arrays.zeros(sizes.cells), arrays.zeros(sizes.cells), arrays.zeros(arrays.k)
     kernels.sketch(arrays.input(0), rows, 0, filled)
-    places = torch.zeros(arrays.k, dtype=torch.int32, device=arrays.device)
-    estimates = torch.zeros(arrays.k, device=arrays.device)
+    places = arrays.zeros(arrays.k, torch.int32)
+
+    def heaviest(i: int) -> None:
+        kernels.heaviest(filled, rows, 0, arrays.n, places, estimates, arrays.memory)
+
     return [
         Case(SKETCH, lambda i: kernels.sketch(arrays.input(i), rows, 0, table), 4 * arrays.n),
-        Case(
-            HEAVIEST,
-            lambda i: kernels.heaviest(filled, rows, 0, arrays.n, places, estimates, arrays.memory),
-            4 * rows * arrays.n,
-        ),
+        Case(HEAVIEST, heaviest, 4 * rows * arrays.n),
     ]
 
 
 def levels(arrays: Arrays) -> list[Case]:
     """Return the kernels of levels, in groups of 2,048. Their bytes leave out the words, 1 to 3.2 bits an entry."""
-    value, target = arrays.zeros(), arrays.zeros()
-    failed = torch.full((arrays.n,), math.nan, device=arrays.device)
+    value, target, failed = arrays.zeros(), arrays.zeros(), arrays.failed()
     compressors = {ORQ_3: Orq(), ORQ_5: Orq(levels=5), ORQ_9: Orq(levels=9), BINGRAD_B: BinGrad()}
-    roundings = {name: LevelRounding(own.rule, arrays.n) for name, own in compressors.items()}
+    roundings = {name: LevelRounding(compressor.rule, arrays.n) for name, compressor in compressors.items()}
     payloads = {name: empty(rounding.form, arrays.device) for name, rounding in roundings.items()}
     value.copy_(arrays.input(0))
     many = [roundings[ORQ_3].take(value.clone(), None, None, rank) for rank in range(MANY)]
@@ -233,7 +267,7 @@ def levels(arrays: Arrays) -> list[Case]:
 
 
 def steps(arrays: Arrays) -> list[Case]:
-    """Return whole steps. Their bytes are the sum over their kernels (sparse: 12, the take's, and 4 that spread writes)."""
+    """Return whole steps. Their bytes are the sum over their kernels (sparse: 12, the take's, and 4 of spread)."""
     shapes = {f"layer{i}": (size,) for i, size in enumerate(arrays.sizes)}
     named = [dict(zip(shapes, pieces, strict=True)) for pieces in arrays.pieces]
     specs: list[tuple[str, str, int | None]] = [
@@ -241,8 +275,60 @@ def steps(arrays: Arrays) -> list[Case]:
         (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays)) * arrays.n),
         ("Simulation step, dense", "dense", None),
     ]
-    found = []
+    cases = []
     for name, spec, moved in specs:
         simulation = gradcomp.Simulation(spec, shapes, 1, device=arrays.device)
-        found.append(Case(name, lambda i, s=simulation: s.step([named[i % len(named)]]), moved))  # type: ignore[misc]
+        cases.append(Case(name, lambda i, s=simulation: s.step([named[i % len(named)]]), moved))  # type: ignore[misc]
+    return cases
+
+
+def yardsticks(arrays: Arrays) -> list[Case]:
+    """Return copies, sums and top-k of plain torch, and on a GPU its sketches."""
+    n, target, acc = arrays.n, arrays.zeros(), arrays.zeros()
+
+    def take(value: Tensor) -> Tensor:
+        indices = torch.topk(value.abs(), arrays.k)[1]
+        taken = value[indices]
+        value.index_fill_(0, indices, 0)
+        return taken
+
+    found = [
+        Case(COPY, lambda i: target.copy_(arrays.input(i)), 8 * n),
+        Case(ADD, lambda i: acc.add_(arrays.input(i)), 12 * n),
+        Case(TORCH_TOPK, lambda i: torch.topk(arrays.input(i).abs(), arrays.k)),
+    ]
+    residual = arrays.zeros()
+    found.append(Case(TORCH_STEP, lambda i: take(residual.add_(arrays.input(i)))))
+    if arrays.device.type == "cuda":
+        found += _sketches(arrays)
     return found
+
+
+def _sketches(arrays: Arrays) -> list[Case]:
+    """Write a count sketch plainly: for each row a table of all entries' columns, and one of their signs."""
+    sizes = GsSgd(ratio=RATIO).sizes(arrays.n)
+    columns = sizes.cells // sizes.rows
+    places = [torch.randint(columns, (arrays.n,), device=arrays.device) for _ in range(sizes.rows)]
+    signs = [torch.randint(2, (arrays.n,), device=arrays.device, dtype=torch.int8) * 2 - 1 for _ in range(sizes.rows)]
+    rows = list(zip(places, signs, strict=True))
+
+    def sketch(i: int) -> Tensor:
+        return torch.stack([torch.bincount(to, arrays.input(i) * sign, minlength=columns) for to, sign in rows])
+
+    table = sketch(0)
+
+    def heaviest(i: int) -> Tensor:
+        estimates = median_of_five(*(row[to] * sign for row, (to, sign) in zip(table, rows, strict=True)))
+        return torch.topk(estimates.abs(), arrays.k)[1]
+
+    return [Case(TORCH_SKETCH, sketch), Case(TORCH_HEAVIEST, heaviest)]
+
+
+def median_of_five(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> Tensor:
+    """Find the median of five numbers, entry by entry, by a network of ten exchanges' halves.
+
+    torch's own median sorts every entry's five numbers by themselves, and takes many times as long.
+    """
+    low = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))  # the smallest and
+    high = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))  # the largest of the first four are out
+    return torch.maximum(torch.minimum(low, high), torch.minimum(torch.maximum(low, high), e))

@@ -5,54 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from laboratory.kernels.arrays import (
-    ADD,
-    ADD_3,
-    BINGRAD_B,
-    COPY,
-    FEEDBACK,
-    HEAVIEST,
-    ORQ_3,
-    ORQ_5,
-    ORQ_9,
-    ROUND_3,
-    ROUND_B,
-    SDAGC,
-    SDAGC_SIMULATED,
-    SIMULATED,
-    SKETCH,
-    TAKE_TOPK,
-    TORCH_HEAVIEST,
-    TORCH_SKETCH,
-    TORCH_STEP,
-    TORCH_TOPK,
-)
+from laboratory.kernels import cases as c
 from laboratory.report.tables import columns, figure, milliseconds
 from laboratory.timing import Case, Spread, ratio
 
+Line = dict[str, Any]
 
-class Target(NamedTuple):
-    """A promise on one core: at most so many times add_ of as many entries."""
-
-    most: float
-    entries: str
-
-
+# Promises on one core: at most so many times add_ of as many entries.
 TARGETS = {
-    FEEDBACK: Target(5.0, "16.8M"),
-    SIMULATED: Target(7.0, "16.8M"),
-    SDAGC: Target(2.5, "16.8M"),
-    SDAGC_SIMULATED: Target(4.5, "16.8M"),
-    SKETCH: Target(3.5, "4.2M"),
-    HEAVIEST: Target(6.0, "4.2M"),
-    ORQ_3: Target(4.5, "16.8M"),
-    ORQ_5: Target(6.0, "16.8M"),
-    ORQ_9: Target(7.5, "16.8M"),
-    BINGRAD_B: Target(4.0, "16.8M"),
+    c.FEEDBACK: (5.0, "16.8M"),
+    c.SIMULATED: (7.0, "16.8M"),
+    c.SDAGC: (2.5, "16.8M"),
+    c.SDAGC_SIMULATED: (4.5, "16.8M"),
+    c.SKETCH: (3.5, "4.2M"),
+    c.HEAVIEST: (6.0, "4.2M"),
+    c.ORQ_3: (4.5, "16.8M"),
+    c.ORQ_5: (6.0, "16.8M"),
+    c.ORQ_9: (7.5, "16.8M"),
+    c.BINGRAD_B: (4.0, "16.8M"),
 }
 
 # Promised shares of a GPU's copy bandwidth, on 64 M entries or more.
-SHARES = {f"{SDAGC}, momentum": 0.8, ROUND_3: 0.5, ADD_3: 0.8, ROUND_B: 0.6}
+SHARES = {f"{c.SDAGC}, momentum": 0.8, c.ROUND_3: 0.5, c.ADD_3: 0.8, c.ROUND_B: 0.6}
 
 
 class Faster(NamedTuple):
@@ -64,54 +38,48 @@ class Faster(NamedTuple):
 
 
 FASTER = (
-    Faster((TAKE_TOPK,), (TORCH_TOPK,), 4),
-    Faster((FEEDBACK,), (TORCH_STEP,), 4),
-    Faster((SKETCH, HEAVIEST), (TORCH_SKETCH, TORCH_HEAVIEST), 15),
+    Faster((c.TAKE_TOPK,), (c.TORCH_TOPK,), 4),
+    Faster((c.FEEDBACK,), (c.TORCH_STEP,), 4),
+    Faster((c.SKETCH, c.HEAVIEST), (c.TORCH_SKETCH, c.TORCH_HEAVIEST), 15),
 )
-
-Line = dict[str, Any]
 
 
 def lines(cases: Sequence[Case], seconds: Mapping[str, Sequence[float]]) -> list[Line]:
     """Return the figures of every case."""
+    copied = next(case.bytes_moved for case in cases if case.name == c.COPY)
+    assert copied is not None
     found: list[Line] = []
     for case in cases:
-        spread = Spread.of(seconds[case.name])
-        to_add = ratio(seconds, case.name, ADD)
-        line: Line = {
-            "name": case.name,
-            "ms": {key: 1000 * value for key, value in spread._asdict().items()},
-            "ratio_to_add": to_add._asdict(),
-            "bytes": case.bytes_moved,
-            "gb_per_s": None,
-            "share_of_copy": None,
-        }
-        if case.bytes_moved:
-            copied = next(c.bytes_moved for c in cases if c.name == COPY)
-            assert copied is not None
-            line["gb_per_s"] = case.bytes_moved / spread.median / 1e9
-            line["share_of_copy"] = case.bytes_moved / copied / ratio(seconds, case.name, COPY).median
-        found.append(line)
+        spread, moved = Spread.of(seconds[case.name]), case.bytes_moved
+        found.append(
+            {
+                "name": case.name,
+                "ms": {key: 1000 * value for key, value in spread._asdict().items()},
+                "ratio_to_add": ratio(seconds, case.name, c.ADD)._asdict(),
+                "bytes": moved,
+                "gb_per_s": moved / spread.median / 1e9 if moved else None,
+                "share_of_copy": moved / copied / ratio(seconds, case.name, c.COPY).median if moved else None,
+            }
+        )
     return found
 
 
-def table(found: Sequence[Line]) -> str:
-    """Write the lines as a table."""
-    rows = [("", "ms", "min..max", "x add_", "min..max", "MB moved", "GB/s", "of copy")]
+def table(found: Sequence[Line], predicted: Mapping[str, float]) -> str:
+    """Write the lines as a table. predicted: milliseconds by case, where a prediction is known."""
+    rows = [("", "ms", "min..max", "predicted", "x add_", "min..max", "MB moved", "GB/s", "of copy")]
     for line in found:
         ms, to_add = line["ms"], line["ratio_to_add"]
-        megabytes = None if line["bytes"] is None else line["bytes"] / 1e6
-        percent = None if line["share_of_copy"] is None else 100 * line["share_of_copy"]
         rows.append(
             (
                 line["name"],
                 milliseconds(ms["median"] / 1000),
                 "..".join(milliseconds(ms[end] / 1000) for end in ("low", "high")),
+                figure(predicted.get(line["name"]), "{:.4f}"),
                 f"{to_add['median']:.2f}",
                 f"{to_add['low']:.2f}..{to_add['high']:.2f}",
-                figure(megabytes, "{:.4g}"),
+                figure(line["bytes"] and line["bytes"] / 1e6, "{:.4g}"),
                 figure(line["gb_per_s"], "{:.3g}"),
-                figure(percent, "{:.0f} %"),
+                figure(line["share_of_copy"] and 100 * line["share_of_copy"], "{:.0f} %"),
             )
         )
     return columns(rows)
@@ -126,22 +94,22 @@ def targets(found: Sequence[Line]) -> list[dict[str, Any]]:
     ]
 
 
+def gpu_targets(found: Sequence[Line]) -> list[dict[str, Any]]:
+    """Judge the promises on a GPU."""
+    shares = {line["name"]: line["share_of_copy"] for line in found}
+    ms = {line["name"]: line["ms"]["median"] for line in found}
+    judged: list[tuple[str, str, float, float]] = [
+        (name, "copy bandwidth", least, shares[name]) for name, least in SHARES.items()
+    ]
+    for ours, torchs, least in FASTER:
+        speedup = sum(ms[name] for name in torchs) / sum(ms[name] for name in ours)
+        judged.append((" + ".join(ours), f"speed of {' + '.join(torchs)}", least, speedup))
+    return [{"name": name, "of": of, "at_least": least, "found": got, "kept": got >= least} for name, of, least, got in judged]
+
+
 def sentence(target: Mapping[str, Any]) -> str:
     """Say a promise and the measured figure."""
     if "at_most" in target:
         promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
         return f"{target['name']}: {target['found']:.2f} x add_, {promised}"
     return f"{target['name']}: {target['found']:.2f} of the {target['of']}, promised at least {target['at_least']:g}"
-
-
-def gpu_targets(found: Sequence[Line]) -> list[dict[str, Any]]:
-    """Judge the promises on a GPU."""
-    shares = {line["name"]: line["share_of_copy"] for line in found}
-    ms = {line["name"]: line["ms"]["median"] for line in found}
-    kept: list[dict[str, Any]] = []
-    for name, least in SHARES.items():
-        kept.append({"name": name, "of": "copy bandwidth", "at_least": least, "found": shares[name]})
-    for ours, torchs, least in FASTER:
-        speedup = sum(ms[name] for name in torchs) / sum(ms[name] for name in ours)
-        kept.append({"name": " + ".join(ours), "of": f"speed of {' + '.join(torchs)}", "at_least": least, "found": speedup})
-    return [{**each, "kept": each["found"] >= each["at_least"]} for each in kept]

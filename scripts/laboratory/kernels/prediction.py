@@ -1,10 +1,8 @@
-"""Predicted times of the cases of `lab kernels` on a GPU, written before anything was measured on one.
+"""Predicted times of the cases of `lab kernels` on a GPU.
 
-A case takes the sum of its kernels' times: no kernel starts before the one in front of it has ended. A kernel takes as long as
-its slowest part: bytes of memory at the speed of a copy, bytes of the second cache, or instructions. Each launch adds a little.
-
-Bytes are those of the comments in csrc/cuda. Instructions are counted in the machine code that `lab machine-code` reads, along
-the way of a whole, aligned tile: those of a loop's turn, or of code without a loop, over the entries that it handles.
+A case takes the sum of its kernels' times, since no kernel starts before the one in front of it has ended. A kernel takes as
+long as its bytes of memory at the speed of a copy, or as its computing, if that takes longer. Each launch adds a little. Bytes
+are those of the comments in csrc/cuda. Computing was measured on an H100, whose multiprocessors are those of an H200.
 """
 
 from __future__ import annotations
@@ -12,36 +10,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from laboratory.kernels import arrays as cases
+from laboratory.kernels import cases as c
 from laboratory.report.tables import figure, markdown
+
+KINDS = ("predicted", "measured")
 
 
 class Gpu(NamedTuple):
-    """A GPU: bytes a second of a copy and of the second cache, instructions a second of all threads, seconds of a launch."""
+    """A GPU: its name, the bytes a second of a copy, and the seconds of a launch behind another kernel."""
 
     name: str
     copy: float
-    cache: float
-    issued: float
     launch: float
 
 
-# Copies: 90 % of the data sheet's 4.8 TB/s. Cache: about twice that. 132 multiprocessors that issue for four warps each.
-H200 = Gpu("NVIDIA H200", 4.3e12, 8e12, 132 * 4 * 32 * 1.7e9, 2.5e-6)
-# The same chip, with memory of 3.35 TB/s by the data sheet (SXM).
-H100 = H200._replace(name="NVIDIA H100", copy=3.0e12)
+# H100: measured (the record below). H200: 89 % of its data sheet's 4.8 TB/s, which is the H100's share of its own.
+H100, H200 = Gpu("NVIDIA H100", 2.97e12, 5e-6), Gpu("NVIDIA H200", 4.3e12, 5e-6)
+GPUS = (H100, H200)
+
+
+def known(name: str) -> Gpu | None:
+    """Find a GPU by the name that torch gives it."""
+    return next((gpu for gpu in GPUS if gpu.name in name), None)
 
 
 class Kernel(NamedTuple):
-    """A kernel's cost of an entry: bytes of memory, instructions, and bytes of the second cache."""
+    """A kernel's cost of an entry: bytes of memory, and picoseconds of computing on an H100 where these take longer there."""
 
     memory: float
-    instructions: float = 0.0
-    cache: float = 0.0
+    computing: float = 0.0
 
     def seconds(self, gpu: Gpu) -> float:
         """Predict the seconds of an entry."""
-        return max(self.memory / gpu.copy, self.cache / gpu.cache, self.instructions / gpu.issued)
+        return max(self.memory / gpu.copy, 1e-12 * self.computing)
 
 
 class Cost(NamedTuple):
@@ -50,40 +51,29 @@ class Cost(NamedTuple):
     kernels: tuple[Kernel, ...]
     launches: int = 1
 
-    @property
-    def memory(self) -> float:
-        """Sum the kernels' bytes of memory."""
-        return sum(kernel.memory for kernel in self.kernels)
-
     def seconds(self, n: int, gpu: Gpu) -> float:
         """Predict the seconds of a call on n entries."""
         return self.launches * gpu.launch + n * sum(kernel.seconds(gpu) for kernel in self.kernels)
 
 
 # A scattered entry counts 80 bytes: 64 to read and to write the 32 bytes around its place, and 16 for the entry itself.
-SCATTERED = Kernel(80 * cases.RATIO)
-
-FLATTEN, SQUARES, SPREAD = Kernel(8, 4), Kernel(4, 17), Kernel(8, 18)
-ADD, ADD_MOMENTUM, ADD_ADAM = Kernel(12, 18), Kernel(20, 30), Kernel(29, 100)
-MEASURE, MEASURE_MOMENTUM = Kernel(12, 34), Kernel(20, 50)
-# take_topk reads all entries twice, take_above once. The bits of an entry are written, and read again.
-DIGITS, MARK, LIST = Kernel(4, 6), Kernel(4.13, 8), Kernel(0.13, 1)
+SCATTERED, ADD_PACKED = Kernel(80 * c.RATIO), Kernel(80 * c.RATIO, 0.16)
+FLATTEN, SQUARES, SPREAD = Kernel(8), Kernel(4), Kernel(8)
+ADD, ADD_MOMENTUM, ADD_ADAM = Kernel(12), Kernel(20), Kernel(29)
+MEASURE, MEASURE_MOMENTUM = Kernel(12), Kernel(20)
+# take_topk reads all entries twice, take_above once. Each writes the bits of an entry and reads them again.
+DIGITS, MARK, LIST = Kernel(4, 1.6), Kernel(4.13, 1.6), Kernel(0.13)
 TAKE, TAKE_ABOVE = (DIGITS, MARK, LIST), (MARK, LIST)
-# Five rows. The columns fill the device with threads a little more than once.
-SKETCH = Kernel(8, 84, 20)
-# Two reads of five cells of the table for each entry.
-ESTIMATES = (Kernel(0, 100, 20), Kernel(0.13, 105, 20), LIST)
-# A look takes 4 instructions an entry where it counts, 11 where it adds up worths, and 16 where it sums up: a conversion to
-# double takes the time of eight. Of normal entries, ORQ-3 counts twice and adds up worths once, ORQ-5 7 and 4 times, ORQ-9 11
-# and 7 times; BinGrad-b counts and sums up once each. Smallest and largest take 5, what is around a look 1.
-FIND_3, FIND_5, FIND_9, FIND_MEANS = Kernel(4, 25), Kernel(4, 78), Kernel(4, 127), Kernel(4, 31)
-ROUND_3, ROUND_5, ROUND_9, ROUND_MEANS = Kernel(8, 41), Kernel(8, 48), Kernel(8, 55), Kernel(8, 17)
-ADD_3, ADD_5, ADD_9, ADD_2 = Kernel(8, 23), Kernel(8, 24), Kernel(8, 24), Kernel(8, 20)
-ADD_3_MANY = Kernel(8 + cases.MANY / 5, 11 + 12 * cases.MANY)
+# Five rows: a sketch reads 24 bytes an entry from the second cache, and an estimate 22.
+SKETCH, ESTIMATES = Kernel(4, 8.5), (Kernel(0, 5.6), Kernel(0.13, 5.4), LIST)
+FIND_3, FIND_5, FIND_9, FIND_MEANS = Kernel(8, 4.1), Kernel(8, 5.9), Kernel(8, 8.3), Kernel(4, 2.6)
+ROUND_3, ROUND_5, ROUND_9, ROUND_MEANS = Kernel(7, 3.7), Kernel(7, 3.4), Kernel(7, 3.3), Kernel(7, 2.6)
+ADD_3, ADD_5, ADD_9, ADD_2 = Kernel(7, 3.9), Kernel(7, 3.5), Kernel(7, 3.4), Kernel(7, 2.6)
+ADD_3_MANY = Kernel(7 + c.MANY / 5, 5.5)
 
 COSTS = {
-    cases.COPY: Cost((Kernel(8),)),
-    cases.ADD: Cost((Kernel(12),)),
+    c.COPY: Cost((Kernel(8),)),
+    c.ADD: Cost((Kernel(12),)),
     "sum_squares": Cost((SQUARES,), 2),
     "flatten": Cost((FLATTEN,)),
     "accumulate": Cost((ADD,)),
@@ -93,70 +83,74 @@ COSTS = {
     "offer_all": Cost((Kernel(8),)),
     "settle_all": Cost((Kernel(4),)),
     "spread": Cost((SPREAD,)),
-    "take_topk": Cost(TAKE, 8),
-    cases.FEEDBACK: Cost((ADD, *TAKE), 9),
-    f"{cases.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE), 9),
+    c.TAKE_TOPK: Cost(TAKE, 8),
+    c.FEEDBACK: Cost((ADD, *TAKE), 9),
+    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE), 9),
     "add_sparse": Cost((SCATTERED,)),
     "settle_sparse, nothing to do": Cost(()),
     "settle_sparse": Cost((SCATTERED,)),
-    cases.SDAGC: Cost((MEASURE, *TAKE_ABOVE), 11),
-    f"{cases.SDAGC}, momentum": Cost((MEASURE_MOMENTUM, *TAKE_ABOVE), 11),
+    c.SDAGC: Cost((MEASURE, *TAKE_ABOVE), 11),
+    f"{c.SDAGC}, momentum": Cost((MEASURE_MOMENTUM, *TAKE_ABOVE), 11),
     "take_above": Cost(TAKE_ABOVE, 8),
-    "pack_sparse": Cost((Kernel(28 * cases.RATIO),), 2),
-    "unpack_sparse": Cost((Kernel(10 * cases.RATIO),)),
-    "add_packed": Cost((SCATTERED,)),
-    f"add_packed, {cases.MANY} ranks": Cost((SCATTERED,) * cases.MANY),
-    "settle_packed": Cost((SCATTERED,)),
-    cases.SKETCH: Cost((SKETCH,)),
-    cases.HEAVIEST: Cost(ESTIMATES, 8),
-    cases.ORQ_3: Cost((FIND_3, ROUND_3, ADD_3), 9),
-    cases.ORQ_5: Cost((FIND_5, ROUND_5, ADD_5), 9),
-    cases.ORQ_9: Cost((FIND_9, ROUND_9, ADD_9), 9),
-    cases.BINGRAD_B: Cost((FIND_MEANS, ROUND_MEANS, ADD_2), 6),
-    cases.ROUND_3: Cost((FIND_3, ROUND_3), 5),
-    cases.ADD_3: Cost((ADD_3,)),
-    f"{cases.ADD_3}, {cases.MANY} ranks": Cost((ADD_3_MANY,)),
+    "pack_sparse": Cost((Kernel(28 * c.RATIO, 0.17),), 2),
+    "unpack_sparse": Cost((Kernel(10 * c.RATIO, 0.22),)),
+    "add_packed": Cost((ADD_PACKED,)),
+    f"add_packed, {c.MANY} ranks": Cost((Kernel(80 * c.MANY * c.RATIO, 0.91),)),
+    "settle_packed": Cost((ADD_PACKED,)),
+    c.SKETCH: Cost((SKETCH,)),
+    c.HEAVIEST: Cost(ESTIMATES, 8),
+    c.ORQ_3: Cost((FIND_3, ROUND_3, ADD_3), 4),
+    c.ORQ_5: Cost((FIND_5, ROUND_5, ADD_5), 4),
+    c.ORQ_9: Cost((FIND_9, ROUND_9, ADD_9), 4),
+    c.BINGRAD_B: Cost((FIND_MEANS, ROUND_MEANS, ADD_2), 4),
+    c.ROUND_3: Cost((FIND_3, ROUND_3), 3),
+    c.ADD_3: Cost((ADD_3,)),
+    f"{c.ADD_3}, {c.MANY} ranks": Cost((ADD_3_MANY,)),
     "ORQ-3, settle": Cost((ADD_3,)),
-    cases.ROUND_B: Cost((FIND_MEANS, ROUND_MEANS), 5),
-    cases.SIMULATED: Cost((ADD, *TAKE, Kernel(4)), 13),
-    cases.SDAGC_SIMULATED: Cost((MEASURE, *TAKE_ABOVE, Kernel(4)), 15),
-    "Simulation step, dense": Cost((ADD, Kernel(8), SPREAD), 5),
+    c.ROUND_B: Cost((FIND_MEANS, ROUND_MEANS), 3),
+    # Measured beside their kernels: 8 bytes of each entry for the delivery, and 8 more for the means of dense.
+    c.SIMULATED: Cost((ADD, *TAKE, Kernel(8)), 13),
+    c.SDAGC_SIMULATED: Cost((MEASURE, *TAKE_ABOVE, Kernel(8)), 15),
+    "Simulation step, dense": Cost((ADD, Kernel(16), SPREAD), 5),
 }
-
 
 PAGE = """\
 # On a GPU: predicted, and measured
 
-{state} A prediction sums the times of a case's kernels. A kernel takes as long as the slowest of its bytes of memory, bytes
-of the second cache, and instructions ([`prediction.py`](../scripts/laboratory/kernels/prediction.py)), on an {gpu.name} that
-copies {copy:.2g} TB/s, has a second cache twice as fast, and takes {launch:.1f} us a launch. Bytes and instructions in the
-table are an entry's, all kernels together. `results/resources-sm_90.json` has each kernel's registers and memory,
-`results/machine-code-sm_90.json` its loads in flight and its loops. `scripts/lab predict` writes this page.
+A prediction sums the times of a case's kernels, and {launch:.0f} us a launch. A kernel takes as long as its bytes of memory at
+the speed of a copy, or as its computing, if that takes longer ([`prediction.py`](../scripts/laboratory/kernels/prediction.py)).
+Copies and computing were measured on an H100 ([record](results/kernels-cuda-h100.json)), and not on an H200. Bytes are an
+entry's, all kernels together. [`resources-sm_90.json`](results/resources-sm_90.json) has each kernel's registers and memory.
+`scripts/lab kernels --predict` writes this page.
 
 {table}
 """
-UNMEASURED_STATE = "**Nothing has been measured on a GPU yet.**"
-MEASURED_STATE = "Measured by `scripts/gpu_check` (`results/gpu-*.json`)."
 
 
-def page(n: int, gpu: Gpu, found: Mapping[str, float]) -> str:
-    """Write the page."""
-    state = MEASURED_STATE if found else UNMEASURED_STATE
-    return PAGE.format(state=state, gpu=gpu, copy=gpu.copy / 1e12, launch=1e6 * gpu.launch, table=table(n, gpu, found))
+def milliseconds(n: int, gpu: Gpu) -> dict[str, float]:
+    """Predict the milliseconds of every case on n entries."""
+    return {name: 1000 * cost.seconds(n, gpu) for name, cost in COSTS.items()}
 
 
-def table(n: int, gpu: Gpu, measured: Mapping[str, float]) -> str:
-    """Write the table in Markdown. measured: milliseconds of cases that a GPU of this kind has run."""
-    rows = [[f"on {n / 1e6:g} M entries", "bytes", "instructions", "launches", "predicted ms", "measured ms"]]
+def page(n: int, records: Sequence[Mapping[str, Any]]) -> str:
+    """Write the page. records: results of `lab kernels` and of gpu_check."""
+    return PAGE.format(launch=1e6 * H100.launch, table=table(n, records))
+
+
+def table(n: int, records: Sequence[Mapping[str, Any]]) -> str:
+    """Write the predicted and the measured milliseconds of each GPU in Markdown."""
+    figures = [each for gpu in GPUS for each in (milliseconds(n, gpu), measured(records, n, gpu))]
+    rows = [[f"on {n / 1e6:g} M entries, ms", "bytes", "launches", *(f"{g.name[7:]} {k}" for g in GPUS for k in KINDS)]]
     for name, cost in COSTS.items():
-        predicted, found = f"{1000 * cost.seconds(n, gpu):.3f}", figure(measured.get(name), "{:.3f}", "not yet")
-        instructions = sum(kernel.instructions for kernel in cost.kernels)
-        rows.append([name, f"{cost.memory:.3g}", f"{instructions:.3g}", str(cost.launches), predicted, found])
+        memory = f"{sum(kernel.memory for kernel in cost.kernels):.3g}"
+        cells = [figure(each.get(name), "{:.3f}", "not yet") for each in figures]
+        rows.append([name, memory, str(cost.launches), *cells])
     return markdown(rows)
 
 
-def measured(results: Sequence[Mapping[str, Any]], n: int, gpu: Gpu) -> dict[str, float]:
-    """Pick the milliseconds of this GPU and size from the results of gpu_check."""
-    stages = [stage for result in results if gpu.name in result["device"]["name"] for stage in result["stages"]]
-    figures = [s["figures"] for s in stages if s["name"] == "kernels" and s["status"] == "ok"]
-    return {line["name"]: line["ms"]["median"] for each in figures if each["settings"]["size"] == n for line in each["lines"]}
+def measured(records: Sequence[Mapping[str, Any]], n: int, gpu: Gpu) -> dict[str, float]:
+    """Pick the milliseconds of this GPU and size from the records."""
+    runs = [record for record in records if gpu.name in record["machine"].get("gpu", "")]
+    stages = [stage for record in records if gpu.name in record.get("device", {}).get("name", "") for stage in record["stages"]]
+    runs += [stage["figures"] for stage in stages if stage["name"].startswith("kernels") and stage["status"] == "ok"]
+    return {line["name"]: line["ms"]["median"] for run in runs if run["settings"]["size"] == n for line in run["lines"]}

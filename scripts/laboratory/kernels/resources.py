@@ -10,11 +10,16 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
-from laboratory.kernels.compiled import every
+from laboratory import machine
 from laboratory.refusal import Refused
-from laboratory.report.tables import columns
+
+SOURCES = machine.ROOT / "csrc" / "cuda"
+# As in CMakeLists.txt, where they matter.
+FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "-DGRADCOMP_CUDA", "-fmad=false", "-cubin", "-Xptxas", "-v", "-o", "/dev/null")
 
 
 class Use(NamedTuple):
@@ -38,14 +43,10 @@ class Budget(NamedTuple):
 
     def exceeded(self, use: Use) -> list[str]:
         """Return a sentence for each bound that a kernel exceeds."""
+        units = ("registers", "bytes of stack", "bytes spilled", "bytes of shared memory")
         return [
             f"{use.file}: {use.kernel} uses {found} {unit}, above the {most} of its budget"
-            for unit, found, most in (
-                ("registers", use.registers, self.registers),
-                ("bytes of stack", use.stack, self.stack),
-                ("bytes spilled", use.spilled, self.spilled),
-                ("bytes of shared memory", use.shared, self.shared),
-            )
+            for unit, found, most in zip(units, use[2:], self, strict=True)
             if found > most
         ]
 
@@ -53,10 +54,7 @@ class Budget(NamedTuple):
 # Exceptions, by a pattern of the kernel's name.
 EXCEPTIONS = {
     r"find(<.*>)?\(": (Budget(96, 560, 640), "loops index its levels, outside the reads that take the time"),
-    r"^(round|add|settle)_words<": (
-        Budget(80),
-        "ten entries and their addresses; 768 threads have 30 KB in flight",
-    ),
+    r"^(round|add|settle)_words<": (Budget(80), "ten entries and their addresses; 768 threads have 30 KB in flight"),
     r"<EstimateReader<9>": (Budget(80), "it holds nine rows of a table at once"),
 }
 
@@ -66,17 +64,32 @@ def budget_of(use: Use) -> Budget:
     return next((budget for pattern, (budget, _) in EXCEPTIONS.items() if re.search(pattern, use.kernel)), Budget())
 
 
+def exceeded(uses: Sequence[Use]) -> list[str]:
+    """Return a sentence for each exceeded bound."""
+    return [sentence for use in uses for sentence in budget_of(use).exceeded(use)]
+
+
 def measure(arch: str) -> list[Use]:
     """Compile every file for one architecture, for example sm_90."""
-    return [use for each in every(arch) for use in parse(each.file, plain_names(each.report))]
+    compiler, demangler = _program("nvcc", "install the CUDA toolkit"), _program("c++filt", "apt-get install binutils")
+
+    def uses(source: Path) -> list[Use]:
+        words = [compiler, *FLAGS, f"-arch={arch}", str(source)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise Refused(f"nvcc could not compile {source.name}:\n{done.stderr[-2000:]}")
+        report = done.stderr + done.stdout
+        named = subprocess.run([demangler], input=report, capture_output=True, text=True, check=True).stdout
+        return parse(source.name, named)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [use for found in pool.map(uses, sorted(SOURCES.glob("*.cu"))) for use in found]
 
 
-def plain_names(text: str) -> str:
-    """Demangle C++'s names."""
-    program = shutil.which("c++filt")
-    if program is None:
-        raise Refused("c++filt was not found; apt-get install binutils")
-    return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout
+def compiler_version() -> str:
+    """Return nvcc's version."""
+    text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return text.strip().splitlines()[-1]
 
 
 def parse(file: str, text: str) -> list[Use]:
@@ -88,31 +101,15 @@ def parse(file: str, text: str) -> list[Use]:
         used = re.search(r"Used (\d+) registers.*", part)
         if name is None or stack is None or used is None:
             raise Refused(f"{file}: nvcc's report has an unknown form:\n{part[:500]}")
+        short = re.sub(r"gradcomp::|cuda::|\(anonymous namespace\)::|^void ", "", name[1])
         shared = re.search(r"(\d+) bytes smem", used[0])
         spilled = int(stack[2]) + int(stack[3])
-        found.append(Use(file, short_name(name[1]), int(used[1]), int(stack[1]), spilled, int(shared[1]) if shared else 0))
+        found.append(Use(file, short, int(used[1]), int(stack[1]), spilled, int(shared[1]) if shared else 0))
     return found
 
 
-def short_name(kernel: str) -> str:
-    """Leave out of a kernel's name what all of them share."""
-    return re.sub(r"gradcomp::|cuda::|\(anonymous namespace\)::|^void ", "", kernel)
-
-
-def exceeded(uses: Sequence[Use]) -> list[str]:
-    """Return a sentence for each exceeded bound."""
-    return [sentence for use in uses for sentence in budget_of(use).exceeded(use)]
-
-
-def table(uses: Sequence[Use]) -> str:
-    """Write the uses as a table."""
-    rows: list[tuple[str, ...]] = [("kernel", "file", "registers", "stack", "spilled", "shared")]
-    for use in uses:
-        name = use.kernel.partition("(")[0]
-        rows.append((name, use.file, *(str(figure) for figure in use[2:])))
-    return columns(rows)
-
-
-def lines(uses: Sequence[Use]) -> list[dict[str, Any]]:
-    """Return every use with its budget, for the result file."""
-    return [{**use._asdict(), "budget": budget_of(use)._asdict()} for use in uses]
+def _program(name: str, remedy: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise Refused(f"{name} was not found; {remedy}, or put it on PATH")
+    return found
