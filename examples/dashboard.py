@@ -38,7 +38,7 @@ def whole(file: Path) -> Iterator[dict[str, Any]]:
 def draw(ranks: dict[str, Records], path: Path) -> None:
     """Draw six panels, of all ranks where they differ, else of the first one."""
     figure, axes = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
-    (bytes_, seconds, dense), (residual, age, error) = axes
+    (bytes_, seconds, density), (residual, age, error) = axes
     first = next(iter(ranks.values()))
     steps = [record["step"] for record in first]
     bytes_.set_title("dense / sent bytes")
@@ -46,11 +46,9 @@ def draw(ranks: dict[str, Records], path: Path) -> None:
     seconds.set_title("a step's milliseconds on the host")
     for name in ("total", "exposed", "encoding", "waiting", "wire"):
         seconds.plot(steps, [1e3 * record["seconds"][name] for record in first], label=name)
-    dense.set_title("milliseconds of a step, and of one without compression")
-    known = [record for record in first if record["dense"]]
-    dense.plot(steps, [1e3 * record["seconds"]["total"] for record in first], label=first[-1]["spec"])
-    dense.plot([record["step"] for record in known], [1e3 * record["dense"]["seconds"] for record in known], label="dense")
-    residual.set_title("norm of what waits")
+    density.set_title("share of the update that is not 0")
+    density.plot(steps, [record["density"] for record in first], label=first[-1]["spec"])
+    residual.set_title("norm of the residual")
     for rank, records in ranks.items():
         residual.plot([record["step"] for record in records], [record["residual"] for record in records], label=rank)
     age.set_title("mean steps since an entry was sent, by bucket")

@@ -13,7 +13,7 @@ from gradcomp.choosing.begin import Beginning, beginning_of
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.session import Session
 from gradcomp.spec import make
-from gradcomp.watching.observer import Intervals, Observer, Writer
+from gradcomp.telemetry.observer import Intervals, Observer, Writer
 
 
 class Handle:
@@ -58,14 +58,7 @@ class Handle:
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         session = weakref.proxy(self._session)  # the session has the observer
         named = dict(session.parameters.without_gradient) | {slot.name: slot.parameter for slot in session.parameters.slots}
-        observer = Observer(
-            writers,
-            intervals,
-            lambda: session.spec,
-            lambda: session.reducer.steps_done,
-            lambda: named,
-            lambda: not session.training.lags,
-        )
+        observer = Observer(writers, intervals, session, named, lambda: not session.training.lags)
         session.watch(observer, f"{intervals}, of {len(named)} weights: {', '.join(named)}")
 
     def state_dict(self) -> dict[str, Any]:

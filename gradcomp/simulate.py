@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,21 @@ from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
-from gradcomp.watching.observer import Intervals, Observer, Writer
+from gradcomp.telemetry.observer import Intervals, Observer, Writer
+
+
+class _Watched(NamedTuple):
+    """The exchange of a simulation, for observers."""
+
+    simulation: Simulation
+
+    @property
+    def spec(self) -> str:
+        return str(self.simulation._compressor)
+
+    @property
+    def reducer(self) -> Reducer:
+        return self.simulation._reducers[0]
 
 
 class Simulation:
@@ -137,10 +151,7 @@ class Simulation:
         return {name: update[name].view(shape) for name, shape in self._shapes.items()}
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
-        self._observers = [
-            Observer(writers, intervals, lambda: str(self._compressor), lambda: self._reducers[0].steps_done, None)
-            for _ in self._reducers
-        ]
+        self._observers = [Observer(writers, intervals, _Watched(self)) for _ in self._reducers]
         self._observe()
 
     def _observe(self) -> None:

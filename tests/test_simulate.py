@@ -115,7 +115,7 @@ def test_a_sender_that_says_nothing_is_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Send({}, [1], FORM, CPU))
     board.post("x", 1, Send({}, [], FORM, CPU))
-    with pytest.raises(RuntimeError, match=r"request x: expected payloads from ranks \[1\], got them from \[\]"):
+    with pytest.raises(RuntimeError, match=r"x: expected payloads from ranks \[1\], got them from \[\]"):
         own.reply(0)
 
 

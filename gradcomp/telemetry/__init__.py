@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradcomp.handle import Handle
-from gradcomp.simulate import Simulation
-from gradcomp.watching.observer import Intervals, Record, Writer
+from gradcomp.telemetry.observer import Intervals, Record, Writer
 
 __all__ = ["JsonLines", "TensorBoard", "watch"]
 
@@ -26,7 +24,7 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
     exchange: a Simulation, a Compression, the handle of ddp.attach(), or a distributed optimizer with compression.
     writers: functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
     every: steps from one record to the next.
-    compare: steps from one comparison with dense to the next, with a measurement of the link; 0 = none.
+    compare: steps from one comparison with dense to the next; 0 = none.
     check: steps from one check of the replicas to the next; 0 = none. If weights differ, all ranks raise an error.
     """
     for name, value in {"every": every, "compare": compare, "check": check}.items():
@@ -39,10 +37,9 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
             raise TypeError(f"{writer!r} is no writer; pass JsonLines(folder), TensorBoard(folder) or a function of a record")
     intervals = Intervals(every, compare, check)
     for holder in (exchange, getattr(exchange, "compression", None), getattr(exchange, "_compression", None)):
-        if isinstance(holder, Simulation):
-            return holder._watch(writers, intervals)
-        if isinstance(holder, Handle):
-            return holder._watch(writers, intervals)
+        if (begin := getattr(holder, "_watch", None)) is not None:
+            begin(writers, intervals)
+            return
     raise TypeError(
         f"watch() got a {type(exchange).__name__}; pass the result of gradcomp.ddp.attach(), of gradcomp.horovod.Compression() "
         "or DistributedOptimizer(), or a Simulation"

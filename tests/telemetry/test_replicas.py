@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import telemetry
-from gradcomp.watching import replicas
+from gradcomp.telemetry import replicas
 
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 

@@ -8,21 +8,22 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.buckets.health import OLD, PART
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_clock import Seconds, StepClock
 from gradcomp.messages import payload as payloads
+from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
 from gradcomp.networks import Answer
-from gradcomp.watching import link, replicas
-from gradcomp.watching.buckets import BucketFigures
-from gradcomp.watching.comparison import Comparison
-from gradcomp.watching.verdict import Verdict, judge
+from gradcomp.telemetry import replicas
+from gradcomp.telemetry.comparison import Comparison
 
 # A record: names, and figures that JSON knows.
 Record = dict[str, Any]
@@ -41,43 +42,53 @@ class Intervals:
         return f"a comparison every {self.compare} steps, a check of the replicas every {self.check}"
 
 
-class Observer:
-    """An observer of one rank. On a GPU, what it finds is read one step later, so that nobody waits for the device.
+class Watched(Protocol):
+    """The exchange that an observer watches: a session, or a rank of a Simulation."""
 
-    spec: returns that of the step. weights: returns all parameters, by name; None where there are none.
-    steps: returns the steps done. steps_follow: decides whether this rank's weights are stepped after the exchange.
+    @property
+    def spec(self) -> str: ...
+    @property
+    def reducer(self) -> Reducer: ...
+
+
+class Observer:
+    """An observer of one rank. On a GPU, figures are read one step later, so that no step waits for the device.
+
+    weights: all parameters, by name; None where there are none. steps_follow: decides whether this rank's weights are stepped
+    after the exchange.
     """
 
     def __init__(
         self,
         writers: Sequence[Writer],
         intervals: Intervals,
-        spec: Callable[[], str],
-        steps: Callable[[], int],
-        weights: Callable[[], Mapping[str, Tensor]] | None,
+        watched: Watched,
+        weights: Mapping[str, Tensor] | None = None,
         steps_follow: Callable[[], bool] = lambda: True,
     ):
         self.intervals, self._writers = intervals, [*writers]
-        self._spec, self._steps, self._weights, self._steps_follow = spec, steps, weights, steps_follow
+        self._watched, self._weights, self._steps_follow = watched, weights, steps_follow
         self._comparison: Comparison | None = None
         self._figures: dict[int, BucketFigures] = {}
         self._asked: list[Callable[[], None]] = []
         self._late: list[Callable[[], None]] = []
         self._compared: dict[str, float] = {}
-        self._link: link.Link | None = None
         self._bytes = self._bytes_between_hosts = self._counted = 0
         self._counted_spec = ""
         self._clock: StepClock | None = None
         self._until_last = Seconds()
 
+    @property
+    def _step(self) -> int:
+        return self._watched.reducer.steps_done + 1
+
     def _is_due(self, interval: int) -> bool:
-        return interval > 0 and (self._steps() + 1) % interval == 0
+        return interval > 0 and self._step % interval == 0
 
     def before(self, bucket: Bucket) -> None:
-        step = self._steps() + 1
         if self._is_due(self.intervals.compare):
-            if self._comparison is None or self._comparison.step != step:
-                self._comparison = Comparison(step)
+            if self._comparison is None or self._comparison.step != self._step:
+                self._comparison = Comparison(self._step)
             self._comparison.before(bucket)
 
     def collected(self, bucket: Bucket) -> None:
@@ -99,25 +110,21 @@ class Observer:
         late, self._late = self._late, []
         for each in late:
             each()
-        if (spec := self._spec()) != self._counted_spec:  # a record tells of one spec
+        if (spec := self._watched.spec) != self._counted_spec:  # a record tells of one spec
             self._counted_spec, self._bytes, self._bytes_between_hosts, self._counted = spec, 0, 0, 0
         self._bytes += reducer.bytes_sent
         self._bytes_between_hosts += reducer.bytes_between_hosts
         self._counted += 1
-        step, network = reducer.steps_done, reducer.network
+        step, network, weights = reducer.steps_done, reducer.network, self._weights
         comparison, self._comparison = self._comparison, None
         if comparison is not None and comparison.step == step:
             added = comparison.joined_added()
             answer = network.start(Reduce(added, 1 / network.world.size), "telemetry's comparison")
             self._asked.append(lambda: self._compare(comparison, answer))
-        if self._weights is not None and self.intervals.check and step % self.intervals.check == 0:
-            weights = self._weights()
-            found = network.start(
-                Gather(payloads.wrap(replicas.digests(weights, self._steps_follow()))), "telemetry's check of the replicas"
-            )
+        if weights is not None and self.intervals.check and step % self.intervals.check == 0:
+            digests = payloads.wrap(replicas.digests(weights, self._steps_follow()))
+            found = network.start(Gather(digests), "telemetry's check of the replicas")
             self._asked.append(lambda: self._check([*weights], found, step))
-        if self._can_measure(reducer) and self.intervals.compare and step % self.intervals.compare == 0:
-            self._asked.append(lambda: self._measure_link(reducer))
         if self._figures:
             self._asked.append(lambda: self._record(reducer, step))
 
@@ -129,11 +136,11 @@ class Observer:
     def _compare(self, comparison: Comparison, answer: Answer) -> None:
         mean = answer()
         assert isinstance(mean, Tensor)
-        found, spec = HostCopy(comparison.figures(mean)), self._spec()
+        found, spec = HostCopy(comparison.figures(mean)), self._watched.spec
 
         def read() -> None:
             cosine, error = found.all()
-            self._compared = {"cosine": cosine, "relative_error": error} if self._spec() == spec else {}
+            self._compared = {"cosine": cosine, "relative_error": error} if self._watched.spec == spec else {}
 
         self._read(read, mean)
 
@@ -143,17 +150,9 @@ class Observer:
         found = [HostCopy(reply["bytes"]) for reply in replies]
         self._read(lambda: replicas.check(names, [[int(x) for x in own.all()] for own in found], step), replies[0]["bytes"])
 
-    def _can_measure(self, reducer: Reducer) -> bool:
-        """Decide whether the host's seconds say what a link takes: between real ranks, without a GPU."""
-        on_cpu = all(bucket.layout.device.type == "cpu" for bucket in reducer.buckets)
-        return self._weights is not None and on_cpu and reducer.network.world.size > 1
-
-    def _measure_link(self, reducer: Reducer) -> None:
-        self._link = link.measure(reducer.network)
-
     def _record(self, reducer: Reducer, step: int) -> None:
         figures, self._figures = self._figures, {}
-        record: Record = {"step": step, "time": time.time(), "rank": reducer.network.world.rank, "spec": self._spec()}
+        record: Record = {"step": step, "time": time.time(), "rank": reducer.network.world.rank, "spec": self._watched.spec}
         counted = max(1, self._counted)
         dense = 4 * sum(layer.size for layer in reducer.layers.values())
         sent = self._bytes / counted
@@ -168,9 +167,6 @@ class Observer:
         now = replace(reducer.clock.seconds)
         seconds, self._until_last = now.less(self._until_last), now
         record["seconds"] = seconds.by_step() if seconds.steps else None
-        verdict: Verdict | None = None
-        if self._link is not None and self._can_measure(reducer):
-            verdict = judge(seconds, self._link, dense)
         health = {bucket.index: bucket.state.health for bucket in reducer.buckets if bucket.state.health is not None}
 
         def write() -> None:
@@ -183,19 +179,14 @@ class Observer:
             record["residual"] = math.sqrt(sum(own["residual"] ** 2 for own in buckets))
             compared, self._compared = self._compared, {}
             record.update({name: figure for name, figure in compared.items() if math.isfinite(figure)})
-            record["dense"] = None if verdict is None else verdict._asdict()
             record["warnings"] = [own.warning for own in health.values() if own.warning]
             record["buckets"] = buckets
-            self._write(record)
+            self._writers = [writer for writer in self._writers if _takes(writer, record)]
 
         self._read(write, reducer.buckets[0].state.residual)
 
-    def _write(self, record: Record) -> None:
-        """Give a record to all writers. One that fails gets no more: a full disk must not end a training."""
-        self._writers = [writer for writer in self._writers if _takes(writer, record)]
-
     def _read(self, read: Callable[[], None], where: Tensor) -> None:
-        """Read what was found: at once, or one step later if it lies on a GPU."""
+        """Read figures: at once, or one step later if they lie on a GPU."""
         if where.is_cuda:
             self._late.append(read)
         else:
@@ -203,10 +194,39 @@ class Observer:
 
 
 def _takes(writer: Writer, record: Record) -> bool:
-    """Give a record to a writer. Return False, with a warning, if that raises an error."""
+    """Give a record to a writer. One that fails is warned of and gets no more: a full disk must not end a training."""
     try:
         writer(copy.deepcopy(record))
     except Exception as error:
         warnings.warn(f"the telemetry's writer {writer!r} gets no more records, since it failed: {error!r}", stacklevel=2)
         return False
     return True
+
+
+class BucketFigures:
+    """The figures of a bucket after a step, on their way to main memory: its update, its residual and how long entries wait."""
+
+    def __init__(self, bucket: Bucket, update: Update):
+        self._names, self._entries = bucket.layout.names, bucket.layout.total
+        state, device = bucket.state, bucket.layout.device
+        found = torch.zeros(3, dtype=torch.float64, device=device)
+        found[0] = update.flat.count_nonzero()
+        self._waits = bucket.collector.keeps_residual
+        if self._waits:
+            kernels.sum_squares([state.residual], found[1:2])
+        self._has_ages = state.sent_in is not None
+        if state.sent_in is not None:
+            for part in state.sent_in.split(PART):
+                found[2] += (state.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
+        self._found = HostCopy(found)
+
+    def read(self) -> dict[str, Any]:
+        """Return the figures. age: mean steps since an entry was last sent; more than OLD count as OLD."""
+        nonzero, squares, ages = self._found.all()
+        figures = {
+            "layers": list(self._names),
+            "entries": self._entries,
+            "density": nonzero / self._entries,
+            "residual": squares**0.5,
+        }
+        return {**figures, "age": ages / self._entries} if self._has_ages else figures
