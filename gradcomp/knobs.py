@@ -25,7 +25,8 @@ TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", s
 class Knob:
     """The declaration of one knob. Bounds are exclusive (above, below) or inclusive (least, most); None is no bound.
 
-    word: a text that stands in place of a number, or an empty one. default_of: the default of an instance, if it has its own.
+    alias: an older name, or an empty text. word: a text that stands in place of a number, or an empty one.
+    default_of: the default of an instance, if it has its own.
     """
 
     help: str = ""
@@ -35,7 +36,7 @@ class Knob:
     most: float | None = None
     choices: tuple[Any, ...] = ()
     multiple: int = 1
-    ablation: bool = False
+    alias: str = ""
     word: str = ""
     default_of: Callable[[Any], Any] | None = None
 
@@ -85,17 +86,26 @@ def knob(
     most: float | None = None,
     choices: Iterable[Any] = (),
     multiple: int = 1,
-    ablation: bool = False,
+    alias: str = "",
     word: str = "",
     default_of: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Declare a knob as a field of a frozen dataclass.
 
-    default: the value where a spec gives none; its type is the knob's type. help: one line. above, least, below, most: bounds.
-    choices: the allowed values. multiple: a number that divides every allowed value. word: a text allowed beside the numbers.
-    ablation: the knob exists only to measure the worth of a part. default_of: the default of an instance, if it has its own.
+    Args:
+        default: The value where a spec gives none. Its type is the knob's type.
+        help: One line for `describe()` and the documentation.
+        above: Exclusive lower bound.
+        least: Inclusive lower bound.
+        below: Exclusive upper bound.
+        most: Inclusive upper bound.
+        choices: The allowed values.
+        multiple: A number that divides every allowed value.
+        alias: An older name, which specs may still use.
+        word: A text allowed in place of a number.
+        default_of: The default of an instance, if it has its own.
     """
-    declared = Knob(help, above, least, below, most, tuple(choices), multiple, ablation, word, default_of)
+    declared = Knob(help, above, least, below, most, tuple(choices), multiple, alias, word, default_of)
     return dataclasses.field(default=default, metadata={METADATA_KEY: declared})
 
 
@@ -185,14 +195,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def rows(kind: Any) -> list[tuple[str, str, str, str]]:
-    """Return the name, value, range and help of every knob: the defaults of a class, the values of an instance.
-
-    The help of a knob for ablation says so.
-    """
+    """Return the name, value, range and help of every knob: the defaults of a class, the values of an instance."""
     table = []
     for name, field in knobs_of(kind).items():
         declared = declaration(field)
-        text = declared.help + (" (for ablation)" if declared.ablation else "")
+        text = declared.help
         anything = "true, false" if isinstance(field.default, bool) else "any"
         range_ = ", ".join(map(as_text, declared.choices)) or declared.range or anything
         value = getattr(kind, name)

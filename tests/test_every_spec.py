@@ -51,13 +51,11 @@ SPECS = list(
             *GATHERED_OR_SENT,
             "topk; *.bias=dense; last.*=sign",
             "lgc:dense=2,learn=3,ratio=0.02,first=dense,momentum=0.9",
-            "sdagc:density=0.02,small=pool,momentum=0.9,shared=true",
+            "sdagc:density=0.02,small=pool,momentum=0.9",
             "sdagc:lam=2,sam=0.9,flush=5,clip=1,warmup=5",
             "sdagc:lam=2,wire=exact",
             "sdagc:lam=2,momentum=0.9,clip=1,clip_by=model",
             "sdagc:density=0.05,lr_revision=density",
-            "sdagc:lam=2,lr_revision=staleness",
-            "sdagc:lam=2,lr_revision=per_layer",
             "sdagc; *.bias=dense; *last.*=topk:ratio=0.1",
         ]
     )

@@ -19,7 +19,7 @@ CONSERVING = (
     "topk:route=split",
     "gtopk",
     "sdagc",
-    "sdagc:per=layer,lam=3.3",
+    "sdagc:scope=layer,lam=3.3",
     "gs_sgd:ratio=0.001",
     "sketched_sgd:ratio=0.001",
     "orq:levels=9,feedback=true",

@@ -16,23 +16,18 @@ from dataclasses import dataclass
 
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import World, reduce
-from gradcomp.exchanges import dense, sketched
-from gradcomp.knobs import knob
+from gradcomp.exchanges import sketched
 
 
 @dataclass(frozen=True)
 class GsSgd(sketched.Sketcher):
     """Sums tables and values over all ranks, without a server."""
 
-    sum: str = knob(
-        "allreduce", "how tables are summed; tree, as published, is never faster over Horovod", choices=dense.SUM_ROUTES
-    )
-
     def places_sent(self, candidates: int) -> int:
         return sketched.divided(candidates, 2)
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
-        total = yield from dense.sum_over_ranks(table.sketch(acc, world), world, self.sum)
+        total = yield from reduce(table.sketch(acc, world))
         places = yield from table.search(total, table.sizes.candidates, acc.memory, world)
         values = yield from reduce(sketched.values_at(acc, places, world))
         largest = sketched.select_largest(places, values, table.sizes.k, acc.memory)

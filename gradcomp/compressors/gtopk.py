@@ -3,7 +3,7 @@
 S. Shi, Q. Wang, K. Zhao, Z. Tang, Y. Wang, X. Huang, X. Chu, "A Distributed Synchronous SGD Algorithm with Global Top-k
 Sparsification for Low Bandwidth Networks" (ICDCS 2019). A merge may drop a partial sum of an entry that another path brings to
 the root. The published form loses this sum: its senders see the entry in the result and do not take theirs back. Here the rank
-that dropped the sum keeps it. faithful=true is the published form.
+that dropped the sum keeps it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from gradcomp.core.compressor import Acc, Compressor, Steps, Traits
 from gradcomp.core.requests import World
 from gradcomp.exchanges import tree
-from gradcomp.knobs import knob
 from gradcomp.messages.sparse import EXACT, count_of, ratio_knob
 
 
@@ -22,7 +21,6 @@ class GTopK(Compressor):
     """Updates k = max(1, ceil(ratio * n)) of the model's n entries."""
 
     ratio: float = ratio_knob()
-    faithful: bool = knob(False, "the published form, which loses the sums that an inner rank drops", ablation=True)
 
     @property
     def traits(self) -> Traits:
@@ -33,4 +31,4 @@ class GTopK(Compressor):
 
     def exchange(self, acc: Acc, state: None, world: World) -> Steps:
         taken = EXACT.take(acc, count_of(self.ratio, acc.residual.numel()))
-        return (yield from tree.sparse_sum(acc, taken.payload, world, faithful=self.faithful))
+        return (yield from tree.sparse_sum(acc, taken.payload, world))

@@ -33,7 +33,6 @@ class ByHost(Wrapper):
         super().__post_init__()
         traits = self.inner.traits
         reasons = {
-            "it reads statistics of the raw gradient, but a rank has only the sum over its host": traits.moments == "raw",
             "it needs the layers' learning rates, but a rank's part cuts through layers": traits.rates == "needed",
             "it treats the first and last layers differently, but a rank's part cuts through layers": traits.ends,
         }

@@ -87,7 +87,7 @@ class Traits:
     exact: its updates are means, but for the rounding of a float: error feedback and a local momentum have no use.
     fed_back: by default it has error feedback.
     outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
-    moments: it reads statistics of each layer, either of the accumulated residual or of the raw gradient.
+    moments: it reads statistics of each layer of the residual.
     selects: it sends some entries in a step and leaves the others. sparse: it uses the peaks to find them.
     momentum: the momentum that it keeps itself.
     rates: it uses the learning rates where they are known, or it needs them.
@@ -99,7 +99,7 @@ class Traits:
     exact: bool = False
     fed_back: bool = True
     outermost: bool = False
-    moments: Literal["accumulated", "raw"] | None = None
+    moments: bool = False
     selects: bool = False
     sparse: bool = False
     momentum: float = 0.0

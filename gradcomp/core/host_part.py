@@ -81,7 +81,7 @@ class PartState:
             self.position, self.exchanges = position, 0
             self.part_layout = self._layout_of(position.part, len(position.neighbours))
             self.inner = inner.init(self.part_layout, self.seed)
-            if inner.traits.moments is not None:
+            if inner.traits.moments:
                 layers = len(self.part_layout.names)
                 self.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=self.layout.device)
             self.peaks = kernels.peaks(self.length, self.layout.device) if inner.traits.sparse else None

@@ -1,17 +1,13 @@
-"""Dense exchanges: all entries of a bucket, or any tensor, summed over the ranks."""
+"""The dense exchange: all entries of a bucket, averaged over the ranks."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Steps
-from gradcomp.core.requests import Requests, World, reduce
-from gradcomp.exchanges import tree
+from gradcomp.core.requests import World, reduce
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-
-# The routes of a sum over the ranks.
-SUM_ROUTES = ("allreduce", "tree")
 
 
 def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0) -> Steps:
@@ -25,8 +21,3 @@ def allreduce(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0) -
     if acc.mask is not None:
         acc.mask.note_all(update[:1].isfinite())
     return Update(update)
-
-
-def sum_over_ranks(tensor: Tensor, world: World, route: str) -> Requests[Tensor]:
-    """Sum all ranks' tensors, shares of what they have, to the same bits everywhere. The tensor is given away."""
-    return (yield from (tree.dense_sum(tensor, world) if route == "tree" else reduce(tensor)))

@@ -6,7 +6,7 @@ import functools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from gradcomp.exchanges.rounded import Rounded, RoundedState, route_knob
 from gradcomp.knobs import knob
 from gradcomp.messages.levels import LevelRounding, RoundingRule, rounding_error
 from gradcomp.native import kernels
-
-SCOPES = ("layer", "group")
 
 # The largest rounding error with which error feedback is allowed, as a share of the squares of normal entries. Below 1 the
 # residual stays bounded. Between 1 and this limit it grows like a random walk, as errors without feedback do. Well above this
@@ -47,7 +45,6 @@ class Quantiser(Rounded):
 
     group: int = knob(2048, "entries that share levels; lower = smaller errors, more bytes", least=32, most=2**31 - 1)
     sigmas: float = sigmas_knob(0.0)
-    per: str = knob("layer", "scope of the standard deviation that sigmas multiplies", choices=SCOPES, ablation=True)
     route: str = route_knob()
 
     # A setting that reduces the rounding error, for an error message.
@@ -60,8 +57,7 @@ class Quantiser(Rounded):
 
     @property
     def traits(self) -> Traits:
-        moments: Literal["accumulated"] | None = "accumulated" if self.sigmas and self.per == "layer" else None
-        return Traits(fed_back=not self.rule.stochastic, moments=moments)
+        return Traits(fed_back=not self.rule.stochastic, moments=self.sigmas > 0)
 
     @property
     def unbiased(self) -> bool:
@@ -95,11 +91,9 @@ class Quantiser(Rounded):
         return self.unbiased or rounding_error(self.rule, self.sigmas) < LARGEST_ERROR_ROUNDED_TWICE
 
     def bounds(self, acc: Acc, state: QuantisedState) -> Tensor | None:
-        """Return each group's clipping bounds, from the group's deviation or the largest deviation of its layers."""
+        """Return each group's clipping bounds, from the largest deviation of its layers."""
         if not self.sigmas:
             return None
-        if self.per == "group":
-            return self._clip(state.deviations(acc.residual))
         assert acc.moments is not None
         of_layers = (acc.moments[:, 1] / state.sizes).clamp(min=0).sqrt().float()
         deviations = torch.zeros(state.groups, device=acc.residual.device)

@@ -47,13 +47,6 @@ def send_from_root(payload: Payload, world: World) -> Requests[Payload]:
     return payload
 
 
-def dense_sum(tensor: Tensor, world: World) -> Requests[Tensor]:
-    """Sum all ranks' tensors, to the same bits everywhere."""
-    total = yield from join_at_root(payloads.wrap(tensor), world, lambda a, b: payloads.wrap(a["bytes"] + b["bytes"]))
-    total = yield from send_from_root(total, world)
-    return total["bytes"]
-
-
 # Sums that a merge dropped, and their places in ascending order. A place may come twice, once with a sum of 0.
 Dropped = tuple[Tensor, Tensor]
 
@@ -64,7 +57,6 @@ def sparse_sum(
     world: World,
     *,
     kept_share: float = 0.0,
-    faithful: bool = False,
     observe: CountObserver | None = None,
 ) -> Steps:
     """Sum the entries that all ranks took along a tree; each merge sends on only as many sums as a payload holds.
@@ -72,7 +64,7 @@ def sparse_sum(
     An entry that is not in the result goes back to the ranks that took it. A merge may drop a partial sum although the entry
     still reaches the result. The merging rank then keeps the sum. The velocity is masked at the entries in the result.
     taken: this rank's entries, as wire=exact. kept_share: this share of a sent entry stays in the residual.
-    faithful: dropped partial sums are lost, as published. observe: called with the result.
+    observe: called with the result.
     """
     n, share = acc.residual.numel(), world.share
     dropped: list[Dropped] = []
@@ -91,7 +83,7 @@ def sparse_sum(
     header = header_of_used(result, n)
     check_places(result["indices"].clamp(max=n - 1), n, "a rank")
     kernels.add_sparse(update.flat, result["values"], result["indices"], header, world.mean_of_shares, update.marks)
-    kept = [] if faithful else [(sums / share, places) for sums, places in dropped]
+    kept = [(sums / share, places) for sums, places in dropped]
     _settle(acc, Entries(values, taken["indices"], taken["header"]), kept, result, update.flat, kept_share)
     if observe is not None:
         observe([result])

@@ -64,10 +64,8 @@ def lost(spec: str, world: int) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5, 8])
-def test_nothing_is_lost_where_the_published_form_loses(world: int) -> None:
+def test_sums_that_inner_ranks_drop_are_not_lost(world: int) -> None:
     assert lost("gtopk:ratio=0.02", world) < 1e-6
-    published = lost("gtopk:ratio=0.02,faithful=true", world)
-    assert published < 1e-6 if world == 2 else published > 1e-3
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 6, 7])

@@ -21,7 +21,7 @@ SPECS = [
     "topk:ratio=0.03,route=split,wire=exact",
     "topk:ratio=0.03,route=tree",
     "sdagc:lam=2",
-    "sdagc:lam=2.5,small=none,shared=true,flush=3",
+    "sdagc:lam=2.5,small=none,flush=3",
     "gtopk:ratio=0.03",
     "gs_sgd:ratio=0.01,rows=3,columns=160,candidates=2",
     "sketched_sgd:ratio=0.01,rows=3,columns=160",
@@ -155,7 +155,7 @@ def test_positions() -> None:
 
 
 def test_its_spec() -> None:
-    for bad in ("sdagc:stat=raw", "sdagc:density=0.01,lr_revision=density"):
+    for bad in ("sdagc:density=0.01,lr_revision=density",):
         with pytest.raises(ValueError, match="cannot use by_host: "):
             gradcomp.make(f"{bad},by_host=true")
     assert gradcomp.make("topk:by_host=false") == gradcomp.make("topk")

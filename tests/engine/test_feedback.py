@@ -66,7 +66,7 @@ def test_clipping_keeps_an_overflow_visible(bad: float) -> None:
         "topk:clip=1e30,momentum=0.9",
         "dense:momentum=0.9",
         "gtopk:momentum=0.9",
-        "sdagc:momentum=0.9,live=false",
+        "sdagc:momentum=0.9",
         "sdagc:sam=0.9",
         "gs_sgd:momentum=0.9",
         "orq:sigmas=2.5,momentum=0.9",

@@ -145,7 +145,7 @@ def test_a_layer_of_equal_gradients_is_sent() -> None:
 
 
 def test_a_layer_that_only_flushes_send_is_healthy() -> None:
-    assert train("sdagc:lam=16,small=none,live=false,flush=7", 6 * INTERVAL, drawn)[1] == []
+    assert train("sdagc:lam=16,flush=7", 6 * INTERVAL, drawn)[1] == []
 
 
 def test_a_measured_step_with_a_gradient_that_is_not_finite_is_left_out() -> None:

@@ -17,7 +17,7 @@ SPECS = [
     "topk:ratio=0.5,wire=exact,route=split",
     "topk:ratio=0.5,wire=exact,route=tree",
     "topk:ratio=1,wire=exact,by_host=true",
-    "sdagc:lam=0.5,sigma=zero,wire=exact,cap=1",
+    "sdagc:lam=0.5,wire=exact,cap=1",
 ]
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (SGD, {"momentum": 0.9}),

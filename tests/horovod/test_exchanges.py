@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 N, STEPS = 20_000, 3
 SENT = [
     "gtopk:ratio=0.01",
-    "gtopk:ratio=0.01,faithful=true",
     "sketched_sgd:ratio=0.005",
     "sketched_sgd:ratio=0.005,candidates=1",
     "topk:ratio=0.01,route=split",
@@ -32,7 +31,6 @@ SENT = [
 ]
 REDUCED = [
     "gs_sgd:ratio=0.005",
-    "gs_sgd:ratio=0.005,sum=tree",
     "gs_sgd:ratio=0.005,candidates=1",
     "lgc:dense=1,learn=1,ratio=0.01",
     "lgc:dense=1,learn=1,ratio=0.01,code=single,leader=rotate",
@@ -41,7 +39,7 @@ REDUCED = [
 BY_HOST = [
     "topk:ratio=0.01,by_host=true",
     "topk:ratio=0.01,route=split,momentum=0.9,by_host=true",
-    "sdagc:lam=2,small=none,shared=true,by_host=true",
+    "sdagc:lam=2,small=none,by_host=true",
     "gs_sgd:ratio=0.005,by_host=true",
     "dense:by_host=true",
     "bingrad:form=pb,group=512,by_host=true",

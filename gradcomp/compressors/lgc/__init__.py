@@ -51,24 +51,18 @@ class Lgc(Compressor):
         "ring", "ring: codes of all ranks are averaged; server: the leader's code serves all", choices=("ring", "server")
     )
     leader: str = knob(
-        "parts", "parts: each rank leads a part; rotate, seed: one leader, in turn or at random", choices=LEADERS, ablation=True
+        "parts", "parts: each rank leads a part; rotate, seed: one leader, in turn or at random", choices=LEADERS
     )
     dense: int = knob(200, "dense steps at the start; higher = a smoother start", least=0)
     learn: int = knob(300, "learning steps, after the dense ones; higher = smaller coding errors", least=1)
     first: str = knob(
         "auto", "route of the first layer; auto = dense if it has at most 1 % of the entries", choices=("auto", "dense", "code")
     )
-    last: str = knob("topk", "route of the last layer", choices=("topk", "code"), ablation=True)
+    last: str = knob("topk", "route of the last layer", choices=("topk", "code"))
     innovation: float = knob(1e-5, "share of entries that each rank also sends uncoded, with instance=server", above=0, most=1)
-    decoder: str = knob(
-        "linear", "linear loses nothing; leaky, as published, loses gradient", choices=("linear", "leaky"), ablation=True
-    )
-    code: str = knob(
-        "auto", "precision of codes; auto = the one with fewer bytes", choices=("auto", "half", "single"), ablation=True
-    )
-    places: str = knob(
-        "packed", "packed: as few bits as possible; plain: 32 bits a place", choices=("packed", "plain"), ablation=True
-    )
+    decoder: str = knob("linear", "linear loses nothing; leaky, as published, loses gradient", choices=("linear", "leaky"))
+    code: str = knob("auto", "precision of codes; auto = the one with fewer bytes", choices=("auto", "half", "single"))
+    places: str = knob("packed", "packed: as few bits as possible; plain: 32 bits a place", choices=("packed", "plain"))
     bands: int = knob(16, "bands that sort entries by value; higher = smaller errors, more bytes for places", least=1)
     window: int = knob(4096, "entries of all ranks in a learning step; lower = shorter steps", least=coding.SHORTEST_WINDOW)
     bound: float = knob(0.9, "relative coding error above which a step's entries wait; inf = none wait", above=0, most=math.inf)

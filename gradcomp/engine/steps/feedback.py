@@ -115,7 +115,7 @@ class Feedback(Collector):
     def init(self, layout: Layout, seed: int) -> BucketState:
         state, layers = super().init(layout, seed), len(layout.names)
         state.velocity = torch.zeros_like(state.residual) if self.set_momentum else None
-        if self.inner.traits.moments is not None:
+        if self.inner.traits.moments:
             state.moments = torch.zeros(layers, MOMENTS, dtype=torch.float64, device=layout.device)
         if self.inner.traits.sparse:
             state.peaks = kernels.peaks(layout.total, layout.device)
@@ -187,7 +187,6 @@ class Feedback(Collector):
             scales=scales,
             loss_scale=loss_scale,
             moments=state.moments,
-            raw=self.inner_traits.moments == "raw",
             peaks=state.peaks,
             adaptive=adaptive,
             mask=mask if momentum or adaptive else None,

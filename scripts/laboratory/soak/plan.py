@@ -31,7 +31,7 @@ SPECS = [
         "topk:ratio=0.02,wire=exact,route=tree",
         "sdagc",
         "sdagc:lam=2,small=pool",
-        "sdagc:density=0.05,per=layer,small=dense,route=split",
+        "sdagc:density=0.05,scope=layer,small=dense,route=split",
         "orq:sigmas=1.5,feedback=true",
         "orq:levels=5,feedback=true,route=alltoall",
         "orq:levels=9,feedback=true",
