@@ -123,5 +123,5 @@ def test_ranks_that_ask_for_different_things_are_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Reduce(torch.zeros(1)))
     board.post("x", 1, Gather(payloads.wrap(torch.zeros(1))))
-    with pytest.raises(RuntimeError, match=r"request x: the ranks posted different requests \(Reduce, Gather\)"):
+    with pytest.raises(RuntimeError, match=r"x: the ranks posted different requests \(Reduce, Gather\)"):
         own.reply(0)
