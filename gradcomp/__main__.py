@@ -6,10 +6,9 @@ import argparse
 import os
 import sys
 
-from gradcomp import auto
 from gradcomp.doctor import report
 from gradcomp.prediction import command as prediction
-from gradcomp.spec import describe, names, summary
+from gradcomp.spec import AUTO, describe, names, summary
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     prediction.add_profile_options(commands.add_parser("profile", help="write this machine's times, to predict with elsewhere"))
     options = parser.parse_args(arguments)
     if options.command == "list":
-        for name in (*names(), auto.NAME):
+        for name in (*names(), AUTO):
             print(f"{name:14}{summary(name)}")
         return
     if options.command == "doctor":

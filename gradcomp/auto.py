@@ -1,35 +1,448 @@
-"""Auto: no compressor, but a choice among them: the fastest that loses no more than allowed, measured in the first steps.
+"""auto: a tournament. Candidates take steps of the training itself, the fastest wins, and they compete again after a change.
 
-The ranks measure their links, their kernels and the steps themselves, and agree. They stay dense where nothing is
-more than 3 % faster, and go back to it where nothing is more than 1 % faster: stock torch or Horovod then exchanges the
-gradients. They look again when step times or links change.
+`Policy` and `Drift` decide, from seconds alone. `Chooser` has them decide for a session, in turns that all ranks take.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import math
+import statistics
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from gradcomp import knobs
-from gradcomp.knobs import knob
+import torch
 
-NAME = "auto"
+from gradcomp.core.requests import Gather, Reduce
+from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.states.kept_arrays import views
+from gradcomp.messages import payload as payloads
+from gradcomp.spec import LOSSES, Auto, kind_of, make, names
 
-# What may be lost, from the least to the most.
-LOSSES = ("none", "low", "high")
+log = logging.getLogger("gradcomp")
+
+T = TypeVar("T")
+# A course yields the number of steps until its next turn, and gets the seconds of each.
+Course = Generator[int, list[float], T]
+
+# Steps after a change that do not count: a new reducer allocates its memory, and capacities follow counts some steps later.
+SETTLING, SETTLING_RESIDUAL = 1, 4
+# Steps of a try that count. A try ends after the first one if that was STOP times as slow as the best candidate.
+COUNTED, STOP = 5, 1.3
+# Candidates within this factor of the best one are tried twice, and take part in the next tournament on the same link.
+NEAR = 1.15
+# A candidate that loses more must be this much faster. One that loses less may be slower by the other factor.
+WORTH, NO_LONGER = 1.02, 1.01
+# The tournaments on the same link whose times are joined. Older ones do not count: times may change little by little.
+JOINED = 3
+# The steps until the next tournament without any change: noise may have decided one. Twice as many follow one that comes
+# out as before, up to MOST_STEPS.
+AGAIN, MOST_STEPS = 300, 4800
+
+# A look is odd if the step time differs by the first factor, or a probe by the second. LOOKS odd looks in a row are a change;
+# up to MOST_LOOKS after tournaments that came out as before.
+STEP_CHANGED, LINK_CHANGED, LOOKS, MOST_LOOKS = 1.25, 2.0, 2, 8
+# The share of the time that probes may take, and the steps between two looks: at least, and at most.
+PROBING, NEXT_LOOK = 0.0025, (10, 1000)
+# The probes of which the fastest counts, at the first look and where the link seems slower. A probe reduces a part of the
+# model's entries, up to a limit.
+PROBES, PART, LONGEST = 5, 8, 2**18
+
+# The exact steps in which a residual must become empty. The residual of a frozen layer cannot.
+PATIENCE = 3
+# A step that takes this many times its neighbours' contains a pause, as for a validation, which is no cost of a tournament.
+PAUSE = 3.0
+
+# Why loss=high offers no more than loss=low.
+UNKNOWN = (
+    "they need an optimizer that is given (optimizer=, or hvd.DistributedOptimizer) and whose momentum can be taken over: SGD, "
+    "Adam or AdamW, with one momentum for all parameters"
+)
 
 
-@dataclass(frozen=True)
-class Auto:
-    """The knobs of auto."""
+class Candidate(NamedTuple):
+    """A way to exchange gradients.
 
-    loss: str = knob(
-        "low",
-        "none: rounding to 16 bits; low: random rounding to 9 or 5 levels; high: few entries, with a known optimizer",
-        choices=LOSSES,
-    )
+    spec: of the compressor, in canonical form. stock: the widest type in which stock torch or Horovod exchanges the gradients
+    in the compressor's place; wider gradients are cast.
+    """
 
-    def __post_init__(self) -> None:
-        knobs.check(self, NAME)
+    spec: str
+    stock: torch.dtype | None = None
 
     def __str__(self) -> str:
-        return ":".join(filter(None, (NAME, ",".join(knobs.changed(self)))))
+        return {None: self.spec, torch.float32: "stock"}.get(self.stock, "stock in bf16")
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True if it leaves a residual, which must be sent before a candidate without one can follow."""
+        return make(self.spec).traits.fed_back
+
+
+# The candidate of the first steps, the one that users have without gradcomp, and the one that sends a whole residual in a step.
+EXACT = Candidate("dense")
+STOCK = Candidate("dense", torch.float32)
+SENDS_RESIDUAL = Candidate("dense:feedback=true")
+
+
+def candidates(loss: str, stock: Collection[torch.dtype], shared_hosts: bool, optimizer_known: bool) -> list[Candidate]:
+    """List the candidates, from the one that loses least, which sends the most bytes.
+
+    stock: the types in which the stock framework can exchange the model's gradients; none if it cannot. shared_hosts: all hosts
+    have equally many ranks, and several. optimizer_known: its momentum can be taken over; otherwise a residual costs accuracy.
+    """
+    found = [each for each in (STOCK, Candidate("dense", torch.bfloat16)) if each.stock in stock] or [EXACT]
+    for each in LOSSES[: LOSSES.index(loss) + 1]:
+        plain = [spec for name in names() for spec in kind_of(name).for_auto.get(each, ())]
+        if shared_hosts and each != LOSSES[0]:  # ranks of a host add up before they compress, which loses no more
+            plain = [one for spec in plain for one in (f"{spec}{',' if ':' in spec else ':'}by_host=true", spec)]
+        allowed = [Candidate(str(make(spec))) for spec in plain]
+        found += sorted(
+            [one for one in allowed if optimizer_known or not one.keeps_residual], key=lambda one: one.keeps_residual
+        )
+    return found
+
+
+def best_of(ordered: Sequence[Candidate], seconds: Mapping[Candidate, float], present: Candidate) -> Candidate:
+    """Return the best of the candidates that were tried; `present` if none was. ordered: from the one that loses least.
+
+    A candidate between WORTH and NO_LONGER does not replace the present one, so that candidates do not come and go.
+    """
+    tried = [each for each in ordered if each in seconds]
+    best = present if present in tried or not tried else tried[0]
+    for each in tried:
+        loses_less = tried.index(each) < tried.index(best)
+        if seconds[each] < seconds[best] * (NO_LONGER if loses_less else 1 / WORTH):
+            best = each
+    return best
+
+
+class Policy:
+    """The tournaments of one training: which candidate takes the next steps, and which one wins. All ranks decide alike.
+
+    seconds: a step's, of each candidate of the last tournament. rest: the steps until the next one, if nothing changes.
+    looks: the odd looks in a row that are a change.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[Candidate, float] = {}
+        self.rest, self.looks = AGAIN, LOOKS
+        self._history: list[dict[Candidate, float]] = []
+        self._slow: set[Candidate] = set()
+        self._counted: dict[Candidate, list[float]] = {}
+
+    def forget(self) -> None:
+        """Forget the tournaments until now: step times or the link have changed."""
+        self._history.clear()
+        self._slow.clear()
+
+    def choose(
+        self, ordered: Sequence[Candidate], present: Candidate
+    ) -> Generator[tuple[Candidate, int], Sequence[float] | None, Candidate]:
+        """Play a tournament. Yield a candidate and steps to count; return the winner.
+
+        Resumed with the seconds of the candidate's steps, the counted ones last; None if the candidate is out of reach.
+        """
+        if self.rest == MOST_STEPS:  # something may have changed little by little
+            self._slow.clear()
+        field = [each for each in ordered if each == present or each not in self._slow]
+        self._counted = {}
+        for each in reversed(field):  # from the fewest bytes, so that a slow link costs few long steps
+            seconds = yield each, 1
+            if seconds is not None:
+                self._counted[each] = [seconds[-1]]
+                if min(seconds) <= STOP * self._best(self._medians):
+                    self._counted[each] += (yield each, COUNTED - 1) or ()
+        medians = self._medians
+        near = [each for each in field if medians.get(each, math.inf) <= NEAR * self._best(medians)]
+        for each in near if len(near) > 1 else ():  # and back, so that times which drift are no advantage
+            self._counted[each] += ((yield each, COUNTED) or ())[-COUNTED:]
+        self._history = [*self._history[1 - JOINED :], self._medians]
+        self.seconds = self._joined()
+        self._slow |= {each for each, seconds in self.seconds.items() if seconds > NEAR * self._best(self.seconds)}
+        winner = best_of(ordered, self.seconds, present)
+        same = winner == present
+        self.rest, self.looks = (min(2 * self.rest, MOST_STEPS), min(2 * self.looks, MOST_LOOKS)) if same else (AGAIN, LOOKS)
+        return winner
+
+    @property
+    def _medians(self) -> dict[Candidate, float]:
+        return {each: statistics.median(seconds) for each, seconds in self._counted.items()}
+
+    @staticmethod
+    def _best(seconds: Mapping[Candidate, float]) -> float:
+        return min(seconds.values(), default=math.inf)
+
+    def _joined(self) -> dict[Candidate, float]:
+        """Return the last tournament's seconds, with the ratios of the last ones: they vary less with the machine's load."""
+        last = self._history[-1]
+        common = [each for each in last if all(each in before for before in self._history)]
+        if not common:
+            return last
+        levels = [statistics.fmean(math.log(each[one]) for one in common) for each in self._history]
+        return {
+            one: math.exp(
+                levels[-1]
+                + statistics.fmean(
+                    math.log(each[one]) - level for each, level in zip(self._history, levels, strict=True) if one in each
+                )
+            )
+            for one in last
+        }
+
+
+class Drift:
+    """The looks since a tournament, at the time of a step and at a probe of the link, each compared with the first look.
+
+    needed: odd looks in a row that are a change. heeds_steps: step times alone may be one.
+    """
+
+    def __init__(self, needed: int, heeds_steps: bool):
+        self._needed, self._heeds_steps = needed, heeds_steps
+        self._usual: tuple[float, float] | None = None
+        self._odd = 0
+        self.link_changed = False
+
+    @property
+    def changed(self) -> bool:
+        """True if step times or the link have changed. link_changed: the link has."""
+        return self._odd >= self._needed
+
+    @property
+    def begins(self) -> bool:
+        """True before the first look."""
+        return self._usual is None
+
+    def seems_slower(self, probe: float) -> bool:
+        """Return True if a probe took so long that others are to confirm it: noise makes a link slower only."""
+        return self._usual is not None and probe > LINK_CHANGED * self._usual[1]
+
+    def note(self, step: float, probe: float) -> None:
+        """Note the seconds of a step and of a probe. A faster link is a change at once: users lose most until it is seen."""
+        self._usual = self._usual or (step, probe)
+        usual_step, usual_probe = self._usual
+        self.link_changed = _factor(probe, usual_probe) > LINK_CHANGED
+        odd = self.link_changed or (self._heeds_steps and _factor(step, usual_step) > STEP_CHANGED)
+        self._odd = self._odd + (LOOKS if probe * LINK_CHANGED < usual_probe else 1) if odd else 0
+
+    def interval(self, step: float, took: float) -> int:
+        """Return the steps until the next look, for a step and a look that take these seconds."""
+        rare = int(min(max(NEXT_LOOK[0], took / (PROBING * step)), NEXT_LOOK[1]))
+        return NEXT_LOOK[0] if self._odd else rare
+
+
+def _factor(one: float, other: float) -> float:
+    return max(one, other) / max(1e-9, min(one, other))
+
+
+class Chooser:
+    """auto on one rank: the turns of its session.
+
+    session: outlives the chooser, which must not keep it alive. stock: the types in which its door can exchange past it.
+    """
+
+    def __init__(self, session: Session, auto: Auto, stock: Sequence[torch.dtype]):
+        self._session, self._auto, self._stock = session, auto, stock
+        layers = session.parameters.layers.values()
+        self._device = next((layer.device for layer in layers), torch.device("cpu"))
+        self._probed = max(1, min(LONGEST, sum(layer.size for layer in layers) // PART))
+        self._changes = 0
+        self._begin(EXACT)
+
+    def _begin(self, present: Candidate) -> None:
+        self._present, self._policy = present, Policy()
+        self._refused: dict[Candidate, str] = {}
+        self._choices, self._last = 0, dict[str, Any](reason="the first steps are measured")
+        self._times: list[float] = []
+        self._ended, self._turn, self._timed = time.perf_counter(), 0.0, True
+        self._spent, self._steps, self._stuck = 0.0, 0, False  # of a tournament
+        self._course = self._run()
+        self._left = next(self._course)
+
+    @property
+    def due(self) -> bool:
+        """True if a turn comes before the next exchange."""
+        return self._left <= 0
+
+    def take(self) -> None:
+        """Take the turn."""
+        times, self._times = self._times, []
+        began = time.perf_counter()
+        self._left = self._course.send(times)
+        self._turn += time.perf_counter() - began
+
+    def note_step(self) -> None:
+        """Note a finished step. Its seconds do not contain its turn."""
+        if self._timed:
+            self._wait()
+        now = time.perf_counter()
+        self._times.append(now - self._ended - self._turn)
+        self._spent += self._turn
+        self._ended, self._turn, self._left = now, 0.0, self._left - 1
+
+    def begin_anew(self, spec: str, same: bool) -> None:
+        """Begin anew in a meeting: the ranks may be others, or go on from another state.
+
+        spec: with which all ranks go on. same: the session has its compressor already.
+        """
+        if not same:
+            self._session.follow(make(spec))
+        self._begin(Candidate(spec))
+
+    def report(self) -> dict[str, Any]:
+        """Return the choice, and its reason."""
+        refused = {str(candidate): why for candidate, why in self._refused.items()}
+        if self._auto.loss == LOSSES[-1] and not self._session.training.bears_waiting:
+            refused["all that keep a residual"] = UNKNOWN
+        known = {"loss": self._auto.loss, "way": str(self._present), "changes": self._changes, "choices": self._choices}
+        return {**known, "refused": refused, **self._last}
+
+    def _run(self) -> Course[None]:
+        yield 1 + SETTLING  # the network may not be initialised before
+        if self._session.network.world.size == 1:
+            yield from self._to(self._candidates()[0])
+            self._timed, self._choices = False, 1
+            self._note_choice("one rank exchanges nothing", {}, 0.0)
+            while True:
+                yield NEXT_LOOK[1]
+        heeds_steps = True
+        while True:
+            self._timed = True
+            yield from self._choose()
+            self._timed = False
+            drift = yield from self._watch(heeds_steps)
+            # The steps of some trainings always vary. Step times are then no reason for one tournament after the other.
+            heeds_steps = not drift.changed or drift.link_changed
+            if drift.changed:
+                self._policy.forget()
+
+    def _candidates(self) -> list[Candidate]:
+        session = self._session
+        stock = self._stock if session.options.observer is None else self._stock[:1]  # the session exchanges what is watched
+        return candidates(self._auto.loss, stock, session.network.world.shares_hosts, session.training.bears_waiting)
+
+    def _choose(self) -> Course[None]:
+        """Play a tournament, and go on with its winner."""
+        ordered = self._candidates()
+        self._spent, self._steps, self._stuck = 0.0, 0, False
+        game = self._policy.choose(ordered, self._present)
+        candidate, counted = next(game)
+        while True:
+            before, seconds = self._changes, None
+            if (yield from self._to(candidate)):
+                settling = SETTLING_RESIDUAL if candidate.keeps_residual else SETTLING
+                seconds = yield from self._take_steps((settling if self._changes > before else 0) + counted)
+                seconds = self._means(seconds)
+            try:
+                candidate, counted = game.send(seconds)
+            except StopIteration as end:
+                winner: Candidate = end.value
+                break
+        seconds_of, only = self._policy.seconds, ""
+        if not (yield from self._to(winner)):
+            seconds_of = {each: took for each, took in seconds_of.items() if each.keeps_residual}
+            winner = best_of(ordered, seconds_of, self._present)
+            yield from self._to(winner)
+            only = "; the residual cannot be sent, perhaps that of frozen layers, and only some candidates keep it"
+        usual = seconds_of.get(self._present, 0.0)
+        (cost,) = self._means([self._spent - self._steps * usual])
+        self._choices += 1
+        self._note_choice(_reason(self._present, seconds_of) + only, seconds_of, cost)
+        if self._session.network.world.rank == 0:
+            log.info("gradcomp: auto goes on with %s after step %d: %s", winner, self._last["after_step"], self._last["reason"])
+
+    def _note_choice(self, reason: str, seconds: Mapping[Candidate, float], cost: float) -> None:
+        tried = {str(candidate): each for candidate, each in seconds.items()}
+        self._last = {"reason": reason, "after_step": self._session.reducer.steps_done, "seconds": tried, "cost_seconds": cost}
+
+    def _watch(self, heeds_steps: bool) -> Course[Drift]:
+        """Look at steps and the link now and then, until they have changed, or for long."""
+        yield SETTLING_RESIDUAL
+        drift, left, next_look = Drift(self._policy.looks, heeds_steps), self._policy.rest, NEXT_LOOK[0]
+        while not drift.changed and left > 0:
+            steps = min(next_look, left)
+            times = yield steps
+            left -= steps
+            began, count = time.perf_counter(), PROBES if drift.begins else 1
+            fastest = self._fastest(count)
+            step, probe, took = self._means([statistics.median(times), fastest, (time.perf_counter() - began) / count])
+            if drift.seems_slower(probe):
+                (probe,) = self._means([min(fastest, self._fastest(PROBES - 1))])
+            drift.note(step, probe)
+            next_look = drift.interval(step, took)
+        return drift
+
+    def _fastest(self, probes: int) -> float:
+        """Return the seconds of the fastest of some probes. A short exchange comes before each, in which ranks wait."""
+        found = []
+        for _ in range(probes):
+            self._session.network.start(Reduce(torch.zeros(1, device=self._device)), "auto's choice, short")()
+            self._wait()
+            began = time.perf_counter()
+            self._session.network.start(Reduce(torch.zeros(self._probed, device=self._device)), "auto's choice, long")()
+            self._wait()
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _take_steps(self, count: int) -> Course[list[float]]:
+        """Take some steps of a tournament, and count their seconds among its cost, without pauses."""
+        seconds = yield count
+        least = min(seconds)
+        self._spent += sum(each if each < PAUSE * least else least for each in seconds)
+        self._steps += len(seconds)
+        return seconds
+
+    def _to(self, candidate: Candidate) -> Course[bool]:
+        """Go on with another candidate, after the steps that this needs. Return False if the session now has another one."""
+        left = PATIENCE
+        while candidate != self._present and candidate not in self._refused:
+            busy, waiting = self._means([float(self._session.training.update_waits), float(self._has_residual())])
+            if busy:  # the optimizer has not stepped yet
+                yield from self._take_steps(1)
+            elif waiting and not candidate.keeps_residual:
+                self._stuck |= left == 0
+                if self._stuck:
+                    break
+                left -= 1
+                if self._present == SENDS_RESIDUAL or self._install(SENDS_RESIDUAL):
+                    yield from self._take_steps(1)
+            else:
+                self._install(candidate)
+        return candidate == self._present
+
+    def _install(self, candidate: Candidate) -> bool:
+        """Install a candidate, on all ranks in the same turn. Return False if it does not suit the training."""
+        if candidate.spec == self._present.spec:
+            self._session.exchange_by(candidate.stock)
+        else:
+            try:
+                prepared = self._session.prepare(make(candidate.spec), drops=not candidate.keeps_residual)
+            except ValueError as error:  # on all ranks alike
+                self._refused[candidate] = str(error)
+                return False
+            self._session.go_on_with(prepared, candidate.stock)
+        self._present, self._changes = candidate, self._changes + 1
+        return True
+
+    def _has_residual(self) -> bool:
+        return any(bool(view.any()) for view in views(self._session.reducer, "residual").values())
+
+    def _means(self, own: Sequence[float]) -> list[float]:
+        """Return the means of some figures over the ranks, equal on all of them."""
+        network = self._session.network
+        payload = payloads.wrap(torch.tensor(own, dtype=torch.float64).to(network.device))
+        replies: Any = network.start(Gather(payload), f"auto's choice, figures {len(own)}")()
+        return [statistics.fmean(each) for each in zip(*(reply["bytes"].tolist() for reply in replies), strict=True)]
+
+
+def _reason(chosen: Candidate, seconds: Mapping[Candidate, float]) -> str:
+    if chosen not in seconds:
+        return "no other candidate suits the training now"
+    first, *others = sorted(seconds, key=lambda each: (each != chosen, seconds[each]))
+    beside = ", ".join(f"{each} {1e3 * seconds[each]:.3g} ms" for each in others)
+    return f"a step takes {1e3 * seconds[first]:.3g} ms" + (f", beside {beside}" if beside else "")

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.choosing.begin import beginning_of
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
-from gradcomp.handle import Handle
+from gradcomp.handle import Handle, beginning_of
 from gradcomp.networks.torch import TorchNetwork
 
 __all__ = ["attach"]

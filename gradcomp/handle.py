@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradcomp.choosing.begin import Beginning, beginning_of
+from gradcomp.auto import EXACT, Chooser
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.session import Session
-from gradcomp.spec import make
+from gradcomp.spec import Auto, auto_of, make
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
+
+
+class Beginning(NamedTuple):
+    """The compressor of the first steps, and the knobs of auto if it chooses others."""
+
+    compressor: Compressor
+    auto: Auto | None
+
+
+def beginning_of(spec: str | Compressor) -> Beginning:
+    """Read a spec: "auto", "auto:loss=high", or any that make() knows."""
+    auto = auto_of(spec)
+    return Beginning(make(spec if auto is None else EXACT.spec), auto)
 
 
 class Handle:
@@ -24,7 +37,10 @@ class Handle:
         self._choose(beginning)
 
     def _choose(self, beginning: Beginning) -> None:
-        self._chooser = beginning.chooser(self._session, self._stock)
+        self._chooser: Chooser | None = None
+        if beginning.auto is not None:
+            session: Any = weakref.proxy(self._session)  # the session has the chooser
+            self._chooser = Chooser(session, beginning.auto, self._stock)
         self._session.choose_in(self._chooser, "off" if beginning.auto is None else str(beginning.auto))
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import sys
@@ -12,7 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradcomp import auto, compressors, knobs
+from gradcomp import compressors, knobs
 from gradcomp.core.by_host import ByHost
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor
@@ -34,6 +35,39 @@ KNOB_CLASSES = (Feedback, HostKnobs)
 COMMON = {name: field for each in KNOB_CLASSES for name, field in knobs.knobs_of(each).items()}
 
 
+# The spec of no compressor, and the losses that its knob allows, from the least to the most.
+AUTO = "auto"
+LOSSES = ("none", "low", "high")
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Auto: no compressor, but a choice among them: the fastest that loses no more than allowed, in steps of the training.
+
+    Candidates take some steps each, from the one that sends the fewest bytes to stock torch or Horovod, and the ranks agree on
+    the fastest. One that loses more must be 2 % faster. They compete again when step times or the link change.
+    """
+
+    loss: str = knob(
+        "low",
+        "none: rounding to 16 bits; low: random rounding to 9 or 5 levels; high: few entries, with a known optimizer",
+        choices=LOSSES,
+    )
+
+    def __post_init__(self) -> None:
+        knobs.check(self, AUTO)
+
+    def __str__(self) -> str:
+        return ":".join(filter(None, (AUTO, ",".join(knobs.changed(self)))))
+
+
+def auto_of(spec: str | Compressor) -> Auto | None:
+    """Return the knobs of "auto" or "auto:loss=high"; None for any other spec."""
+    if not isinstance(spec, str) or spec.partition(":")[0].strip() != AUTO:
+        return None
+    return Auto(**settings_of(spec, knobs.knobs_of(Auto)))
+
+
 def names() -> list[str]:
     """List the names of all compressors."""
     return list(_names())
@@ -49,7 +83,7 @@ def kind_of(name: str) -> type[Compressor]:
     """Find the compressor class of a name, the only one that its file defines."""
     if re.fullmatch(r"[^\s:,()=]+\s*=\s*[^\s:,()=]+", name):
         raise ValueError(f"{name!r} is a rule for layers; before it comes the spec of all other layers: 'topk; {name}'")
-    if name == auto.NAME:
+    if name == AUTO:
         raise ValueError(
             "auto is no compressor: it chooses one while real ranks train; pass it alone, as the spec of attach(), "
             "Compression() or DistributedOptimizer()"
@@ -95,9 +129,8 @@ def describe(name: str) -> str:
     name: a compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
     """
     first, *rest = (part.strip() for part in name.split(";"))
-    if first.partition(":")[0].strip() == auto.NAME and not rest:
-        chosen = auto.Auto(**settings_of(first, knobs.knobs_of(auto.Auto)))
-        return f"{first}\n\n{textwrap.dedent(auto.__doc__ or '').strip()}\n\nKnobs:\n{knobs.table_of(chosen)}"
+    if not rest and (auto := auto_of(first)) is not None:
+        return f"{first}\n\n{inspect.getdoc(auto)}\n\nKnobs:\n{knobs.table_of(auto)}"
     rules = [_parse_rule(name, first, rule) for rule in rest if rule]
     if rules:
         make(name)  # refuses what make() refuses
@@ -120,8 +153,8 @@ def describe(name: str) -> str:
 
 def summary(name: str) -> str:
     """Return the first paragraph of a compressor's file, cut at its first semicolon."""
-    module = auto if name == auto.NAME else sys.modules[kind_of(name).__module__]
-    opening = (module.__doc__ or "").strip().split("\n\n")[0]
+    described = Auto if name == AUTO else sys.modules[kind_of(name).__module__]
+    opening = (described.__doc__ or "").strip().split("\n\n")[0]
     return " ".join(opening.split()).split("; ")[0].rstrip(".")
 
 
@@ -133,7 +166,7 @@ def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Comp
 def _suggestion(name: str) -> str:
     """Suggest a spec for a misspelt name, which may hold knobs behind a wrong separator: "topk ratio=0.01"."""
     word, *pairs = [part for part in re.split(r"[\s,:()'\"]+", name) if part] or [""]
-    near = knobs.nearest(word, [*names(), auto.NAME])
+    near = knobs.nearest(word, [*names(), AUTO])
     return f" (did you mean {':'.join([near, ','.join(pairs)] if pairs else [near])!r}?)" if near else ""
 
 

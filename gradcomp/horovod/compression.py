@@ -12,13 +12,12 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from gradcomp.choosing.begin import beginning_of
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.parameters import Parameters, Slot
 from gradcomp.engine.sessions.commits import Commits
 from gradcomp.engine.sessions.session import Session
 from gradcomp.engine.steps.options import Options
-from gradcomp.handle import Handle
+from gradcomp.handle import Handle, beginning_of
 from gradcomp.horovod.elastic import keep_with_optimizers
 from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
 

@@ -1,41 +1,35 @@
-"""auto as a test wants it: the ways that it tries, and the one that it then takes."""
+"""auto as a test wants it: the candidates that it tries, and the one that it then takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from gradcomp.choosing import chooser, tries
-from gradcomp.choosing.ways import Way
-
-MIXED = "mixed"
+from gradcomp import auto
 
 
 @contextmanager
 def chosen(*wanted: str) -> Iterator[None]:
-    """Have auto try these ways, once each, and go on with the last. "mixed" is one that it mixes of others."""
+    """Have auto try these candidates, once each, and go on with the last."""
+    every = auto.candidates
 
-    def is_wanted(way: Way, name: str) -> bool:
-        return name == (MIXED if ";" in way.spec else str(way))
+    def offered(*arguments: Any) -> list[auto.Candidate]:
+        return [candidate for candidate in every(*arguments) if str(candidate) in wanted]
 
     patched = {
-        (chooser, "shortlist"): lambda every, forecast, present: [
-            way for way in every if any(is_wanted(way, name) for name in wanted)
-        ],
-        (chooser, "best_of"): lambda every, seconds, present: (
-            next(way for way in every if is_wanted(way, wanted[-1])),
-            "a test wants it",
-        ),
-        (chooser, "LOOKS"): 10**6,
-        (chooser, "TIMING"): 10**6,
-        (tries, "ROUNDS"): 1,
-        (tries, "ENOUGH"): 10**6,
-        (tries, "MOST"): 10**6,
-        (chooser, "LEAST"): 0,
+        "candidates": offered,
+        "best_of": lambda ordered, seconds, present: next(each for each in ordered if str(each) == wanted[-1]),
+        "_reason": lambda chosen, seconds: "a test wants it",
+        "LOOKS": 10**6,
+        "MOST_LOOKS": 10**6,
+        "COUNTED": 2,
+        "STOP": 10**6,
+        "NEAR": 0,
     }
     with pytest.MonkeyPatch.context() as patch:
-        for (module, name), value in patched.items():
-            patch.setattr(module, name, value)
+        for name, value in patched.items():
+            patch.setattr(auto, name, value)
         yield

@@ -9,11 +9,11 @@ import torch
 from rank_clock import CLOCK
 from threads import Rank
 
-from gradcomp.auto import Auto
-from gradcomp.choosing import ways
-from gradcomp.choosing.chooser import LOOKS, Chooser
+from gradcomp import auto
+from gradcomp.auto import LOOKS, Chooser
 from gradcomp.core.requests import Reduce, Request, bytes_of
 from gradcomp.networks import Answer
+from gradcomp.spec import Auto
 
 # Seconds of an empty message, and of each byte on a slow link and on a fast one. The layer has 4,800 bytes.
 LATENCY, SLOW, FAST = 0.3e-3, 4e-6, 1e-9
@@ -57,11 +57,11 @@ class Link:
 
 def begun(link: Link, loss: str, hosts: list[str] | None = None) -> list[Rank]:
     """Make ranks that choose: two, or as many as have hosts."""
-    ranks = threads.start(len(hosts or "ab"), ways.EXACT, hosts)
+    ranks = threads.start(len(hosts or "ab"), auto.EXACT.spec, hosts)
     for rank in ranks:
         link.under(rank)
-        auto = Auto(loss)
-        rank.session.choose_in(Chooser(rank.session, auto, (torch.float32,)), str(auto))
+        knobs = Auto(loss)
+        rank.session.choose_in(Chooser(rank.session, knobs, (torch.float32,)), str(knobs))
     return ranks
 
 
@@ -79,6 +79,6 @@ def train(ranks: list[Rank], steps: int) -> list[dict[str, Any]]:
 
     said = threads.together(ranks, of_rank)
     assert all(isinstance(each, dict) for each in said), said
-    agreed = {str([each[key] for key in ("way", "choices", "seconds", "cost_in_steps")]) for each in said}
+    agreed = {str([each.get(key) for key in ("way", "choices", "seconds", "cost_seconds")]) for each in said}
     assert len(agreed) == 1, f"the ranks disagree: {said}"
     return said

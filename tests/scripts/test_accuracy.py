@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradcomp.auto import LOSSES
-from gradcomp.choosing import ways
+from gradcomp import auto
+from gradcomp.spec import LOSSES
 from laboratory.accuracy import courses, page, summary
 from laboratory.accuracy.courses import Course
 from laboratory.accuracy.plan import ADDED_UP, RATES, Plan
@@ -88,7 +88,7 @@ def test_autos_curve_is_that_of_the_way_that_loses_most(way: str, curve: str) ->
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_way_of_auto_has_a_curve(loss: str) -> None:
     trained = {way for _, way in PLAN.trained()}
-    for way in ways.ways(loss, (torch.float32, torch.bfloat16), True, True):
+    for way in auto.candidates(loss, (torch.float32, torch.bfloat16), True, True):
         assert summary.chosen({"way": str(way)}) in trained
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradcomp.choosing.chooser import AGAIN
+from gradcomp.auto import AGAIN
 from laboratory.accuracy.courses import Course
 from laboratory.accuracy.plan import CHOOSING, Plan
 from laboratory.refusal import Refused

@@ -52,7 +52,7 @@ def turn_of(trainee: Trainee, door: Door, steps: int) -> list[float]:
 def choose(trainee: Trainee, door: Door) -> None:
     """Train until gradcomp's auto has chosen, if this way is auto."""
     for step in range(CHOOSING):
-        if trainee.fitted.stats().get("auto", {"cost_in_steps": 0}).get("cost_in_steps") is not None:
+        if trainee.fitted.stats().get("auto", {"choices": 1})["choices"]:
             return
         if door.rank == 0 and step % 10 == 0:
             ranks.tell(f"{trainee.way} chooses, step {step}")

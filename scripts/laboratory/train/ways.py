@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gradcomp.choosing.begin import beginning_of
+from gradcomp.handle import beginning_of
 from laboratory import options
 
 HOROVOD, DDP = "horovod", "ddp"

@@ -43,7 +43,7 @@ def train(door: str) -> None:
     auto = stats()["auto"]
     after = statistics.median(taken[-LAST:])
     weights = float(sum(p.detach().double().abs().sum() for p in model.parameters()))
-    print(json.dumps({"way": auto["way"], "exact": auto["exact"], "after": after, "weights": weights}), flush=True)
+    print(json.dumps({"way": auto["way"], "stock": auto["seconds"]["stock"], "after": after, "weights": weights}), flush=True)
     if door == "ddp":
         dist.destroy_process_group()
     else:

@@ -17,16 +17,9 @@ from gradcomp.prediction.trial import device_wait
 # The entries of a short message, at least, and for each rank: with none for some, a reduction takes fewer steps than usual.
 # A long message has so many times as many, at least.
 SHORT, SHORT_OF_RANK, LONGER = 2**6, 4, 16
-# The entries of a long message in a training, at most, and the part of a model's that it has. How often each message is sent.
-LONGEST, PART, TIMES = 2**18, 8, 3
 
 
-def long_of(entries: int) -> int:
-    """Return the entries of a long message, for a model of so many."""
-    return min(LONGEST, entries // PART)
-
-
-def measure(network: Network, device: torch.device, long: int, times: int = TIMES) -> Measured:
+def measure(network: Network, device: torch.device, long: int, times: int) -> Measured:
     """Measure the links. All ranks call this.
 
     long: the entries of a long message; it has more where that tells nothing. times: how often each message is sent.
@@ -44,14 +37,6 @@ def measure(network: Network, device: torch.device, long: int, times: int = TIME
         each = max(0.0, of_long - of_short) / (many - few)
         lines[kind] = max(0.0, of_short - few * each), each
     return Measured(lines)
-
-
-def probe(network: Network, device: torch.device, entries: int) -> float:
-    """Return the time of a long reduction. All ranks call this. entries: of the model; it is a small part of them.
-
-    A short one tells nothing of the rate: it is over within the latency, or within what a shaper lets pass after a pause.
-    """
-    return _seconds(network, device, "probe", Reduce(torch.zeros(max(1, long_of(entries)), device=device)))
 
 
 def _requests(world: World, device: torch.device) -> dict[str, Callable[[int], Request]]:
@@ -76,8 +61,8 @@ def _send(ranks: list[int], entries: int, device: torch.device) -> Send:
 
 def _seconds(network: Network, device: torch.device, name: str, request: Request) -> float:
     wait = device_wait(device)
-    wait()  # forward and a part of backward may be under way there
+    wait()  # something may be under way there
     began = time.perf_counter()
-    network.start(request, f"auto's choice, {name}")()
+    network.start(request, f"the probe of links, {name}")()
     wait()
     return time.perf_counter() - began

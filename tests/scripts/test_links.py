@@ -9,15 +9,19 @@ import pytest
 import torch
 from rank_clock import CLOCK
 
-from gradcomp.choosing import links
-from gradcomp.choosing.looks import LINK_CHANGED
 from gradcomp.core.requests import Gather, Reduce, Request, Send, World, bytes_of
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
 from gradcomp.prediction.link import Measured
 from gradcomp.prediction.mirror import message_of
+from laboratory.train import links
 
-pytestmark = pytest.mark.usefixtures("model_time")
+
+@pytest.fixture(autouse=True)
+def model_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages take the time that a test gives them, and nothing else does."""
+    monkeypatch.setattr(links, "time", CLOCK)
+
 
 CPU = torch.device("cpu")
 FIXED = {"reduce": 2e-3, "gather": 3e-3, "send": 1e-3, "near": 5e-4, "far": 4e-3}
@@ -51,23 +55,10 @@ class Known:
         return answer
 
 
-def test_what_a_device_has_to_do_before_is_no_part_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a look, forward and a part of backward may be under way on a GPU."""
-    queued = [0.05]
-
-    def wait() -> None:
-        CLOCK.sleep(queued[0])
-        queued[0] = 0.0
-
-    monkeypatch.setattr(links, "device_wait", lambda device: wait)
-    network: Any = Known(World(0, 2))
-    assert links.probe(network, CPU, 1000) < 0.04
-
-
 @pytest.mark.parametrize("hosts", [(0, 1, 2, 3), (0, 0, 1, 1)])
 def test_a_line_for_each_kind(hosts: tuple[int, ...]) -> None:
     network: Any = Known(World(0, 4, hosts))
-    found = links.measure(network, CPU, 10**5)
+    found = links.measure(network, CPU, 10**5, 3)
     kinds = {"reduce", "gather", "send"} | ({"near", "far"} if len(set(hosts)) < 4 else set())
     assert found.lines.keys() == kinds
     for kind, (fixed, each) in found.lines.items():
@@ -90,37 +81,8 @@ def test_a_message_of_few_entries_and_a_pause_do_not_count() -> None:
             return slow
 
     network: Any = Uneven(world)
-    for kind, (fixed, each) in links.measure(network, CPU, 10**5).lines.items():
+    for kind, (fixed, each) in links.measure(network, CPU, 10**5, 3).lines.items():
         assert fixed == pytest.approx(FIXED[kind]) and each == pytest.approx(EACH[kind]), kind
-
-
-def test_a_small_model_is_not_asked_for_long_messages() -> None:
-    sent: list[int] = []
-
-    class Counted(Known):
-        def start(self, request: Request, name: str) -> Answer:
-            sent.append(bytes_of(request))
-            return super().start(request, name)
-
-    network: Any = Counted(World(0, 4, (0, 1, 2, 3)))
-    links.measure(network, CPU, links.long_of(1000))
-    assert max(sent) <= 4 * 2 * links.LONGER * links.SHORT
-
-
-def test_a_probe_tells_links_apart_that_let_256_kilobytes_pass_at_once() -> None:
-    """Shapers fill up tokens while a link is idle."""
-
-    class Shaped(Known):
-        each = 0.0
-
-        def start(self, request: Request, name: str) -> Answer:
-            seconds = FIXED["reduce"] + self.each * max(0, bytes_of(request) - 256_000)
-            return lambda: CLOCK.sleep(seconds)
-
-    network: Any = Shaped(World(0, 4, (0, 1, 2, 3)))
-    fast = links.probe(network, CPU, 10**7)
-    network.each = 8 / 300e6
-    assert links.probe(network, CPU, 10**7) > 1.5 * LINK_CHANGED * fast
 
 
 def test_a_send_that_stays_on_a_host_takes_its_own_line() -> None:

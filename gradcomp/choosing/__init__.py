@@ -1,1 +1,0 @@
-"""What auto does: the ways among which it chooses, what it measures, and how the ranks decide together."""
