@@ -49,37 +49,39 @@ class Mirror:
         self.world, self._wait, self._most, self._least = world, wait, most, least
         self.notes: dict[int, list[Note]] = {}
         self._since = 0.0
-        self._open: tuple[int, int] | None = None
+        self._bucket = 0
+        self._received: int | None = None  # payloads of the latest reply, until it is followed by a message or an end
 
-    def begin(self) -> None:
-        """Begin to compute, until the next message."""
+    def begin(self, bucket: int) -> None:
+        """Begin to compute for a bucket, until the next message."""
+        self._bucket = bucket
         self._wait()
         self._since = time.perf_counter()
 
     def start(self, request: Request, name: str) -> Answer:
-        """Note a request."""
-        bucket = int(name.partition(".")[0])
-        self._note(bucket, message_of(request))
+        """Record a request."""
+        bucket = self._bucket
+        self._note(message_of(request))
         reply = self._reply(request)
 
         def answer() -> Reply:
             self.close()
-            self._open = bucket, len(reply) if isinstance(request, Gather) else 0
-            self.begin()
+            self._received = len(reply) if isinstance(request, Gather) else 0
+            self.begin(bucket)
             return reply
 
         return answer
 
     def close(self) -> None:
         """Note that the bucket whose reply came last has computed until now, if it sent nothing more."""
-        if self._open is not None:
-            self._note(self._open[0], None)
+        if self._received is not None:
+            self._note(None)
 
-    def _note(self, bucket: int, message: Message | None) -> None:
+    def _note(self, message: Message | None) -> None:
         self._wait()
-        received = 0 if self._open is None else self._open[1]
-        self.notes.setdefault(bucket, []).append(Note(time.perf_counter() - self._since, message, received))
-        self._open = None
+        note = Note(time.perf_counter() - self._since, message, self._received or 0)
+        self.notes.setdefault(self._bucket, []).append(note)
+        self._received = None
 
     def _reply(self, request: Request) -> Reply:
         match request:

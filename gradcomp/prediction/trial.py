@@ -153,6 +153,7 @@ def _steps(
     targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
     compressor, rates = without_warmup(make(spec)), lambda names: (RATE,) * len(names)
     reducer = Reducer(compressor, layers, network, bucket_mb, 0, targets=targets, rates=rates, momentum=momentum)
+    bucket_of = {name: bucket.index for bucket in reducer.buckets for name in bucket.layout.names}
     counted: list[dict[int, list[Note]]] = []
     began = 0.0
     for step in range(10**6):
@@ -163,7 +164,7 @@ def _steps(
         network.notes = {}
         between()
         for name in reversed(list(grads)):
-            network.begin()
+            network.begin(bucket_of[name])
             reducer.mark_ready(name, grads[name])
         reducer.start_all()
         while reducer.advance():
