@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -25,14 +26,58 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("gradcomp"), max_examples=3)  # under slow tools
 hypothesis.settings.load_profile("gradcomp")
 
+# Packages without which tests are skipped. --complete makes that an error.
+OPTIONAL = ("horovod.torch", "matplotlib", "mypy", "PIL", "scipy", "sklearn", "yaml")
+
 SANITIZED = os.environ.get("GRADCOMP_SIMT_SANITIZED") == "1"
 
 
-def pytest_report_header() -> str:
-    if HAS_GPU:
-        return f"devices: cpu, simt (CUDA kernels emulated), cuda ({torch.cuda.get_device_name()})"
-    reason = "no GPU" if extension.BUILT_WITH_CUDA else "built without CUDA"
-    return f"devices: cpu, simt (CUDA kernels emulated); NOT on cuda: {reason}"
+def is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None  # "horovod" alone would find the folder tests/horovod
+    except ModuleNotFoundError:  # its parent is
+        return True
+
+
+MISSING = [module.partition(".")[0] for module in OPTIONAL if is_missing(module)]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--complete", action="store_true", help="fail if a package is missing whose tests would be skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--complete") and MISSING:
+        raise pytest.UsageError(f"--complete, but tests of {', '.join(MISSING)} would be skipped: run scripts/setup")
+
+
+def pytest_report_header() -> list[str]:
+    cuda = torch.cuda.get_device_name() if HAS_GPU else "no GPU" if extension.BUILT_WITH_CUDA else "built without CUDA"
+    devices = "devices: cpu, simt (CUDA kernels emulated)" + (f", cuda ({cuda})" if HAS_GPU else f"; NOT on cuda: {cuda}")
+    return [devices, f"NOT installed, so their tests are skipped: {', '.join(MISSING)}"] if MISSING else [devices]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """Skip a file that imports a missing package."""
+    report: Any = yield
+    return skip_if_missing(report, report.call.excinfo and report.call.excinfo.value.__cause__, collector.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Skip a test that imports a missing package."""
+    report = yield
+    return skip_if_missing(report, call.excinfo and call.excinfo.value, item.nodeid)
+
+
+def skip_if_missing(report: Any, error: BaseException | None, name: str) -> Any:
+    """Make the failed import of a missing package a skip, which the summary shows with its reason."""
+    package = str(error.name).partition(".")[0] if isinstance(error, ImportError) else ""
+    if report.failed and package in MISSING:
+        report.outcome = "skipped"
+        report.longrepr = (name, None, f"Skipped: NOT tested: {package} is not installed; scripts/setup installs it")
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from small_net import examples
 from torch import Tensor, nn
@@ -29,6 +28,8 @@ def wrapped(
     **options: Any,
 ) -> Any:
     """Wrap an optimizer for Horovod by one of the doors. given: pass it to Compression as optimizer=."""
+    import horovod.torch as hvd
+
     if door == ALONE:
         return hvd.DistributedOptimizer(optimizer, named, **options)
     if door == OWN:
@@ -55,4 +56,6 @@ def sgd(
 
 def batches(seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's batches without end."""
+    import horovod.torch as hvd
+
     return examples(hvd.rank(), seed, size)
