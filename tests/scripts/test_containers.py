@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+
+yaml = pytest.importorskip("yaml", reason="the files for containers were NOT read: PyYAML is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -136,12 +136,3 @@ def test_images_that_are_named_are_those_of_the_dockerfiles_heads() -> None:
     assert {file for file, _ in built} == {path.name for path in DOCKER.glob("*.Dockerfile")}
     assert read("compose.yaml")["x-node"]["image"] in images
     assert {each["image"].rpartition("/")[2] for each in containers(read("mpijob.yaml")).values()} <= images
-
-
-def test_the_page_of_clusters_has_the_commands_that_check_ssh_runs() -> None:
-    from laboratory.ssh import main
-
-    page = (ROOT / "docs" / "clusters.md").read_text()
-    for command in (main.HOROVODRUN, main.TORCHRUN):
-        words = shlex.split(command)
-        assert " ".join(["train.py" if word.startswith("examples/") else word for word in words]) in page

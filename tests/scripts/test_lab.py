@@ -30,8 +30,6 @@ ROOMS = [
         "accuracy",
         "soak",
         "gpu",
-        "machines",
-        "ssh",
         "drawings",
         "demo",
         "commands",

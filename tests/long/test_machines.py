@@ -1,0 +1,153 @@
+"""Bare Debian machines: set-up names every missing package, and then README's commands and the demo run from nothing.
+
+A machine is a folder, made by debootstrap. Its commands run in mount, process and host-name namespaces of their own: mounts and
+processes end with the command, however it ends. A machine takes up to 6 GB of disk and an hour; `-k` chooses one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ("debootstrap", "unshare", "chroot", "setpriv", "git", "tar")
+LACKING = [program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
+NVCC = shutil.which("nvcc")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(os.geteuid() != 0, reason="bare machines were NOT tested: they need root"),
+    pytest.mark.skipif(bool(LACKING), reason=f"bare machines were NOT tested: {LACKING} missing, apt-get install debootstrap"),
+]
+
+UID = 1000
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends"
+# Settings of proxies, certificates and package indexes, and those of torch for scripts/setup. Machines get them.
+SETTINGS = re.compile(r"(?i)(https?|ftp|all|no)_proxy|PIP_\w+|SSL_CERT_FILE|(REQUESTS|CURL)_CA_BUNDLE|GRADCOMP_TORCH\w*")
+
+# $1 is the root; folders to bind read-only follow, then "--" and the command.
+ENTER = """set -e
+root=$1; shift
+hostname fresh
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+while [ "$1" != -- ]; do
+  mkdir -p "$root$1"
+  mount --bind "$1" "$root$1"
+  mount -o remount,bind,ro "$root$1"
+  shift
+done
+shift
+exec chroot "$root" env -u PWD -u OLDPWD -u SHLVL "$@"
+"""
+
+
+class Cell(NamedTuple):
+    """One machine: Debian's release, packages that its user has already, CXX, the user, and whether nvcc is there."""
+
+    suite: str
+    packages: str
+    cxx: str
+    user: str
+    nvcc: bool = False
+
+
+CELLS = {
+    "debian12-gcc12-root": Cell("bookworm", "", "", "root"),
+    "debian13-clang19-user": Cell("trixie", "clang", "clang++", "newcomer"),
+    "debian13-gcc14-nvcc-user": Cell("trixie", "", "", "newcomer", nvcc=True),
+}
+
+
+class Machine:
+    """A bare machine with a checkout of the last commit in its user's home."""
+
+    def __init__(self, root: Path, cell: Cell):
+        self.root, self.cell = root, cell
+        self.home = "/root" if cell.user == "root" else f"/home/{cell.user}"
+        subprocess.run(["debootstrap", "--variant=minbase", cell.suite, root], check=True, capture_output=True)
+        (root / "etc/hosts").write_text("127.0.0.1\tlocalhost\n127.0.1.1\tfresh\n")  # as Debian's installer writes it
+        shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
+        self.must(f"apt-get update && {INSTALL} util-linux {cell.packages}", "root")
+        if cell.user != "root":
+            self.must(f"useradd --create-home --uid {UID} --shell /bin/bash {cell.user}", "root")
+        checkout = root / self.home.lstrip("/") / "gradcomp"
+        checkout.mkdir()
+        with subprocess.Popen(["git", "-C", ROOT, "archive", "HEAD"], stdout=subprocess.PIPE) as archive:
+            subprocess.run(["tar", "-x", "-C", checkout], stdin=archive.stdout, check=True)
+        if cell.user != "root":
+            subprocess.run(["chown", "-R", f"{UID}:{UID}", checkout], check=True)
+
+    def run(self, command: str, user: str) -> tuple[int, str]:
+        """Run a command of bash. Return its status and its output."""
+        settings = {name: value for name, value in os.environ.items() if SETTINGS.fullmatch(name)}
+        named = [Path(word.removeprefix("file://")) for value in settings.values() for word in value.split()]
+        folders = [path for path in named if path.is_absolute() and path.is_dir()]
+        for path in named:
+            if path.is_absolute() and path.is_file():
+                (self.root / str(path).lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, self.root / str(path).lstrip("/"))
+        path = PATH
+        if self.cell.nvcc:
+            folders.append(toolkit())
+            path = f"{folders[-1]}/bin:{path}"
+        # Values may hold tokens, and every user reads command lines: they travel in the environment.
+        environment = {"PATH": path, "HOME": self.home, "USER": user, "LANG": "C.UTF-8", **settings}
+        if self.cell.cxx:
+            environment["CXX"] = self.cell.cxx
+        as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"] if user != "root" else []
+        apart = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "private"]
+        words = [*apart, "bash", "-c", ENTER, "enter", self.root, *folders, "--", *as_user, "bash", "-c", command]
+        done = subprocess.run(
+            words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.returncode, done.stdout
+
+    def must(self, command: str, user: str) -> str:
+        """Run a command that may not fail. Return its output."""
+        status, said = self.run(command, user)
+        assert status == 0, f"{command} ended with status {status}:\n{said[-5000:]}"
+        return said
+
+
+def toolkit() -> Path:
+    """Return the folder of this machine's CUDA toolkit."""
+    told = subprocess.run([str(NVCC), "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
+    return Path(re.findall(r"^#\$ TOP=(\S+)", told, re.MULTILINE)[0]).resolve()
+
+
+@pytest.fixture(params=CELLS)
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
+    cell = CELLS[request.param]
+    if cell.nvcc and NVCC is None:
+        pytest.skip(f"{request.param} was NOT tested: nvcc is not on this machine")
+    try:
+        yield Machine(tmp_path / "root", cell)
+    finally:
+        shutil.rmtree(tmp_path / "root", ignore_errors=True)
+
+
+def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
+    (block,) = re.findall(r"## Install\n.*?^```sh\n(.+?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    packages, setup, *rest = [line.partition("#")[0].strip() for line in block.splitlines()]
+    user, there = machine.cell.user, f"cd {machine.home}/gradcomp"
+
+    status, said = machine.run(f"{there} && {setup}", user)
+    asked = re.search(r"as root, run: (apt-get install [a-z0-9+. -]+)$", said, re.MULTILINE)
+    assert status != 0 and asked and not (machine.root / machine.home.lstrip("/") / "gradcomp" / ".venv").exists(), said
+    assert machine.cell.cxx or set(packages.split()) <= set(asked[1].split()), "README names a package that set-up does not"
+    machine.must(asked[1].replace("apt-get install", INSTALL), "root")
+
+    machine.must(" && ".join([there, setup, *rest]), user)
+    said = machine.must(f"{there} && scripts/demo", user)
+    ready = re.search(r"^ready: torch \S+, .*CUDA kernels (yes|no)", said, re.MULTILINE)
+    assert ready and (ready[1] == "yes") == machine.cell.nvcc, ready and ready[0]
+    assert machine.must(f"{there} && scripts/setup", user).count("\n") == 1, "a set-up that is done says one line"
