@@ -10,15 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 import gradcomp
-from laboratory.drawings.canvas import WIDTH
-from laboratory.drawings.gallery import DRAWINGS
+
+drawings = pytest.importorskip(
+    "laboratory.drawings", reason="drawings were NOT drawn: matplotlib is not installed", exc_type=ModuleNotFoundError
+)
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-# The drawing that shows floats which have been learned: another processor may round them differently.
-LEARNED = "lgc"
 
 SECTIONS = ["One step", "Knobs", "Bytes a step", "What is ours", "Results"]
 
@@ -29,7 +26,7 @@ def test_every_algorithm_has_a_page_a_row_and_a_drawing() -> None:
     index = (PAGES / "index.md").read_text()
     names = gradcomp.names()
     assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted([*names, "index"])
-    assert sorted(path.stem for path in PAGES.glob("*.svg")) == sorted([*names, "routes"]) == sorted(DRAWINGS)
+    assert sorted(path.stem for path in PAGES.glob("*.svg")) == sorted(names) == sorted(drawings.DRAWINGS)
     for name in names:
         assert re.search(rf"^\| `{name}` \| \[.+\]\({name}\.md\) \| .+ \|$", index, re.MULTILINE), (
             f"index.md needs a row: {name}"
@@ -52,35 +49,17 @@ def test_a_page_without_a_place_for_its_knobs_is_refused() -> None:
         knobs()["page"]("topk", "# topk\n")
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
 def test_a_drawing_shows_what_the_compressor_does(name: str) -> None:
-    kept, drawn = (PAGES / f"{name}.svg").read_text(), DRAWINGS[name]()
-    if name == LEARNED:
-        assert shape(kept) == shape(drawn), f"run: scripts/drawings {name}"
-        assert numbers(kept) == pytest.approx(numbers(drawn), abs=1), "a unit is less than a bar's width"
-    else:
-        assert kept == drawn, f"run: scripts/drawings {name}"
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_a_drawing_needs_nothing_else_and_its_words_stay_on_the_card(name: str) -> None:
-    """Without scripts, fonts or pictures of elsewhere. A letter is taken to be 0.58 of its height wide, more than in Roboto."""
-    card = ElementTree.parse(PAGES / f"{name}.svg").getroot()
-    assert not re.search(r"href|url\(|<script|<style", (PAGES / f"{name}.svg").read_text())
-    for line in card.iter(f"{SVG}text"):
-        words, size, x = line.text or "", float(line.attrib["font-size"]), float(line.attrib["x"])
-        if line.get("text-anchor") != "middle":
-            assert size >= 9 and x + 0.58 * size * len(words) < WIDTH, words
+    """Words and numbers are compared: paths differ with matplotlib's version, learned floats with the processor."""
+    kept = (PAGES / f"{name}.svg").read_text()
+    assert words(kept) == words(drawings.draw(name)), f"run: scripts/drawings {name}"
+    assert not re.search(r'<script|href="[^#]', kept), "a drawing needs nothing else"
 
 
 def knobs() -> dict[str, object]:
     return runpy.run_path(str(PAGES.parents[1] / "scripts" / "knobs"))
 
 
-def shape(svg: str) -> str:
-    """Leave the numbers of attributes out."""
-    return re.sub(r'="[-\d.]+"', "", svg)
-
-
-def numbers(svg: str) -> list[float]:
-    return [float(number) for number in re.findall(r'="(-?[\d.]+)"', svg)]
+def words(svg: str) -> list[str]:
+    return [text for each in ElementTree.fromstring(svg).iter() if (text := (each.text or "").strip())]

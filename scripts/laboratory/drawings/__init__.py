@@ -1,1 +1,0 @@
-"""Drawings of the algorithms' pages: one real step of simulated ranks on a small example, as SVG."""
