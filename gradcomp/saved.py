@@ -43,17 +43,17 @@ def sequence(saved: Any, name: str) -> list[Any]:
     return list(value)
 
 
-def whole(saved: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+def read_int(saved: Any, name: str, least: int = 0, most: float = math.inf) -> int:
     """Return an entry that is a whole number in this range."""
-    return checked_whole(entry(saved, name), name, least, most)
+    return check_int(entry(saved, name), name, least, most)
 
 
-def wholes(saved: Any, name: str, least: int = 0) -> list[int]:
+def read_ints(saved: Any, name: str, least: int = 0) -> list[int]:
     """Return an entry that is a list of whole numbers."""
-    return [checked_whole(value, name, least) for value in sequence(saved, name)]
+    return [check_int(value, name, least) for value in sequence(saved, name)]
 
 
-def checked_whole(value: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+def check_int(value: Any, name: str, least: int = 0, most: float = math.inf) -> int:
     """Return a whole number in this range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
         above = "" if most == math.inf else f" and at most {most}"

@@ -35,7 +35,7 @@ KNOBS = {
     "topk": "topk:ratio=0.05",
 }
 # What a reduction adds: with more than two ranks, in an order of the network's own.
-REDUCED = ["dense", "gs_sgd:ratio=0.02", "lgc:dense=2,learn=3,ratio=0.02,instance=server,leader=rotate"]
+REDUCED = ["dense", "gs_sgd:ratio=0.02", "lgc:dense=2,learn=3,ratio=0.02,instance=server"]
 GATHERED_OR_SENT = [
     "topk:ratio=0.02,momentum=0.9,route=split",
     "gtopk:ratio=0.02,momentum=0.9,clip=1",

@@ -98,9 +98,16 @@ def test_numbers_of_other_libraries_become_pythons() -> None:
 
 
 def test_an_infinite_bound_is_one_only_where_it_is_declared() -> None:
-    assert str(gradcomp.make("lgc:bound=inf")) == "lgc:bound=inf"
-    with pytest.raises(ValueError, match="bound=nan must be above 0"):
-        gradcomp.make("lgc:bound=nan")
+    assert str(gradcomp.make("lgc:max_code_error=inf")) == "lgc:max_code_error=inf"
+    with pytest.raises(ValueError, match="max_code_error=nan must be above 0"):
+        gradcomp.make("lgc:max_code_error=nan")
+
+
+@pytest.mark.parametrize("old,new", [("lgc:bound=0.5", "lgc:max_code_error=0.5"), ("sdagc:per=layer", "sdagc:scope=layer")])
+def test_an_older_name_of_a_knob_stands_for_the_new_one(old: str, new: str) -> None:
+    assert str(gradcomp.make(old)) == new
+    with pytest.raises(ValueError, match="is given twice"):
+        gradcomp.make(f"{new},{old.partition(':')[2]}")
 
 
 @pytest.mark.parametrize("value", ["0.1", None, True])

@@ -36,7 +36,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import wire_knob
 from gradcomp.native.kernels import Bar
 from gradcomp.native.memory import DELAY, HostCopy
-from gradcomp.saved import checked_whole, entry, number, sequence, table, tensor, whole, wholes
+from gradcomp.saved import check_int, entry, number, read_int, read_ints, sequence, table, tensor
 
 # A layer with fewer entries is small.
 SMALL_SIZE = 1024
@@ -153,8 +153,8 @@ class Sdagc(Compressor):
     def _load_common(self, state: SdagcState, saved: Mapping[str, Any]) -> None:
         """Load the part of a state that all ranks share."""
         lam, target = sequence(saved, "set_for") if len(sequence(saved, "set_for")) == 2 else (math.nan, 0)
-        basis = (number({"set_for": lam}, "set_for", -1.0), checked_whole(target, "set_for", 0, state.n))
-        state.steps, state.highest_rate = whole(saved, "steps"), number(saved, "highest_rate")
+        basis = (number({"set_for": lam}, "set_for", -1.0), check_int(target, "set_for", 0, state.n))
+        state.steps, state.highest_rate = read_int(saved, "steps"), number(saved, "highest_rate")
         state.capacity_basis, state.capacity = basis, None
         if entry(saved, "capacity") is not None:
             state.capacity = Capacity(*self._expected_capacity(basis, state.n))
@@ -244,8 +244,8 @@ class Capacity:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        self.entries = whole(saved, "entries", 1, self.largest)
-        copied, known = wholes(saved, "copied"), wholes(saved, "known")
+        self.entries = read_int(saved, "entries", 1, self.largest)
+        copied, known = read_ints(saved, "copied"), read_ints(saved, "known")
         if len(copied) >= DELAY or len(known) > DELAY:
             raise ValueError(
                 f"the capacity in the state has {len(copied)} counts on their way and {len(known)} known ones, where fewer "

@@ -14,7 +14,7 @@ from gradcomp.core.requests import Field, Form, Payload, World
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
-from gradcomp.saved import checked_whole, entry, table_or_empty, whole, wholes
+from gradcomp.saved import check_int, entry, read_int, read_ints, table_or_empty
 
 
 class Position(NamedTuple):
@@ -102,11 +102,11 @@ class PartState:
 
     def load(self, inner: Compressor, saved: Mapping[str, Any]) -> None:
         """Check a saved state, and restore it as soon as the rank's position is known."""
-        whole(saved, "exchanges")
+        read_int(saved, "exchanges")
         if entry(saved, "place") is not None:
-            part, *hosts = place = wholes(saved, "place") or [0]
+            part, *hosts = place = read_ints(saved, "place") or [0]
             parts = hosts.count(0)  # as many ranks on every host
-            checked_whole(part, "place", 0, parts - 1)
+            check_int(part, "place", 0, parts - 1)
             own = table_or_empty(saved, "inner")
             if own:
                 inner.load(inner.init(self._layout_of(part, parts), self.seed), own)

@@ -17,7 +17,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
-from gradcomp.saved import whole
+from gradcomp.saved import read_int
 
 ROUTES = ("auto", "allgather", "alltoall")
 
@@ -100,7 +100,7 @@ class Rounded(Compressor):
         return {"steps": state.steps}
 
     def load(self, state: RoundedState, saved: Mapping[str, Any]) -> None:
-        state.steps = whole(saved, "steps")
+        state.steps = read_int(saved, "steps")
 
     save_shared, load_shared = save, load  # all ranks share all of it
 

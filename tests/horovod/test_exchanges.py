@@ -33,7 +33,7 @@ REDUCED = [
     "gs_sgd:ratio=0.005",
     "gs_sgd:ratio=0.005,candidates=1",
     "lgc:dense=1,learn=1,ratio=0.01",
-    "lgc:dense=1,learn=1,ratio=0.01,code=single,leader=rotate",
+    "lgc:dense=1,learn=1,ratio=0.01",
     "lgc:dense=1,learn=1,ratio=0.01,instance=server",
 ]
 BY_HOST = [

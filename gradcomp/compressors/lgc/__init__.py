@@ -1,8 +1,8 @@
-"""LGC: all ranks send entries at the same few places, coded by an autoencoder that learns from early gradients.
+"""LGC: all ranks send entries at the same few indices, coded by an autoencoder that learns from early gradients.
 
 L. Abrahamyan, Y. Chen, G. Bekoulis, N. Deligiannis, "Learned Gradient Compression for Distributed Deep Learning" (TNNLS 2021).
 There are three phases. First all entries travel. Then a few entries travel as they are, and the autoencoder learns from them.
-Then their codes travel. E encodes, D decodes, and x are a rank's entries at the common places:
+Then their codes travel. E encodes, D decodes, and x are a rank's entries at the common indices:
 
     ring      z <- mean of all ranks' E(x);  y <- D(z)                     is the update, and x - D(E(x)) stays with each rank
     server    z <- E(x) of the leader;  y_r <- D_r(z, innovation of r)     for every rank r; the update is the mean of all y_r,
@@ -15,6 +15,7 @@ since the replies of one server would cost more bytes than codes save.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.compressors.lgc import autoencoder, coding
+from gradcomp.compressors.lgc import autoencoder, common_entries
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
-from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH
-from gradcomp.compressors.lgc.coding import CommonEntries, SharedMean
-from gradcomp.compressors.lgc.common_places import LEADERS, CommonPlaces, PlaceSelection
-from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, Phases
-from gradcomp.compressors.lgc.state import LgcState
+from gradcomp.compressors.lgc.common_entries import CommonEntries, CommonIndices, IndexSelection, SharedMean
+from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, SUMMARY_LENGTH, CodeError, Phases
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.core.requests import Field, Requests, World, reduce
 from gradcomp.exchanges import dense, routes
@@ -36,10 +34,12 @@ from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, count_of, ratio_knob, wire_knob
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
-from gradcomp.saved import entry, table, whole
+from gradcomp.saved import entry, read_int, table
 
 # With at most this many ranks, gathering codes in half precision sends fewer bytes than summing codes in single precision.
 MOST_RANKS_FOR_HALF = 4
+# The largest share of the entries with which first=auto sends the first layer dense.
+SMALL_FIRST_LAYER = 0.01
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,19 @@ class Lgc(Compressor):
     instance: str = knob(
         "ring", "ring: codes of all ranks are averaged; server: the leader's code serves all", choices=("ring", "server")
     )
-    leader: str = knob(
-        "parts", "parts: each rank leads a part; rotate, seed: one leader, in turn or at random", choices=LEADERS
-    )
     dense: int = knob(200, "dense steps at the start; higher = a smoother start", least=0)
     learn: int = knob(300, "learning steps, after the dense ones; higher = smaller coding errors", least=1)
     first: str = knob(
         "auto", "route of the first layer; auto = dense if it has at most 1 % of the entries", choices=("auto", "dense", "code")
     )
-    last: str = knob("topk", "route of the last layer", choices=("topk", "code"))
     innovation: float = knob(1e-5, "share of entries that each rank also sends uncoded, with instance=server", above=0, most=1)
-    decoder: str = knob("linear", "linear loses nothing; leaky, as published, loses gradient", choices=("linear", "leaky"))
-    code: str = knob("auto", "precision of codes; auto = the one with fewer bytes", choices=("auto", "half", "single"))
-    places: str = knob("packed", "packed: as few bits as possible; plain: 32 bits a place", choices=("packed", "plain"))
-    bands: int = knob(16, "bands that sort entries by value; higher = smaller errors, more bytes for places", least=1)
-    window: int = knob(4096, "entries of all ranks in a learning step; lower = shorter steps", least=coding.SHORTEST_WINDOW)
-    bound: float = knob(0.9, "relative coding error above which a step's entries wait; inf = none wait", above=0, most=math.inf)
+    bands: int = knob(16, "bands that sort entries by value; higher = smaller errors, more bytes for indices", least=1)
+    window: int = knob(
+        4096, "entries of all ranks in a learning step; lower = shorter steps", least=common_entries.SHORTEST_WINDOW
+    )
+    max_code_error: float = knob(
+        0.9, "relative coding error above which a step's entries wait; inf = none wait", above=0, most=math.inf, alias="bound"
+    )
     wire: str = wire_knob()
 
     @property
@@ -77,7 +74,7 @@ class Lgc(Compressor):
         return self.instance == "server"
 
     def init(self, layout: Layout, seed: int) -> LgcState:
-        return LgcState(layout, seed, Phases(self.dense, self.learn), self.bound, self.first, self.last)
+        return LgcState(layout, seed, self)
 
     def save(self, state: LgcState) -> dict[str, Any]:
         coder = state.coder
@@ -93,7 +90,7 @@ class Lgc(Compressor):
         state.error.load(table(saved, "error"))
         state.coder = None
         if entry(saved, "coder") is not None:
-            state.coder = self._autoencoder(whole(saved, "decoders", 1), state)
+            state.coder = self._autoencoder(read_int(saved, "decoders", 1), state)
             state.coder.load(table(saved, "coder"))
         elif state.phases.steps > 0:
             raise ValueError("the state has steps of lgc, but its coder is None; the state is damaged; load another one")
@@ -104,7 +101,6 @@ class Lgc(Compressor):
         return {
             "phase": state.phase,
             "code_error": state.error.error,
-            "code_off": float(state.error.imbalance),
             "learning_seconds": state.stopwatch.seconds,
             "learned_anew": state.phases.relearned,
         }
@@ -131,7 +127,7 @@ class Lgc(Compressor):
             shared, checked, errors = yield from self._learn(entries, state, coder)
         else:
             shared = yield from self._exchange_codes(entries, coder)
-            checked, errors = entries.normalised, shared.error / entries.places.scales
+            checked, errors = entries.normalised, shared.error / entries.common.scales
         first = _slice(acc, state.first)
         summary = state.error.summarise(checked, errors, acc.flag, state.phases.rate_fell)
         total = yield from reduce(_join(first, summary, state.first_buffer, world.share), world.mean_of_shares)
@@ -139,37 +135,26 @@ class Lgc(Compressor):
         check = state.error.check(summary)
         if state.phase == LEARN:
             check = check._replace(accepted=torch.ones_like(check.accepted))
-        else:
-            state.error.measure_imbalance(summary, shared.mean / entries.places.scales)
-            if state.phases.observe(check.mark):
-                coder.draw_weights()
+        elif state.phases.observe(check.mark):
+            coder.draw_weights()
         if len(first.residual):
             kernels.settle_all(first.residual, first_update)
             update[state.first] = first_update
             if first.mask is not None:
                 first.mask.note_all(first_update[:1].isfinite())
-        entries.settle(middle.residual, middle.mask, middle_update, shared, check)
+        entries.settle(middle, middle_update, shared, check)
 
     def _select_entries(
         self, middle: Acc, zeros: Tensor, state: LgcState, coder: Autoencoder, world: World
     ) -> Requests[CommonEntries]:
-        """Agree on the common places and return this rank's entries there. zeros: scratch that is zero again afterwards."""
-        selection = PlaceSelection(
-            len(zeros),
-            world,
-            state.phases.steps,
-            ratio=self.ratio,
-            leader=self.leader,
-            bands=self.bands,
-            packed=self.places == "packed",
-            seed=state.seed,
-        )
-        places = yield from self._share_places(middle, selection, coder, coded=state.phase == CODE)
+        """Agree on the common indices and return this rank's entries there. zeros: scratch that is zero again afterwards."""
+        selection = IndexSelection(len(zeros), world, state.phases.steps, self.ratio, self.bands)
+        common = yield from self._share_indices(middle, selection, coder, coded=state.phase == CODE)
         innovations = None
         if self.has_server:
             count = count_of(self.innovation, len(zeros))
-            innovations = yield from coding.gather_innovations(middle, places, count, CODECS[self.wire], zeros)
-        return CommonEntries(places.read(middle.residual), places, world, innovations)
+            innovations = yield from common_entries.gather_innovations(middle, common, count, CODECS[self.wire], zeros)
+        return CommonEntries(common.read(middle.residual), common, world, innovations)
 
     def _learn(
         self, entries: CommonEntries, state: LgcState, coder: Autoencoder
@@ -178,16 +163,16 @@ class Lgc(Compressor):
 
         Return the mean, this rank's entries in the window, and their coding errors.
         """
-        all_ranks = yield from coding.gather_entries(entries)
+        all_ranks = yield from common_entries.gather_entries(entries)
         with state.stopwatch:
-            checked, errors = coding.learn(entries, all_ranks, coder, self.window, state.phases.steps)
-        return coding.exact_mean(all_ranks, entries.world.share), checked, errors
+            checked, errors = common_entries.learn(entries, all_ranks, coder, self.window, state.phases.steps)
+        return common_entries.exact_mean(all_ranks, entries.world.share), checked, errors
 
     def _exchange_codes(self, entries: CommonEntries, coder: Autoencoder) -> Requests[SharedMean]:
-        """Exchange all ranks' codes, unless the leaders' codes have come with the places."""
+        """Exchange all ranks' codes, unless the leaders' codes have come with the indices."""
         if self.has_server:
-            return coding.decode_leader_codes(entries, coder)
-        return (yield from coding.exchange_codes(entries, coder, self._half_precision(entries.world)))
+            return common_entries.decode_leader_codes(entries, coder)
+        return (yield from common_entries.exchange_codes(entries, coder, self._half_precision(entries.world)))
 
     def _coder(self, state: LgcState, world: World) -> Autoencoder:
         """Return the autoencoder for this number of ranks. New decoders must be learned if the number has changed."""
@@ -199,11 +184,11 @@ class Lgc(Compressor):
         return state.coder
 
     def _autoencoder(self, decoders: int, state: LgcState) -> Autoencoder:
-        return Autoencoder(decoders, self.has_server, self.decoder == "linear", state.seed, state.update.device)
+        return Autoencoder(decoders, self.has_server, state.seed, state.update.device)
 
     def _half_precision(self, world: World) -> bool:
         """Return whether codes travel in half precision."""
-        return self.code == "half" or (self.code == "auto" and (self.has_server or world.size <= MOST_RANKS_FOR_HALF))
+        return self.has_server or world.size <= MOST_RANKS_FOR_HALF
 
     def _send_largest(self, acc: Acc, update: Update, world: World) -> Requests[None]:
         """Send this rank's largest entries as they are. The update must be zero."""
@@ -212,23 +197,76 @@ class Lgc(Compressor):
             taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.mask, packs=True)
             yield from routes.allgather(acc, taken, world, into=update)
 
-    def _share_places(self, acc: Acc, selection: PlaceSelection, coder: Autoencoder, coded: bool) -> Requests[CommonPlaces]:
-        """Send the leaders' places to all ranks, and the leaders' codes if instance=server uses codes now."""
+    def _share_indices(self, acc: Acc, selection: IndexSelection, coder: Autoencoder, coded: bool) -> Requests[CommonIndices]:
+        """Send the leaders' indices to all ranks, and the leaders' codes if instance=server uses codes now."""
         chosen, code = selection.choose(acc.residual, acc.memory), None
         if coded and self.has_server:
             dtype = torch.float16 if self._half_precision(selection.world) else torch.float32
             code = Field("code", dtype, autoencoder.CODE_CHANNELS * autoencoder.code_length(selection.k))
             if chosen:
-                places = selection.locate(chosen["places"], selection.leaders.index(selection.world.rank))
-                chosen["code"] = coding.encode(coder, (acc.residual[places] / chosen["scale"])[None])
+                indices = selection.locate(chosen["indices"], selection.leaders.index(selection.world.rank))
+                chosen["code"] = common_entries.encode(coder, (acc.residual[indices] / chosen["scale"])[None])
         received = yield from selection.share(chosen, selection.form(code), acc.residual.device)
-        places = torch.stack([selection.locate(payload["places"], row) for row, payload in enumerate(received)])
+        indices = torch.stack([selection.locate(payload["indices"], row) for row, payload in enumerate(received)])
         scales = torch.stack([payload["scale"] for payload in received])
         codes = None
         if code is not None:
             codes = torch.stack([payload["code"].float() for payload in received])
             codes = codes.unflatten(1, (autoencoder.CODE_CHANNELS, -1))
-        return CommonPlaces(places, scales, selection.leaders, codes)
+        return CommonIndices(indices, scales, selection.leaders, codes)
+
+
+class LgcState:
+    """The model's state between steps, and the split of the model into last layer, middle and first layer."""
+
+    def __init__(self, layout: Layout, seed: int, knobs: Lgc):
+        self.seed, self.phases, self.phase = seed, Phases(knobs.dense, knobs.learn), DENSE
+        self.error = CodeError(knobs.max_code_error, seed, layout.device)
+        self.stopwatch = Stopwatch(layout.device)
+        self.coder: Autoencoder | None = None
+        last_end, first_begin = _middle(layout)  # a bucket begins with the model's last layer
+        is_large = layout.total - first_begin > SMALL_FIRST_LAYER * layout.total
+        if knobs.first == "code" or (knobs.first == "auto" and is_large):
+            first_begin = layout.total
+        self.last, self.middle = slice(0, last_end), slice(last_end, first_begin)
+        self.first = slice(first_begin, layout.total)
+        self.update = torch.zeros(layout.total, device=layout.device)
+        self.first_buffer = torch.zeros(layout.total - first_begin + SUMMARY_LENGTH, device=layout.device)
+
+
+class Stopwatch:
+    """A context manager that adds up the time of its blocks. A GPU's time is read only when `seconds` is asked for."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._marks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *failure: object) -> None:
+        self._mark()
+        if not self._on_gpu:
+            end, begin = self._marks.pop(), self._marks.pop()
+            self._seconds += end - begin
+
+    def _mark(self) -> None:
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """Return the total so far; wait for a GPU to finish its blocks."""
+        for begin, end in zip(self._marks[::2], self._marks[1::2], strict=True):
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        self._marks.clear()
+        return self._seconds
 
 
 def _slice(acc: Acc, span: slice) -> Acc:
@@ -242,3 +280,19 @@ def _join(first: Acc, summary: Tensor, buffer: Tensor, share: float) -> Tensor:
         kernels.offer_all(first.residual, buffer[: len(first.residual)], first.flag, share)
     buffer[len(first.residual) :] = share * summary
     return buffer
+
+
+def _middle(layout: Layout) -> tuple[int, int]:
+    """Return where the entries between the last and the first layer begin and end.
+
+    Here a layer is a module with all its parameters. The whole model is the middle if nothing lies between the two.
+    """
+    modules = [_module(name) for name in layout.names]
+    spans = [span for span, module in zip(layout.spans, modules, strict=True) if module not in (modules[0], modules[-1])]
+    return (spans[0][0], spans[-1][1]) if spans else (0, layout.total)
+
+
+def _module(name: str) -> str:
+    """Return the name of a parameter's module. A parameter with a number for a name, or no module, is a module of its own."""
+    head, _, leaf = name.rpartition(".")
+    return name if not head or leaf.isdigit() else head

@@ -1,8 +1,9 @@
 """LGC's autoencoder: a code of a sequence of entries, a quarter as many numbers.
 
-The encoder has four convolutions of stride 2, and each decoder has four transposed ones, as published. All decoders share one
-encoder. Sequences are padded with zeros to a length that the decoder returns exactly. All weights lie in one flat array that
-belongs to no model, so the user's optimizers do not see them. They are drawn without the user's random generator.
+The encoder has four convolutions of stride 2, as published. Each decoder has the four published transposed ones, but neither
+biases nor nonlinearities: the mean of decoded codes is the decoded mean of the codes. All decoders share one encoder. Sequences
+are padded with zeros to a length that the decoder returns exactly. All weights lie in one flat array that belongs to no model,
+so the user's optimizers do not see them. They are drawn without the user's random generator.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradcomp.saved import tensor, whole
+from gradcomp.saved import read_int, tensor
 
 # Channels of a code.
 CODE_CHANNELS = 4
@@ -22,9 +23,9 @@ CODE_CHANNELS = 4
 ENCODER = ((1, 64, 3), (64, 128, 3), (128, 256, 3), (256, 64, 3), (64, CODE_CHANNELS, 1))
 # The decoder's layers: channels in, channels out. The kernel size is 3.
 DECODER = ((CODE_CHANNELS, 32), (32, 64), (64, 128), (128, 32))
-# Places of a sequence for each place of its code.
+# Positions of a sequence for each position of its code.
 STRIDE = 16
-# Places of a sequence that one place of the code affects.
+# Positions of a sequence that one position of the code affects.
 TAPS = 2 * STRIDE - 1
 # The slope of the leaky ReLU below 0.
 LEAKY_SLOPE = 0.01
@@ -36,7 +37,7 @@ SIMILARITY = 0.5
 
 
 def code_length(entries: int) -> int:
-    """Return the places of the code of a sequence: q for 16 q + 15 entries."""
+    """Return the positions of the code of a sequence: q for 16 q + 15 entries."""
     return max(1, -(-(entries - (STRIDE - 1)) // STRIDE))
 
 
@@ -46,20 +47,16 @@ def padded_length(entries: int) -> int:
 
 
 class Autoencoder:
-    """One encoder and `decoders` decoders.
+    """One encoder and `decoders` decoders. innovations: the decoders get one number for each entry beside the code."""
 
-    innovations: the decoders get one number for each entry beside the code. linear: the decoders have no biases and no
-    nonlinearities, so the mean of decoded codes is the decoded mean of the codes.
-    """
-
-    def __init__(self, decoders: int, innovations: bool, linear: bool, seed: int, device: torch.device):
-        self.decoders, self.innovations, self.linear, self.seed = decoders, innovations, linear, seed
+    def __init__(self, decoders: int, innovations: bool, seed: int, device: torch.device):
+        self.decoders, self.innovations, self.seed = decoders, innovations, seed
         shapes: list[tuple[int, ...]] = []
         for channels_in, channels_out, width in ENCODER:
             shapes += [(channels_out, channels_in, width), (channels_out,)]
         for channels_in, channels_out in DECODER:
-            shapes += [(decoders * channels_in, channels_out, 3)] + ([] if linear else [(decoders * channels_out,)])
-        shapes += [(decoders, DECODER[-1][1] + innovations, 1)] + ([] if linear else [(decoders,)])
+            shapes.append((decoders * channels_in, channels_out, 3))
+        shapes.append((decoders, DECODER[-1][1] + innovations, 1))
         self.shapes = shapes
         self.weights = torch.empty(sum(torch.Size(shape).numel() for shape in shapes), device=device)
         self.draw_weights()
@@ -90,40 +87,30 @@ class Autoencoder:
         return channels
 
     def decode(self, codes: Tensor, entries: int, innovations: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-        """Decode every code with every decoder: [rows, 4, places] numbers to [rows, decoders, entries]."""
+        """Decode every code with every decoder: [rows, 4, positions] numbers to [rows, decoders, entries]."""
+        *transposed, last = self._split(weights)[2 * len(ENCODER) :]
+        channels = codes.repeat(1, self.decoders, 1)
         with self._full_precision():
-            return self._decode(codes, entries, innovations, weights)
+            for weight in transposed:
+                channels = functional.conv_transpose1d(channels, weight, stride=2, groups=self.decoders)
+            if innovations is not None:
+                rows, _, length = channels.shape
+                padded = functional.pad(innovations, (0, length - entries))[:, :, None]
+                channels = torch.cat([channels.view(rows, self.decoders, -1, length), padded], 2).view(rows, -1, length)
+            decoded: Tensor = functional.conv1d(channels, last, groups=self.decoders)
+        return decoded[:, :, :entries]
 
     def _full_precision(self) -> Any:
         """Switch autocast off."""
         return torch.autocast(self.weights.device.type, enabled=False)
 
-    def _decode(self, codes: Tensor, entries: int, innovations: Tensor | None, weights: Tensor | None) -> Tensor:
-        arrays = iter([array.to(codes.dtype) for array in self._split(weights)[2 * len(ENCODER) :]])
-        channels = codes.repeat(1, self.decoders, 1)
-        for _ in DECODER:
-            weight, bias = next(arrays), None if self.linear else next(arrays)
-            channels = functional.conv_transpose1d(channels, weight, bias, stride=2, groups=self.decoders)
-            channels = channels if self.linear else functional.leaky_relu(channels, LEAKY_SLOPE)
-        if innovations is not None:
-            rows, _, length = channels.shape
-            padded = functional.pad(innovations.to(codes.dtype), (0, length - entries))[:, :, None]
-            channels = torch.cat([channels.view(rows, self.decoders, -1, length), padded], 2).view(rows, -1, length)
-        weight, bias = next(arrays), None if self.linear else next(arrays)
-        decoded: Tensor = functional.conv1d(channels, weight, bias, groups=self.decoders)
-        return decoded[:, :, :entries]
-
     def decode_reproducibly(
         self, codes: Tensor, entries: int, decoders: Sequence[int], innovations: Tensor | None = None
     ) -> Tensor:
-        """Decode each code with one decoder, to [rows, entries]. A linear decoder gives the same bits on any machine.
+        """Decode each code with one decoder, to [rows, entries], to the same bits on any machine.
 
-        A linear decoder is one convolution of stride 16. Its sums are made here in a fixed order. A leaky decoder is computed
-        in double precision, and its rounding to single precision nearly always gives the same bits.
-        decoders: the decoder of each row.
+        A linear decoder is one convolution of stride 16. Its sums are made here in a fixed order. decoders: one for each row.
         """
-        if not self.linear:
-            return select_decoder(self.decode(codes.double(), entries, innovations), decoders).float()
         decoded = _convolve(codes, torch.stack([self.taps[decoder] for decoder in decoders]), entries)
         if innovations is not None:
             weights = torch.stack([self.innovation_weights[decoder] for decoder in decoders])
@@ -137,9 +124,6 @@ class Autoencoder:
 
         The mean of linear decoders is one decoder.
         """
-        if not self.linear:
-            decoded = self.decode(codes.double(), entries, innovations)
-            return select_decoder(decoded, decoders).float(), ordered_mean(decoded.unbind(1)).float()
         mean = _convolve(codes, ordered_mean(self.taps.double())[None], entries)
         for decoder, innovation in enumerate([] if innovations is None else innovations.unbind(1)):
             mean += innovation.double() * (self.innovation_weights[decoder].double() / self.decoders)
@@ -188,13 +172,11 @@ class Autoencoder:
 
     @property
     def innovation_weights(self) -> Tensor:
-        """Return the weight of the innovation in each linear decoder."""
+        """Return the weight of the innovation in each decoder."""
         return self.weights[-self.decoders * (DECODER[-1][1] + 1) :].view(self.decoders, -1)[:, -1]
 
     def _taps(self) -> Tensor:
-        """Return the linear decoders' impulse responses, [decoders, channels, 32]; the last tap is 0."""
-        if not self.linear:
-            return self.weights[:0]
+        """Return the decoders' impulse responses, [decoders, channels, 32]; the last tap is 0."""
         impulses = torch.eye(CODE_CHANNELS, device=self.weights.device)[:, :, None]
         innovations = self.weights.new_zeros(CODE_CHANNELS, self.decoders, TAPS) if self.innovations else None
         return functional.pad(self.decode(impulses, TAPS, innovations).transpose(0, 1), (0, 1))
@@ -213,13 +195,13 @@ class Autoencoder:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Put back what save() gave."""
         arrays = {name: tensor(saved, name, getattr(self, name).shape) for name in ("weights", "moments", "taps")}
-        self.steps = whole(saved, "turns")
+        self.steps = read_int(saved, "turns")
         for name, array in arrays.items():
             getattr(self, name).copy_(array)
 
 
 def _convolve(codes: Tensor, taps: Tensor, entries: int) -> Tensor:
-    """Convolve [rows, 4, places] codes with [rows or 1, 4, 32] taps at stride 16, with sums in a fixed order."""
+    """Convolve [rows, 4, positions] codes with [rows or 1, 4, 32] taps at stride 16, with sums in a fixed order."""
     numbers, weights = codes.double()[..., None], taps.double()[:, :, None]
     sums = numbers[:, 0] * weights[:, 0]
     for channel in range(1, CODE_CHANNELS):

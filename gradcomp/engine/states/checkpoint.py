@@ -119,7 +119,7 @@ def in_main_memory(value: Any) -> Any:
 
 def saved_steps(shares: Mapping[int, Mapping[str, Any]]) -> int:
     """Return the number of steps of the shares of all ranks. Refuse shares of different steps."""
-    steps = {rank: saved.whole(share, "steps") for rank, share in shares.items()}
+    steps = {rank: saved.read_int(share, "steps") for rank, share in shares.items()}
     first, *others = steps.items()
     for rank, count in others:
         if count != first[1]:

@@ -111,7 +111,7 @@ class States:
                 f"the state was saved with {theirs!r} and cannot continue with {spec!r}; use the same spec: {theirs!r}, "
                 f"and then change({spec!r})"
             )
-        ranks = saved.whole(state, "ranks", 1)
+        ranks = saved.read_int(state, "ranks", 1)
         if self.ranks not in (0, ranks):
             raise ValueError(
                 f"the states are of {self.ranks} and of {ranks} ranks; load states that all ranks saved after the same step"
@@ -121,7 +121,7 @@ class States:
         if not shares:
             raise ValueError("the state has no rank's share: the state is damaged; load another one")
         for key, share in shares.items():
-            rank = saved.checked_whole(int(key) if str(key).isdecimal() else key, "of_rank", 0, ranks - 1)
+            rank = saved.check_int(int(key) if str(key).isdecimal() else key, "of_rank", 0, ranks - 1)
             if rank in self.shares:
                 raise ValueError(f"the states of rank {rank} were passed twice; pass the state of each rank once")
             if not isinstance(share, Mapping):

@@ -36,7 +36,7 @@ def read_shares(reducer: Reducer, shapes: Mapping[str, str], shares: Mapping[int
     """
     found: list[Arrays] = []
     own: list[tuple[Bucket, BucketState]] | None = None
-    steps = {rank: saved.whole(share, "adam_steps") for rank, share in shares.items()}
+    steps = {rank: saved.read_int(share, "adam_steps") for rank, share in shares.items()}
     most = max(steps.values(), default=0)
     for rank, share in shares.items():
         try:

@@ -20,7 +20,7 @@ from gradcomp.engine.optimizers import adam_moments, own_rates, sgd_momentum
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS
-from gradcomp.saved import entry, numbers_of, table_or_empty, tensor, whole
+from gradcomp.saved import entry, numbers_of, read_int, table_or_empty, tensor
 
 # The value of momentum that stands for the optimizer's.
 AUTO = "auto"
@@ -131,11 +131,11 @@ class Feedback(Collector):
         return {"steps": state.steps, "sent_in": sent_in, **adam, "inner": super().save(state)}
 
     def load(self, state: BucketState, saved: Mapping[str, Any]) -> None:
-        state.steps = whole(saved, "steps")
+        state.steps = read_int(saved, "steps")
         state.sent_in = None
         if entry(saved, "sent_in") is not None:
             state.sent_in = tensor(saved, "sent_in", state.residual.shape, dtype=torch.uint8).to(state.residual.device)
-        state.adam_steps = whole(saved, "adam_steps")
+        state.adam_steps = read_int(saved, "adam_steps")
         state.noise = state.noise.going_on_from(numbers_of(saved, "noise", 4))
         super().load(state, table_or_empty(saved, "inner"))
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
-from gradcomp.compressors.lgc.code_error import SUMMARY_LENGTH
+from gradcomp.compressors.lgc.phases import SUMMARY_LENGTH
 from gradcomp.core.compressor import Layout
 from gradcomp.engine.steps.feedback import Feedback
-from gradcomp.messages import places
+from gradcomp.messages import ascending
 
 LINE = 64
 
@@ -41,38 +41,32 @@ def lead_bytes(n: int, ratio: float, world: int, bands: int = 16, code: int = 0)
     _, k, size = rows(n, ratio, world)
     bands = min(bands, k)
     numbers = 4 * autoencoder.code_length(k)
-    return 8 + _padded(places.length(bands * size, k)) + (_padded(code * numbers) if code else 0)
+    return 8 + _padded(ascending.length(bands * size, k)) + (_padded(code * numbers) if code else 0)
 
 
 def _learning(ratio: float) -> Callable[[int, int, int], int]:
-    """Promise the bytes of a step in which entries travel as they are."""
+    """Promise the bytes of a step in which entries travel as they are. The last of the laws' layers has 1400 of them."""
 
     def promised(n: int, rank: int, world: int) -> int:
+        last = 1400 if n > 60 else 0
+        ends = reference.compact_bytes(last, math.ceil(ratio * last)) if last else 0
+        n -= last
         count, k, _ = rows(n, ratio, world)
         lead = lead_bytes(n, ratio, world)
         led = lead if count > 1 else (world - 1) * lead if rank == 0 else 0
-        return led + _padded(4 * count * k) + 4 * SUMMARY_LENGTH
+        return ends + led + _padded(4 * count * k) + 4 * SUMMARY_LENGTH
 
     return promised
 
 
-ENDS = "first=code,last=code"
 PROMISED_BYTES: dict[str, Any] = {
     "lgc": lambda n: 4 * n,
-    f"lgc:dense=0,learn=500,ratio=0.1,window=64,{ENDS}": _learning(0.1),
+    "lgc:dense=0,learn=500,ratio=0.1,window=64,first=code": _learning(0.1),
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the autoencoder's tensors are small here
 
-INSTANCES = [
-    "",
-    "instance=server",
-    "leader=rotate",
-    "instance=server,leader=seed",
-    "code=single",
-    "instance=server,code=single",
-]
-instances = pytest.mark.parametrize("knobs", INSTANCES)
+instances = pytest.mark.parametrize("knobs", ["", "instance=server"])
 
 
 @pytest.mark.slow
@@ -84,18 +78,12 @@ def test_conservation_in_all_phases(knobs: str) -> None:
         check_conservation(simulation, draw(step))
         phases.append(simulation.stats()["phase"])
     assert phases == ["dense"] + ["learn"] * 15 + ["code"] * 6
-    assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["code_off"] < 1e-5
+    assert simulation.stats()["code_error"] < 0.9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "knobs, world",
-    [
-        (knobs, world)
-        for knobs, worlds in {"": (1, 3), "instance=server": (2, 5), "instance=server,leader=rotate": (1, 3)}.items()
-        for world in worlds
-    ],
-)
+@pytest.mark.parametrize("world", [1, 2, 3, 5])  # five ranks send codes in single precision
+@instances
 def test_conservation_for_any_number_of_ranks(knobs: str, world: int) -> None:
     simulation = learned(knobs, world)
     for step in range(100, 104):
@@ -104,7 +92,7 @@ def test_conservation_for_any_number_of_ranks(knobs: str, world: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", gradients.KINDS)
-@pytest.mark.parametrize("knobs", ["", "instance=server"])
+@instances
 def test_conservation_for_gradients_unlike_the_learned_ones(kind: str, knobs: str) -> None:
     """Check that poor codes lose nothing."""
     simulation = learned(knobs)
@@ -134,67 +122,32 @@ def test_the_error_is_fed_back() -> None:
         assert 0 < left[sent].norm() < 0.9 * had[sent].norm()
 
 
-def test_stats_tell_the_error_of_a_published_decoder() -> None:
-    simulation = learned("decoder=leaky,bound=10")
-    for _ in range(10):
-        before = [simulation.residual(rank)["a.weight"] for rank in range(4)]
-        grads = [{name: torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(4)]
-        update = simulation.step(grads)["a.weight"]
-        had = torch.stack([own["a.weight"] for own in grads]) + torch.stack(before)
-        left = torch.stack([simulation.residual(rank)["a.weight"] for rank in range(4)])
-        sent = update != 0
-        off = ((had - left).mean(0) - update)[sent].norm() / had.mean(0)[sent].norm()
-        assert off > 1e-5  # a linear one is off by 1e-7
-        said = simulation.stats()["code_off"]
-        assert off / 3 < said < 3 * off  # a quotient of two sums of sixteen squares
-
-
-def test_a_server_loses_nothing_with_either_decoder() -> None:
-    simulation = learned("instance=server,decoder=leaky")
-    for step in range(50, 53):
-        check_conservation(simulation, draw(step))
-        assert simulation.stats()["code_off"] < 1e-5
-
-
-def code_bytes(instance: str, world: int = 4, half: bool = True, ratio: float = 0.01) -> int:
-    """Count the bytes of a step with codes where every rank leads: places, codes, the last layer, innovations, the rest."""
+def code_bytes(knobs: str, world: int, ratio: float = 0.01) -> int:
+    """Count the bytes of a step with codes where every rank leads: indices, codes, the last layer, innovations, the rest."""
     count, k, _ = rows(MIDDLE, ratio, world)
-    numbers, each = 4 * autoencoder.code_length(k), 2 if half else 4
+    server = knobs == "instance=server"
+    numbers, each = 4 * autoencoder.code_length(k), 2 if server or world <= 4 else 4
     last = reference.compact_bytes(650, math.ceil(ratio * 650))
     first_and_notes = 4 * (144 + SUMMARY_LENGTH)
-    if instance == "server":
+    if server:
         innovation = reference.compact_bytes(MIDDLE, 1)
         return last + lead_bytes(MIDDLE, ratio, world, code=each) + innovation + first_and_notes
     return last + lead_bytes(MIDDLE, ratio, world) + _padded(each * count * numbers) + first_and_notes
 
 
-@pytest.mark.parametrize("knobs,wanted", [
-    ("", code_bytes("ring")),
-    ("code=single", code_bytes("ring", half=False)),
-    ("instance=server", code_bytes("server")),
-    ("instance=server,code=single", code_bytes("server", half=False)),
-])  # fmt: skip
-def test_bytes_of_codes_are_as_promised(knobs: str, wanted: int) -> None:
-    simulation = learned(knobs)
-    simulation.step(draw(50))
+@pytest.mark.parametrize("world", [4, 5])
+@instances
+def test_bytes_of_codes_are_as_promised(knobs: str, world: int) -> None:
+    simulation = learned(knobs, world)
+    simulation.step(draw(50, world))
     assert simulation.stats()["phase"] == "code"
-    assert simulation.bytes_sent == [wanted] * 4
-
-
-def test_one_leader_sends_its_places_to_all_others() -> None:
-    simulation = learned("leader=rotate")
-    simulation.step(draw(50))
-    lead = lead_bytes(MIDDLE, 0.01, 1)
-    rest = code_bytes("ring") - lead_bytes(MIDDLE, 0.01, 4)
-    sent = sorted(simulation.bytes_sent)
-    assert sent[3] - sent[0] == 3 * lead and sent[0] == sent[1] == sent[2]
-    assert sent[0] == pytest.approx(rest, abs=64)  # codes of one row in place of four
+    assert simulation.bytes_sent == [code_bytes(knobs, world)] * world
 
 
 def test_lower_precision_of_the_user_is_not_that_of_codes() -> None:
-    simulation = learned("code=single")
+    simulation = learned("", 5)
     with torch.autocast("cpu", torch.bfloat16):
-        check_conservation(simulation, draw(50))
+        check_conservation(simulation, draw(50, 5))
 
 
 def test_innovations_start_with_fresh_momentum_wherever_they_are() -> None:
@@ -223,22 +176,22 @@ def test_a_step_that_waits_takes_nothing() -> None:
 
 
 def test_an_overflow_reaches_all_ranks_and_no_residual_with_codes() -> None:
-    for knobs in ("", "instance=server", "code=single"):
-        simulation = learned(knobs)
-        grads = draw(50)
+    for knobs, world in (("", 4), ("instance=server", 4), ("", 5)):
+        simulation = learned(knobs, world)
+        grads = draw(50, world)
         before = residuals_of(simulation)
         grads[2]["a.weight"][0, 0, 0, 0] = math.nan
         update = simulation.step(grads)
         assert not update["a.weight"].isfinite().all()
         after = residuals_of(simulation)
         grads[2]["a.weight"][0, 0, 0, 0] = 0
-        for rank in range(4):
+        for rank in range(world):
             assert torch.allclose(after[rank], before[rank] + grads[rank]["a.weight"], rtol=1e-6, atol=1e-6)
-        assert all(part.isfinite().all() for part in simulation.step(draw(51)).values())
+        assert all(part.isfinite().all() for part in simulation.step(draw(51, world)).values())
 
 
 def residuals_of(simulation: gradcomp.Simulation) -> list[Tensor]:
-    return [simulation.residual(rank)["a.weight"] for rank in range(4)]
+    return [simulation.residual(rank)["a.weight"] for rank in range(len(simulation._reducers))]
 
 
 def parts_of(names: dict[str, int], knobs: str = ":first=dense") -> list[list[str]]:
@@ -266,7 +219,6 @@ def test_first_and_last_layers_are_apart() -> None:
         ["stem.conv.bias", "stem.conv.weight"],
     ]
     assert parts_of(net, ":first=code") == [["fc.bias", "fc.weight"], list(reversed(list(net)[:4])), []]
-    assert parts_of(net, ":last=code")[0] == []
     assert parts_of({"w": 30}) == [[], ["w"], []]
     assert parts_of({"a.weight": 30, "b.weight": 30}) == [[], ["b.weight", "a.weight"], []]
     assert parts_of({"a": 30, "b": 30, "c": 20}) == [["c"], ["b"], ["a"]]
@@ -283,16 +235,30 @@ def test_a_large_first_layer_is_coded_unless_it_is_to_be_dense() -> None:
 
 @pytest.mark.parametrize("spec,said", [
     ("lgc:instance=mesh", "lgc: instance=mesh must be one of ring, server"),
-    ("lgc:leader=me", "lgc: leader=me must be one of parts, rotate, seed"),
     ("lgc:learn=0", "lgc: learn=0 must be at least 1"),
     ("lgc:dense=-1", "lgc: dense=-1 must be at least 0"),
     ("lgc:window=5", "lgc: window=5 must be at least 32"),
-    ("lgc:bound=0", "lgc: bound=0 must be above 0"),
+    ("lgc:bound=0", "lgc: max_code_error=0 must be above 0"),
     ("lgc:innovation=2", r"lgc: innovation=2 must be in \(0, 1\]"),
-    ("lgc:decoder=deep", "lgc: decoder=deep must be one of linear, leaky"),
     ("lgc:by_host=true", "lgc cannot use by_host: it treats the first and last layers"),
     ("lgc:warmup=5", "lgc has no gentler form to warm up with"),
 ])  # fmt: skip
 def test_bad_knobs_are_refused(spec: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         gradcomp.make(spec)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2, 3]])
+@pytest.mark.parametrize("knobs", ["", "instance=server", "max_code_error=inf", "max_code_error=inf,instance=server"])
+def test_a_spike_leaves_every_value_finite_with_codes(knobs: str, ranks: list[int]) -> None:
+    simulation = learned(knobs)
+    for step in range(6):
+        grads = draw(50 + step)
+        if step == 1:
+            for rank in ranks:
+                grads[rank] = {name: 3e38 * grad.sign() for name, grad in grads[rank].items()}
+        if step == 2:
+            grads[2]["a.weight"][0, 0, 0, 0] = 3e38
+        assert all(part.isfinite().all() for part in simulation.step(grads).values())
+        for rank in range(4):
+            assert all(part.isfinite().all() for part in simulation.residual(rank).values())

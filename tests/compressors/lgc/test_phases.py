@@ -7,8 +7,17 @@ import math
 import pytest
 import torch
 
-from gradcomp.compressors.lgc.code_error import SIGNED_SUMS, SUMMARY_LENGTH, CodeError
-from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, MOST_BAD_STEPS, WINDOW, Phases
+from gradcomp.compressors.lgc.phases import (
+    CODE,
+    DENSE,
+    LEARN,
+    MOST_BAD_STEPS,
+    SIGNED_SUMS,
+    SUMMARY_LENGTH,
+    WINDOW,
+    CodeError,
+    Phases,
+)
 from gradcomp.native.memory import DELAY
 
 CPU = torch.device("cpu")
@@ -183,9 +192,3 @@ def test_zeros_and_overflows_give_no_estimate() -> None:
 def test_sizes_do_not_matter(scale: float) -> None:
     error, has = CodeError(0.9, 0, CPU), scale * torch.randn(500)
     assert [check(error, misses, has=has)[0] for misses in (0.5, 4.0)] == [1, 0]
-
-
-def test_a_breach_of_conservation_is_seen() -> None:
-    error, has = CodeError(1.0, 0, CPU), torch.randn(500)
-    error.measure_imbalance(error.summarise(has, 0.5 * has, None), 0.4 * has)
-    assert error.imbalance.item() == pytest.approx(0.1, rel=1e-4)

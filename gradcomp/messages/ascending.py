@@ -1,7 +1,8 @@
-"""Ascending places below n in few bits: the Elias-Fano code. Its length depends only on n and on the number of places.
+"""Ascending indices below n in few bits: the Elias-Fano code. Its length depends only on n and on the number of indices.
 
-The lowest bits of each place are stored as they are. The high parts that remain ascend too: place i sets bit (place >> low) + i
-of a bit row. Together a place takes at most 2 + log2(n / k) bits: 12 bits for one entry in a thousand, instead of 32.
+The lowest bits of each index are stored as they are. The high parts that remain ascend too: the i-th index sets bit
+(index >> low) + i of a bit row. Together an index takes at most 2 + log2(n / k) bits: 12 bits for one entry in a thousand,
+instead of 32.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from torch import Tensor
 
 
 def length(n: int, k: int) -> int:
-    """Return the bytes of k packed places below n."""
+    """Return the bytes of k packed indices below n."""
     low = _low_bits(n, k)
     return _bytes(low * k) + _bytes(_high_bits(n, k, low))
 
 
-def pack(places: Tensor, n: int) -> Tensor:
-    """Pack k places, ascending, distinct and below n, into uint8[length(n, k)]."""
-    k = places.numel()
-    low, wide = _low_bits(n, k), places.long()
-    bits = (wide[:, None] >> torch.arange(low, device=places.device)) & 1
-    high = torch.zeros(_high_bits(n, k, low), dtype=torch.uint8, device=places.device)
-    high[(wide >> low) + torch.arange(k, device=places.device)] = 1
+def pack(indices: Tensor, n: int) -> Tensor:
+    """Pack k indices, ascending, distinct and below n, into uint8[length(n, k)]."""
+    k = indices.numel()
+    low, wide = _low_bits(n, k), indices.long()
+    bits = (wide[:, None] >> torch.arange(low, device=indices.device)) & 1
+    high = torch.zeros(_high_bits(n, k, low), dtype=torch.uint8, device=indices.device)
+    high[(wide >> low) + torch.arange(k, device=indices.device)] = 1
     return torch.cat([_to_bytes(bits.flatten().to(torch.uint8)), _to_bytes(high)])
 
 
 def unpack(packed: Tensor, n: int, k: int) -> Tensor:
-    """Unpack k places as int64. Any bytes give k places below n."""
+    """Unpack k indices as int64. Any bytes give k indices below n."""
     low = _low_bits(n, k)
     split = _bytes(low * k)
     lowest = _to_bits(packed[:split])[: low * k].view(k, low).long() << torch.arange(low, device=packed.device)

@@ -7,29 +7,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp.messages import places
+from gradcomp.messages import ascending
 
 
 @given(data=st.data(), n=st.integers(1, 3000))
 def test_they_come_out_as_they_went_in(data: st.DataObject, n: int) -> None:
     chosen = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=min(n, 200))))
     wanted = torch.tensor(chosen, dtype=torch.int32)
-    packed = places.pack(wanted, n)
-    assert packed.dtype == torch.uint8 and packed.numel() == places.length(n, len(chosen))
-    assert torch.equal(places.unpack(packed, n, len(chosen)), wanted.long())
+    packed = ascending.pack(wanted, n)
+    assert packed.dtype == torch.uint8 and packed.numel() == ascending.length(n, len(chosen))
+    assert torch.equal(ascending.unpack(packed, n, len(chosen)), wanted.long())
 
 
 @pytest.mark.parametrize("n,k,bits", [(25_000_000, 25_000, 12.0), (1_000_000, 1_000, 12.0), (1000, 500, 4.0), (64, 64, 2.1)])
 def test_as_few_bits_as_promised(n: int, k: int, bits: float) -> None:
-    assert 8 * places.length(n, k) / k <= bits
+    assert 8 * ascending.length(n, k) / k <= bits
     wanted = torch.randperm(n)[:k].sort().values.to(torch.int32)
-    assert torch.equal(places.unpack(places.pack(wanted, n), n, k), wanted.long())
+    assert torch.equal(ascending.unpack(ascending.pack(wanted, n), n, k), wanted.long())
 
 
 @given(data=st.data(), n=st.integers(1, 500))
 def test_no_bytes_do_harm(data: st.DataObject, n: int) -> None:
     k = data.draw(st.integers(1, n))
-    size = places.length(n, k)
+    size = ascending.length(n, k)
     packed = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
-    found = places.unpack(packed, n, k)
+    found = ascending.unpack(packed, n, k)
     assert found.numel() == k and bool(((found >= 0) & (found < n)).all())
