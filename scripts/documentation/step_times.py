@@ -5,12 +5,12 @@ PYTHONPATH=scripts python -m documentation.step_times    writes them anew
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from laboratory.accuracy.page import DOORS, cluster
+from laboratory.harness import records
 from laboratory.report.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,11 +24,10 @@ HOSTS = (4, 8)
 def launches(task: str, door: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """Read the lines of every launch, by hosts and rate."""
     found = {}
-    for path in sorted((RECORDS / "launches").glob(f"{task}-{door}-*.json")):
-        content = json.loads(path.read_text())
-        launch = content["launch"]
-        if (launch["task"], launch["door"]) == (task, door) and launch["hosts"] in HOSTS:
-            found[launch["hosts"], launch["rate"]] = content["run"]["lines"]
+    for record in records.every(RECORDS / "launches"):
+        key = record["key"]
+        if (key["task"], key["door"]) == (task, door) and key["hosts"] in HOSTS:
+            found[key["hosts"], key["rate"]] = record["lines"]
     return found
 
 
@@ -47,11 +46,10 @@ def steps(task: str, door: str) -> str:
 def scores() -> str:
     """Write the final scores of every way, each with the best learning rate that was tried."""
     found: dict[str, dict[str, list[float]]] = {}
-    for path in sorted((RECORDS / "courses").glob("*.json")):
-        content = json.loads(path.read_text())
-        course = content["course"]
-        if not course.get("rate") and course["task"] in TASKS:
-            found.setdefault(course["way"], {}).setdefault(course["task"], []).append(content["scores"][-1][2])
+    for record in records.every(RECORDS / "courses"):
+        key = record["key"]
+        if not key.get("rate") and key["task"] in TASKS:
+            found.setdefault(key["way"], {}).setdefault(key["task"], []).append(record["scores"][-1][2])
     best = {"cifar-large": max, "shakespeare": min}
     rows = [["way", "CIFAR, accuracy in %", "text, perplexity"]]
     rows += [

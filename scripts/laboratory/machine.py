@@ -40,12 +40,6 @@ def describe() -> dict[str, Any]:
     }
 
 
-def memory_available() -> float:
-    """Return the bytes that programs can still allocate, caches of the system included."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return 1024 * float(found[1]) if found else float("inf")
-
-
 def describe_gpu() -> dict[str, Any]:
     """Describe the first GPU."""
     import torch

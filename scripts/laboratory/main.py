@@ -16,7 +16,6 @@ SUBCOMMANDS = {
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
     "study": "train over many seeds and compare accuracy and loss with dense",
-    "confirm": "train one seed of a study over real Horovod processes, beside the simulated ranks",
     "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",
     "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
 }

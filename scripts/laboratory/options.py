@@ -46,31 +46,30 @@ def above_0(text: str) -> float:
     return value
 
 
-def several(text: str) -> list[int]:
-    """Read 200,80."""
-    return [positive(part.strip()) for part in text.split(",")]
-
-
-def distinct(text: str) -> list[int]:
-    """Read 4,8, without repetition."""
-    return _once([str(number) for number in several(text)], int)
+def host_count(text: str) -> int:
+    """Read the size of an emulated cluster."""
+    count = positive(text)
+    if not 2 <= count <= MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f"{text!r}: a cluster has 2 to {MOST_HOSTS} hosts; write for example 4")
+    return count
 
 
 def hosts(text: str) -> list[int]:
     """Read 2,4,8: sizes of emulated clusters."""
-    found = distinct(text)
-    if not all(2 <= count <= MOST_HOSTS for count in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: a cluster has 2 to {MOST_HOSTS} hosts; write for example 2,4,8")
+    return _once([part.strip() for part in text.split(",")], host_count)
+
+
+def rate(text: str) -> str:
+    """Read 1gbit: the rate of emulated links."""
+    found = text.strip().lower()
+    if not re.fullmatch(r"none|(?=.*[1-9])\d+(\.\d+)?[kmgt]?bit", found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate; write for example 1gbit, 100mbit or none")
     return found
 
 
 def rates(text: str) -> list[str]:
-    """Read 1gbit,100mbit: rates of the emulated links."""
-    found = [part.strip().lower() for part in text.split(",")]
-    for rate in found:
-        if not re.fullmatch(r"none|(?=.*[1-9])\d+(\.\d+)?[kmgt]?bit", rate):
-            raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; write for example 1gbit,100mbit")
-    return found
+    """Read 1gbit,100mbit: rates of emulated links."""
+    return [rate(part) for part in text.split(",")]
 
 
 def arch(text: str) -> str:
@@ -120,16 +119,6 @@ def specs(text: str, check: Callable[[str], object] = gradcomp.make) -> list[str
         else:
             found.append(part)
     return _once(found, lambda spec: _checked(spec, check))
-
-
-def add_launcher(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the way that real ranks are started."""
-    parser.add_argument(
-        "--launcher",
-        choices=("cluster", "horovodrun"),
-        default="cluster",
-        help="cluster: emulated hosts, needs root (default); horovodrun: ranks on this machine alone, links as they are",
-    )
 
 
 def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None = None) -> None:

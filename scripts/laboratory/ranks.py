@@ -47,10 +47,15 @@ def command(
         return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *module]
     if launcher == "horovodrun":
         return [python, "-m", "horovod.runner.launch", "-np", str(count), python, *module]
-    options = ["--hosts", str(count), "--rate", rate, "--output", "0", *later]
+    return [*on_cluster(count, rate, door, later), python, *module]
+
+
+def on_cluster(hosts: int, rate: str, door: str = "horovod", later: Sequence[str] = ()) -> list[str]:
+    """Write the beginning of a command that runs on each of some emulated hosts, and shows rank 0's output."""
+    options = ["--hosts", str(hosts), "--rate", rate, "--output", "0", *later]
     if door == "ddp":
         options += ["--launcher", "torch"]
-    return [python, str(SCRIPTS / "cluster"), *options, "--", python, *module]
+    return [sys.executable, str(SCRIPTS / "cluster"), *options, "--"]
 
 
 def environment(count: int, **variables: str) -> dict[str, str]:

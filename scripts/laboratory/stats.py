@@ -28,17 +28,17 @@ def upper_bound(differences: Sequence[float]) -> float:
     return statistics.fmean(differences) + quantile * standard_error(differences)
 
 
-def median_bound(values: Sequence[float]) -> float | None:
-    """Bound the true median of these values from above with 95 % confidence, whatever their law. None for too few values.
+def median_bounds(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Bound the true median of these values from below and from above, each with 95 % confidence, whatever their law.
 
-    The k-th of n values is below the median with the probability that at least k of n coins show heads.
+    The k-th of n values is above the median with the probability that at most k - 1 of n coins show heads. There is no bound
+    for too few values.
     """
-    from scipy.stats import binom
-
-    for k, value in enumerate(sorted(values), 1):
-        if binom.sf(k - 1, len(values), 0.5) <= 1 - CONFIDENCE:
-            return value
-    return None
+    ordered, n = sorted(values), len(values)
+    below, k = 0.0, 0
+    while k < n and (below := below + math.comb(n, k) / 2**n) <= 1 - CONFIDENCE:
+        k += 1
+    return (ordered[k - 1], ordered[n - k]) if k else (None, None)
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:

@@ -36,3 +36,9 @@ def lines(done: subprocess.CompletedProcess[str], count: int) -> dict[int, list[
         mark, _, rest = line.partition(" ")
         said[int(mark.strip("[]"))].append(rest)
     return said
+
+
+def need_cluster() -> None:
+    """Skip the test where the emulated cluster cannot run."""
+    if os.geteuid() != 0 or LACKING:
+        pytest.skip("the laboratory on emulated hosts was NOT tested: it needs root and iproute2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,30 @@ import torch
 
 from gradcomp import auto
 from gradcomp.spec import LOSSES
-from laboratory.accuracy import courses, page, summary
-from laboratory.accuracy.courses import Course
+from laboratory.accuracy import page, summary
 from laboratory.accuracy.plan import ADDED_UP, RATES, Plan
 from laboratory.commands import accuracy
+from laboratory.harness import measured, records
+from laboratory.harness.measured import Lab, Training
+from laboratory.harness.ways import DDP, HOROVOD, refuse
 from laboratory.main import main
 from laboratory.report import results
 from laboratory.tasks.table import TASKS
-from laboratory.train import kept
-from laboratory.train.ways import DDP, HOROVOD, allow
 
 PLAN = Plan(["mlp"], [4, 8], ["100mbit", "1gbit"], 2, {})
 
 
 def test_every_way_suits_its_door() -> None:
     for launch in PLAN.launches():
-        allow(launch.ways, launch.door)
-    for course in PLAN.courses():
-        allow([course.way], course.door)
+        refuse(launch.ways, launch.door)
+    for own in PLAN.trainings():
+        refuse([own.way], own.door)
 
 
 def test_one_training_of_each_task_is_whole_on_a_cluster() -> None:
-    (course,) = PLAN.confirmations()
-    assert (course.ranks, course.rate, course.way) == (4, "100mbit", "auto:loss=high")
-    assert "--rate" in course.command(Path("folder")) and "rate" not in course._replace(rate="").key()
+    (own,) = PLAN.confirmations()
+    assert (own.ranks, own.rate, own.way) == (4, "100mbit", "auto:loss=high")
+    assert "--rate" in measured.command(own, Path("folder")) and "rate" not in own._replace(rate="").key()
     assert not PLAN._replace(hosts=[8]).confirmations()
 
 
@@ -42,7 +43,7 @@ def test_all_clusters_train_with_the_same_batch() -> None:
 
 
 def test_each_way_is_trained_once_a_seed_and_accumulation_with_several_rates() -> None:
-    every = [(course.seed, course.way, course.settings.lr) for course in PLAN.courses()]
+    every = [(course.seed, course.way, course.settings.lr) for course in PLAN.trainings()]
     assert len({*every}) == len(every)
     assert len([1 for seed, way, _ in every if way == ADDED_UP and seed == 0]) == len(RATES)
     timed = {way for launch in PLAN.launches() for way in launch.ways} - {"none", "auto", "auto:loss=high"}
@@ -55,8 +56,8 @@ def test_each_way_is_trained_once_a_seed_and_accumulation_with_several_rates() -
         ("mlp", [(10, 50.0), (20, 70.0), (30, 90.0)], 80.0, 25.0),
         ("mlp", [(10, 90.0), (20, 70.0)], 80.0, 10.0),
         ("mlp", [(10, 50.0), (20, 70.0)], 80.0, None),
-        ("text", [(10, 9.0), (20, 5.0), (30, 4.0)], 6.0, 17.5),
-        ("text", [(10, 9.0), (20, 7.0)], 6.0, None),
+        ("library", [(10, 9.0), (20, 5.0), (30, 4.0)], 6.0, 17.5),
+        ("library", [(10, 9.0), (20, 7.0)], 6.0, None),
     ],
 )
 def test_batches_to_a_score(task: str, curve: summary.Curve, wanted: float, batches: float | None) -> None:
@@ -65,7 +66,7 @@ def test_batches_to_a_score(task: str, curve: summary.Curve, wanted: float, batc
 
 def test_the_goal_is_nearly_denses_end() -> None:
     assert summary.goal("mlp", [(10, 20.0), (20, 50.0)]) == pytest.approx(49.5)
-    assert summary.goal("text", [(10, 20.0), (20, 9.9)]) == pytest.approx(10.0)
+    assert summary.goal("library", [(10, 20.0), (20, 9.9)]) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(
@@ -98,19 +99,24 @@ def test_auto_chooses_again_and_again() -> None:
 
 
 def keep(plan: Plan, folder: Path) -> None:
-    """Keep courses and launches as if they had been made: sdagc is worse by step, faster by second; ORQ-9 never gets there."""
+    """Keep records as if they had been made: sdagc is worse by step, faster by second; ORQ-9 never gets there."""
+    places = summary.Places.below(folder)
     ends = {"orq:levels=9,momentum=0": 80.0, "sdagc": 98.5, "powersgd:rank=1": 50.0}
-    for course in plan.courses():
-        end = ends.get(course.way, 99.0) - (course.settings.lr - 0.02 if course.way == ADDED_UP else 0)
-        scores = [(batch, batch / 100, end * batch / 600 + course.seed) for batch in range(100, 601, 100)]
-        results.write(course.path(folder), {"course": course.key(), "commit": "abc", "scores": scores})
-    for course in plan.confirmations():  # 99.5 in the end, as dense, in 0.12 s a batch
+
+    def write(own: measured.Measured, figures: dict[str, Any]) -> None:
+        place = places.trainings if isinstance(own, Training) else places.launches
+        record = records.write(place, own.stem(), own.what, own.key(), "made up", figures)
+        (path,) = (path for path in place.glob("*.json") if results.read(path) == json.loads(json.dumps(record)))
+        results.write(path, record | {"commit": "abc"})
+
+    for own in plan.trainings():
+        end = ends.get(own.way, 99.0) - (own.settings.lr - 0.02 if own.way == ADDED_UP else 0)
+        write(own, {"scores": [(batch, batch / 100, end * batch / 600 + own.seed) for batch in range(100, 601, 100)]})
+    for own in plan.confirmations():  # 99.5 in the end, as dense, in 0.12 s a batch
         scores = [(batch, 0.12 * batch, 99.5 * batch / 600) for batch in range(100, 601, 100)]
-        record = {"course": course.key(), "commit": "abc", "scores": scores, "auto": {"way": "sdagc"}}
-        results.write(course.path(folder), record)
+        write(own, {"scores": scores, "auto": {"way": "sdagc"}})
     for launch in plan.launches():
-        lines = [line_of(way, launch.rate) for way in launch.ways]
-        results.write(kept.file_of(launch, folder / "launches"), {"commit": "abc", "run": {"lines": lines}})
+        write(launch, {"lines": [line_of(way, launch.rate) for way in launch.ways]})
 
 
 def line_of(way: str, rate: str) -> dict[str, Any]:
@@ -193,14 +199,14 @@ def test_nothing_trained_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_a_course_on_real_ranks_scores_on_its_way(tmp_path: Path) -> None:
+def test_a_training_on_real_ranks_scores_on_its_way(tmp_path: Path) -> None:
     settings = TASKS["mlp"].defaults._replace(steps=10, width=16)
-    every = [Course("mlp", way, DDP, 0, 2, settings, 3) for way in ("stock", "dense", ADDED_UP)]
-    courses.complete(every, tmp_path, tmp_path, None)
-    stock, dense, added_up = (course.load(tmp_path) for course in every)
+    every = [Training("mlp", way, 0, 2, settings, DDP, 3) for way in ("stock", "dense", ADDED_UP)]
+    measured.complete(every, tmp_path, Lab("a test", tmp_path))
+    stock, dense, added_up = (measured.load(own, tmp_path) for own in every)
     assert stock and dense and added_up
     assert [batch for batch, _, _ in stock["scores"]] == [6, 9, 10] and [batch for batch, _, _ in added_up["scores"]] == [4, 8]
     assert stock["scores"][-1][2] == pytest.approx(dense["scores"][-1][2])  # the same training
-    assert (stock["steps"], added_up["steps"]) == (10, 2)
-    courses.complete(every, tmp_path, tmp_path, None)  # nothing is left
+    assert (len(stock["losses"]), len(added_up["losses"])) == (10, 2) and stock["weights_are_equal"]
+    measured.complete(every, tmp_path, Lab("a test", tmp_path))  # nothing is left
     assert accuracy.PAGE.name == "time-to-accuracy.md"

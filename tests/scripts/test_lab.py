@@ -25,7 +25,7 @@ ROOMS = [
     *(
         "kernels",
         "host",
-        "train",
+        "harness",
         "study",
         "accuracy",
         "soak",
@@ -70,7 +70,7 @@ def test_imports_go_down_only() -> None:
     assert {room(path) for path in files()} == set(ROOMS)
     for path in files():
         assert rooms_above(path, path.read_text()) == [], path
-    assert rooms_above(LABORATORY / "ranks.py", "def later():\n    from laboratory.train import launch") == ["train"]
+    assert rooms_above(LABORATORY / "ranks.py", "def later():\n    from laboratory.harness import measured") == ["harness"]
 
 
 def test_files_are_short_and_say_what_they_are() -> None:
@@ -115,7 +115,7 @@ def test_a_wrong_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[
         (["kernels", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["train", "--ways", "tpk"], "did you mean 'topk'"),
         (["resources", "--arch", "90"], "write for example sm_90"),
-        (["study", "--tasks", "cnov"], "unknown task 'cnov' (did you mean 'conv'?); known: mlp, conv, resnet, text"),
+        (["study", "--tasks", "cnov"], "unknown task 'cnov' (did you mean 'conv'?); known: mlp, conv, cifar"),
         (["study", "--tasks", ""], "no task is given"),
         (["study", "--specs", "dense;topk:raito=1"], "did you mean 'ratio'"),
         (["study", "--specs", "dense;dense"], "given twice"),

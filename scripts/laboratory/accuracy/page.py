@@ -8,9 +8,9 @@ from typing import Any
 
 from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, EVERY, OWN, RANKS, RATES
 from laboratory.accuracy.summary import NEARLY
+from laboratory.harness.ways import DDP, POWERSGD_FROM
 from laboratory.report.tables import figure, markdown
 from laboratory.tasks.table import TASKS
-from laboratory.train.ways import DDP, POWERSGD_FROM
 
 DOORS = {"ddp": "DDP", "horovod": "Horovod"}
 NEVER, UNTRAINED = "never", "-"

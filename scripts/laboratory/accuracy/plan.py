@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from laboratory.accuracy.courses import Course
+from laboratory.harness.measured import Rounds, Training
+from laboratory.harness.ways import DDP, HOROVOD
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings
-from laboratory.train.launch import Launch
-from laboratory.train.ways import DDP, HOROVOD
 
 # The ways of gradcomp, and the two that choose among them.
 OWN = ("topk", "sdagc", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0")
@@ -27,10 +26,10 @@ RIVALS = {
 # The learning rates that are tried where gradients of several batches are added up, as multiples of the task's.
 RATES = (1, 2, 4)
 
-# A whole training on a cluster, on as many hosts as a course has ranks, confirms the seconds of this way at this rate.
+# A whole training on a cluster, on as many hosts as a training has ranks, confirms the seconds of this way at this rate.
 CONFIRMED, AT = "auto:loss=high", "100mbit"
 
-# The ranks of a course, and the batches between two scores.
+# The ranks of a training, and the batches between two scores.
 RANKS, EVERY = 4, 25
 
 # A launch: rounds, the steps of a turn, and its seconds.
@@ -38,7 +37,7 @@ ROUNDS, STEPS, TURN = 5, 8, 1.2
 
 
 class Plan(NamedTuple):
-    """Everything that decides the courses and launches. data: the name of each task's prepared file. seeds: of courses."""
+    """Everything that decides the trainings and launches. data: the name of each task's prepared file. seeds: of trainings."""
 
     tasks: list[str]
     hosts: list[int]
@@ -58,14 +57,14 @@ class Plan(NamedTuple):
         own = TASKS[task].defaults
         return own._replace(clip=0.0, batch=own.batch * RANKS // ranks, lr=own.lr * rate)
 
-    def courses(self) -> list[Course]:
-        """List the courses seed by seed."""
+    def trainings(self) -> list[Training]:
+        """List the trainings seed by seed."""
         return [
-            course
+            own
             for seed in range(self.seeds)
             for task in self.tasks
             for door, way in self.trained()
-            for course in self.courses_of(task, door, way, seed)
+            for own in self.trainings_of(task, door, way, seed)
         ]
 
     def trained(self) -> list[tuple[str, str]]:
@@ -73,25 +72,25 @@ class Plan(NamedTuple):
         ours = [(DDP, way) for way in (*RIVALS[DDP], *OWN, *CHOSEN)]
         return ours + [(HOROVOD, way) for way in RIVALS[HOROVOD] if way not in RIVALS[DDP]]
 
-    def courses_of(self, task: str, door: str, way: str, seed: int) -> list[Course]:
-        """List the courses of a way: one for each learning rate that is tried."""
+    def trainings_of(self, task: str, door: str, way: str, seed: int) -> list[Training]:
+        """List the trainings of a way: one for each learning rate that is tried."""
         return [
-            Course(task, way, door, seed, RANKS, self.settings(task, RANKS, rate), EVERY, self.data.get(task, ""))
+            Training(task, way, seed, RANKS, self.settings(task, RANKS, rate), door, EVERY, self.data.get(task, ""))
             for rate in (RATES if way == ADDED_UP else (1,))
         ]
 
-    def confirmations(self) -> list[Course]:
+    def confirmations(self) -> list[Training]:
         """List the whole trainings on a cluster: one for each task, where the cluster is among those that are timed."""
-        every = [self.courses_of(task, DDP, CONFIRMED, 0)[0]._replace(rate=AT) for task in self.tasks]
+        every = [self.trainings_of(task, DDP, CONFIRMED, 0)[0]._replace(rate=AT) for task in self.tasks]
         return every if (RANKS, AT) in self.clusters() else []
 
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[Rounds]:
         """List the launches."""
         every = itertools.product(self.tasks, RIVALS, self.clusters())
         return [self.launch(task, door, *cluster) for task, door, cluster in every]
 
-    def launch(self, task: str, door: str, hosts: int, rate: str) -> Launch:
+    def launch(self, task: str, door: str, hosts: int, rate: str) -> Rounds:
         """Return the launch that times all ways of a door on one cluster."""
         every = ["none", *RIVALS[door], *OWN, *CHOOSING]
         settings, data = self.settings(task, hosts), self.data.get(task, "")
-        return Launch("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data)
+        return Rounds("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data)

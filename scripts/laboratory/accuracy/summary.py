@@ -8,15 +8,15 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradcomp.auto import AGAIN
-from laboratory.accuracy.courses import Course
 from laboratory.accuracy.plan import CHOOSING, Plan
+from laboratory.harness import ways
+from laboratory.harness.measured import Training, load
+from laboratory.harness.ways import DDP, HOROVOD
 from laboratory.refusal import Refused
 from laboratory.tasks.table import TASKS
-from laboratory.train import kept, ways
-from laboratory.train.ways import DDP, HOROVOD
 
 # The part of dense's final score that counts as reached.
 NEARLY = 0.99
@@ -29,9 +29,21 @@ LOSING = ["stock", "bf16", "half", *(f"orq:levels={levels},momentum=0" for level
 Curve = list[tuple[int, float]]
 
 
-def curve(courses: Sequence[Course], folder: Path) -> Curve | None:
-    """Average the scores of the finished courses, which differ in nothing but the seed."""
-    records = [record for course in courses if (record := course.load(folder)) is not None]
+class Places(NamedTuple):
+    """The folders of the records."""
+
+    trainings: Path
+    launches: Path
+
+    @classmethod
+    def below(cls, folder: Path) -> Places:
+        """Name them as older commits did."""
+        return cls(folder / "courses", folder / "launches")
+
+
+def curve(trainings: Sequence[Training], folder: Path) -> Curve | None:
+    """Average the scores of the finished trainings, which differ in nothing but the seed."""
+    records = [record for own in trainings if (record := load(own, folder)) is not None]
     if not records:
         return None
     scores = [[(batch, score) for batch, _, score in record["scores"]] for record in records]
@@ -58,18 +70,18 @@ def batches_to(task: str, found: Curve, wanted: float) -> float | None:
 
 
 class Learning:
-    """What the courses of one task show. rates: the learning rate of each way, where several were tried."""
+    """What the trainings of one task show. rates: the learning rate of each way, where several were tried."""
 
-    def __init__(self, plan: Plan, task: str, folder: Path):
+    def __init__(self, plan: Plan, task: str, places: Places):
         self.task = task
         self.curves: dict[str, Curve] = {}
         self.rates: dict[str, float] = {}
         for door, way in plan.trained():
-            by_rate: dict[float, list[Course]] = {}
+            by_rate: dict[float, list[Training]] = {}
             for seed in range(plan.seeds):
-                for course in plan.courses_of(task, door, way, seed):
-                    by_rate.setdefault(course.settings.lr, []).append(course)
-            found = {lr: made for lr, courses in by_rate.items() if (made := curve(courses, folder)) is not None}
+                for own in plan.trainings_of(task, door, way, seed):
+                    by_rate.setdefault(own.settings.lr, []).append(own)
+            found = {lr: made for lr, each in by_rate.items() if (made := curve(each, places.trainings)) is not None}
             if found:
                 best = (max if TASKS[task].higher_is_better else min)(found, key=lambda lr: found[lr][-1][1])
                 self.curves[way], self.rates[way] = found[best], best
@@ -117,11 +129,14 @@ def cell(learning: Learning, line: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def confirmation(task: str, learning: Learning, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a whole training on a cluster shows: the batches and seconds to the goal, and the score in the end."""
+def confirmation(plan: Plan, task: str, learning: Learning, places: Places) -> dict[str, Any] | None:
+    """Return the batches and seconds to the goal of a whole training on a cluster, and its final score; None without one."""
+    records = [load(own, places.trainings) for own in plan.confirmations() if own.task == task]
+    if not records or (record := records[0]) is None:
+        return None
     scores = record["scores"]
     batches = batches_to(task, [(batch, score) for batch, _, score in scores], learning.goal)
-    found = {"way": record["course"]["way"], "chosen": record["auto"]["way"], "batches": batches, "score": scores[-1][2]}
+    found = {"way": record["key"]["way"], "chosen": record["auto"]["way"], "batches": batches, "score": scores[-1][2]}
     if batches is None:
         return {**found, "seconds": None}
     points = [(0, 0.0), *((batch, seconds) for batch, seconds, _ in scores)]
@@ -129,23 +144,23 @@ def confirmation(task: str, learning: Learning, record: Mapping[str, Any]) -> di
     return {**found, "seconds": began + (ended - began) * (batches - before) / (after - before)}
 
 
-def commits(plan: Plan, task: str, folder: Path) -> list[str]:
+def commits(plan: Plan, task: str, places: Places) -> list[str]:
     """List the commits of a task's records."""
-    courses = [course for course in (*plan.courses(), *plan.confirmations()) if course.task == task]
-    launches = [launch for launch in plan.launches() if launch.task == task]
-    found = [*(course.load(folder) for course in courses), *kept.load(launches, folder / "launches")]
+    found = [load(own, places.trainings) for own in (*plan.trainings(), *plan.confirmations()) if own.task == task]
+    found += [load(launch, places.launches) for launch in plan.launches() if launch.task == task]
     return sorted({record["commit"] for record in found if record is not None})
 
 
-def cells(plan: Plan, task: str, learning: Learning, folder: Path) -> list[dict[str, Any]]:
+def cells(plan: Plan, task: str, learning: Learning, places: Places) -> list[dict[str, Any]]:
     """Return the clusters of a task: for each, the lines of both doors."""
     found = []
     for hosts, rate in plan.clusters():
         lines: list[dict[str, Any]] = []
         for door in (DDP, HOROVOD):
-            for launched in kept.load([plan.launch(task, door, hosts, rate)], folder):
-                of_door = {line["way"]: line for line in launched["run"]["lines"]}
-                lines += [{"door": door, **cell(learning, line)} for way, line in of_door.items() if way != "none"]
+            record = load(plan.launch(task, door, hosts, rate), places.launches)
+            of_door = {line["way"]: line for line in record["lines"]} if record else {}
+            lines += [{"door": door, **cell(learning, line)} for way, line in of_door.items() if way != "none"]
+            if of_door:
                 lines.append({"door": door, "way": "none", "ms": of_door["none"]["ms"]["median"], "seconds": None})
         if lines:
             found.append({"hosts": hosts, "rate": rate, "lines": lines})

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from laboratory import options
-from laboratory.accuracy import courses, page, plots, summary
-from laboratory.accuracy.plan import RANKS, ROUNDS, TURN, Plan
-from laboratory.commands.study import prepared_files
+from laboratory.accuracy import page, plots, summary
+from laboratory.accuracy.plan import RANKS, Plan
+from laboratory.harness import measured, settings
+from laboratory.harness.measured import Lab
 from laboratory.machine import ROOT
 from laboratory.report import results
-from laboratory.study import settings
+from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
-from laboratory.train import kept
-from laboratory.train.launch import Launch
 
 PAGE = ROOT / "docs" / "time-to-accuracy.md"
 RECORDS = ROOT / "benchmarks" / "results" / "accuracy"
@@ -52,48 +51,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Train and measure what is missing, and write the page."""
-    data = prepared_files(chosen.tasks, chosen.data, chosen.cache)
-    plan = Plan(chosen.tasks, chosen.hosts, chosen.rate, chosen.seeds, data)
+    plan = Plan(chosen.tasks, chosen.hosts, chosen.rate, chosen.seeds, prepared.files(chosen.tasks, chosen.data, chosen.cache))
+    lab, places = Lab(chosen.command, chosen.cache, chosen.projects), summary.Places.below(chosen.records)
     if not chosen.report:
         if chosen.only != "times":
-            courses.complete(plan.courses(), chosen.records, chosen.cache, chosen.projects)
+            measured.complete(plan.trainings(), places.trainings, lab)
         if chosen.only != "trainings":
-            courses.complete(plan.confirmations(), chosen.records, chosen.cache, chosen.projects)
-            kept.complete(plan.launches(), times(chosen), work, data=chosen.cache, projects=chosen.projects)
+            measured.complete([*plan.confirmations()], places.trainings, lab)
+            measured.complete(plan.launches(), places.launches, lab)
         if chosen.only:
             return 0
-    write(plan, chosen)
+    write(plan, places, chosen)
     return 0
 
 
-def times(chosen: argparse.Namespace) -> Path:
-    """Return the folder of the launches."""
-    return Path(chosen.records) / "launches"
-
-
-def work(launch: Launch) -> float:
-    """Estimate the seconds of a launch."""
-    return ROUNDS * TURN * len(launch.ways)
-
-
-def write(plan: Plan, chosen: argparse.Namespace) -> None:
+def write(plan: Plan, places: summary.Places, chosen: argparse.Namespace) -> None:
     """Write the page, the pictures and all figures."""
     tasks: dict[str, Any] = {}
     pictures: dict[str, str] = {}
     for task in plan.tasks:
-        learning = summary.Learning(plan, task, chosen.records)
-        own = plan.settings(task, RANKS)
-        whole = [record for course in plan.confirmations() if course.task == task and (record := course.load(chosen.records))]
+        learning = summary.Learning(plan, task, places)
         tasks[task] = {
-            "settings": own._asdict(),
+            "settings": plan.settings(task, RANKS)._asdict(),
             "seeds": plan.seeds,
             "dense": learning.curves["stock"][-1][1],
             "goal": learning.goal,
             "curves": learning.curves,
             "rates": learning.rates,
-            "commits": summary.commits(plan, task, chosen.records),
-            "confirmed": summary.confirmation(task, learning, whole[0]) if whole else None,
-            "clusters": summary.cells(plan, task, learning, times(chosen)),
+            "commits": summary.commits(plan, task, places),
+            "confirmed": summary.confirmation(plan, task, learning, places),
+            "clusters": summary.cells(plan, task, learning, places),
         }
         picture = results.path_of(chosen, None, f"-{task}.png")
         plots.draw(task, learning, tasks[task], picture)

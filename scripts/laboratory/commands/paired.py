@@ -1,22 +1,24 @@
-"""Time whole steps of the simulator in two checkouts in turns, and bound the ratio of their times.
+"""Time whole steps of two checkouts in turns, and bound the ratio of their times.
 
-Each checkout has a process and a built package of its own. They take turns in pairs, in changing order. Each pair gives one
-ratio; the result is the median of all ratios, with bounds by order statistics, which hold for every distribution.
+Steps of the simulator, or with --hosts those of real ranks under DDP on emulated hosts. Each checkout has processes and a built
+package of its own. They take turns in pairs, in changing order. Each pair gives one ratio; the result is the median of all
+ratios, with bounds by order statistics, which hold for every distribution.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import math
+import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laboratory import machine, options
+from laboratory import machine, options, ranks, stats
 from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.report.progress import Progress
@@ -25,63 +27,101 @@ from laboratory.report.tables import columns
 SPECS = ["topk", "sdagc", "orq"]
 
 EXAMPLES = """\
-example:
-  scripts/lab paired --before ../before      # that checkout must be set up, too"""
+examples:
+  scripts/lab paired --before ../before      # that checkout must be set up, too
+  scripts/lab paired --before ../before --hosts 4 --rate 1gbit --layers 2 --name hosts    # needs root for the emulated hosts"""
 
-# Each side of the median's bounds is missed with this probability.
-MISS_PROBABILITY = 0.05
-
-WORKER = """
+# A worker reads numbers of steps from a named pipe, which also reaches an emulated host, and prints the mean seconds of a step.
+BEGIN = """
 import sys, time
-sys.path.insert(0, sys.argv[1])
+checkout, spec, layers, orders = sys.argv[1:]
+sys.path.insert(0, checkout)
 import torch, gradcomp
-if gradcomp.__file__ != sys.argv[1] + "/gradcomp/__init__.py":
-    sys.exit(f"Python imports {gradcomp.__file__} instead of the gradcomp in {sys.argv[1]}")
+if gradcomp.__file__ != checkout + "/gradcomp/__init__.py":
+    sys.exit(f"Python imports {gradcomp.__file__} instead of the gradcomp in {checkout}")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-shapes = {f"layer{i}.weight": (1024, 1024) for i in range(int(sys.argv[3]))}
+"""
+
+SIMULATED = """
+shapes = {f"layer{i}.weight": (1024, 1024) for i in range(int(layers))}
 grads = [{name: torch.randn(shape) for name, shape in shapes.items()}]
-simulation = gradcomp.Simulation(sys.argv[2], shapes, 1)
+simulation = gradcomp.Simulation(spec, shapes, 1)
+step, rank, share = lambda: simulation.step(grads), 0, lambda count: count
+"""
+
+ON_HOSTS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(int(layers))))
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.001, 0.9)
+handle = gradcomp.ddp.attach(model, spec, optimizer=optimizer)
+x = torch.randn(8, 1024)
+def step():
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+def share(count):
+    order = torch.tensor([count])
+    dist.broadcast(order, 0)
+    return int(order)
+"""
+
+SERVE = """
 for _ in range(3):
-    simulation.step(grads)
-print("ready", flush=True)
-for line in sys.stdin:
+    step()
+if rank == 0:
+    print("@ready", flush=True)
+    lines = open(orders)
+while count := share(int(lines.readline() or 0) if rank == 0 else 0):
     began = time.perf_counter()
-    for _ in range(int(line)):
-        simulation.step(grads)
-    print((time.perf_counter() - began) / int(line), flush=True)
+    for _ in range(count):
+        step()
+    if rank == 0:
+        print("@seconds", (time.perf_counter() - began) / count, flush=True)
 """
 
 
 class Worker:
-    """A process that times steps of one checkout."""
+    """Processes that time steps of one checkout. hosts: emulated ones; 0 simulates one rank."""
 
-    def __init__(self, checkout: Path, spec: str, layers: int):
-        command = [sys.executable, "-c", WORKER, str(checkout), spec, str(layers)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=checkout)
+    def __init__(self, checkout: Path, spec: str, layers: int, hosts: int = 0, rate: str = "none"):
         self._checkout = checkout
-        self._read()
+        self._folder = tempfile.TemporaryDirectory()
+        orders = Path(self._folder.name, "orders")
+        os.mkfifo(orders)
+        program = BEGIN + (ON_HOSTS if hosts else SIMULATED) + SERVE
+        command = [sys.executable, "-c", program, str(checkout), spec, str(layers), str(orders)]
+        if hosts:
+            command = [*ranks.on_cluster(hosts, rate, "ddp"), *command]
+        self._process = subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, text=True)
+        self._read("@ready")
+        self._orders = orders.open("w")
 
     def seconds(self, steps: int) -> float:
         """Return the mean seconds of some steps."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        return float(self._read())
+        print(steps, file=self._orders, flush=True)
+        return float(self._read("@seconds"))
 
-    def end(self) -> int:
-        """End the process. Return its status."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        return self.process.wait(timeout=60)
+    def end(self) -> None:
+        """End the processes."""
+        self._orders.close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.wait(timeout=60)
+        self._folder.cleanup()
 
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise Refused(f"the worker of {self._checkout.name} ended with status {self.end()}; its message is above")
-        return line.strip()
+    def _read(self, mark: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        self._process.stdout.close()
+        self._folder.cleanup()
+        status = self._process.wait(timeout=60)
+        raise Refused(f"the worker of {self._checkout.name} ended with status {status}; its message is above")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +131,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=options.checkout, default=this, metavar="FOLDER", help="the other one (default: this)")
     parser.add_argument("--specs", type=options.specs, default=SPECS, help=f"(default: {','.join(SPECS)})")
     parser.add_argument("--layers", type=options.positive, default=16, help="layers of 2^20 entries (default: 16)")
+    parser.add_argument("--hosts", type=options.host_count, default=0, help="emulated hosts, with one rank each")
+    parser.add_argument("--rate", type=options.rate, default="none", help="of the hosts' links (default: none)")
     parser.add_argument("--pairs", type=options.positive, default=60, help="pairs of turns (default: 60)")
     parser.add_argument("--steps", type=options.positive, default=3, help="steps of a turn (default: 3)")
     options.add_places(parser, "the CPU's model")
@@ -99,14 +141,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Time the steps of every spec, and write the table."""
     found, progress = {}, Progress()
-    rows = [["", "before, ms a step", "after", "ratio", "95 %"]]
+    rows = [["", "before, ms a step", "after", "ratio", "95 % on each side"]]
     for spec in chosen.specs:
         found[spec] = own = compare(chosen, spec, progress)
         times = [f"{own['before_ms']:.2f}", f"{own['after_ms']:.2f}"]
-        rows.append([spec, *times, f"{own['ratio']:.3f}", f"{own['low']:.3f}..{own['high']:.3f}"])
+        bounds = "too few pairs" if own["low"] is None else f"{own['low']:.3f}..{own['high']:.3f}"
+        rows.append([spec, *times, f"{own['ratio']:.3f}", bounds])
     progress.end()
     print(columns(rows))
-    results.save(chosen, results.path_of(chosen, f"steps-{machine.slug(machine.cpu_name())}"), {"steps": found})
+    settings = {name: getattr(chosen, name) for name in ("layers", "hosts", "rate")}
+    path = results.path_of(chosen, f"steps-{machine.slug(machine.cpu_name())}")
+    results.save(chosen, path, {"settings": settings, "steps": found})
     return 0
 
 
@@ -116,23 +161,13 @@ def compare(chosen: argparse.Namespace, spec: str, tell: Callable[[str, float], 
     with contextlib.ExitStack() as running:
         workers = []
         for checkout in (chosen.before, chosen.after):
-            workers.append(Worker(checkout.resolve(), spec, chosen.layers))
+            workers.append(Worker(checkout.resolve(), spec, chosen.layers, chosen.hosts, chosen.rate))
             running.callback(workers[-1].end)
         for pair in range(chosen.pairs):
             for side in (0, 1) if pair % 2 else (1, 0):
                 times[side].append(workers[side].seconds(chosen.steps))
             tell(f"{spec}: pair {pair + 1} of {chosen.pairs}", (pair + 1) / chosen.pairs)
     ratios = [after / before for before, after in zip(*times, strict=True)]
-    low, high = bounds(ratios)
+    low, high = stats.median_bounds(ratios)
     found = {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": chosen.pairs, "steps": chosen.steps}
     return found | {"before_ms": 1000 * statistics.median(times[0]), "after_ms": 1000 * statistics.median(times[1])}
-
-
-def bounds(ratios: Sequence[float]) -> tuple[float, float]:
-    """Bound the median of the ratios' distribution with 95 % on either side: order statistics of a fair coin."""
-    n, ordered = len(ratios), sorted(ratios)
-    below, k = 0.0, 0
-    while below + math.comb(n, k) / 2**n <= MISS_PROBABILITY:
-        below += math.comb(n, k) / 2**n
-        k += 1
-    return ordered[max(0, k - 1)], ordered[min(n - 1, n - k)]

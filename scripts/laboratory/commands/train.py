@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 
 from laboratory import machine, options
-from laboratory.commands.study import prepared_files
+from laboratory.harness import measured, rounds, settings, ways
+from laboratory.harness.measured import Lab, Rounds
 from laboratory.machine import ROOT
 from laboratory.refusal import Refused
 from laboratory.report import results
-from laboratory.study import settings
+from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
-from laboratory.train import ways
-from laboratory.train.launch import FEWEST, RIVALS, Launch, perform, table
 
 WAYS = "none,sync,stock,fp16,dense,topk:ratio=0.001,sdagc:density=0.001,small=pool"
 
@@ -27,11 +26,11 @@ ways that are no specs of gradcomp:
 
 examples:
   scripts/lab train --hosts 4 --rate 1gbit,100mbit --ways none,stock,fp16,dense,topk:ratio=0.001
-  scripts/lab train --launcher horovodrun --hosts 2 --set width=256     # without root, links as they are
+  scripts/lab train --launcher local --hosts 2 --set width=256     # without root, links as they are
   scripts/lab train --door ddp --task cifar-large --data FOLDER --ways stock,bf16,auto --rounds 20 --turn 3
 
 Times are medians over rounds in which all ways take turns. Beside each way stand the median of its time over that of
-{" and ".join(RIVALS)} in the same round, and the bound that this median stays below with 95 % confidence. `auto` chooses
+{" and ".join(rounds.RIVALS)} in the same round, and the bound that this median stays below with 95 % confidence. `auto` chooses
 before the rounds, with those steps that it needs; what it measures later is part of its turns."""
 
 
@@ -46,12 +45,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--door", choices=ways.DOORS, default=ways.HOROVOD, help="(default: horovod)")
     parser.add_argument("--task", choices=TASKS, default="mlp", help="(default: mlp)")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the data of the tasks that need some")
-    parser.add_argument("--set", type=settings.changes, action="append", default=[], metavar="NAME=VALUE,...")
+    settings.add_changes(parser)
     parser.add_argument("--projects", type=Path, metavar="FOLDER", help="folder with checkouts `grace` and `dgc`")
     parser.add_argument("--rounds", type=options.positive, default=3, help="rounds in which each way takes a turn (default: 3)")
     parser.add_argument("--steps", type=options.positive, default=12, help="steps of a turn, at most (default: 12)")
     parser.add_argument("--turn", type=options.above_0, default=1e9, metavar="SECONDS", help="time of a turn, at most")
-    options.add_launcher(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=("cluster", "local"),
+        default="cluster",
+        help="cluster: emulated hosts, needs root (default); local: ranks on this machine alone, links as they are",
+    )
     options.add_places(parser, "the CPU's model", ROOT / "build" / "study")
 
 
@@ -63,41 +67,33 @@ def later(text: str) -> tuple[str, float]:
     return options.rates(rate)[0], options.above_0(seconds)
 
 
-def launches(chosen: argparse.Namespace) -> list[Launch]:
-    """Return a launch for each rate."""
-    try:
-        ways.allow(chosen.ways, chosen.door)
-    except ValueError as error:
-        raise Refused(f"--ways: {error}") from None
-    if chosen.launcher != "cluster" and (chosen.later or chosen.door != ways.HOROVOD):
-        raise Refused("--later and --door ddp need --launcher cluster")
-    if chosen.later and chosen.rounds < FEWEST:
-        raise Refused(f"--later needs at least {FEWEST} rounds, to compare those before the change and after it; use --rounds")
+def launches(chosen: argparse.Namespace) -> list[Rounds]:
+    """Return the rounds of each rate."""
+    ways.refuse(chosen.ways, chosen.door)
+    if chosen.launcher == "local" and chosen.later:
+        raise Refused("--later changes the links of --launcher cluster; leave one of them out")
+    if chosen.later and chosen.rounds < rounds.FEWEST:
+        needed = f"at least {rounds.FEWEST} rounds, to compare those before the change and after it"
+        raise Refused(f"--later needs {needed}; use --rounds")
     settled = settings.settle([chosen.task], [OF_DIGITS if chosen.task == "mlp" else [], *chosen.set])[chosen.task]
-    data = prepared_files([chosen.task], chosen.data, chosen.cache).get(chosen.task, "")
-    every = {
-        "task": chosen.task,
-        "settings": settled,
-        "ways": chosen.ways,
-        "rounds": chosen.rounds,
-        "steps": chosen.steps,
-        "turn": chosen.turn,
-        "door": chosen.door,
-        "later": chosen.later,
-        "data": data,
-    }
-    rates = chosen.rate if chosen.launcher == "cluster" else ["loopback"]
-    return [Launch(chosen.launcher, chosen.hosts, rate, **every) for rate in rates]
+    if settled.clip:
+        raise Refused(f"{chosen.task} clips gradients, which the ways would do differently; add --set clip=0")
+    data = prepared.files([chosen.task], chosen.data, chosen.cache).get(chosen.task, "")
+    every = {name: getattr(chosen, name) for name in ("task", "ways", "rounds", "steps", "turn", "door", "later")}
+    launcher = "cluster" if chosen.launcher == "cluster" else measured.LAUNCHERS[chosen.door]
+    rates = chosen.rate if launcher == "cluster" else ["loopback"]
+    return [Rounds(launcher, chosen.hosts, rate, settings=settled, data=data, **every) for rate in rates]
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Launch the ranks at each rate, and write the tables."""
     runs = []
-    for launch in launches(chosen):
-        run = perform(launch, launch.rate, chosen.cache, chosen.projects)
-        runs.append({"rate": launch.rate, "later": launch.later, "task": launch.task, "door": launch.door, **run})
-        print(f"\n{run['ranks']} ranks, {launch.rate}\n\n{table(run)}\n", flush=True)
+    every = launches(chosen)
+    for each in every:
+        found = measured.perform(each, Lab(chosen.command, chosen.cache, chosen.projects))
+        runs.append({**each.key(), **found})
+        print(f"\n{found['ranks']} ranks, {each.rate}\n\n{rounds.table(found)}\n", flush=True)
     settled = {"launcher": chosen.launcher, "hosts": chosen.hosts, "rounds": chosen.rounds, "steps": chosen.steps}
     path = results.path_of(chosen, machine.slug(machine.cpu_name()))
-    results.save(chosen, path, {"settings": settled | launch.settings.key(), "runs": runs})
+    results.save(chosen, path, {"settings": settled | every[0].settings.key(), "runs": runs})
     return 0

@@ -1,1 +1,1 @@
-"""Accuracy and loss of specs over many seeds."""
+"""Studies: the tables and pictures of trainings over many seeds."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from laboratory import stats
+from laboratory.harness.records import Record
 from laboratory.report.tables import figure
 from laboratory.report.tables import markdown as markdown_table
-from laboratory.study.runs import BySeed, BySpec, Record
 from laboratory.tasks.table import TASKS
 
 # The share of dense's steps after which its training loss is the goal of the others.
@@ -21,6 +21,8 @@ GOAL_AT = 0.8
 POINTS = 20
 
 Line = dict[str, Any]
+BySeed = dict[int, Record]
+BySpec = dict[str, BySeed]
 
 
 def summarize(task: str, records: BySpec) -> list[Line]:
@@ -32,9 +34,9 @@ def summarize(task: str, records: BySpec) -> list[Line]:
 def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     seeds = sorted(by_seed.keys() & dense.keys())
     own, others = [by_seed[seed] for seed in seeds], [dense[seed] for seed in seeds]
-    scores = [number(record["score"]) for record in own]
+    scores = [score_of(record) for record in own]
     sign = -1 if TASKS[task].higher_is_better else 1
-    worse = [sign * (a - number(b["score"])) for a, b in zip(scores, others, strict=True)]
+    worse = [sign * (a - score_of(b)) for a, b in zip(scores, others, strict=True)]
     losses = _curve(own)
     steps, reached = max(1, round(GOAL_AT * len(losses))), _reached(own, others)
     bytes_sent = list(itertools.accumulate(stats.mean_curve([record["sent"] for record in own])))
@@ -49,7 +51,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
         "squared_error": _squared_error(own),
         "bytes_sent": round(bytes_sent[-1]),
-        "compression": sum(r["dense_bytes"] for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
+        "compression": sum(4 * r["parameters"] * len(r["sent"]) for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": reached,
         "times_the_steps": reached / steps if reached is not None else None,
         "times_at_most": _times_at_most(own, others, reached, steps) if spec != "dense" else 1.0,
@@ -80,6 +82,11 @@ def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int 
     return or_none(stats.upper_bound([len(own) * reached - (len(own) - 1) * each for each in found]) / steps)
 
 
+def score_of(record: Record) -> float:
+    """Return the score at the end; NaN where the training diverged."""
+    return number(record["scores"][-1][2])
+
+
 def number(value: float | None) -> float:
     """Read a figure of a record; null stands for NaN."""
     return math.nan if value is None else value
@@ -91,7 +98,7 @@ def or_none(value: float) -> float | None:
 
 
 def _squared_error(records: Sequence[Record]) -> float | None:
-    """Return the mean over runs; None if a run was made before squares were recorded."""
+    """Return the mean over trainings; None where real ranks trained, which record no squares."""
     if any("squares" not in record for record in records):
         return None
     return or_none(statistics.fmean(relative(**record["squares"]) for record in records))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import torch
@@ -25,12 +24,6 @@ DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]) * 255
 
 # Test pictures that are classified at once.
 CHUNK = 250
-
-
-def raw(path: Path | None) -> bytes:
-    """Read the file."""
-    assert path is not None
-    return path.read_bytes()
 
 
 def decode(content: bytes) -> Arrays:
@@ -56,7 +49,7 @@ SOURCE = Source(
     "cifar",
     "cifar10-25k.npz",
     "CIFAR-10 as numpy arrays: `jpeg`, the bytes of all JPEG files; `ends`, the end of each file; `label`; `test`",
-    raw,
+    Source.read_file,
     decode,
 )
 

@@ -1,12 +1,9 @@
-"""Models beside the MLP of digits.py: convolutional and residual nets for pictures, an LSTM for characters."""
+"""Models beside the MLP of digits.py: a convolutional net for digits, and residual nets for colour pictures."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-
-# Numbers that stand for one character.
-EMBEDDING = 64
 
 # Stages of a residual net for colour pictures.
 STAGES = 4
@@ -47,22 +44,6 @@ class Block(nn.Module):
         return torch.relu(inside + self.shortcut(x))
 
 
-def resnet(seed: int, width: int) -> nn.Sequential:
-    """Make a net of residual blocks: two of `width` channels, two of twice as many on pictures half as large."""
-    torch.manual_seed(seed)
-    blocks = (Block(width, width, 1), Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)),
-        nn.Conv2d(1, width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        *blocks,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(2 * width, 10),
-    )
-
-
 def residual(seed: int, width: int, depth: int) -> nn.Sequential:
     """Make a net from colour pictures to ten classes: four stages of `depth` residual blocks.
 
@@ -80,19 +61,3 @@ def residual(seed: int, width: int, depth: int) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(channels[-1], 10),
     )
-
-
-class Characters(nn.Module):
-    """An LSTM that predicts, after each character of a sequence, the next one."""
-
-    def __init__(self, seed: int, characters: int, width: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding = nn.Embedding(characters, EMBEDDING)
-        self.memory = nn.LSTM(EMBEDDING, width, batch_first=True)
-        self.out = nn.Linear(width, characters)
-
-    def forward(self, sequences: Tensor) -> Tensor:
-        remembered, _ = self.memory(self.embedding(sequences))
-        logits: Tensor = self.out(remembered)
-        return logits

@@ -1,17 +1,19 @@
-"""Prepared data: the arrays of a source, decoded once and kept in the study's folder of finished work.
+"""Prepared data: the arrays of a source, decoded once and kept in the folder of finished work.
 
-A prepared file is named after its source and the digest of what it was made from. A run's record holds this name.
+A prepared file is named after its source and the digest of what it was made from. The key of a record holds this name.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from laboratory.refusal import Refused
+from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Arrays, Source
 
 
@@ -26,6 +28,12 @@ def prepare(task: str, source: Source, data: Path | None, folder: Path) -> str:
         torch.save(source.decode(raw), part)
         part.replace(path)
     return name
+
+
+def files(tasks: Sequence[str], data: Path | None, folder: Path) -> dict[str, str]:
+    """Prepare the data of the tasks that have some, and name the files."""
+    sources = {task: TASKS[task].source for task in tasks}
+    return {task: prepare(task, source, data, folder) for task, source in sources.items() if source is not None}
 
 
 def place(folder: Path, name: str) -> Path:

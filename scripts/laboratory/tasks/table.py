@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn import functional
 
-from laboratory.tasks import byte_texts, cifar, corpus, digits, nets
+from laboratory.tasks import cifar, digits, nets, texts
 from laboratory.tasks.task import Arrays, Job, Settings, Task
 
 
@@ -19,23 +19,10 @@ def conv(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     return _pictures(nets.conv(seed, settings.width), settings, seed, ranks)
 
 
-def resnet(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
-    """Make the digits with residual blocks."""
-    return _pictures(nets.resnet(seed, settings.width), settings, seed, ranks)
-
-
 def _pictures(model: nn.Module, settings: Settings, seed: int, ranks: int) -> Job:
     data = digits.load()
     parts = [digits.batches(data, rank, ranks, settings.batch, seed) for rank in range(ranks)]
     return Job(model, parts, functional.cross_entropy, lambda: 100 * digits.accuracy(model.eval(), data))
-
-
-def text(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
-    """Make the characters of the language reference."""
-    data = corpus.load()
-    model = nets.Characters(seed, len(data.alphabet), settings.width)
-    parts = [corpus.batches(data.train, rank, ranks, settings.batch, seed) for rank in range(ranks)]
-    return Job(model, parts, corpus.loss, lambda: corpus.perplexity(model, data.held_out))
 
 
 # The transformer's settings.
@@ -57,20 +44,6 @@ TASKS = {
         True,
         conv,
         "the same digits with a small convolutional net",
-    ),
-    "resnet": Task(
-        Settings(lr=0.02, steps=1500, momentum=0.9, batch=16, width=32, clip=0),
-        "accuracy in %",
-        True,
-        resnet,
-        "the same digits with residual blocks and batch normalisation",
-    ),
-    "text": Task(
-        Settings(lr=0.4, steps=4000, momentum=0.9, batch=4, width=384, clip=1.0),
-        "perplexity",
-        False,
-        text,
-        "the characters of Python's language reference with an LSTM",
     ),
     "cifar": Task(
         Settings(lr=0.1, steps=800, momentum=0.9, batch=32, width=16, clip=0, weight_decay=0.0005, warmup=0.05, depth=1),
@@ -94,9 +67,9 @@ TASKS = {
         OF_BYTES,
         "perplexity of a byte",
         False,
-        byte_texts.job,
+        texts.job,
         "Shakespeare's bytes with a transformer of 1.3 million parameters",
-        byte_texts.SHAKESPEARE,
+        texts.SHAKESPEARE,
         "adamw",
         "cosine",
     ),
@@ -104,9 +77,9 @@ TASKS = {
         OF_BYTES,
         "perplexity of a byte",
         False,
-        byte_texts.job,
+        texts.job,
         "the bytes of Python's standard library with the same transformer",
-        byte_texts.LIBRARY,
+        texts.LIBRARY,
         "adamw",
         "cosine",
     ),

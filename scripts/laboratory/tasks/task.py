@@ -69,6 +69,12 @@ class Source(NamedTuple):
     raw: Callable[[Path | None], bytes]
     decode: Callable[[bytes], Arrays]
 
+    @staticmethod
+    def read_file(path: Path | None) -> bytes:
+        """Read the bytes of a file in --data."""
+        assert path is not None
+        return path.read_bytes()
+
 
 class Task(NamedTuple):
     """A task for all seeds.
@@ -84,8 +90,3 @@ class Task(NamedTuple):
     source: Source | None = None
     optimizer: Literal["sgd", "adamw"] = "sgd"
     schedule: Literal["linear", "cosine"] = "linear"
-
-    @property
-    def shows_optimizer(self) -> bool:
-        """True if the simulation knows the optimizer, as real ranks do. Records with a linear schedule are older than that."""
-        return self.schedule == "cosine"

@@ -1,29 +1,20 @@
-"""Training with simulated ranks: the loop over the steps, optimizers, learning rates, and a view of every exchange."""
+"""The optimizer and the learning rates of a task, with the momentum that a spec keeps in the optimizer's place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gradcomp
-from gradcomp.core.compressor import Acc, Compressor, Steps
-from gradcomp.core.requests import World
-from gradcomp.core.wrapper import Wrapper
-from gradcomp.engine.buckets.collector import Collector
-from laboratory.tasks.task import Job, Settings, Task
+from laboratory.tasks.task import Settings, Task
 
 # The share of the steps after which a linear schedule falls, and the part of the learning rate that is left at the end.
 DECAY_FROM, DECAY_TO = 0.6, 0.1
 
 # The part of the learning rate that a cosine schedule leaves at the end.
 COSINE_TO = 0.01
-
-Grads = dict[str, Tensor]
 
 
 def linear_rate(step: int, steps: int, warmup: float) -> float:
@@ -62,78 +53,6 @@ def optimizer_of(task: Task, settings: Settings, model: nn.Module, kept: float =
     return torch.optim.SGD(model.parameters(), settings.lr, momentum, weight_decay=decay / (1 - kept))
 
 
-def keeps_momentum(spec: str) -> bool:
-    """Check whether the spec keeps a momentum; the optimizer's must then be 0."""
-    return momentum_of(spec) > 0
-
-
 def momentum_of(spec: str) -> float:
     """Return the momentum that the spec keeps itself."""
     return gradcomp.make(spec).traits.momentum
-
-
-@dataclass(frozen=True)
-class Watched(Wrapper):
-    """A compressor under observation. It has no state of its own."""
-
-    observer: Observer
-
-    def inner_state(self, state: Any) -> Any:
-        return state
-
-    def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
-        self.observer.before(acc, state, world)
-        update = yield from self.inner.exchange(acc, state, world)
-        self.observer.after(acc, state, world)
-        return update
-
-
-class Observer(Protocol):
-    """Something that looks at every bucket's exchange on every simulated rank."""
-
-    def before(self, acc: Acc, state: Any, world: World) -> None:
-        """Look at the acc before the compressor takes from it."""
-
-    def after(self, acc: Acc, state: Any, world: World) -> None:
-        """Look at what is left."""
-
-
-def watched(spec: str, observer: Observer) -> Compressor:
-    """Make a spec's compressor under observation, inside its error feedback."""
-    made = gradcomp.make(spec)
-    return replace(made, inner=Watched(made.inner, observer)) if isinstance(made, Collector) else Watched(made, observer)
-
-
-def descend(
-    task: Task,
-    settings: Settings,
-    job: Job,
-    optimizer: torch.optim.Optimizer,
-    exchange: Callable[[int, list[Grads]], Grads],
-) -> Iterator[float]:
-    """Train, and yield each step's mean loss. exchange() gets the step, counted from 1, and all ranks' gradients."""
-    parameters = dict(job.model.named_parameters())
-    for step in range(1, settings.steps + 1):
-        optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
-        grads: list[Grads] = []
-        loss = 0.0
-        for batches in job.batches:
-            x, y = next(batches)
-            own = job.loss(job.model(x), y)
-            loss += float(own.detach()) / len(job.batches)
-            clipped = _clipped(torch.autograd.grad(own, list(parameters.values())), settings.clip)
-            grads.append(dict(zip(parameters, clipped, strict=True)))
-        for name, update in exchange(step, grads).items():
-            parameters[name].grad = update
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
-
-
-def _clipped(grads: tuple[Tensor, ...], longest: float) -> tuple[Tensor, ...]:
-    """Shorten a rank's gradient to this length where it is longer. 0 leaves every gradient alone."""
-    if longest:
-        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
-        for grad in grads:
-            grad.mul_((longest / length).clamp(max=1))
-    return grads

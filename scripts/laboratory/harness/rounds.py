@@ -1,76 +1,27 @@
-"""A launch of train/job.py on real ranks: its command, and the summary of its times."""
+"""The rounds of real ranks, in which all ways take turns: the summary of their times, and its table."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from laboratory import ranks
 from laboratory.report.tables import columns, figure
-from laboratory.stats import median_bound
-from laboratory.tasks import prepared
-from laboratory.tasks.task import Settings
+from laboratory.stats import median_bounds
 from laboratory.timing import Spread
-from laboratory.train.ways import HOROVOD, environment
 
 # The ways that a user has without gradcomp, and that no way should be slower than.
 RIVALS = ("stock", "bf16")
 # The rounds that a way is compared in.
 PARTS = {"over": "", "over_before": ", before the change", "over_after": ", after it"}
 
-
-# The rounds of a launch whose links change, at least: two before the change, one with it, and two after it.
+# The rounds that a change of the links needs, at least: two before it, one with it, and two after it.
 FEWEST = 5
 
 
-class Launch(NamedTuple):
-    """Everything that decides a launch: the ranks, their links, and the measurement.
-
-    turn: seconds of a way in a round. later: the rate that the links get after so many seconds, if they change.
-    data: the name of the prepared file, if the task has one.
-    """
-
-    launcher: str
-    hosts: int
-    rate: str
-    task: str
-    settings: Settings
-    ways: Sequence[str]
-    rounds: int
-    steps: int
-    turn: float = 1e9
-    door: str = HOROVOD
-    later: tuple[str, float] | None = None
-    data: str = ""
-
-    def key(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return {**self._asdict(), "settings": self.settings.key()}
-
-
-def command(launch: Launch, folder: Path | None = None) -> list[str]:
-    """Write the launch's command. folder: of prepared data."""
-    words = [f"--{name}={getattr(launch, name)}" for name in ("door", "task", "rounds", "steps", "turn")]
-    words.append(f"--settings={json.dumps(launch.settings._asdict())}")
-    if launch.data and folder is not None:
-        words.append(f"--data={prepared.place(folder, launch.data)}")
-    later = ["--later", "{}:{:g}".format(*launch.later)] if launch.later else []
-    job = ["laboratory.train.job", *words, *launch.ways]
-    return ranks.command(launch.launcher, launch.hosts, job, launch.rate, launch.door, later)
-
-
-def perform(launch: Launch, label: str, folder: Path | None = None, projects: Path | None = None) -> dict[str, Any]:
-    """Run the ranks and summarise their times. `label` begins each line of progress. folder: of prepared data."""
-    variables = ranks.environment(launch.hosts, **environment(projects))
-    return summary(ranks.run(command(launch, folder), variables, label), launch.later is not None)
-
-
 def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
-    """Return medians and ranges of the job's times. Ratios to other ways are taken within rounds.
+    """Return medians and ranges of the ranks' times. Ratios to other ways are taken within rounds.
 
     changes: the rate of the links changed on the way. The rounds before and after that are then summarised apart, too.
     """
@@ -96,7 +47,7 @@ def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
             line["ratio_to_none"] = Spread.of([a / b for a, b in zip(medians[way], medians["none"], strict=True)])._asdict()
         rivals = [rival for rival in RIVALS if rival in means and rival != way]
         line |= {part: {rival: over(means[way][of], means[rival][of]) for rival in rivals} for part, of in parts.items()}
-        line |= {name: each[name] for name in ("auto",) if name in each}
+        line |= {name: each[name] for name in ("auto", "interface_bytes_per_step") if name in each}
         lines.append(line)
     return {"ranks": raw["ranks"], "parameters": raw["parameters"], "batch": raw["batch"], "lines": lines}
 
@@ -117,16 +68,17 @@ def changed_at(medians: Sequence[float]) -> int:
 def over(own: Sequence[float], rival: Sequence[float]) -> dict[str, float | None]:
     """Return the median of a way's time over a rival's in the rounds, and its upper bound with 95 % confidence."""
     ratios = [a / b for a, b in zip(own, rival, strict=True)]
-    return {"median": statistics.median(ratios), "at_most": median_bound(ratios)}
+    return {"median": statistics.median(ratios), "at_most": median_bounds(ratios)[1]}
 
 
 def table(run: Mapping[str, Any]) -> str:
-    """Write a launch's table."""
+    """Write the table of a summary."""
     rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
     parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
     heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
     compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
-    rows = [[*heading, *compared]]
+    counted = any("interface_bytes_per_step" in line for line in run["lines"])
+    rows = [[*heading, *(["on a host's interface"] if counted else []), *compared]]
     for line in run["lines"]:
         ms, ratio = line["ms"], line["ratio_to_none"]
         row = [
@@ -138,6 +90,7 @@ def table(run: Mapping[str, Any]) -> str:
             figure(line["bytes_per_step"], "{:,}"),
             figure(line["compression"], "{:.0f} x"),
         ]
+        row += [figure(line["interface_bytes_per_step"], "{:,.0f}")] if counted else []
         row += [_over(line[part].get(rival)) for part in parts for rival in rivals]
         rows.append(row)
     return columns(rows)

@@ -19,8 +19,8 @@ from typing import Any
 import horovod.torch as hvd
 from torch import Tensor, nn
 
+from laboratory.harness.ways import PROJECTS
 from laboratory.refusal import Refused
-from laboratory.train.ways import PROJECTS
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -71,7 +71,7 @@ def grace(optimizer: Any, named: Named, ratio: float) -> Hooked:
 def dgc(optimizer: Any, named: Named, ratio: float) -> Hooked:
     """Fit Deep Gradient Compression with momentum correction and masking; layers of one dimension stay dense, as there.
 
-    The momentum moves from the optimizer into the memory. AdamW has none to move; the memory then keeps what waits alone.
+    The momentum moves from the optimizer into the memory. AdamW has none to move; the memory then keeps the residual alone.
     """
     group = optimizer.param_groups[0]
     momentum = float(group.get("momentum", 0.0))

@@ -10,9 +10,13 @@ from typing import NamedTuple
 
 from gradcomp.handle import beginning_of
 from laboratory import options
+from laboratory.refusal import Refused
 
 HOROVOD, DDP = "horovod", "ddp"
 DOORS = (HOROVOD, DDP)
+
+# The door of ranks that one process simulates.
+SIMULATED = "simulated"
 
 # PowerSGD's hook compresses from this step on. It refuses a lower one with error feedback.
 POWERSGD_FROM = 2
@@ -66,28 +70,39 @@ def is_spec(way: str) -> bool:
     return other(way) is None and not way.startswith("auto")
 
 
+def is_studied(way: str) -> bool:
+    """Return True if a study can train by this way: one that exchanges gradients in each step, and counts its bytes."""
+    found = other(way)
+    return found is None or (found[0] in ("stock", "fp16", "bf16", "powersgd") and passes(way) == 1)
+
+
+def clips(way: str, door: str) -> bool:
+    """Return True if each rank can clip its gradient before the exchange."""
+    found = other(way)
+    return door == SIMULATED or (door == DDP and found is not None and is_studied(way))
+
+
 def passes(way: str) -> int:
     """Return the batches between two exchanges."""
     found = other(way)
     return int(found[1]) if found is not None and found[0] == "bf16" else 1
 
 
-def check(way: str, door: str | None = None) -> None:
-    """Refuse a wrong way, or one that a door does not have."""
-    found = other(way)
-    if found is None:
+def check(way: str) -> None:
+    """Refuse a wrong way."""
+    if other(way) is None:
         try:
             beginning_of(way)
         except ValueError as error:
             raise ValueError(f"{error} (beside gradcomp's specs: {', '.join(OTHERS)})") from None
-    elif door is not None and door not in OTHERS[found[0]].doors:
-        raise ValueError(f"{way!r} is of the door {' or '.join(OTHERS[found[0]].doors)}, not of {door}")
 
 
-def allow(chosen: Sequence[str], door: str) -> None:
+def refuse(chosen: Sequence[str], door: str) -> None:
     """Refuse ways that a door does not have."""
     for way in chosen:
-        check(way, door)
+        found = other(way)
+        if found is not None and door not in OTHERS[found[0]].doors:
+            raise Refused(f"{way!r} is of the door {' or '.join(OTHERS[found[0]].doors)}, not of {door}")
 
 
 def several(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Options of a study, checked before anything is trained: tasks, seeds, settings."""
+"""Options of a training, checked before anything begins: tasks, seeds, settings."""
 
 from __future__ import annotations
 
@@ -50,6 +50,18 @@ def changes(text: str) -> list[Change]:
             raise argparse.ArgumentTypeError(f"unknown setting {name!r}{known}")
         found.append((task or None, name, _value(name, right.strip() if equals else "")))
     return found
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Add the option that changes settings."""
+    parser.add_argument(
+        "--set",
+        type=changes,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="change a setting of all tasks (lr=0.1), or of one (conv.lr=0.1)",
+    )
 
 
 def _value(name: str, text: str) -> float:

@@ -1,4 +1,4 @@
-"""lab train: ranks and what they report, the summary, and one launch of two real ranks."""
+"""The harness: ranks and what they report, rounds and their summary, records, and two real ranks behind each door."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from clusters import need_cluster
 
 from laboratory import ranks
+from laboratory.accuracy import summary
+from laboratory.accuracy.plan import Plan
+from laboratory.harness import measured, records, rounds, ways
+from laboratory.harness.measured import Lab, Rounds, Training
 from laboratory.main import main
 from laboratory.refusal import Refused
 from laboratory.report.progress import Progress
-from laboratory.stats import median_bound
+from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
-from laboratory.train import launch, ways
 
 EXACT, GTOPK, SKETCHED = "topk:ratio=1,wire=exact", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
 BROKEN = [sys.executable, "-c", "print('something broke'); raise SystemExit(3)"]
 
 
 def raw() -> dict[str, object]:
-    """Make a report of train/job.py."""
+    """Make the figures that ranks report."""
     each = {
         "none": {"rounds": [[1.0, 1.0], [2.0, 2.0]], "bytes": 0, "loss": 2.3},
         "dense": {"rounds": [[3.0, 3.0], [6.0, 6.0]], "bytes": 400, "loss": 1.0},
@@ -39,12 +42,12 @@ def raw() -> dict[str, object]:
 
 
 def test_training_is_summed_up_against_none() -> None:
-    run = launch.summary(raw())
+    run = rounds.summary(raw())
     lines = {line["way"]: line for line in run["lines"]}
     assert lines["dense"]["ratio_to_none"] == {"median": 3.0, "low": 3.0, "high": 3.0}
     assert lines["dense"]["ms"] == {"median": 4500.0, "low": 3000.0, "high": 6000.0}
     assert (lines["topk:ratio=0.01"]["compression"], lines["none"]["compression"]) == (50, None)
-    table = launch.table(run).splitlines()
+    table = rounds.table(run).splitlines()
     assert len(table) == 5
     assert table[-1].split()[-2:] == ["50", "x"]
 
@@ -58,11 +61,11 @@ def test_before_and_after_a_change_of_the_links_ways_are_compared_apart() -> Non
     found: Any = raw() | {
         "ways": {way: {"rounds": [[x] for x in rounds], "bytes": 4, "loss": 1.0} for way, rounds in each.items()}
     }
-    line = launch.summary(found, changes=True)["lines"][1]
-    medians = {part: line[part]["stock"]["median"] for part in launch.PARTS}
+    line = rounds.summary(found, changes=True)["lines"][1]
+    medians = {part: line[part]["stock"]["median"] for part in rounds.PARTS}
     assert medians == {"over": pytest.approx(0.9), "over_before": 0.5, "over_after": 1.0}
-    assert "after it" in launch.table(launch.summary(found, changes=True))
-    assert "over_after" not in launch.summary(found)["lines"][1]
+    assert "after it" in rounds.table(rounds.summary(found, changes=True))
+    assert "over_after" not in rounds.summary(found)["lines"][1]
 
 
 def test_a_result_is_told_from_other_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +80,7 @@ def test_a_result_is_told_from_other_lines(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_ranks_are_started_in_three_ways() -> None:
-    job = ["laboratory.train.job", "--steps=1"]
+    job = ["laboratory.harness.rank", "rounds"]
     assert ranks.command("horovodrun", 2, job)[1:] == ["-m", "horovod.runner.launch", "-np", "2", sys.executable, "-m", *job]
     assert ranks.command("torchrun", 3, job)[-4:] == ["--nproc-per-node=3", "-m", *job]
     on_cluster = ranks.command("cluster", 4, job, "100mbit")
@@ -85,11 +88,11 @@ def test_ranks_are_started_in_three_ways() -> None:
 
 
 def test_ranks_that_fail_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "command", lambda *launched: BROKEN)
+    monkeypatch.setattr(measured, "command", lambda *given: BROKEN)
     assert main(["train", "--hosts", "2"]) == 1
     text = capsys.readouterr().err
     assert "something broke" in text
-    assert "lab train: the ranks of 1gbit failed with status 3; their last lines are above" in text
+    assert "lab train: the ranks of 2 hosts, 1gbit, mlp by horovod failed with status 3; their last lines are above" in text
 
 
 def test_a_launcher_that_is_missing_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +101,7 @@ def test_a_launcher_that_is_missing_gets_a_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_each_rate_is_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "laboratory.commands.train.perform", lambda launched, label, *folders: {**launch.summary(raw()), "rate": label}
-    )
+    monkeypatch.setattr(measured, "perform", lambda own, lab: rounds.summary(raw()))
     assert main(["train", "--rate", "1gbit,100mbit", "--name", "try", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "train-try.json").read_text()
     assert [run["rate"] for run in json.loads(text)["runs"]] == ["1gbit", "100mbit"]
@@ -121,7 +122,7 @@ def test_termination_leaves_no_process_behind() -> None:
     pytest.importorskip("horovod.torch", reason="the end of horovodrun was NOT tested: Horovod is not installed")
     mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    options = ["--launcher", "horovodrun", "--hosts", "2", "--rounds", "1000000", "--set", "width=16", "--ways", "none,dense"]
+    options = ["--launcher", "local", "--hosts", "2", "--rounds", "1000000", "--set", "width=16", "--ways", "none,dense"]
     running = subprocess.Popen(
         [sys.executable, ranks.SCRIPTS / "lab", "train", *options],
         env=os.environ | {name: value},
@@ -134,7 +135,7 @@ def test_termination_leaves_no_process_behind() -> None:
             if "loopback: " in line:  # the ranks' progress
                 break
         commands = list(started_with(mark.encode()).values())
-        assert sum("-m laboratory.train.job" in command for command in commands) >= 2
+        assert sum("-m laboratory.harness.rank" in command for command in commands) >= 2
         running.send_signal(signal.SIGTERM)
         said = running.communicate(timeout=60)[1]
         assert running.returncode == 130 and "lab train: interrupted" in said
@@ -149,12 +150,11 @@ def test_termination_leaves_no_process_behind() -> None:
         running.wait()
 
 
-def launched(door: str, own: list[str], **more: Any) -> dict[str, Any]:
+def launched(door: str, own: list[str]) -> dict[str, Any]:
     """Train the digits for some steps on two real ranks, in every one of these ways, and return the lines of the table."""
     small = TASKS["mlp"].defaults._replace(width=16, batch=8)
-    launcher = {ways.HOROVOD: "horovodrun", ways.DDP: "torchrun"}[door]
-    made = launch.Launch(launcher, 2, "loopback", "mlp", small, own, 2, 3, 0.2, door, **more)
-    run = launch.perform(made, "two ranks")
+    made = Rounds(measured.LAUNCHERS[door], 2, "loopback", "mlp", small, own, 2, 3, 0.2, door)
+    run = measured.perform(made, Lab("a test", Path()))
     assert (run["ranks"], run["batch"]) == (2, 8)
     assert all(len(line["ms_of_rounds"]) == 2 and line["ratio_to_none"] for line in run["lines"])
     assert [line["way"] for line in run["lines"]] == own
@@ -164,7 +164,7 @@ def launched(door: str, own: list[str], **more: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
     """As `lab train` launches them: steps that fit a turn, and the optimizer's own momentum."""
-    pytest.importorskip("horovod.torch", reason="train/job.py was NOT tested: Horovod is not installed")
+    pytest.importorskip("horovod.torch", reason="harness/rank.py was NOT tested: Horovod is not installed")
     lines = launched(ways.HOROVOD, ["none", "sync", "stock", "fp16", EXACT, GTOPK, SKETCHED, "auto"])
     parameters = lines.pop("parameters")
     sent = {way: line["bytes_per_step"] for way, line in lines.items()}
@@ -186,18 +186,45 @@ def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
     assert set(lines["auto"]["over"]) == {"stock", "bf16"}
 
 
-def test_a_bound_of_the_median_is_one_of_the_values() -> None:
-    """Of twenty values the 15th: fifteen heads of twenty coins have a probability of 2.1 %, fourteen of 5.8 %."""
-    assert median_bound([float(i) for i in range(20, 0, -1)]) == 15
-    assert median_bound([1.0, 2.0, 3.0, 4.0, 5.0]) == 5
-    assert median_bound([1.0, 2.0, 3.0, 4.0]) is None
+@pytest.mark.slow
+@pytest.mark.parametrize("door, way, clip", [(ways.HOROVOD, "topk:ratio=0.1", 0.0), (ways.DDP, "stock", 1.0)])
+def test_real_ranks_lose_what_simulated_ones_do(door: str, way: str, clip: float, tmp_path: Path) -> None:
+    if door == ways.HOROVOD:
+        pytest.importorskip("horovod.torch", reason="training over Horovod was NOT compared: Horovod is not installed")
+    small = TASKS["library"].defaults._replace(steps=5, batch=2, width=32, depth=1, clip=clip)
+    data = prepared.files(["library"], None, tmp_path)["library"]
+    real = Training("library", way, 0, 2, small, door, data=data)
+    simulated = real._replace(door=ways.SIMULATED, way="dense" if way == "stock" else way)
+    measured.complete([real, simulated], tmp_path, Lab("a test", tmp_path))
+    one, other = measured.load(real, tmp_path), measured.load(simulated, tmp_path)
+    assert one and other and one["weights_are_equal"]
+    assert one["losses"] == (pytest.approx(other["losses"], abs=1e-5) if clip else other["losses"])
+    assert one["sent"] == other["sent"]
 
 
-def test_the_bound_of_a_median_covers_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.empty(2000, 11).log_normal_(0, 1, generator=generator)  # its median is 1
-    covered = sum((median_bound(row) or 0) >= 1 for row in drawn.tolist()) / len(drawn)
-    assert 0.95 <= covered < 0.985
+def test_records_of_older_commits_are_read() -> None:
+    """All that the page of times to accuracy needs is found, by the keys of today."""
+    places = summary.Places.below(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy")
+    found = [*records.every(places.trainings), *records.every(places.launches)]
+    assert len(found) >= 60 and all({"key", "commit"} <= record.keys() for record in found)
+    data = {record["key"]["task"]: record["key"]["data"] for record in found}
+    plan = Plan(list(data), [4, 8], ["100mbit", "1gbit", "10gbit", "none"], 1, data)
+    assert all(measured.load(own, places.trainings) for own in (*plan.trainings(), *plan.confirmations()))
+    for launch in plan.launches():
+        record = measured.load(launch, places.launches)
+        assert record and {line["way"] for line in record["lines"]} >= {"none", "auto"}
+
+
+@pytest.mark.slow
+def test_an_emulated_host_counts_what_its_interface_sends(tmp_path: Path) -> None:
+    """A ring of two ranks sends a gradient once: half of it in either direction, twice."""
+    need_cluster()
+    small = TASKS["mlp"].defaults._replace(width=64, batch=8)
+    made = Rounds("cluster", 2, "none", "mlp", small, ["none", "stock"], 1, 5, door=ways.DDP)
+    run = measured.perform(made, Lab("a test", tmp_path))
+    none, stock = (line["interface_bytes_per_step"] for line in run["lines"])
+    assert none < 2000 and 1 < stock / (4 * run["parameters"]) < 1.2
+    assert "on a host's interface" in rounds.table(run)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +248,11 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
     [
         (["--ways", "stock,bf16"], "'bf16' is of the door ddp, not of horovod"),
         (["--ways", "grace:ratio=0.01", "--door", "ddp"], "is of the door horovod, not of ddp"),
-        (["--ways", "stock", "--launcher", "horovodrun", "--later", "1gbit:5"], "need --launcher cluster"),
+        (["--ways", "stock", "--launcher", "local", "--later", "1gbit:5"], "changes the links of --launcher cluster"),
         (["--ways", "stock", "--later", "1gbit:5"], "--later needs at least 5 rounds"),
         (["--ways", "stock", "--task", "cifar"], "needs --data FOLDER"),
         (["--ways", "stock", "--set", "depth=3"], "mlp has no depth"),
+        (["--ways", "stock", "--set", "clip=1"], "mlp clips gradients, which the ways would do differently"),
     ],
 )
 def test_what_cannot_be_launched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,8 +268,8 @@ def test_a_later_rate_has_a_time(text: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_project_that_is_not_there_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("horovod.torch", reason="train/projects.py was NOT tested: Horovod is not installed")
-    from laboratory.train import projects
+    pytest.importorskip("horovod.torch", reason="harness/projects.py was NOT tested: Horovod is not installed")
+    from laboratory.harness import projects
 
     monkeypatch.setenv(ways.PROJECTS, str(tmp_path))
     with pytest.raises(Refused, match="there is no checkout of grace; name its parent folder by --projects"):

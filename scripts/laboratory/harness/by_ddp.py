@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from gradcomp.networks.torch import TorchNetwork
-from laboratory.train import ways
-from laboratory.train.trainee import Fitted
+from laboratory.harness import ways
+from laboratory.harness.simulated import clip as shorten
+from laboratory.harness.trainee import Fitted, Synced
 
 # The hook starts later reductions of a bucket from gloo's threads. With several buckets their order differs between ranks, and
 # gloo adds up tensors of different buckets, or aborts. So it gets one bucket, of up to so many megabytes.
@@ -24,8 +24,6 @@ ONE_BUCKET = 1e4
 
 class Door:
     """The ranks of torch.distributed, on gloo."""
-
-    name = ways.DDP
 
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(minutes=10))
@@ -37,18 +35,13 @@ class Door:
         dist.all_reduce(mean)
         return [float(figure) / self.size for figure in mean]
 
-    def network(self) -> TorchNetwork:
-        """Return the network that gradcomp has."""
-        return TorchNetwork(dist.distributed_c10d._get_default_group(), torch.device("cpu"))
-
     def end(self) -> None:
         """Leave the ranks, when all of them are done."""
         dist.barrier()
         dist.destroy_process_group()
 
-    def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int) -> Fitted:
+    def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int, clip: float) -> Fitted:
         """Fit a way to a model and its optimizer."""
-        entries = sum(parameter.numel() for parameter in model.parameters())
         found = ways.other(way)
         if found is None:
             wrapped = DistributedDataParallel(model)
@@ -58,32 +51,45 @@ class Door:
         if name == "none":
             return Fitted(model, optimizer, lambda: 0)
         if name == "sync":
-            return Fitted(model, Synced(optimizer), lambda: 0)
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if name == "powersgd" else None)
+            return Fitted(model, Synced(optimizer, lambda: dist.all_reduce(torch.zeros(1))), lambda: 0)
+        entries = sum(parameter.numel() for parameter in model.parameters())
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if clip or name == "powersgd" else None)
+        state, hook, sent = None, _HOOKS[name], (2 if name in ("bf16", "fp16") else 4) * entries // int(number)
         if name == "powersgd":
             state = powerSGD_hook.PowerSGDState(
-                dist.group.WORLD, matrix_approximation_rank=int(number), start_powerSGD_iter=ways.POWERSGD_FROM
+                dist.group.WORLD,
+                matrix_approximation_rank=int(number),
+                start_powerSGD_iter=ways.POWERSGD_FROM,
+                random_seed=seed,
             )
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            return Fitted(wrapped, optimizer, lambda: None)
-        if name in _HALVES:
-            wrapped.register_comm_hook(None, _HALVES[name])
-        return Fitted(wrapped, optimizer, lambda: (2 if name in _HALVES else 4) * entries // int(number))
+        if clip or name != "stock":
+            wrapped.register_comm_hook(state, _clipped(hook, clip))
+        return Fitted(wrapped, optimizer, Sent(state, entries) if state else lambda: sent)
 
 
-class Synced:
-    """An optimizer whose step ends with one number that the ranks reduce."""
+class Sent:
+    """The bytes that PowerSGD's hook sends in a step, from what it counts: nothing until it compresses."""
 
-    def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
+    def __init__(self, state: powerSGD_hook.PowerSGDState, entries: int):
+        self._state, self._entries, self._before = state, entries, 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+    def __call__(self) -> int:
+        total = self._state.total_numel_after_compression
+        sent, self._before = total - self._before, total
+        return 4 * (sent or self._entries)
 
-    def step(self) -> None:
-        """Step, and wait for the others."""
-        self._optimizer.step()
-        dist.all_reduce(torch.zeros(1))
+
+def _clipped(hook: Any, longest: float) -> Any:
+    def clipped(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        shorten((bucket.buffer(),), longest)  # the bucket has the whole gradient of this rank
+        found: torch.futures.Future[Tensor] = hook(state, bucket)
+        return found
+
+    return clipped
+
+
+def _stock(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
 
 # DistributedDataParallel knows these hooks by name and refuses them on gloo, which can reduce both types.
@@ -95,4 +101,4 @@ def _fp16(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return default_hooks.fp16_compress_hook(None, bucket)  # type: ignore[arg-type]
 
 
-_HALVES = {"bf16": _bf16, "fp16": _fp16}
+_HOOKS = {"stock": _stock, "bf16": _bf16, "fp16": _fp16, "powersgd": powerSGD_hook.powerSGD_hook}

@@ -1,0 +1,213 @@
+"""What is measured: a training by one way, or rounds in which several ways take turns; and the loop that completes them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from laboratory import machine, ranks
+from laboratory.harness import records, rounds, simulated
+from laboratory.harness.records import Record
+from laboratory.harness.ways import DDP, HOROVOD, SIMULATED, environment
+from laboratory.report.progress import TimeLeft
+from laboratory.tasks import prepared
+from laboratory.tasks.task import Settings
+
+# How ranks on this machine alone are started, by door.
+LAUNCHERS = {HOROVOD: "horovodrun", DDP: "torchrun"}
+
+
+class Training(NamedTuple):
+    """Everything but the code that decides the outcome of a training.
+
+    door: of real ranks; simulated ranks have none. every: batches between two scores on the way, in its later part; 0: only the
+    end has one. data: the name of the prepared file. rate: of the links of an emulated cluster; real ranks without one are
+    processes of this machine.
+    """
+
+    task: str
+    way: str
+    seed: int
+    ranks: int
+    settings: Settings
+    door: str = SIMULATED
+    every: int = 0
+    data: str = ""
+    rate: str = ""
+
+    @property
+    def what(self) -> str:
+        """Return the kind of its record."""
+        return "training"
+
+    def key(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        own = {name: value for name, value in self._asdict().items() if self._field_defaults.get(name) != value}
+        return {**own, "settings": self.settings.key()}
+
+    def stem(self) -> str:
+        """Return the first part of the record's name."""
+        return f"{self.task}-{machine.slug(self.way)[:80]}-{self.ranks}-ranks"
+
+    def label(self) -> str:
+        """Name it in a line of progress."""
+        return f"{self.task}  {self.way}  seed {self.seed}"
+
+    def work(self) -> float:
+        """Estimate its time, in any unit."""
+        return self.settings.steps
+
+    def outcome(self, record: Record) -> str:
+        """Say how it ended."""
+        return f"{self.label()}  score {record['scores'][-1][2]:.2f}  {record['seconds']:.0f} s"
+
+
+class Rounds(NamedTuple):
+    """Everything but the code that decides step times: ranks, links, and the rounds in which each way takes a turn.
+
+    steps, turn: of a turn, at most; its seconds. later: the rate that the links get after so many seconds, if they change.
+    """
+
+    launcher: str
+    hosts: int
+    rate: str
+    task: str
+    settings: Settings
+    ways: Sequence[str]
+    rounds: int
+    steps: int
+    turn: float = 1e9
+    door: str = HOROVOD
+    later: tuple[str, float] | None = None
+    data: str = ""
+
+    @property
+    def what(self) -> str:
+        """Return the kind of its record."""
+        return "rounds"
+
+    def key(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**self._asdict(), "settings": self.settings.key()}
+
+    def stem(self) -> str:
+        """Return the first part of the record's name."""
+        return f"{self.task}-{self.door}-{self.hosts}-hosts-{self.rate}-width-{self.settings.width}"
+
+    def label(self) -> str:
+        """Name it in a line of progress."""
+        return f"{self.hosts} hosts, {self.rate}, {self.task} by {self.door}"
+
+    def work(self) -> float:
+        """Estimate its time, in any unit."""
+        return self.rounds * len(self.ways)
+
+    def outcome(self, record: Record) -> str:
+        """Say that it ended."""
+        return self.label()
+
+
+Measured = Training | Rounds
+
+
+class Lab(NamedTuple):
+    """Where work is done. data: the folder of prepared data. projects: of published projects. jobs: simulations at once."""
+
+    command: str
+    data: Path
+    projects: Path | None = None
+    jobs: int = 1
+
+
+def command(measured: Measured, data: Path) -> list[str]:
+    """Write the command of its ranks."""
+    own = {**measured._asdict(), "settings": measured.settings._asdict()}
+    if measured.data:
+        own["data"] = str(prepared.place(data, measured.data))
+    job = ["laboratory.harness.rank", measured.what, json.dumps(own)]
+    if isinstance(measured, Training):
+        launcher = "cluster" if measured.rate else LAUNCHERS[measured.door]
+        return ranks.command(launcher, measured.ranks, job, measured.rate, measured.door)
+    later = ["--later", "{}:{:g}".format(*measured.later)] if measured.later else []
+    return ranks.command(measured.launcher, measured.hosts, job, measured.rate, measured.door, later)
+
+
+def perform(measured: Measured, lab: Lab) -> dict[str, Any]:
+    """Measure, and return the figures."""
+    if isinstance(measured, Training) and measured.door == SIMULATED:
+        return simulated.train(measured, lab.data)
+    count = measured.ranks if isinstance(measured, Training) else measured.hosts
+    variables = ranks.environment(count, **environment(lab.projects))
+    raw = ranks.run(command(measured, lab.data), variables, measured.label())
+    return raw if isinstance(measured, Training) else rounds.summary(raw, measured.later is not None)
+
+
+def load(measured: Measured, folder: Path) -> Record | None:
+    """Find the record; None if there is none."""
+    return records.find(folder, measured.stem(), measured.key())
+
+
+def keep(measured: Measured, folder: Path, lab: Lab) -> Record:
+    """Measure, and write the record."""
+    return records.write(folder, measured.stem(), measured.what, measured.key(), lab.command, perform(measured, lab))
+
+
+def complete(every: Sequence[Measured], folder: Path, lab: Lab) -> None:
+    """Measure what has no record. Simulations share the cores as `lab.jobs` says; real ranks need them alone."""
+    missing = [each for each in every if load(each, folder) is None]
+    finished, left = len(every) - len(missing), TimeLeft(each.work() for each in missing)
+    print(f"{len(every)} measurements, {finished} of them finished", flush=True)
+    alone = [each for each in missing if isinstance(each, Rounds) or each.door != SIMULATED]
+    shared = [each for each in missing if each not in alone]
+    with ranks.termination_interrupts():
+        for ended in (_simulations(shared, folder, lab), _one_by_one(alone, folder, lab)):
+            for each, record in ended:
+                finished += 1
+                print(f"{finished} of {len(every)}  {each.outcome(record)}, {left.after(each.work())}", flush=True)
+
+
+Ended = Iterator[tuple[Measured, Record]]
+
+
+def _one_by_one(every: Sequence[Measured], folder: Path, lab: Lab) -> Ended:
+    for each in every:
+        yield each, keep(each, folder, lab)
+
+
+def _simulations(every: Sequence[Measured], folder: Path, lab: Lab) -> Ended:
+    if lab.jobs == 1 or not every:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield from _one_by_one(every, folder, lab)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    for name, value in ranks.GLIBC_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    pool = ProcessPoolExecutor(min(lab.jobs, len(every)), mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+    try:
+        waiting = {pool.submit(keep, each, folder, lab): each for each in every}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    except BaseException:
+        for process in list((pool._processes or {}).values()):
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin() -> None:
+    """Prepare a worker: one thread; Ctrl-C goes to the process that started it, which ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)

@@ -1,0 +1,178 @@
+"""A real rank: trains a task from its first step to its last, or times the steps of several ways in turns."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laboratory import ranks
+from laboratory.cluster.network import INTERFACE
+from laboratory.harness.measured import Measured, Rounds, Training
+from laboratory.harness.trainee import Door, Trainee
+from laboratory.harness.ways import is_spec
+from laboratory.tasks import prepared, training
+from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import Job, Settings
+from laboratory.timing import rotated
+
+# The part of the batches before the first score on the way: no training is nearly as good as dense's end by then.
+SCORED_FROM = 0.4
+
+# Steps of each way before the rounds that count, and the most steps in which auto may choose before these.
+WARM_UP, CHOOSING = 2, 500
+
+# Where the kernel counts the bytes that an emulated host's interface has sent.
+SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+
+
+class Rank:
+    """A rank that has started. job: the task for this rank alone."""
+
+    def __init__(self, measured: Measured, door: Door):
+        self.door, self.task, self.settings = door, TASKS[measured.task], measured.settings
+        self._seed = measured.seed if isinstance(measured, Training) else 0
+        self._arrays = prepared.load(Path(measured.data)) if measured.data else {}
+        self.job = self._job()
+        self.parameters = sum(parameter.numel() for parameter in self.job.model.parameters())
+
+    def trainee(self, way: str, clip: float = 0.0) -> Trainee:
+        """Make a way's own model, optimizer and batches."""
+        model = copy.deepcopy(self.job.model)  # a new one takes three times as long
+        kept = training.momentum_of(way) if is_spec(way) else 0.0
+        optimizer = training.optimizer_of(self.task, self.settings, model, kept)
+        fitted = self.door.fit(way, model, optimizer, self._seed, clip)
+        return Trainee(way, fitted, self._job().batches[self.door.rank], self.job.loss)
+
+    def score_of(self, trainee: Trainee) -> float:
+        """Compute the score of a trainee's model, on all cores: the other ranks wait."""
+        trained: Any = trainee.fitted.model
+        self.job.model.load_state_dict(getattr(trained, "module", trained).state_dict())
+        before = torch.get_num_threads()
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        try:
+            return self.job.score()
+        finally:
+            torch.set_num_threads(before)
+
+    def tell(self, text: str, share: float | None = None) -> None:
+        """Let rank 0 say how far the job is."""
+        if self.door.rank == 0:
+            ranks.tell(text, share)
+
+    def _job(self) -> Job:
+        return self.task.make(self.settings, self._seed, self.door.size, self._arrays)
+
+
+def train(rank: Rank, own: Training) -> dict[str, Any]:
+    """Train with as many batches as the settings have steps."""
+    trainee, steps = rank.trainee(own.way, own.settings.clip), own.settings.steps
+    losses: list[float] = []
+    sent: list[int | None] = []
+    scores: list[tuple[int, float, float]] = []
+    seconds = 0.0
+    for batch in range(trainee.passes, steps + 1, trainee.passes):
+        trainee.fitted.optimizer.param_groups[0]["lr"] = training.rate_of(rank.task, own.settings, batch)
+        seconds += trainee.step()
+        losses.append(trainee.loss)
+        sent.append(trainee.fitted.bytes_sent())
+        on_the_way = own.every and batch >= SCORED_FROM * steps and batch % own.every < trainee.passes
+        if on_the_way or batch + trainee.passes > steps:
+            if rank.door.rank == 0:
+                scores.append((batch, seconds, rank.score_of(trainee)))
+            rank.door.means([0.0], "scored")
+        if len(losses) % 10 == 0:
+            rank.tell(f"batch {batch} of {steps}", batch / steps)
+    weights = torch.cat([each.detach().flatten() for each in trainee.fitted.model.parameters()])
+    mean = torch.tensor(rank.door.means(weights.tolist(), "weights"))
+    return {
+        "losses": [round(loss, 6) for loss in rank.door.means(losses, "losses")],
+        "sent": sent,
+        "scores": scores,
+        "parameters": rank.parameters,
+        "seconds": round(seconds, 2),
+        "weights_are_equal": rank.door.means([float(torch.equal(mean, weights))], "equal") == [1.0],
+        "auto": dict(trainee.fitted.stats().get("auto", {})),
+    }
+
+
+def take_rounds(rank: Rank, own: Rounds) -> dict[str, Any]:
+    """Time the steps of every way, in turns."""
+    trainees = [rank.trainee(way) for way in own.ways]
+    fitting = {}
+    for done, trainee in enumerate(trainees):
+        rank.tell(f"warm-up, {trainee.way}", done / len(trainees))
+        choose(rank, trainee)
+        seconds, _ = turn_of(trainee, rank.door, WARM_UP)
+        fitting[trainee.way] = max(1, min(own.steps, int(own.turn / seconds[-1])))
+    found: dict[str, dict[str, Any]] = {way: {"rounds": [], "interface": []} for way in own.ways}
+    for at in range(own.rounds):
+        for done, i in enumerate(rotated(len(trainees), at)):
+            trainee = trainees[i]
+            rank.tell(f"round {at + 1} of {own.rounds}, {trainee.way}", (at + done / len(trainees)) / own.rounds)
+            seconds, sent = turn_of(trainee, rank.door, fitting[trainee.way])
+            found[trainee.way]["rounds"].append(seconds)
+            found[trainee.way]["interface"].append(sent)
+    for trainee in trainees:
+        line = found[trainee.way] | {"bytes": trainee.fitted.bytes_sent(), "loss": trainee.loss}
+        if own.launcher == "cluster":
+            line["interface_bytes_per_step"] = sum(line["interface"]) / sum(map(len, line["rounds"]))
+        if auto := trainee.fitted.stats().get("auto"):
+            line["auto"] = auto
+        found[trainee.way] = line
+    of_all = {"ranks": rank.door.size, "batch": own.settings.batch, "parameters": rank.parameters}
+    return {**of_all, "bytes_dense": 4 * rank.parameters, "ways": found}
+
+
+def turn_of(trainee: Trainee, door: Door, steps: int) -> tuple[list[float], float]:
+    """Take some steps. Return the seconds of each batch, and the bytes that a host's interface sent, averaged over the ranks.
+
+    Begin when all ranks are there.
+    """
+    door.means([0.0], "turn")
+    before = interface_bytes()
+    seconds = [trainee.step() / trainee.passes for _ in range(steps)]
+    sent = interface_bytes() - before
+    trainee.rest()
+    *means, sent_mean = door.means([*seconds, sent], f"times {steps}")
+    return means, sent_mean
+
+
+def interface_bytes() -> float:
+    """Read the kernel's counter; 0 where there is no emulated host."""
+    return float(SENT.read_text()) if SENT.exists() else 0.0
+
+
+def choose(rank: Rank, trainee: Trainee) -> None:
+    """Train until auto has chosen, if this way is auto."""
+    for step in range(CHOOSING):
+        if trainee.fitted.stats().get("auto", {"choices": 1})["choices"]:
+            return
+        if step % 10 == 0:
+            rank.tell(f"{trainee.way} chooses, step {step}")
+        trainee.step()
+
+
+def main(what: str, fields: str) -> None:
+    """Run this process as a rank. All ranks measure, rank 0 reports. what, fields: of a Training or of Rounds."""
+    given = json.loads(fields)
+    given["settings"] = Settings(**given["settings"])
+    measured: Measured = Training(**given) if what == "training" else Rounds(**given)
+    door = importlib.import_module(f"laboratory.harness.by_{measured.door}").Door()
+    rank = Rank(measured, door)
+    result = train(rank, measured) if isinstance(measured, Training) else take_rounds(rank, measured)
+    if door.rank == 0:
+        ranks.report(result)
+    door.end()
+    sys.stderr.flush()
+    os._exit(0)  # torch's threads and this process end in no fixed order, and now and then abort it after all is done
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,1 +1,0 @@
-"""Step times of a training job on real ranks."""
