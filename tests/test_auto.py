@@ -172,22 +172,12 @@ def test_a_candidate_that_was_faster_by_chance_is_left_at_the_next_tournament() 
     assert winner == FIVE and policy.seconds[FIVE] == pytest.approx(0.8)
 
 
-# The recorded cells: 1,000 steps each, tournaments included, with the noise of the records' rounds and 10 % in each step.
-
-SEEDS = range(3)
-
-
-def trainings() -> list[tuple[replay.Cell, replay.Replay]]:
-    found = [(cell, replay.Replay(cell, seed)) for cell in replay.cells() for seed in SEEDS]
-    for _, training in found:
-        training.train(1000)
-    return found
-
-
 def test_on_recorded_cells_auto_is_never_5_percent_slower_and_ends_near_the_fastest() -> None:
-    found = trainings()
-    assert len(found) == 68 * len(SEEDS)
+    """Over 1,000 steps, tournaments included, with the noise of the records' rounds and 10 % in each step."""
+    found = [(cell, replay.Replay(cell, seed)) for cell in replay.cells() for seed in range(3)]
+    assert len(found) == 68 * 3
     for cell, training in found:
+        training.train(1000)
         for rival, rounds in cell.rounds.items():
             if rival.stock is not None:
                 assert training.seconds <= 1.05 * training.steps * sum(rounds) / len(rounds), (cell.name, str(rival))
@@ -277,7 +267,7 @@ def test_steps_that_always_vary_are_not_chosen_for_again_and_again(monkeypatch: 
     ranks = begun(Link(FAST), "none")
     for turn in range(20):
         monkeypatch.setattr(choosing_ranks, "COMPUTES", COMPUTES * (1 + turn % 2))
-        said = train(ranks, 100)[0]
+        said = train(ranks, 200)[0]
     assert said["way"] == "stock" and 2 < said["choices"] <= 8, said
 
 
@@ -395,6 +385,18 @@ def test_all_gradients_come_or_wait(wanted: list[Candidate]) -> None:
     assert torch.equal(ranks[0].came, ranks[1].came)
     assert wanted[-1].keeps_residual or not waits.any()
     assert all(rank.session.stock == wanted[-1].stock for rank in ranks)
+
+
+def test_a_change_waits_until_the_optimizer_has_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Counter[int]()
+
+    def waits(training: Any) -> bool:
+        asked[id(training)] += 1
+        return asked[id(training)] <= 2
+
+    monkeypatch.setattr(type(threads.start(1, "dense")[0].session.training), "update_waits", property(waits))
+    _, turns = started(4, [HALF], 1)
+    assert [*asked.values()] == [3, 3] and all(each.reached == [True] for each in turns)
 
 
 def test_a_candidate_that_does_not_suit_the_training_is_refused_once_on_all_ranks() -> None:
