@@ -44,7 +44,6 @@ INTEGERS = np.array([0, 1, -1, 2, 63, 64, 65_535, 65_536, 2**31 - 1, -(2**31), 2
 class Lent:
     """An array as a kernel gets it, and the memory around it.
 
-    is_garbage: a kernel writes it before it reads it.
     given: of NumPy or torch. now: its entries, in NumPy. was: a copy from before the call.
     """
 
@@ -54,7 +53,6 @@ class Lent:
         self._at = 0 if draw.random() < 0.5 else GUARD + item * draw.randrange(9)
         self._end = self._at + size
         self._memory = np.empty(self._end + (GUARD if self._at else 0), np.uint8)
-        self.is_garbage = False
         self._memory[: self._at] = GUARD_BYTE
         self._memory[self._end :] = GUARD_BYTE
         self.now: Content = self._memory[self._at : self._end].view(content.dtype)
@@ -134,9 +132,7 @@ class Draw(random.Random):
 
     def garbage(self, n: int, dtype: str) -> Lent:
         """Lend an array that a kernel writes before it reads it."""
-        lent = self.lend(np.frombuffer(self.randbytes(n * np.dtype(dtype).itemsize), dtype))
-        lent.is_garbage = True
-        return lent
+        return self.lend(np.frombuffer(self.randbytes(n * np.dtype(dtype).itemsize), dtype))
 
     def pieces(self, n: int) -> list[Lent]:
         """Lend gradients of n entries in all: of every type, some without entries."""

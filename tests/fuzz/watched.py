@@ -18,7 +18,6 @@ import torch
 
 # The share of sizes at borders.
 BORDERED = 0.6
-DEVICE = "cuda"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,11 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=3, help="calls of each kernel (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--only", metavar="KERNEL", help="only this kernel")
-    parser.add_argument(
-        "--uninitialised",
-        action="store_true",
-        help="give a kernel no contents for what it writes first, for initcheck",
-    )
     options = parser.parse_args(arguments)
     own = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(own), str(own / "helpers"), str(own / "simt")]
@@ -98,35 +92,26 @@ def call_of(native: Any, kernel: str, number: int, options: argparse.Namespace) 
     print(f"{kernel} {number}", flush=True)  # the last line names the call that a tool or a limit ended
     with np.errstate(all="ignore"):
         values, check = call.MAKERS[kernel](draw)
-        moved = list(move(values, options.uninitialised)) if options.device == "cuda" else []
+        moved = list(move(values)) if options.device == "cuda" else []
         try:
             if moved:
                 run_on_gpu(native, kernel, values)
                 for lent, memory in moved:
                     lent._memory[:] = memory.cpu().numpy()
-            call.run(Done() if moved else native, kernel, values, None if options.uninitialised else check, 1, legal=True)
+            call.run(Done() if moved else native, kernel, values, check, 1, legal=True)
         except (call.Wrong, RuntimeError, ValueError) as error:
             return f"{kernel}({call.describe(values)}), call {number}: {error}"
     return ""
 
 
-def move(values: dict[str, Any], uninitialised: bool) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Copy the arrays of a call to the GPU, each with its bands. Yield the array and its memory there.
-
-    uninitialised: leave arrays of garbage out, which kernels write before they read them.
-    """
+def move(values: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Copy the arrays of a call to the GPU, each with its bands. Yield the array and its memory there."""
     from fuzz import call
 
     for value in values.values():
         for lent in call.lents(value):
             dtype = lent.given.dtype if isinstance(lent.given, torch.Tensor) else torch.from_numpy(lent.now).dtype
-            whole = torch.from_numpy(lent._memory)
-            if uninitialised and lent.is_garbage:
-                memory = torch.empty(whole.shape, dtype=whole.dtype, device=DEVICE)
-                for band in (slice(0, lent._at), slice(lent._end, None)):
-                    memory[band].copy_(whole[band])
-            else:
-                memory = whole.cuda()
+            memory = torch.from_numpy(lent._memory).cuda()
             # NumPy's empty arrays have a stride of 0, which torch does not view as another type.
             lent.given = memory[lent._at : lent._end].view(dtype) if len(lent) else memory.new_empty(0, dtype=dtype)
             yield lent, memory
@@ -142,7 +127,7 @@ def run_on_gpu(native: Any, kernel: str, values: dict[str, Any]) -> None:
 
 
 class Done:
-    """Kernels that have run already: what is left is to hold the call to its contract."""
+    """Kernels that have run already, so that only the contract of the call is checked."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **options: None

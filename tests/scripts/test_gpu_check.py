@@ -1,51 +1,41 @@
-"""The GPU check where there is no GPU: its stages' ends, its offline sources, and its readings of Horovod, NCCL and traces."""
+"""The GPU check where there is no GPU: its calls, limits, files and refusals, and its readings of CUDA's tools."""
 
-import importlib.machinery
-import importlib.util
-import shutil
+from __future__ import annotations
+
+import json
+import os
 import subprocess
 import sys
-import tarfile
 import time
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from laboratory.gpu import gpu, horovod_build, prepare, stages, trace, work
-from laboratory.gpu.stages import Clock, Failed, Impossible, Record, Stage, TimedOut
-from setting_up.horovod_patches import PATCHES
+from laboratory.gpu import calls, place, stages, tool_work, work
+from laboratory.gpu.place import Gpu
+from laboratory.gpu.stages import Clock, Failed, Impossible, Output, Record, Stage, TimedOut
 
 ROOT = Path(__file__).resolve().parents[2]
-
 PYTHON = sys.executable
+GPU = Gpu("NVIDIA H200", "580.1", "9.0", "1 MiB")
+NINE_MINUTES = 540
 
 
-def run_all(tmp_path: Path, *chosen: Stage, total: float = 30) -> list[Record]:
-    return stages.run(chosen, total, tmp_path, {})
+def gpu_check(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [PYTHON, "scripts/gpu_check", *options], {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def test_every_stage_has_its_turn_and_its_reason(tmp_path: Path) -> None:
-    def raises(error: Exception) -> Stage:
-        def run(clock: Clock) -> Record:
-            raise error
-
-        return Stage(type(error).__name__, run, 5)
-
-    fine = Stage("fine", lambda clock: {"figure": 1}, 5)
-    records = run_all(tmp_path, *map(raises, (Failed("bad"), Impossible("no nvcc"), TimedOut("slow"), KeyError("odd"))), fine)
-    assert [record["status"] for record in records] == ["failed", "impossible", "timed out", "failed", "ok"]
-    assert [record.get("reason") for record in records[:4]] == ["bad", "no nvcc", "slow", "KeyError: 'odd'"]
-    assert records[4]["figures"] == {"figure": 1}
+def run_all(folder: Path, *chosen: Stage, total: float = 30, after: Callable[[list[Record]], object] = len) -> list[Record]:
+    return stages.run(chosen, total, folder / "log", {}, after)
 
 
-def test_a_stage_runs_only_after_the_stages_it_needs_went_well(tmp_path: Path) -> None:
-    def broken(clock: Clock) -> Record:
-        raise Failed("it broke")
+def raises(error: Exception) -> Stage:
+    def run(clock: Clock) -> Record:
+        raise error
 
-    second = Stage("tests", lambda clock: {}, 5, ("build",))
-    assert run_all(tmp_path, Stage("build", broken, 5), second)[1]["reason"].startswith("it needs the stage build")
-    assert run_all(tmp_path, second.among(["tests"]))[0]["status"] == "ok"
+    return Stage(type(error).__name__, run, 5)
 
 
 def ended(stat: Path) -> bool:
@@ -54,6 +44,25 @@ def ended(stat: Path) -> bool:
         return stat.read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def fake(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_every_stage_has_its_turn_and_its_reason(tmp_path: Path) -> None:
+    fine = Stage("fine", lambda clock: {"figure": 1}, 5)
+    records = run_all(tmp_path, *map(raises, (Failed("bad"), Impossible("no nvcc"), TimedOut("slow"), KeyError("odd"))), fine)
+    assert [record["status"] for record in records] == ["failed", "impossible", "timed out", "failed", "ok"]
+    assert [record.get("reason") for record in records[:4]] == ["bad", "no nvcc", "slow", "KeyError: 'odd'"]
+    assert records[4]["figures"] == {"figure": 1}
+
+
+def test_no_stage_runs_after_a_required_one_failed(tmp_path: Path) -> None:
+    broken = Stage("build", raises(Failed("it broke")).run, 5, required=True)
+    records = run_all(tmp_path, broken, Stage("tests", lambda clock: {}, 5))
+    assert records[1]["status"] == "impossible" and records[1]["reason"].startswith("it needs the stage build")
 
 
 def test_a_command_is_ended_at_its_limit_with_all_it_started(tmp_path: Path) -> None:
@@ -77,7 +86,15 @@ def test_a_failed_command_shows_its_end_and_the_log_keeps_the_rest(tmp_path: Pat
     assert "ended with 3" in record["reason"]
     assert "line 49" in record["reason"]
     assert "line 10\n" not in record["reason"]
-    assert "line 10\n" in (tmp_path / "bad-one.log").read_text()
+    assert "line 10\n" in (tmp_path / "log").read_text()
+
+
+def test_a_long_log_loses_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "MOST_LOG", 1000)
+    long, short = "print('begin' + 5000 * 'x' + 'end')", "print('short')"
+    run_all(tmp_path, *(Stage("s", lambda c, text=text: {"": c.command([PYTHON, "-c", text])}, 30) for text in (long, short)))  # type: ignore[misc]
+    log = (tmp_path / "log").read_text()
+    assert len(log) < 1300 and "... and so on ..." in log and "xend\n" in log and log.endswith("\nshort\n")
 
 
 def test_the_whole_check_has_a_limit_too(tmp_path: Path) -> None:
@@ -90,20 +107,151 @@ def test_the_whole_check_has_a_limit_too(tmp_path: Path) -> None:
     assert second["status"] == "timed out"
 
 
+def test_no_call_can_take_nine_minutes() -> None:
+    """The stages' limits are above it in sum, since few stages take long: the total is what ends a call."""
+    assert calls.TOTAL + 2 * stages.ENDING <= NINE_MINUTES
+    for call in calls.CALLS:
+        every = calls.stages(call, GPU)
+        assert all(stage.limit < calls.TOTAL / 2 for stage in every)
+        assert [stage.name for stage in every if stage.required][:2] == ["machine", "build"]
+        assert len({stage.name for stage in every}) == len(every)
+
+
+def test_a_dry_run_has_the_stages_of_every_call_but_those_of_a_gpus_tools() -> None:
+    left_out = {call: {stage.name for stage in calls.stages(call, GPU)} for call in calls.CALLS}
+    for call, names in left_out.items():
+        names -= {stage.name for stage in calls.stages(call, None)}
+    assert left_out == {"kernels": set(), "ranks": set(), "tools": set(calls.TOOLS)}
+
+
+def failing(clock: Clock) -> Record:
+    clock.command(["echo", "said"])
+    raise Failed(f"cc: {ROOT}/csrc/ops.h: no")
+
+
+def hanging(clock: Clock) -> Record:
+    clock.command(["sh", "-c", "echo begun; sleep 60"])
+    return {}
+
+
+def interrupted(clock: Clock) -> Record:
+    raise KeyboardInterrupt
+
+
+def test_a_call_leaves_its_results_in_two_files_however_its_stages_end(tmp_path: Path) -> None:
+    said = list[str]()
+    output = Output(tmp_path, "kernels", GPU, lambda line: said.append(str(line)))
+    chosen = [
+        Stage("first", lambda clock: {"figure": 1}, 5),
+        Stage("bad", failing, 5),
+        Stage("slow", hanging, 1),
+        Stage("last", lambda clock: {"figure": 2}, 5),
+        Stage("ended", interrupted, 5),
+    ]
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stages.run(chosen, 20, output.log, {}, output.write)
+    assert time.monotonic() - began < 15
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-nvidia-h200-kernels.json", "gpu-nvidia-h200-kernels.log"]
+    result = json.loads(output.result.read_text())
+    assert [each["status"] for each in result["stages"]] == ["ok", "failed", "timed out", "ok", "running"]
+    assert result["stages"][3]["figures"] == {"figure": 2}
+    assert result["stages"][1]["reason"] == "cc: ./csrc/ops.h: no"  # no path of the machine
+    assert (result["call"], result["device"]["name"]) == ("kernels", "NVIDIA H200")
+    assert {"date", "commit", "machine", "command", "versions"} <= result.keys()
+    log = output.log.read_text()
+    assert "=== bad\n$ echo said\nsaid" in log and "begun" in log
+    assert any("csrc/ops.h: no" in line for line in said)
+
+
 def test_a_gpu_is_read_from_nvidia_smi(tmp_path: Path) -> None:
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 9.0, 143771 MiB'\n")
-    fake.chmod(0o755)
-    found = gpu.find(str(fake))
-    assert found == gpu.Gpu("NVIDIA H200", "580.1", "9.0", "143771 MiB")
-    assert found.arch == "90"
-    assert gpu.find(str(tmp_path / "absent")) is None
-    assert gpu.parse("No devices were found") is None
+    smi = tmp_path / "nvidia-smi"
+    fake(smi, "echo 'NVIDIA H200, 580.1, 9.0, 143771 MiB'")
+    found = place.find_gpu(str(smi))
+    assert found == Gpu("NVIDIA H200", "580.1", "9.0", "143771 MiB") and found.arch == "90"
+    fake(smi, "echo 'No devices were found'")
+    assert place.find_gpu(str(smi)) is None and place.find_gpu(str(tmp_path / "absent")) is None
 
 
-def test_it_starts_before_gradcomp_is_built_and_without_torch() -> None:
-    code = "import sys; sys.modules |= {'gradcomp': None, 'torch': None}; import laboratory.gpu.calls, laboratory.gpu.output"
-    subprocess.run([PYTHON, "-c", code], cwd=ROOT / "scripts", check=True)
+def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
+    done = gpu_check("kernels", PATH=str(tmp_path))  # no nvidia-smi there, whatever this machine has
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "no GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options,status,said",
+    [
+        ([], 2, "name a call: kernels, ranks, tools"),
+        (["kernels", "--dry-run", "--only", "tset"], 1, "no stage 'tset'; it has m"),
+    ],
+)
+def test_unknown_calls_and_stages_are_refused(options: list[str], status: int, said: str) -> None:
+    done = gpu_check(*options)
+    assert done.returncode == status and said in done.stderr
+
+
+def test_all_that_is_missing_is_said_at_once() -> None:
+    found = place.missing(True, lambda name: name not in ("torch", "nvcc", "pytest"))
+    assert [text.partition(" (")[0] for text in found] == ["torch", "pytest", "nvcc"]
+    assert "must come from the machine" in found[0] and "--prepare" in found[1] and "CUDA_HOME" in found[2]
+    assert not any("nvcc" in text for text in place.missing(False, lambda name: False))
+    assert place.missing(False) == []  # this machine has what a dry run needs
+
+
+def test_a_machine_without_torch_ends_every_stage_within_seconds(tmp_path: Path) -> None:
+    """A Python that has neither torch nor the extension starts gpu_check, and is told what it lacks."""
+    out = tmp_path / "out"
+    command = [PYTHON, "-S", str(ROOT / "scripts" / "gpu_check"), "ranks", "--dry-run", "--out", str(out)]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]})
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    assert "missing: torch (it must come from the machine" in done.stdout
+    found = json.loads((out / "dry-run-ranks.json").read_text())["stages"]
+    assert {each["status"] for each in found} == {"impossible"}
+    assert "missing: torch" in found[0]["reason"] and "it needs the stage machine" in found[1]["reason"]
+
+
+def test_only_missing_packages_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "PACKAGES", {"pytest": "pytest>=9", "surely_not_there": "surely-not-there"})
+    monkeypatch.setattr(work, "PIP", ("echo",))
+    (tmp_path / "log").touch()
+    clock = Clock(time.monotonic() + 30, tmp_path / "log", {})
+    assert work.install_missing(clock, tmp_path, tmp_path / "site") == []  # nothing was downloaded
+    (tmp_path / "wheels").mkdir()
+    assert work.install_missing(clock, tmp_path, tmp_path / "site") == ["surely_not_there"]
+    assert clock.output().splitlines()[1] == f"install --no-index -f {tmp_path}/wheels -t {tmp_path}/site surely-not-there"
+
+
+FITTING = {"torch": "2.9", "torch_cuda": "13.0", "nvcc": "Build cuda_13.0.r13.0/compiler.1"}
+
+
+@pytest.mark.parametrize(
+    "change,gpu,said",
+    [
+        ({"torch_cuda": None}, True, "is built for CPUs"),
+        ({}, False, "sees no GPU"),
+        ({"torch_cuda": "12.8"}, True, "nvcc is of CUDA 13, but torch 2.9 of"),
+    ],
+)
+def test_a_torch_that_cannot_use_the_gpu_is_named(change: dict[str, str | None], gpu: bool, said: str) -> None:
+    work.check_cuda({"versions": FITTING, "gpu": {"gpu": "X"}})
+    with pytest.raises(Failed, match=said):
+        work.check_cuda({"versions": FITTING | change, "gpu": {"gpu": "X"} if gpu else None})
+
+
+def test_programs_are_found_beside_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for name in ("usr/local/cuda/bin/nvcc", "opt/nvidia/nsight-compute/2025.3.1/ncu", "mine/bin/compute-sanitizer"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+    assert place.program("nvcc", tmp_path) == str(tmp_path / "usr/local/cuda/bin/nvcc")
+    assert place.program("ncu", tmp_path) == str(tmp_path / "opt/nvidia/nsight-compute/2025.3.1/ncu")
+    assert place.program("compute-sanitizer", tmp_path) is None
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "mine"))
+    assert place.program("compute-sanitizer", tmp_path) == str(tmp_path / "mine/bin/compute-sanitizer")
 
 
 def test_results_are_found_wherever_a_launcher_puts_them() -> None:
@@ -112,95 +260,82 @@ def test_results_are_found_wherever_a_launcher_puts_them() -> None:
         work.marked("noise")
 
 
-def test_figures_of_the_tests_are_counted(tmp_path: Path) -> None:
-    report = tmp_path / "tests.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase>'
-        '<testcase name="c"><skipped/></testcase><testcase name="d"><error/></testcase></testsuite></testsuites>'
-    )
-    assert work.count(report) == {"tests": 4, "skipped": 1, "failures": ["b", "d"]}
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tests/a.py::b[cuda] PASSED   [ 10%]\ntests/a.py::c FAILED   [ 20%]\ntests/a.py::d SKIPPED (no) [ 30%]\ntests/a.py::e ",
+        "[gw1] [ 10%] PASSED tests/a.py::b \n[gw0] [ 20%] FAILED tests/a.py::c \n[gw2] [ 30%] SKIPPED tests/a.py::d \n",
+    ],
+)
+def test_tests_that_have_ended_are_counted_by_one_process_or_several(text: str) -> None:
+    assert work.outcomes(text) == {"tests": 3, "skipped": 1, "failures": ["tests/a.py::c"]}
 
 
-def sdist(folder: Path, fits: bool) -> None:
-    """Make an sdist with the passages of Horovod's files that are patched, or with none."""
-    source = folder / f"horovod-{horovod_build.VERSION}"
-    for patch in PATCHES:
-        path = source / patch.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text((path.read_text() if path.exists() else "") + f"{patch.passage if fits else ''}\n")
-    with tarfile.open(folder / f"{source.name}.tar.gz", "w:gz") as archive:
-        archive.add(source, source.name)
-    shutil.rmtree(source)
+COUNTERS = """\
+==PROF== Connected to process 1
+==PROF== Profiling "spread_tiles": 0%....100% - 2 passes
+"ID","Process ID","Kernel Name","Block Size","Grid Size","dram__bytes_read.sum","gpu__time_duration.sum"
+"","","","","","byte","ns"
+"0","1","void gradcomp::cuda::(anonymous namespace)::take<(int)3>(float *)","(256, 1, 1)","(64, 1, 1)","1,024","2048.5"
+"1","1","gradcomp::cuda::<unnamed>::spread_tiles(const float *)","(256, 1, 1)","(1, 1, 1)","n/a","7"
+"""
 
 
-def test_horovod_is_patched_as_set_up_does_or_refused(tmp_path: Path) -> None:
-    with pytest.raises(Impossible, match="--prepare"):
-        horovod_build.unpack(tmp_path, tmp_path / "out")
-    sdist(tmp_path, fits=True)
-    tree = horovod_build.unpack(tmp_path, tmp_path / "out")
-    for patch in PATCHES:
-        assert patch.replacement in (tree / patch.file).read_text()
-    sdist(tmp_path, fits=False)
-    with pytest.raises(Impossible, match=r"the patches do not fit horovod-.*\.tar\.gz: .* 0 times, not once"):
-        horovod_build.unpack(tmp_path, tmp_path / "other")
-
-
-def test_horovod_is_the_version_that_set_up_builds() -> None:
-    assert f"\nHOROVOD={horovod_build.VERSION}\n" in (ROOT / "scripts" / "setup").read_text()
-
-
-def test_horovod_is_built_for_that_gpu_alone() -> None:
-    assert horovod_build.variables(gpu.Gpu("X", "1", "9.0", "1 MiB"))["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
-    assert "HOROVOD_BUILD_CUDA_CC_LIST" not in horovod_build.variables(None)
-
-
-def test_nccl_is_linked_by_the_name_that_linkers_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "packages" / "nvidia" / "nccl"
-    for name in ("include/nccl.h", "lib/libnccl.so.2"):
-        (package / name).parent.mkdir(parents=True)
-        (package / name).write_text("")
-    found = importlib.machinery.ModuleSpec("nvidia.nccl", None)
-    found.submodule_search_locations = [str(package)]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    wanted = horovod_build.nccl_variables(tmp_path / "linked")
-    assert wanted["HOROVOD_GPU_OPERATIONS"] == "NCCL" and (Path(wanted["HOROVOD_NCCL_INCLUDE"]) / "nccl.h").exists()
-    assert (Path(wanted["HOROVOD_NCCL_LIB"]) / "libnccl.so").exists()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    if not Path("/usr/include/nccl.h").exists():
-        with pytest.raises(Impossible, match="NCCL is missing"):
-            horovod_build.nccl_variables(tmp_path / "linked")
-
-
-def event(category: str, name: str, begin: float, length: float, correlation: int = 0) -> Record:
-    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length, "args": {"correlation": correlation}}
-
-
-def test_overlap_is_read_from_a_trace() -> None:
-    events = [
-        event("user_annotation", trace.BACKWARD, 100, 50),
-        *(event("cuda_runtime", "cudaLaunchKernel", at, 1, number) for number, at in enumerate((90, 110, 120, 130, 160))),
-        event("kernel", "forward", 95, 10, 0),
-        event("kernel", "gemm", 115, 20, 1),
-        event("kernel", "gradcomp::cuda::add_tiles", 140, 10, 2),
-        event("kernel", "gemm", 150, 50, 3),
-        event("kernel", "gradcomp::cuda::spread_tiles", 210, 30, 4),
-        {"ph": "i", "name": "a mark"},
-    ]
-    assert trace.overlap({"traceEvents": events}) == {
-        "kernels": 2,
-        "kernels_of_backward": 2,
-        "ms": 0.04,
-        "share_in_backward": 0.25,
+def test_counters_are_read_kernel_by_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "table").write_text(COUNTERS)
+    find_log = 'all="$*"; while [ "$1" != --log-file ]; do shift; done; log=$2'
+    fake(tmp_path / "ncu", f'{find_log}; cp {tmp_path}/table "$log"; echo \'@{{"cases": ["a"]}}\'')
+    monkeypatch.setattr(tool_work, "BUILD", tmp_path)
+    monkeypatch.setattr(tool_work, "program", lambda name: str(tmp_path / name))
+    stage = Stage("counters", lambda clock: tool_work.counted(clock, "cuda", "passes", "1k"), 30)
+    (record,) = run_all(tmp_path, stage)
+    assert record["status"] == "ok", record
+    first, second = record["figures"]["kernels"]
+    assert first == {
+        "kernel": "take<3>",
+        "grid": "(64, 1, 1)",
+        "block": "(256, 1, 1)",
+        "dram__bytes_read.sum": 1024.0,
+        "gpu__time_duration.sum": 2048.5,
     }
-    assert trace.overlap({"traceEvents": events[:1]})["share_in_backward"] is None
+    assert (second["kernel"], second["dram__bytes_read.sum"]) == ("spread_tiles", "n/a")
+    (tmp_path / "table").write_text("==ERROR== no permission\n")
+    (record,) = run_all(tmp_path, stage)
+    assert "ncu counted no kernel of gradcomp\n==ERROR== no permission" in record["reason"]
 
 
-def test_only_missing_packages_are_unpacked(tmp_path: Path) -> None:
-    for name in ("pytest", "surely_not_there"):
-        (tmp_path / name).mkdir()
-        with zipfile.ZipFile(tmp_path / name / f"{name}-1-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(f"{name}/__init__.py", "")
-    site = tmp_path / "site"
-    assert prepare.unpack_missing(tmp_path, site, ["pytest", "surely_not_there"]) == ["surely_not_there-1-py3-none-any.whl"]
-    assert [path.name for path in site.iterdir()] == ["surely_not_there"]
-    assert prepare.unpack_missing(tmp_path, site, ["surely_not_there"]) == []
+@pytest.mark.parametrize(
+    "described,option", [("--kernel-name arg", "--kernel-name"), ("--kernel-regex", "--kernel-regex"), ("", "")]
+)
+def test_a_sanitizer_is_asked_how_it_names_kernels(described: str, option: str, tmp_path: Path) -> None:
+    fake(tmp_path / "tool", f"echo ' --kernel-name-exclude x'; echo ' {described}'")
+    assert tool_work.only_ours(str(tmp_path / "tool")) == ((option, "kernel_substring=gradcomp") if option else ())
+
+
+@pytest.mark.parametrize(
+    "text,status,said",
+    [
+        ("echo '@{\"calls\": 2}'; echo '========= ERROR SUMMARY: 0 errors'", "ok", "ERROR SUMMARY: 0 errors"),
+        ("echo '========= ERROR SUMMARY: 3 errors'; exit 99", "failed", "ERROR SUMMARY: 3 errors"),
+        ("echo '========= Device not supported'; exit 1", "impossible", "refuses this GPU"),
+    ],
+)
+def test_a_sanitizers_summary_is_recorded(
+    text: str, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path / "compute-sanitizer", text)
+    monkeypatch.setattr(tool_work, "BUILD", tmp_path)
+    monkeypatch.setattr(tool_work, "program", lambda name: str(tmp_path / name))
+    stage = Stage("memcheck", lambda clock: tool_work.sanitized(clock, "memcheck", 1), 30)
+    (record,) = run_all(tmp_path, stage)
+    assert record["status"] == status and said in json.dumps(record)
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_ranks_call_holds(tmp_path: Path) -> None:
+    done = gpu_check("ranks", "--dry-run", "--out", str(tmp_path), "--only", "machine", "horovod", "horovod-ranks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dry-run-ranks.json", "dry-run-ranks.log"]
+    result = json.loads((tmp_path / "dry-run-ranks.json").read_text())
+    assert result["device"]["name"].startswith("none")
+    assert result["versions"]["torch"] and all(result["stages"][2]["figures"]["checks"].values())

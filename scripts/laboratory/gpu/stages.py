@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from laboratory import machine
+from laboratory.gpu.place import Gpu
+from laboratory.report import results
 
 Record = dict[str, Any]
 
@@ -18,8 +24,10 @@ Record = dict[str, Any]
 RUNNING = "running"
 # Recorded lines of a failed command.
 TAIL = 20
-# Seconds for a killed process to end. One that hangs in a driver does not, and must not keep the other stages waiting.
+# Seconds for a killed process to end. A process that hangs in a driver does not end, and must not hold up the other stages.
 ENDING = 10
+# Bytes of a stage's log that are kept, half of them from its end. A larger file might not come back from the machine.
+MOST_LOG = 1_000_000
 
 
 class Impossible(Exception):
@@ -34,45 +42,43 @@ class TimedOut(Exception):
     """A stage that reached its limit."""
 
 
+STATUS: dict[type[Exception], str] = {Impossible: "impossible", TimedOut: "timed out", Failed: "failed"}
+
+
 @dataclass(frozen=True)
 class Stage:
-    """A stage. run(clock) returns its figures, or raises one of the above. needs: stages that must have gone well before."""
+    """A stage. run(clock) returns its figures, or raises one of the above. required: without it, later stages cannot run."""
 
     name: str
     run: Callable[[Clock], Record]
     limit: float
-    needs: tuple[str, ...] = ()
-
-    def among(self, names: Collection[str]) -> Stage:
-        """Return the stage for a run of these stages alone. Others that it needs are taken to have gone well."""
-        return replace(self, needs=tuple(name for name in self.needs if name in names))
+    required: bool = False
 
 
-@dataclass
 class Clock:
-    """The time that is left to a stage, and the commands that run under it."""
+    """The time that is left to a stage, and the commands that run under it. They write to the end of the log."""
 
-    end: float
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    def __init__(self, end: float, log: Path, environment: Mapping[str, str]):
+        self._end, self._log, self.environment = end, log, environment
+        self._begin = log.stat().st_size
 
     def left(self) -> float:
         """Return the seconds that are left."""
-        return self.end - time.monotonic()
+        return self._end - time.monotonic()
 
     def command(self, words: Sequence[str | Path], cwd: Path | None = None, **variables: str) -> str:
         """Run a command and return its output. Raise Failed or TimedOut if it does not succeed. Leave no process of it."""
+        name = Path(words[0]).name
         if self.left() <= 0:
-            raise TimedOut(f"no time was left for {Path(words[0]).name}")
-        environment = {**os.environ, **self.environment, **variables}
-        with self.log.open("a+b") as log:
+            raise TimedOut(f"no time was left for {name}")
+        with self._log.open("ab") as log:
             log.write(f"$ {' '.join(map(str, words))}\n".encode())
             log.flush()  # before the command writes to the same file
             begin = log.tell()
             process = subprocess.Popen(
                 list(map(str, words)),
                 cwd=cwd,
-                env=environment,
+                env={**os.environ, **self.environment, **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -81,70 +87,109 @@ class Clock:
             try:
                 process.wait(timeout=self.left())
             except subprocess.TimeoutExpired:
-                raise TimedOut(f"{Path(words[0]).name} was ended at the stage's limit\n{self._tail(begin)}") from None
+                raise TimedOut(f"{name} was ended at the stage's limit\n{self._tail(begin)}") from None
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=ENDING)
         if process.returncode != 0:
-            raise Failed(f"{Path(words[0]).name} ended with {process.returncode}\n{self._tail(begin)}")
+            raise Failed(f"{name} ended with {process.returncode}\n{self._tail(begin)}")
         return self._since(begin)
 
     def output(self) -> str:
         """Return all that the stage's commands have said."""
-        return self._since(0)
+        return self._since(self._begin)
+
+    def shorten(self) -> None:
+        """Cut the middle out of the stage's log if it is long."""
+        data = self._log.read_bytes()[self._begin :]
+        if len(data) > MOST_LOG:
+            half = MOST_LOG // 2
+            with self._log.open("r+b") as log:
+                log.seek(self._begin + half)
+                log.write(b"\n... and so on ...\n" + data[-half:])
+                log.truncate()
 
     def _since(self, begin: int) -> str:
-        with self.log.open("rb") as log:
-            log.seek(begin)
-            return log.read().decode(errors="replace")
+        return self._log.read_bytes()[begin:].decode(errors="replace")
 
     def _tail(self, begin: int) -> str:
         return "\n".join(self._since(begin).splitlines()[-TAIL:])
 
 
 def run(
-    stages: Sequence[Stage],
-    total: float,
-    logs: Path,
-    environment: Mapping[str, str],
-    after: Callable[[list[Record]], object] = lambda records: None,
+    stages: Sequence[Stage], total: float, log: Path, environment: Mapping[str, str], after: Callable[[list[Record]], object]
 ) -> list[Record]:
     """Run all stages in order, within `total` seconds. after() gets the records so far before and after each stage."""
-    logs.mkdir(parents=True, exist_ok=True)
+    log.write_text("")
     records: list[Record] = []
+    lacking = ""
     end = time.monotonic() + total
     for stage in stages:
         began = time.monotonic()
-        log = logs / log_name(stage.name)
-        log.write_bytes(b"")
+        with log.open("a") as opened:
+            opened.write(f"=== {stage.name}\n")
         clock = Clock(min(began + stage.limit, end), log, environment)
-        after([*records, {"name": stage.name, "status": RUNNING}])  # what remains if the whole call is ended
-        records.append({"name": stage.name, **_outcome(stage, clock, records), "seconds": round(time.monotonic() - began, 1)})
+        after([*records, {"name": stage.name, "status": RUNNING}])  # remains if the whole call is ended
+        record = _outcome(stage, clock, lacking)
+        clock.shorten()
+        if stage.required and record["status"] != "ok":
+            lacking = lacking or stage.name
+        records.append({"name": stage.name, **record, "seconds": round(time.monotonic() - began, 1)})
         after(records)
     return records
 
 
-def log_name(stage: str) -> str:
-    """Name the file of a stage's log."""
-    return f"{stage.replace(' ', '-')}.log"
-
-
-def _outcome(stage: Stage, clock: Clock, before: Sequence[Record]) -> Record:
-    gone_well = {record["name"] for record in before if record["status"] == "ok"}
-    lacking = [name for name in stage.needs if name not in gone_well]
+def _outcome(stage: Stage, clock: Clock, lacking: str) -> Record:
     if lacking:
-        return {"status": "impossible", "reason": f"it needs the stage {', '.join(lacking)}, which is not ok"}
+        return {"status": "impossible", "reason": f"it needs the stage {lacking}, which is not ok"}
     if clock.left() <= 0:
         return {"status": "timed out", "reason": "the time for the whole check was over before its turn"}
     try:
         return {"status": "ok", "figures": stage.run(clock)}
-    except Impossible as error:
-        return {"status": "impossible", "reason": str(error)}
-    except TimedOut as error:
-        return {"status": "timed out", "reason": str(error)}
-    except Failed as error:
-        return {"status": "failed", "reason": str(error)}
+    except (Impossible, Failed, TimedOut) as error:
+        return {"status": STATUS[type(error)], "reason": str(error)}
     except Exception as error:  # the other stages have their turn
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+
+
+class Output:
+    """The two files of a call: its result, written anew before and after each stage, and its log.
+
+    found: the GPU; None in a dry run. say: prints a line.
+    """
+
+    def __init__(self, folder: Path, call: str, found: Gpu | None, say: Callable[[str], object] = print):
+        stem = f"gpu-{machine.slug(found.name)}-{call}" if found else f"dry-run-{call}"
+        self.result, self.log = folder / f"{stem}.json", folder / f"{stem}.log"
+        self._call, self._found, self._say = call, found, say
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write the result, and say how the last stage ended."""
+        results.write(self.result, result(self._call, records, self._found))
+        last = records[-1]
+        if last["status"] != RUNNING:
+            self._say(f"{last['name']:<17} {last['status']:<10} {last['seconds']:>6.1f} s")
+            if "reason" in last:
+                self._say("  " + last["reason"].replace("\n", "\n  "))
+
+
+def result(call: str, records: Sequence[Record], found: Gpu | None) -> Record:
+    """Return the content of the result file, without the folders of the machine."""
+    first: Record = next((record.get("figures", {}) for record in records if record["name"] == "machine"), {})
+    text = json.dumps(
+        {
+            "what": "gpu_check",
+            "call": call,
+            "device": found._asdict() if found else {"name": "none: a dry run on the CPU, no result of a GPU"},
+            **machine.origin(f"scripts/gpu_check {call}" + ("" if found else " --dry-run")),
+            "versions": first.get("versions", {}),
+            "stages": [*records],
+        }
+    )
+    for folder, name in ((machine.ROOT, "."), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
+        text = text.replace(f"{folder}/", f"{name}/")
+    content: Record = json.loads(text)
+    return content

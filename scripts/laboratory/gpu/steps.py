@@ -1,32 +1,29 @@
-"""The training of gpu_check's ranks on random pictures, and the measurements of its steps."""
+"""The training of gpu_check's ranks on random pictures, under every way to exchange gradients, compared bit for bit."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from laboratory.gpu import trace
 from laboratory.tasks import digits
 
 # The steps of a training, and the pictures of a step.
 STEPS, BATCH = 20, 64
 EXACT, SPARSE = "topk:ratio=1,wire=exact", "topk:ratio=0.001"
 
+# NCCL takes several ranks on one GPU if each is a host of its own, joined through the loopback interface.
+RANK = os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0"))
+NCCL = {"NCCL_HOSTID": f"rank{RANK}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
-class Run(NamedTuple):
-    """A model in training. A call of step() is one step."""
-
-    model: torch.nn.Module
-    step: Callable[[], None]
+Make = Callable[[str, torch.nn.Module], tuple[torch.nn.Module, Any]]
 
 
 class OnTwoStreams(torch.nn.Sequential):
@@ -35,56 +32,78 @@ class OnTwoStreams(torch.nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
         for i, layer in enumerate(self):
-            before, own = (main, side) if i % 2 == 0 else (side, main)
-            own.wait_stream(before)
-            with torch.cuda.stream(own):
+            before, now = (main, side) if i % 2 == 0 else (side, main)
+            now.wait_stream(before)
+            with torch.cuda.stream(now):
                 x = layer(x)
         main.wait_stream(side)
         return x
 
 
-def model(width: int, device: torch.device, streams: int = 1) -> torch.nn.Module:
-    """Make the model on a device. It always has the same weights."""
-    made = digits.model(width=width).to(device)
-    return made if streams == 1 else OnTwoStreams(*made)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of a job's options."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    made.add_argument("--width", type=int, default=digits.WIDTH)
+    return made
 
 
-def run(model: torch.nn.Module, optimizer: Any, rank: int, device: torch.device) -> Run:
-    """Make a run. Every rank draws its own pictures."""
-    generator = torch.Generator().manual_seed(rank)
-
-    def step() -> None:
+def train(model: torch.nn.Module, optimizer: Any, rank: int, device: torch.device) -> tuple[Tensor, float]:
+    """Train on pictures of this rank's own. Return the bits of the weights, and the median step in seconds."""
+    generator, seconds = torch.Generator().manual_seed(rank), []
+    for _ in range(STEPS):
+        began = time.perf_counter()
         x = torch.rand(BATCH, 64, generator=generator).to(device)
         y = torch.randint(10, (BATCH,), generator=generator).to(device)
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        with torch.profiler.record_function(trace.BACKWARD):
-            loss.backward()
+        cross_entropy(model(x), y).backward()
         optimizer.step()
-
-    return Run(model, step)
-
-
-def train(run: Run, device: torch.device) -> tuple[Tensor, float]:
-    """Train. Return the bits of the weights, and the median step in seconds."""
-    seconds = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        run.step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in run.model.parameters()])
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     return weights.cpu().view(torch.int32), statistics.median(seconds)
 
 
-def overlap(run: Run) -> dict[str, Any]:
-    """Measure the share of gradcomp's work that falls into one step's backward pass."""
-    for _ in range(3):
-        run.step()
-    with tempfile.TemporaryDirectory() as folder:
-        with torch.profiler.profile() as profiler:
-            run.step()
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return trace.overlap(json.loads(path.read_text()))
+def compare(
+    ways: Sequence[str],
+    like_first: Collection[str],
+    make: Make,
+    agree: Callable[[str, Tensor], bool],
+    options: argparse.Namespace,
+    rank: int,
+    ranks: int,
+) -> dict[str, Any]:
+    """Train by every way, and return the checks. A rank alone also returns its times: ranks that share a device take turns.
+
+    ways: the first is the exchange without gradcomp; those in like_first must give its weights. make: wraps a model and makes
+    its optimizer, for a way. agree: tells whether all ranks have these weights.
+    """
+    torch.use_deterministic_algorithms(True)
+    device = torch.device(options.device)
+    checks: dict[str, bool] = {}
+    milliseconds: dict[str, float] = {}
+
+    def run(way: str, streams: int = 1) -> tuple[Tensor, float]:
+        model = digits.model(width=options.width).to(device)
+        wrapped, optimizer = make(way, model if streams == 1 else OnTwoStreams(*model))
+        return train(wrapped, optimizer, rank, device)
+
+    def check(named: str, weights: Tensor, like: bool) -> None:
+        checks[f"{named}: the ranks' weights are equal"] = agree(named, weights)
+        if like:
+            checks[f"{named}: weights equal those of {ways[0]} by itself"] = torch.equal(weights, first)
+
+    first, _ = run(ways[0])
+    for way in ways:
+        weights, median = run(way)
+        milliseconds[way] = 1000 * median
+        check(way, weights, way in like_first)
+    for way in ways if device.type == "cuda" else ():
+        if way.startswith(EXACT):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                weights, _ = run(way)
+            check(f"{way}, on another stream", weights, True)
+            check(f"{way}, layers on two streams", run(way, streams=2)[0], True)
+    result = {"width": options.width, "steps": STEPS, "checks": checks}
+    return result | {"ms": milliseconds} if ranks == 1 else result

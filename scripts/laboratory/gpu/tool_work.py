@@ -18,37 +18,37 @@ OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 # The status that compute-sanitizer ends with after an error. The calls end with 1.
 FOUND = 99
 
-# What ncu counts: of each kernel the time, bytes, instructions and threads; and what says why it is slow.
-SAFE_COUNTERS = ("gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum", "launch__registers_per_thread")
+# ncu's counters of each kernel: time, bytes, registers, instructions, and the share of the memory's and the warps' peaks.
 COUNTERS = (
-    *SAFE_COUNTERS,
+    "gpu__time_duration.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
     "lts__t_bytes.sum",
+    "launch__registers_per_thread",
+    "smsp__inst_executed.sum",
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "smsp__inst_executed.sum",
-    "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
-    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
 )
+# The clocks stay as they are: the machine is shared. Only what the cases mark is counted.
+NCU = "--clock-control none --profile-from-start off --csv --page raw --print-units base --kernel-name-base demangled"
 
 
-def calls(clock: Clock, device: str, each: int, *options: str, before: tuple[str, ...] = (), **variables: str) -> Record:
+def calls(clock: Clock, device: str, each: int, before: tuple[str, ...] = (), **variables: str) -> Record:
     """Make legal calls of every kernel, and compare their results with definitions. `before`: a tool that watches them."""
     path = clock.environment.get("PYTHONPATH", "")
-    command = [*before, sys.executable, "-m", "fuzz.watched", "--device", device, "--calls", str(each), *options]
+    command = [*before, sys.executable, "-m", "fuzz.watched", "--device", device, "--calls", str(each)]
     variables = {**variables, "PYTHONPATH": f"{path}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}"}
     return marked(clock.command(command, cwd=BUILD, **variables))
 
 
 def sanitized(clock: Clock, tool: str, each: int) -> Record:
     """Make the calls under a tool of compute-sanitizer."""
-    own = program("compute-sanitizer")
-    if own is None:
+    sanitizer = program("compute-sanitizer")
+    if sanitizer is None:
         raise Impossible("compute-sanitizer is missing; install the CUDA toolkit, or name its folder in CUDA_HOME")
-    before = (own, "--tool", tool, "--error-exitcode", str(FOUND), *only_ours(own))
-    options = ["--uninitialised"] if tool == "initcheck" else []
+    before = (sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *only_ours(sanitizer))
     try:
-        found = calls(clock, "cuda", each, *options, before=before, **OWN_ALLOCATIONS)
+        found = calls(clock, "cuda", each, before, **OWN_ALLOCATIONS)
     except Failed as error:
         said = clock.output()
         if "Device not supported" in said:
@@ -57,9 +57,9 @@ def sanitized(clock: Clock, tool: str, each: int) -> Record:
     return {**found, "summary": summaries(clock.output())}
 
 
-def only_ours(own: str) -> tuple[str, ...]:
+def only_ours(sanitizer: str) -> tuple[str, ...]:
     """Return the option that leaves out torch's kernels. Its name differs between versions."""
-    described = subprocess.run([own, "--help"], capture_output=True, text=True, timeout=30).stdout
+    described = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, timeout=30).stdout
     option = next((name for name in ("--kernel-name", "--kernel-regex") if re.search(rf"{name}\b(?!-)", described)), None)
     return (option, "kernel_substring=gradcomp") if option else ()
 
@@ -74,27 +74,19 @@ def counted(clock: Clock, device: str, part: str, size: str) -> Record:
     cases = [sys.executable, "-m", "laboratory.gpu.counted_cases", "--device", device, "--part", part, "--size", size]
     if device == "cpu":
         return marked(clock.command(cases, cwd=BUILD))
-    own = program("ncu")
-    if own is None:
+    ncu, log = program("ncu"), BUILD / f"counters-{part}.csv"
+    if ncu is None:
         raise Impossible("ncu is missing; install Nsight Compute, or name the toolkit's folder in CUDA_HOME")
-    counters = BUILD / f"counters-{part}.csv"
-    # The clocks are left as they are found: the machine is shared. Only what the cases mark is counted.
-    fixed = [own, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base"]
-    fixed += ["--kernel-name-base", "demangled", "--kernel-name", "regex:gradcomp", "--log-file", str(counters)]
-    for metrics in (COUNTERS, SAFE_COUNTERS):
-        counters.unlink(missing_ok=True)
-        try:
-            found = marked(clock.command([*fixed, "--metrics", ",".join(metrics), *cases], cwd=BUILD))
-        except Failed as error:
-            said = counters.read_text() if counters.exists() else ""
-            if "Failed to find metric" in said and metrics is COUNTERS:
-                continue
-            raise Failed(f"{said[-1000:]}\n{error}") from None
-        kernels = read_counters(counters.read_text() if counters.exists() else "")
-        if not kernels:
-            raise Failed(f"ncu counted no kernel of gradcomp\n{counters.read_text()[-1000:] if counters.exists() else ''}")
-        return {**found, "kernels": kernels}
-    raise Failed("ncu knows none of the counters")
+    log.write_text("")
+    options = [*NCU.split(), "--kernel-name", "regex:gradcomp", "--log-file", str(log), "--metrics", ",".join(COUNTERS)]
+    try:
+        found = marked(clock.command([ncu, *options, *cases], cwd=BUILD))
+    except Failed as error:
+        raise Failed(f"{log.read_text()[-1000:]}\n{error}") from None
+    kernels = read_counters(log.read_text())
+    if not kernels:
+        raise Failed(f"ncu counted no kernel of gradcomp\n{log.read_text()[-1000:]}")
+    return {**found, "kernels": kernels}
 
 
 def read_counters(text: str) -> list[Record]:
@@ -109,12 +101,11 @@ def _kernel(row: dict[str, str]) -> Record:
     # Without namespaces, and the casts of template arguments, the first parenthesis begins the parameters.
     name = re.sub(r"\(anonymous namespace\)::|<unnamed>::|gradcomp::|cuda::|^void ", "", row["Kernel Name"])
     name = re.sub(r"\([a-z ]+\)(?=[\w-])", "", name).partition("(")[0]
-    counters = {key: number(value) for key, value in row.items() if key and "__" in key and value}
+    counters = {key: _number(value) for key, value in row.items() if key and "__" in key and value}
     return {"kernel": name, "grid": row.get("Grid Size"), "block": row.get("Block Size"), **counters}
 
 
-def number(text: str) -> float | str:
-    """Read a number as ncu writes it."""
+def _number(text: str) -> float | str:
     try:
         return float(text.replace(",", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The stages of gpu_check that build, test and measure, as functions of the clock. `device` is cuda, or cpu in a dry run."""
+"""The stages of gpu_check that build, test, measure and run ranks. `device` is cuda, or cpu in a dry run."""
 
 from __future__ import annotations
 
@@ -7,33 +7,45 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
-import xml.etree.ElementTree as xml
 from collections.abc import Sequence
 from pathlib import Path
 
 from laboratory import ranks
-from laboratory.gpu.gpu import Gpu
-from laboratory.gpu.needs import OPTIONAL_PACKAGES, PREPARE, REQUIRED_PACKAGES, missing
-from laboratory.gpu.place import BUILD, PACKAGE, PREPARED, SITE, program
-from laboratory.gpu.prepare import unpack_missing
+from laboratory.gpu.place import BUILD, PACKAGE, PREPARE, PREPARED, SITE, Gpu, missing, program
 from laboratory.gpu.stages import Clock, Failed, Impossible, Record, TimedOut
 from laboratory.machine import ROOT
 
-# The only plugin that tests need. Those of other packages warn, and a warning is an error.
-PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+# Imported name -> package that --prepare downloads.
+PACKAGES = {
+    "pytest": "pytest>=9",
+    "hypothesis": "hypothesis",
+    "xdist": "pytest-xdist",
+    "pybind11": "pybind11>=2.13",
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+    "packaging": "packaging",
+}
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 PROBE = """
-import importlib.util, json, torch
+import json, torch
 from laboratory import machine
-cuda = torch.cuda.is_available()
 print("@" + json.dumps({
-    "missing": [name for name in %r if importlib.util.find_spec(name) is None],
-    "versions": {**machine.versions(("torch", "numpy", "pybind11", "pytest", "hypothesis", "horovod", "cupy-cuda13x")),
+    "versions": {**machine.versions(("torch", "numpy", "pybind11", "pytest", "hypothesis", "horovod")),
                  "torch_cuda": torch.version.cuda},
-    "gpu": machine.describe_gpu() if cuda else None,
+    "gpu": machine.describe_gpu() if torch.cuda.is_available() else None,
 }))
 """
+BUILT = 'import json; from gradcomp.native import extension; print("@" + json.dumps({"cuda": extension.BUILT_WITH_CUDA}))'
+HOROVOD = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
+
+# pytest without the checkout's own gradcomp and its extension, which `-m pytest` puts first. The only plugin is xdist: those of
+# other packages warn, and a warning is an error.
+PYTEST = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
+PLAIN = ("-v", "-o", "minversion=1", "-p", "no:cacheprovider")
 
 
 def marked(text: str, mark: str = "@") -> Record:
@@ -46,15 +58,13 @@ def marked(text: str, mark: str = "@") -> Record:
 
 
 def machine(clock: Clock, device: str) -> Record:
-    """List what is there, after unpacking the downloads of --prepare. What every stage needs and is missing ends the call."""
-    packages = (*REQUIRED_PACKAGES, *OPTIONAL_PACKAGES)
-    unpacked = []
-    if all(PREPARE in each for each in missing(device == "cuda")):  # else nothing that is unpacked would help
-        unpacked = unpack_missing(PREPARED, SITE, packages)
+    """List versions and the GPU, after installing the downloads of --prepare. A missing necessity ends the call."""
+    installed = []
+    if all(PREPARE in each for each in missing(device == "cuda")):  # else no download would help
+        installed = install_missing(clock)
     if lacking := missing(device == "cuda"):
         raise Impossible("missing: " + "; ".join(lacking))
-    found = marked(clock.command([sys.executable, "-c", PROBE % (packages,)], cwd=BUILD))
-    found["unpacked"] = unpacked
+    found = {**marked(clock.command([sys.executable, "-c", PROBE], cwd=BUILD)), "installed": installed}
     if nvcc := program("nvcc"):
         found["versions"]["nvcc"] = clock.command([nvcc, "--version"]).strip().splitlines()[-1]
     if device == "cuda":
@@ -62,16 +72,34 @@ def machine(clock: Clock, device: str) -> Record:
     return found
 
 
+def prepare(folder: Path, python: str) -> list[str]:
+    """Download wheels for that Python, for a machine without a package registry. Return their names."""
+    shutil.rmtree(folder / "wheels", ignore_errors=True)
+    wheels = ["--only-binary=:all:", "--python-version", python, *PACKAGES.values()]
+    subprocess.run([*PIP, "download", "-d", folder / "wheels", *wheels], check=True)
+    return sorted(path.name for path in (folder / "wheels").iterdir())
+
+
+def install_missing(clock: Clock, folder: Path = PREPARED, site: Path = SITE) -> list[str]:
+    """Install the downloaded packages that cannot be imported here into a folder. Return their names."""
+    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None and not (site / name).exists()]
+    if not lacking or not (folder / "wheels").exists():
+        return []
+    wanted = [PACKAGES[name] for name in lacking]
+    clock.command([*PIP, "install", "--no-index", "-f", str(folder / "wheels"), "-t", str(site), *wanted])
+    return lacking
+
+
 def check_cuda(found: Record) -> None:
     """Refuse a torch that sees no GPU, and an nvcc whose kernels would not run beside it."""
-    own, cuda, nvcc = (found["versions"].get(name) for name in ("torch", "torch_cuda", "nvcc"))
+    torch, cuda, nvcc = (found["versions"].get(name) for name in ("torch", "torch_cuda", "nvcc"))
     if cuda is None:
-        raise Failed(f"torch {own} is built for CPUs; use the Python that has a torch for CUDA")
+        raise Failed(f"torch {torch} is built for CPUs; use the Python that has a torch for CUDA")
     if found["gpu"] is None:
-        raise Failed(f"torch {own} sees no GPU (its CUDA: {cuda}); install a torch for the driver's CUDA")
+        raise Failed(f"torch {torch} sees no GPU (its CUDA: {cuda}); install a torch for the driver's CUDA")
     major = re.search(r"cuda_(\d+)\.", nvcc or "")
     if major and major[1] != cuda.partition(".")[0]:
-        raise Failed(f"nvcc is of CUDA {major[1]}, but torch {own} of CUDA {cuda}; name another toolkit in CUDA_HOME")
+        raise Failed(f"nvcc is of CUDA {major[1]}, but torch {torch} of CUDA {cuda}; name another toolkit in CUDA_HOME")
 
 
 def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
@@ -87,72 +115,41 @@ def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
     shutil.rmtree(PACKAGE, ignore_errors=True)
     shutil.copytree(ROOT / "gradcomp", PACKAGE / "gradcomp", ignore=shutil.ignore_patterns("_native*.so", "__pycache__"))
     shutil.copy(extension, PACKAGE / "gradcomp")
-    ask = 'import json; from gradcomp.native import extension as own; print("@" + json.dumps({"cuda": own.BUILT_WITH_CUDA}))'
-    found = marked(clock.command([sys.executable, "-c", ask], cwd=BUILD))
-    if found["cuda"] != (device == "cuda"):
+    if marked(clock.command([sys.executable, "-c", BUILT], cwd=BUILD))["cuda"] != (device == "cuda"):
         raise Failed("Python imports another package than the built one, or that has the wrong kernels")
     return {"archs": gpu.arch if gpu else None, "bytes": extension.stat().st_size}
 
 
 def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 1) -> Record:
-    """Run those tests that are named after the device, in processes that share it, if pytest-xdist is there.
+    """Run the tests named after the device, in processes that share it if pytest-xdist is there.
 
     wanted: folders and files of tests; and words, which a test's name must have as well.
     """
-    report = BUILD / "tests.xml"
-    report.unlink(missing_ok=True)
-    # Not `-m pytest`: that puts the checkout's own gradcomp, and its extension, first.
-    start = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
     words = [each for each in wanted if not each.startswith("tests/")]
-    common = [
-        "-v",
-        "-k",
-        " and ".join([device, *words]),
-        "-o",
-        "minversion=1",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-    ]
+    options = [*PLAIN, "-k", " and ".join([device, *words])]
     workers = min(most_workers, len(os.sched_getaffinity(0)) // 2)
     if workers > 1 and importlib.util.find_spec("xdist"):
-        common += ["-p", "xdist.plugin", "-n", str(workers)]
+        options += ["-p", "xdist.plugin", "-n", str(workers)]
+    command = [sys.executable, "-c", PYTEST, *options, *(each for each in wanted if each not in words)]
     try:
-        clock.command(
-            [sys.executable, "-c", start, *common, *(each for each in wanted if each not in words)],
-            cwd=ROOT,
-            OMP_NUM_THREADS="1",
-            **PLUGINS,
-        )
-    except TimedOut as error:
-        raise TimedOut(f"{so_far(clock.output())}\n{error}") from None
-    except Failed as error:
-        figures = count(report) if report.exists() else None
-        if not figures or not figures["failures"]:
-            raise
-        raise Failed(
-            f"{len(figures['failures'])} of {figures['tests']} tests failed: {figures['failures'][:20]}\n{error}"
-        ) from None
-    figures = count(report)
-    if figures["tests"] == figures["skipped"]:
+        clock.command(command, cwd=ROOT, OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    except (Failed, TimedOut) as error:
+        found = outcomes(clock.output())
+        bad = found["failures"]
+        raise type(error)(f"{len(bad)} of {found['tests']} tests that had ended failed: {bad[:20]}\n{error}") from None
+    found = outcomes(clock.output())
+    if found["tests"] == found["skipped"]:
         raise Failed(f"no test ran on {device}")
-    return figures
+    return found
 
 
-def so_far(text: str) -> str:
-    """Count the tests that have ended, from pytest's lines: it writes its report only at its end."""
-    alone = re.findall(r"^(\S+) (PASSED|FAILED|ERROR|SKIPPED)\b.*\[", text, re.MULTILINE)
+def outcomes(text: str) -> Record:
+    """Count the tests that have ended, in pytest's lines by one process or several."""
+    alone = re.findall(r"^(tests/\S+) (PASSED|FAILED|ERROR|SKIPPED)\b.*\[", text, re.MULTILINE)
     shared = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", text, re.MULTILINE)
-    every = [*alone, *((name, outcome) for outcome, name in shared)]
-    ended, bad = [outcome for _, outcome in every], [name for name, outcome in every if outcome in ("FAILED", "ERROR")]
-    return f"{len(ended)} tests had ended, {ended.count('PASSED')} of them passed; failures: {bad[:20]}"
-
-
-def count(report: Path) -> Record:
-    """Count the tests in pytest's report."""
-    cases = list(xml.parse(report).getroot().iter("testcase"))
-    bad = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    return {"tests": len(cases), "skipped": sum(case.find("skipped") is not None for case in cases), "failures": bad}
+    ended = [*alone, *((name, outcome) for outcome, name in shared)]
+    failures = [name for name, outcome in ended if outcome in ("FAILED", "ERROR")]
+    return {"tests": len(ended), "skipped": sum(outcome == "SKIPPED" for _, outcome in ended), "failures": failures}
 
 
 def kernels(clock: Clock, device: str, size: str, rounds: int) -> Record:
@@ -164,3 +161,21 @@ def kernels(clock: Clock, device: str, size: str, rounds: int) -> Record:
     clock.command([*lab, "--device", device, "--size", size, "--rounds", str(rounds)], cwd=ROOT)
     result = json.loads(out.read_text())
     return {key: result[key] for key in ("command", "settings", "lines", "targets")}
+
+
+def horovod(clock: Clock) -> Record:
+    """Say how the Horovod that is installed or carried along was built."""
+    if importlib.util.find_spec("horovod") is None and not (PREPARED / "horovod").exists():
+        raise Impossible("Horovod is missing; install it, or carry a build for this torch along as build/gpu-prepare/horovod")
+    return marked(clock.command([sys.executable, "-c", HOROVOD], cwd=BUILD))
+
+
+def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -> Record:
+    """Run a job on ranks that share the device, and return its result. All its comparisons must hold."""
+    words = ranks.command(launcher, count, job)
+    text = clock.command(words, cwd=BUILD, CUBLAS_WORKSPACE_CONFIG=":4096:8", OMP_NUM_THREADS="1")
+    found = marked(text, ranks.RESULT)
+    wrong = [name for name, holds in found["checks"].items() if not holds]
+    if wrong:
+        raise Failed(f"these comparisons do not hold: {'; '.join(wrong)}; {json.dumps(found)}")
+    return found
