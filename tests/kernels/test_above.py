@@ -8,6 +8,7 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from payload_arrays import Arrays, flag_on, to_take
 from torch import Tensor
 
 from gradcomp.native import extension, kernels
@@ -18,9 +19,8 @@ SIZES = [[1], [3, 0, 5], [2047, 2049, 1, 70], [8192, 8192], [50_003], [64] * 300
 def moments_of(grads: list[Tensor], raw: bool = False, scales: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     n = sum(grad.numel() for grad in grads)
     residual = torch.zeros(n, device=grads[0].device) if residual is None else residual
-    flag = torch.zeros(1, dtype=torch.int32, device=residual.device)
     found = torch.full((len(grads), extension.MOMENTS), -7.0, dtype=torch.float64, device=residual.device)
-    kernels.accumulate(grads, residual, None, flag, scales=scales, moments=found, raw=raw)
+    kernels.accumulate(grads, residual, None, flag_on(residual.device), scales=scales, moments=found, raw=raw)
     return found
 
 
@@ -164,16 +164,16 @@ def test_steering_ends_at_the_target_where_a_tenth_more_is_far_too_much(device: 
 
 
 def take_above(
-    residual: Tensor, sizes: list[int], thresholds: list[float], capacity: int, mask: kernels.Mask | None = None
-) -> dict[str, Tensor]:
-    device = residual.device
-    taken = {
-        "values": torch.full((capacity,), 9.0, device=device),
-        "indices": torch.full((capacity,), -1, dtype=torch.int32, device=device),
-        "header": torch.full((2,), -1, dtype=torch.int32, device=device),
-    }
+    residual: Tensor,
+    sizes: list[int],
+    thresholds: list[float],
+    capacity: int,
+    mask: kernels.Mask | None = None,
+    flag: Tensor | None = None,
+) -> Arrays:
+    device, taken = residual.device, to_take(capacity, residual.device)
     layers = torch.tensor(sizes).cumsum(0).to(torch.int32).to(device), torch.tensor(thresholds, device=device)
-    kernels.take_above(residual, *layers, **taken, mask=mask)
+    kernels.take_above(residual, *layers, **taken, mask=mask, flag=flag)
     return taken
 
 
@@ -223,13 +223,5 @@ def test_thousands_of_tiny_layers(device: torch.device) -> None:
 
 
 def test_the_flag_goes_along(device: torch.device) -> None:
-    taken = {
-        "values": torch.empty(3),
-        "indices": torch.empty(3, dtype=torch.int32),
-        "header": torch.empty(2, dtype=torch.int32),
-    }
-    layers = torch.tensor([100], dtype=torch.int32), torch.full((1,), float("inf"))
-    taken = {name: array.to(device) for name, array in taken.items()}
-    flag = torch.ones(1, dtype=torch.int32, device=device)
-    kernels.take_above(torch.randn(100, device=device), *(x.to(device) for x in layers), **taken, flag=flag)
+    taken = take_above(torch.randn(100, device=device), [100], [float("inf")], 3, flag=flag_on(device, 1))
     assert taken["header"].tolist() == [0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gradients
 import pytest
 import torch
+from payload_arrays import flag_on
 from reference import same
 from torch import Tensor
 
@@ -32,8 +33,7 @@ class Bucket:
         self.mask = kernels.Mask(self.velocity, self.sent_in, STEP) if masked else None
         self.peaks = kernels.peaks(n, device)
         if self.peaks is not None:
-            flag = torch.zeros(1, dtype=torch.int32)
-            kernels.accumulate([torch.zeros(n)], self.residual, None, flag, peaks=self.peaks)
+            kernels.accumulate([torch.zeros(n)], self.residual, None, flag_on(device), peaks=self.peaks)
 
     def arrays(self) -> list[Tensor]:
         return [self.residual, self.velocity, self.sent_in, self.lam, self.thresholds]
@@ -47,7 +47,7 @@ def garbage(form: Form, device: torch.device) -> Payload:
 
 
 def flag_of(value: int | None, device: torch.device) -> Tensor | None:
-    return None if value is None else torch.tensor([value], dtype=torch.int32, device=device)
+    return None if value is None else flag_on(device, value)
 
 
 def check_alike(chained: list[Tensor], apart: list[Tensor]) -> None:
@@ -79,9 +79,8 @@ def test_take_above_and_pack(
     chained, apart = (Bucket(n, device, masked) for _ in range(2))
     sent, wanted = (garbage(COMPACT.form(n, capacity), device) for _ in range(2))
     ends = torch.tensor([n // 3, n], dtype=torch.int32, device=device)
-    moments, flag = torch.empty(2, extension.MOMENTS, dtype=torch.float64, device=device), flag_of(0, device)
+    moments, flag = torch.empty(2, extension.MOMENTS, dtype=torch.float64, device=device), flag_on(device)
     zeros = torch.zeros(n, device=device)
-    assert flag is not None
     kernels.accumulate([zeros[: n // 3], zeros[n // 3 :]], apart.residual.clone(), None, flag, moments=moments)
     bar = kernels.Bar(moments, ends, chained.lam, chained.thresholds, from_zero=True, pooled=pooled, target=target)
     kernels.take_above_and_pack(chained.residual, bar, capacity, sent.bytes, chained.mask, flag, chained.peaks)

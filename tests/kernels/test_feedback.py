@@ -6,6 +6,7 @@ import gradients
 import pytest
 import reference
 import torch
+from payload_arrays import entries, flag_on
 from torch import Tensor
 
 from gradcomp.native import kernels
@@ -42,7 +43,7 @@ def test_accumulate_is_its_definition(
     n = sum(sizes)
     residual = torch.randn(n, device=device)
     velocity = None if momentum is None else torch.randn(n, device=device)
-    flag = torch.tensor([5], dtype=torch.int32, device=device)
+    flag = flag_on(device, 5)
     expected = reference.accumulate(grads, residual, velocity, momentum or 0.0, nesterov)
     kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, nesterov)
     assert reference.same(residual, expected[0])
@@ -60,7 +61,7 @@ def test_the_old_residual_has_a_factor(device: torch.device, of_residual: float,
     residual = torch.randn(4100, device=device)
     residual[:9] *= 1e37
     velocity = None if momentum is None else torch.randn(4100, device=device)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    flag = flag_on(device)
     expected = reference.accumulate(grads, residual, velocity, momentum or 0.0, False, of_residual)
     kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=of_residual)
     assert reference.same(residual, expected[0]) and residual.isfinite().all() and flag.item() == 1
@@ -89,7 +90,7 @@ def test_a_second_moment_divides_what_is_added(
     sent_in = torch.randint(5, (n,), device=device).to(torch.uint8)
     noted = sent_in.masked_fill(residual == 0, 3) if whole else sent_in.clone()
     adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8, 0.75)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    flag = flag_on(device)
     expected = reference.accumulate_adaptive(grads, residual, velocity, 0.9, adaptive, noted != 3)
     mask = kernels.Mask(None, sent_in, 260)
     kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask, whole=whole)
@@ -105,7 +106,7 @@ def test_empty_entries_are_noted_as_sent_in_the_step_before(device: torch.device
     sent_in = torch.randint(256, (n + 1,), device=device).to(torch.uint8)[1:]  # off a word's boundary
     residual, velocity = torch.randn(n, device=device), torch.randn(n, device=device)
     residual[::5] = 0
-    grads, flag = pieces(sizes, torch.float32, device), torch.zeros(1, dtype=torch.int32, device=device)
+    grads, flag = pieces(sizes, torch.float32, device), flag_on(device)
     expected = reference.accumulate(grads, residual, velocity, 0.9, False)
     noted = sent_in.masked_fill(residual == 0, (step - 1) % 256)
     kernels.accumulate(grads, residual, velocity, flag, 0.9, mask=kernels.Mask(velocity, sent_in, step))
@@ -119,7 +120,7 @@ def test_the_square_of_an_extreme_gradient_spoils_nothing(device: torch.device, 
     adaptive, mask = kernels.Adaptive(second, 0.1, 0.0, 1.0, 0.99, 0.01, 1.0, 1e-8, 1.0), kernels.Mask(None, sent_in, 1)
     for sign in (1, -1, 1):
         grad = torch.full((100,), sign * size, device=device)
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        flag = flag_on(device)
         kernels.accumulate([grad], residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask)
         assert all(array.isfinite().all() for array in (residual, velocity, second))
         assert residual.abs().max() <= 20  # some directions, whatever the gradient
@@ -136,7 +137,7 @@ def test_an_entry_that_is_not_finite_raises_the_flag_and_stays_out(
     grads[where // 5000][where % 5000] = bad
     residual = torch.randn(10_000, device=device)
     velocity = torch.randn(10_000, device=device) if with_velocity else None
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    flag = flag_on(device)
     expected = reference.accumulate(grads, residual, velocity, 0.5 if with_velocity else 0.0, False)
     old = residual[where].item()
     moments = torch.zeros(2, MOMENTS, dtype=torch.float64, device=device) if with_moments else None
@@ -153,7 +154,7 @@ def test_a_sum_beyond_the_largest_becomes_the_largest(device: torch.device, mome
     """No finite gradient is refused, now or later: an entry that waits at the largest magnitude leaves it again."""
     drawn = gradients.draw("normal", 5000, seed=1)
     residual, velocity = torch.zeros(5000, device=device), None if momentum is None else torch.zeros(5000, device=device)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    flag = flag_on(device)
     for size in (3e38, 3e38, 1e37, 1.0, -1.0, -3e38, -3.4e38):
         grad = (size * drawn.sign()).to(device)
         expected = reference.accumulate([grad], residual, velocity, momentum or 0.0, nesterov)
@@ -226,11 +227,8 @@ def test_a_sparse_update_is_spread_as_if_all_of_it_were_read(
     if n > 2**20 and "simt" in request.node.name:
         sizes = [1, 63, 64, 65, 129, 9000]
         n = sum(sizes)
-    payload = {
-        "values": torch.randn(min(n, 50), device=device),
-        "indices": torch.randperm(n)[: min(n, 50)].sort().values.to(torch.int32).to(device),
-        "header": torch.tensor([50, 0], dtype=torch.int32, device=device),
-    }
+    places = torch.randperm(n)[:50].sort().values.tolist()
+    payload = entries(torch.randn(len(places)).tolist(), places, count=50, device=device)
     dense, memory = torch.zeros(n, device=device), Memory()
     for attempt in range(2):  # the second time in the first one's memory, which was wiped
         update = memory.lend(n, device)
@@ -239,8 +237,7 @@ def test_a_sparse_update_is_spread_as_if_all_of_it_were_read(
             kernels.add_sparse(target, **payload, marks=marks)
             kernels.add_sparse(target, **payload, scale=0.5, marks=marks)
             if attempt:
-                malformed = payload | {"header": torch.tensor([-1, 0], dtype=torch.int32, device=device)}
-                kernels.add_sparse(target, **malformed, marks=marks)
+                kernels.add_sparse(target, **entries([1.0], [0], count=-1, device=device), marks=marks)
         ours, wanted = ([torch.full((size,), 7.0, dtype=dtype, device=device) for size in sizes] for _ in range(2))
         kernels.spread(update.flat, ours, 0.25, update.marks)
         memory.give_back(update)
@@ -251,9 +248,9 @@ def test_a_sparse_update_is_spread_as_if_all_of_it_were_read(
 
 
 def test_a_sparse_update_that_was_never_given_back_is_clean_the_next_time(device: torch.device) -> None:
-    header, memory = torch.tensor([1, 0], dtype=torch.int32, device=device), Memory()
+    memory = Memory()
     update = memory.lend(1000, device)
-    kernels.add_sparse(update.flat, torch.ones(1, device=device), torch.full_like(header[:1], 7), header, marks=update.marks)
+    kernels.add_sparse(update.flat, **entries([1.0], [7], device=device), marks=update.marks)
     assert update.flat[7] == 1
     assert not memory.lend(2000, device).flat.any()
     assert not memory.lend(1000, device).flat.any()

@@ -10,6 +10,7 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from payload_arrays import Arrays, flag_on, to_take
 from torch import Tensor
 
 from gradcomp.core.requests import Payload
@@ -21,15 +22,11 @@ from gradcomp.native.memory import Update
 CPU = torch.device("cpu")
 
 
-def pack(residual: Tensor, k: int, flag: int = 0) -> tuple[Payload, dict[str, Tensor]]:
-    """Take the k largest out of the residual and pack them. Returns the payload, and the entries as they were taken."""
+def pack(residual: Tensor, k: int, flag: int = 0) -> tuple[Payload, Arrays]:
+    """Take the k largest out of the residual and pack them. Return the payload, and the entries as they were taken."""
     payload = payloads.empty(COMPACT.form(residual.numel(), k), residual.device)
-    taken = {
-        "values": torch.empty(k, device=residual.device),
-        "indices": torch.empty(k, dtype=torch.int32, device=residual.device),
-        "header": payload["header"],
-    }
-    kernels.take_topk(residual, k, **taken, flag=torch.tensor([flag], dtype=torch.int32, device=residual.device))
+    taken = to_take(k, residual.device) | {"header": payload["header"]}
+    kernels.take_topk(residual, k, **taken, flag=flag_on(residual.device, flag))
     COMPACT.write(payload, taken["values"], taken["indices"], residual)
     return payload, taken
 

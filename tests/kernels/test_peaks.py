@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import gradients
 import pytest
 import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from payload_arrays import flag_on, to_take
 from torch import Tensor
 
 from gradcomp.native import extension, kernels
@@ -21,9 +24,8 @@ def accumulated(grads: list[Tensor], momentum: float | None = None) -> tuple[Ten
     residual, peaks = torch.randn(n), kernels.peaks(n, CPU)
     assert peaks is not None
     velocity = None if momentum is None else torch.randn(n)
-    flag = torch.zeros(1, dtype=torch.int32)
     moments = torch.zeros(len(grads), extension.MOMENTS, dtype=torch.float64)
-    kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, moments=moments, peaks=peaks)
+    kernels.accumulate(grads, residual, velocity, flag_on(CPU), momentum or 0.0, moments=moments, peaks=peaks)
     return residual, peaks
 
 
@@ -42,20 +44,16 @@ def test_peaks_of_more_gradients_than_one_launch_takes_say_nothing_wrong() -> No
     check_topk(residual, 77, peaks)
 
 
-def taken(capacity: int) -> dict[str, Tensor]:
-    return {
-        "values": torch.zeros(capacity),
-        "indices": torch.zeros(capacity, dtype=torch.int32),
-        "header": torch.zeros(2, dtype=torch.int32),
-    }
+def check_take(take: Callable[..., None], residual: Tensor, arguments: Sequence[object], k: int, peaks: Tensor) -> None:
+    told, untold = to_take(k), to_take(k)
+    left = residual.clone()
+    take(left, *arguments, **untold)
+    take(residual, *arguments, **told, peaks=peaks)
+    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(residual, left)
 
 
 def check_topk(residual: Tensor, k: int, peaks: Tensor) -> None:
-    told, untold = taken(k), taken(k)
-    left = residual.clone()
-    kernels.take_topk(left, k, **untold)
-    kernels.take_topk(residual, k, **told, peaks=peaks)
-    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(residual, left)
+    check_take(kernels.take_topk, residual, [k], k, peaks)
 
 
 @given(
@@ -70,15 +68,8 @@ def test_takes_find_the_same_by_peaks(kind: str, sizes: list[int], share: float,
     check_topk(residual.clone(), capacity, peaks)
     scale = float(residual.abs().max())
     generator = torch.Generator().manual_seed(seed)
-    layers = (
-        torch.tensor(sizes).cumsum(0).to(torch.int32),
-        torch.rand(len(sizes), generator=generator) * scale,
-    )
-    told, untold = taken(capacity), taken(capacity)
-    left = residual.clone()
-    kernels.take_above(left, *layers, **untold)
-    kernels.take_above(residual, *layers, **told, peaks=peaks)
-    assert all(reference.same(told[name], untold[name]) for name in told) and reference.same(residual, left)
+    layers = torch.tensor(sizes).cumsum(0).to(torch.int32), torch.rand(len(sizes), generator=generator) * scale
+    check_take(kernels.take_above, residual, layers, capacity, peaks)
 
 
 def test_a_gpu_has_no_use_for_them() -> None:

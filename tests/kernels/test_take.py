@@ -8,19 +8,14 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from payload_arrays import Arrays, entries, flag_on, to_take
 from torch import Tensor
 
 from gradcomp.native import kernels
 
-Taken = dict[str, Tensor]
 
-
-def take_topk(residual: Tensor, k: int, mask: kernels.Mask | None = None, flag: Tensor | None = None) -> Taken:
-    taken = {
-        "values": torch.full((k,), 9.0, device=residual.device),
-        "indices": torch.full((k,), -1, dtype=torch.int32, device=residual.device),
-        "header": torch.full((2,), -1, dtype=torch.int32, device=residual.device),
-    }
+def take_topk(residual: Tensor, k: int, mask: kernels.Mask | None = None, flag: Tensor | None = None) -> Arrays:
+    taken = to_take(k, residual.device)
     kernels.take_topk(residual, k, **taken, mask=mask, flag=flag)
     return taken
 
@@ -90,9 +85,8 @@ def test_the_masks_of_torch_are_those_of_the_kernels(device: torch.device) -> No
 
 
 def test_topk_passes_the_flag_on(device: torch.device) -> None:
-    for set_to in (0, 1):
-        flag = torch.tensor([set_to], dtype=torch.int32, device=device)
-        assert take_topk(torch.randn(100, device=device), 3, flag=flag)["header"].tolist() == [3, set_to]
+    for value in (0, 1):
+        assert take_topk(torch.randn(100, device=device), 3, flag=flag_on(device, value))["header"].tolist() == [3, value]
 
 
 def test_topk_on_views_that_begin_anywhere(device: torch.device) -> None:
@@ -123,7 +117,7 @@ def test_take_then_add_gives_back_the_tensor(device: torch.device, kind: str, n:
 def test_offer_all_passes_the_flag_on(device: torch.device) -> None:
     residual, taken = torch.randn(1001, device=device), torch.empty(1001, device=device)
     before = residual.clone()
-    kernels.offer_all(residual, taken, torch.tensor([1], dtype=torch.int32, device=device))
+    kernels.offer_all(residual, taken, flag_on(device, 1))
     assert taken[0].isnan() and reference.same(taken[1:], before[1:])
     kernels.settle_all(residual, taken)
     assert reference.same(residual, before)  # it came to nothing
@@ -138,51 +132,41 @@ def test_offer_all_scales(device: torch.device, scale: float) -> None:
     assert reference.same(taken, residual * torch.tensor(scale, device=device))
 
 
-def sparse(device: torch.device, values: list[float], indices: list[int], count: int, flag: int = 0) -> Taken:
-    return {
-        "values": torch.tensor(values, device=device),
-        "indices": torch.tensor(indices, dtype=torch.int32, device=device),
-        "header": torch.tensor([count, flag], dtype=torch.int32, device=device),
-    }
-
-
-def test_add_sparse_adds_scaled_and_counts(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "sent,scale,wanted",
+    [
+        (entries([2.0, 4.0, 8.0], [0, 9, 5], count=2), 0.25, [1.5, 1, 1, 1, 1, 1, 1, 1, 1, 2.0]),
+        (entries([2.0, 4.0], [3, 5], count=900), 1.0, [1, 1, 1, 3, 1, 5, 1, 1, 1, 1]),  # more wanted to travel: all of it
+    ],
+)
+def test_add_sparse_adds_scaled_and_counts(device: torch.device, sent: Arrays, scale: float, wanted: list[float]) -> None:
     target = torch.ones(10, device=device)
-    kernels.add_sparse(target, **sparse(device, [2.0, 4.0, 8.0], [0, 9, 5], count=2), scale=0.25)
-    assert target.tolist() == [1.5, 1, 1, 1, 1, 1, 1, 1, 1, 2.0]
-
-
-def test_a_flagged_payload_makes_the_target_not_finite(device: torch.device) -> None:
-    target = torch.ones(10, device=device)
-    kernels.add_sparse(target, **sparse(device, [2.0], [3], count=1, flag=1))
-    assert target[0].isnan() and (target[1:] == 1).all()
+    kernels.add_sparse(target, **{name: array.to(device) for name, array in sent.items()}, scale=scale)
+    assert target.tolist() == wanted
 
 
 @pytest.mark.parametrize(
-    "values,indices,count",
-    [([1.0], [0], -1), ([1.0, 1.0], [2, 10], 2), ([1.0, 1.0], [2, -1], 2), ([1.0], [2**31 - 1], 1)],
+    "sent",
+    [
+        entries([2.0], [3], flag=1),
+        entries([1.0], [0], count=-1),
+        entries([1.0, 1.0], [2, 10]),
+        entries([1.0, 1.0], [2, -1]),
+        entries([1.0], [2**31 - 1]),
+    ],
 )
-def test_a_malformed_payload_never_writes_elsewhere(
-    device: torch.device, values: list[float], indices: list[int], count: int
-) -> None:
+def test_a_flagged_or_malformed_payload_is_noted_and_never_writes_elsewhere(device: torch.device, sent: Arrays) -> None:
     around = torch.ones(30, device=device)
-    kernels.add_sparse(around[10:20], **sparse(device, values, indices, count))
-    assert around[10].isnan()
-    assert (around[:10] == 1).all() and (around[20:] == 1).all()
-
-
-def test_a_count_beyond_the_payload_means_all_of_it(device: torch.device) -> None:
-    """More entries wanted to travel than the capacity."""
-    target = torch.ones(10, device=device)
-    kernels.add_sparse(target, **sparse(device, [2.0, 4.0], [3, 5], count=900))
-    assert target.tolist() == [1, 1, 1, 3, 1, 5, 1, 1, 1, 1]
+    kernels.add_sparse(around[10:20], **{name: array.to(device) for name, array in sent.items()})
+    assert around[10].isnan() and (around[:10] == 1).all() and (around[20:] == 1).all()
+    assert not sent["header"][1] or (around[11:] == 1).all()
 
 
 def test_settling_sparse_entries(device: torch.device) -> None:
     """All entries go back if the update is not finite, otherwise the share that is kept."""
     before = torch.randn(3000, device=device)
     residual = before.clone()
-    taken = take_topk(residual, 30, flag=torch.ones(1, dtype=torch.int32, device=device))
+    taken = take_topk(residual, 30, flag=flag_on(device, 1))
     after = residual.clone()
     update = torch.zeros(3000, device=device)
     kernels.settle_sparse(residual, **taken, update=update)

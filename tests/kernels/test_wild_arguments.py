@@ -72,34 +72,30 @@ def test_no_ends_of_layers_take_an_entry_twice_or_from_elsewhere(ends: list[int]
     assert residual.count_nonzero() == n - len(taken)
 
 
-@pytest.mark.parametrize("rule", ["optimal", "range", "quantile"])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_levels_of_a_group_beyond_all_levels_are_its_nearest(rule: str, sign: int, device: torch.device) -> None:
-    """Levels stay within half of the largest float, so that two of them never differ by more than a float holds."""
-    flat = sign * torch.linspace(3e38, 3.2e38, 50, device=device)
-    for count in (2, 3, 5, 9):
-        levels = torch.zeros(count, device=device)
-        kernels.find_levels(flat, rule, 64, count, levels, torch.zeros(1, device=device))
-        assert (levels == sign * extension.LARGEST / 2).all()
+BEYOND = (3e38 + torch.arange(50) * 4e35).tolist()
 
 
-def test_levels_between_entries_beyond_all_levels_are_in_order(device: torch.device) -> None:
-    flat = torch.tensor([2.2e38, 2.1e38, 3.2e38, 2.15e38, -3.2e38], device=device)
-    for rule in ("optimal", "range", "quantile"):
-        for count in (3, 5, 9):
-            levels = torch.zeros(count, device=device)
-            kernels.find_levels(flat, rule, 32, count, levels, torch.zeros(1, device=device))
-            assert (levels.diff() >= 0).all() and levels.abs().max() <= extension.LARGEST / 2
-
-
-@pytest.mark.parametrize("entry", [1e-45, -1.46673e-40, 3e-39])
-def test_levels_of_equal_subnormal_entries_are_in_order(entry: float, device: torch.device) -> None:
-    flat = torch.full((40,), entry, device=device)
+@pytest.mark.parametrize(
+    "entries,wanted",
+    [
+        (BEYOND, extension.LARGEST / 2),
+        ([-entry for entry in BEYOND], -extension.LARGEST / 2),
+        *(([entry] * 40, entry) for entry in (1e-45, -1.46673e-40, 3e-39)),
+        ([2.2e38, 2.1e38, 3.2e38, 2.15e38, -3.2e38], None),
+    ],
+    ids=["above", "below", "subnormal 1", "subnormal 2", "subnormal 3", "on both sides"],
+)
+def test_levels_of_extreme_groups_are_in_order_and_within_half_of_the_largest_float(
+    entries: list[float], wanted: float | None, device: torch.device
+) -> None:
+    """Two levels then never differ by more than a float holds. Those of a group that lies beyond are its nearest."""
+    flat = torch.tensor(entries, device=device)
     for rule in ("optimal", "range", "quantile"):
         for count in (2, 3, 5, 9):
             levels = torch.zeros(count, device=device)
             kernels.find_levels(flat, rule, 64, count, levels, torch.zeros(1, device=device))
-            assert (levels == flat[0]).all()
+            assert (levels.diff() >= 0).all() and levels.abs().max() <= extension.LARGEST / 2
+            assert wanted is None or (levels == torch.tensor(wanted, device=device)).all()
 
 
 def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> None:

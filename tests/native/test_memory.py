@@ -11,6 +11,7 @@ import gradients
 import pytest
 import torch
 from laws import check_conservation
+from payload_arrays import entries
 
 import gradcomp
 from gradcomp.compressors.topk import TopK
@@ -59,7 +60,7 @@ def test_a_compressor_may_yield_between_asking_for_its_update_and_returning_it(w
 def test_two_updates_that_are_lent_at_once_are_two() -> None:
     memory = Memory()
     first, second = (memory.lend(1000, torch.device("cpu")) for _ in range(2))
-    kernels.add_sparse(first.flat, *entries(5, 2.0), marks=first.marks)
+    kernels.add_sparse(first.flat, **entries([2.0], [5]), marks=first.marks)
     assert not second.flat.any() and first.flat[5] == 2
 
 
@@ -68,8 +69,8 @@ def test_a_returned_update_is_lent_again_as_zeros() -> None:
     for n in (1000, 100, 1000, 64, 500):  # shorter ones fit into what is there
         update = memory.lend(n, torch.device("cpu"))
         assert update.flat.numel() == n and not update.flat.any() and update.marks is not None and not update.marks.any()
-        kernels.add_sparse(update.flat, *entries(n - 1, 2.0), marks=update.marks)
-        kernels.add_sparse(update.flat, *entries(0, 3.0), marks=update.marks)
+        kernels.add_sparse(update.flat, **entries([2.0], [n - 1]), marks=update.marks)
+        kernels.add_sparse(update.flat, **entries([3.0], [0]), marks=update.marks)
         at = update.flat.data_ptr()
         memory.give_back(update)
         assert memory.lend(10, torch.device("cpu")).flat.data_ptr() == at
@@ -98,7 +99,7 @@ def test_an_update_that_is_never_given_back_is_not_lent_again() -> None:
     """A failure in mid-exchange leaves an update on loan."""
     memory = Memory()
     lost = memory.lend(1000, torch.device("cpu"))
-    kernels.add_sparse(lost.flat, *entries(3, 1.0), marks=lost.marks)
+    kernels.add_sparse(lost.flat, **entries([1.0], [3]), marks=lost.marks)
     del lost
     assert not memory.lend(1000, torch.device("cpu")).flat.any()
 
@@ -236,8 +237,3 @@ def test_memory_goes_with_its_owner_and_so_does_that_of_an_ended_thread() -> Non
     thread.join()
     gc.collect()
     assert len(alive) == 3 and [ref for ref in alive if ref() is not None] == []
-
-
-def entries(place: int, value: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, places and header of one sparse entry."""
-    return torch.tensor([value]), torch.tensor([place], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32)

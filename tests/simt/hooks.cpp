@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "counters.h"
 #include "shadow.h"
 #include "threads.h"
 
@@ -49,24 +48,15 @@ void ignore_arguments(const void* at, size_t size) {
   arguments_size = size;
 }
 
-static inline void read(const void* at, size_t size, Level level, const void* site) {
-  if (counting) note_request(at, size, false, site);
-  note_read(at, size, level, site);
-}
-static inline void write(const void* at, size_t size, const void* site, bool strong = false) {
-  if (counting) note_request(at, size, false, site);
-  note_write(at, size, site, strong);
-}
-
 // The volatile accesses, and the functions of cuda_runtime.h, are the places where one block sees what others do.
 static void look_at(const void* word, size_t size, const void* site) {
   step_aside();
-  read(word, size, Level::strong, site);
+  note_read(word, size, Level::strong, site);
   order_atomic(word, Touch::look);
 }
 static void put(const void* word, size_t size, const void* site) {
   step_aside();
-  write(word, size, site, true);
+  note_write(word, size, site, true);
   order_atomic(word, Touch::put);
 }
 
@@ -74,14 +64,13 @@ void touch_atomic(void* word, size_t size, const void* site) {
   if (!is_watched(word)) return;
   const bool shared = is_shared(word);
   if (!shared) step_aside();
-  if (counting) note_request(word, size, true, site);
   note_atomic(word, size, site);
   if (!shared) order_atomic(word, Touch::change);
 }
 
 void touch_second_level(const void* word, size_t size, const void* site) {
   step_aside();
-  if (is_watched(word)) read(word, size, Level::second, site);
+  if (is_watched(word)) note_read(word, size, Level::second, site);
 }
 
 }  // namespace simt
@@ -93,10 +82,10 @@ void touch_second_level(const void* word, size_t size, const void* site) {
     if (simt::is_watched(at)) simt::__VA_ARGS__; \
   }
 #define ACCESSES(size)                                                    \
-  WATCHED(read##size, read(at, size, simt::Level::plain, SITE))           \
-  WATCHED(write##size, write(at, size, SITE))                             \
-  WATCHED(unaligned_read##size, read(at, size, simt::Level::plain, SITE)) \
-  WATCHED(unaligned_write##size, write(at, size, SITE))                   \
+  WATCHED(read##size, note_read(at, size, simt::Level::plain, SITE))           \
+  WATCHED(write##size, note_write(at, size, SITE))                             \
+  WATCHED(unaligned_read##size, note_read(at, size, simt::Level::plain, SITE)) \
+  WATCHED(unaligned_write##size, note_write(at, size, SITE))                   \
   WATCHED(volatile_read##size, look_at(at, size, SITE))                   \
   WATCHED(volatile_write##size, put(at, size, SITE))                      \
   WATCHED(unaligned_volatile_read##size, look_at(at, size, SITE))         \
@@ -108,10 +97,10 @@ ACCESSES(4)
 ACCESSES(8)
 ACCESSES(16)
 HOOK __tsan_read_range(void* at, size_t size) {
-  if (simt::is_watched(at)) simt::read(at, size, simt::Level::plain, SITE);
+  if (simt::is_watched(at)) simt::note_read(at, size, simt::Level::plain, SITE);
 }
 HOOK __tsan_write_range(void* at, size_t size) {
-  if (simt::is_watched(at)) simt::write(at, size, SITE);
+  if (simt::is_watched(at)) simt::note_write(at, size, SITE);
 }
 HOOK __tsan_vptr_update(void*, void*) {}
 HOOK __tsan_vptr_read(void*) {}

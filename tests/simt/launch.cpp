@@ -7,7 +7,6 @@
 #include <numeric>
 #include <random>
 
-#include "counters.h"
 #include "cuda_runtime.h"
 #include "hooks.h"
 #include "shadow.h"
@@ -124,7 +123,6 @@ void run_blocks(const Shape& shape, const std::vector<unsigned>& blocks) {
     switch_to(*resident[turn]);
     run_turn();
     if (block().alive > 0) continue;
-    if (counting) count_requests(block());
     resident.erase(resident.begin() + static_cast<std::ptrdiff_t>(turn));
   }
 }

@@ -107,23 +107,6 @@ __global__ void left_over(uint32_t* out) {
   fixed[threadIdx.x] = threadIdx.x;
 }
 
-// Read with a stride; touch banks with a stride; let lanes meet in a few addresses.
-__global__ void strided(const uint32_t* x, uint32_t* out, unsigned stride) {
-  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
-  out[i] = x[i * stride];
-}
-__global__ void banks(uint32_t* out, unsigned stride) {
-  __shared__ uint32_t words[32 * 32];
-  words[threadIdx.x * stride] = 1;
-  __syncthreads();
-  out[threadIdx.x] = words[threadIdx.x * stride];
-}
-__global__ void meets(uint32_t* out, unsigned addresses) {
-  __shared__ uint32_t words[32];
-  atomicAdd(words + threadIdx.x % addresses, 1u);
-  atomicAdd(out + threadIdx.x % addresses, 1u);
-}
-
 // Threads that have ended are not waited for.
 __global__ void ends_early(uint32_t* out) {
   if (threadIdx.x % 3 == 0) return;
@@ -187,10 +170,6 @@ void define_right(py::module_& m) {
   DEFINE(reverse, (const U32& x, U32 out), blocks_of(x), kBlock, kBlock * sizeof(uint32_t), queue, x.data(),
          out.mutable_data());
   m.def("left_over", [](U32 out) { LAUNCH(left_over<32>, blocks_of(out, 32), 32, 0, queue, out.mutable_data()); });
-  DEFINE(strided, (const U32& x, U32 out, unsigned stride), blocks_of(out, 128), 128, 0, queue, x.data(), out.mutable_data(),
-         stride);
-  DEFINE(banks, (U32 out, unsigned stride), 1, 32, 0, queue, out.mutable_data(), stride);
-  DEFINE(meets, (U32 out, unsigned addresses), 1, 32, 0, queue, out.mutable_data(), addresses);
   DEFINE(ends_early, (U32 out), 1, blocks_of(out, 1), 0, queue, out.mutable_data());
   DEFINE(places, (U32 out), dim3(2, 3, 4), dim3(5, 6, 7), 0, queue, out.mutable_data());
   DEFINE(block_order, (U32 next, U32 out), blocks_of(out, 1), 32, 0, queue, next.mutable_data(), out.mutable_data());

@@ -1,0 +1,36 @@
+"""The arrays that kernels exchange, made for tests: flags, payloads to take into, and payloads of given entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Arrays = dict[str, Tensor]
+CPU = torch.device("cpu")
+
+
+def flag_on(device: torch.device, value: int = 0) -> Tensor:
+    """Make a flag."""
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def to_take(k: int, device: torch.device = CPU) -> Arrays:
+    """Make a payload of k entries with contents that no take leaves."""
+    return {
+        "values": torch.full((k,), 9.0, device=device),
+        "indices": torch.full((k,), -1, dtype=torch.int32, device=device),
+        "header": torch.full((2,), -1, dtype=torch.int32, device=device),
+    }
+
+
+def entries(
+    values: Sequence[float], indices: Sequence[int], count: int | None = None, flag: int = 0, device: torch.device = CPU
+) -> Arrays:
+    """Make a payload of these entries. count: what its header says, if not their number."""
+    return {
+        "values": torch.tensor(values, device=device),
+        "indices": torch.tensor(indices, dtype=torch.int32, device=device),
+        "header": torch.tensor([len(values) if count is None else count, flag], dtype=torch.int32, device=device),
+    }
