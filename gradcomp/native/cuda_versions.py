@@ -19,7 +19,7 @@ def driver_version(library: str = "libcuda.so.1") -> int:
 
 
 def misfit(runtime: int, driver: int, torchs: str | None) -> str:
-    """Say what will go wrong, and the remedy; nothing where versions fit.
+    """Name the versions that do not fit, and the remedy; return "" where all fit.
 
     runtime: that of the extension, 0 without CUDA kernels. driver: 0 without a driver. torchs: torch.version.cuda.
 
@@ -42,5 +42,5 @@ def misfit(runtime: int, driver: int, torchs: str | None) -> str:
 
 
 def in_words(version: int) -> str:
-    """Write a version as people do."""
+    """Write 13000 as 13.0."""
     return f"{version // 1000}.{version % 1000 // 10}"

@@ -43,7 +43,7 @@ TILE: int = native.tile
 SEARCH_BLOCK: int = native.search_block
 # The largest magnitude in a residual: a little below the largest float, so that rounding a sum of shares cannot overflow.
 LARGEST: float = native.largest
-# The peak of a line that may hold anything: infinity's key.
+# The peak of a line with unknown entries: infinity's key.
 UNKNOWN_PEAK = 0x7F800000
 
 BUILT_WITH_CUDA: bool = native.built_with_cuda

@@ -44,7 +44,7 @@ class Update:
     """The mean update of a bucket. An exchange returns it; the driver of the exchange gives it back to its memory.
 
     flat: all entries.
-    marks: one for each line of 64 entries, 0 if the line holds only zeros; None if that is not known.
+    marks: one for each line of 64 entries, 0 if the line holds only zeros; None if unknown.
     source: the arrays that it was lent from; None if it was not lent.
     is_wiped: it is all zeros again, and so are its marks.
     """
@@ -79,7 +79,7 @@ class Memory:
         return self._lend_first(place, words, like) if lent is None else lent
 
     def _lend_first(self, place: Place, words: int, like: Array) -> Array:
-        """Allocate scratch of a new size, or lend the start of what is there."""
+        """Allocate scratch of a new size, or lend the first words of a larger one."""
         buffer = self._scratch.get(place)
         if buffer is None or extension.count(buffer) < words:
             module = sys.modules[extension.library(like)]

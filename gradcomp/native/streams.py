@@ -1,4 +1,4 @@
-"""Streams of a GPU: those with work on an array, which the next kernel on another stream waits for."""
+"""Streams of a GPU with work on an array. The next kernel on another stream waits for them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Streams:
         self._busy = {current.cuda_stream: current}
 
     def clear(self) -> None:
-        """Forget the streams after the bucket's step. Autograd, and whoever calls step(), order all that follows."""
+        """Forget the streams after the bucket's step. Autograd and the caller of step() order all later work."""
         self._busy.clear()
 
 
 def follow(stream: Any, other: Any) -> None:
     """Make a stream wait for all work of another one.
 
-    A graph that is captured cannot wait for streams outside it. Whoever begins the capture waits for them, as torch.cuda.graph
+    A captured graph cannot wait for streams outside it. The caller that begins the capture waits for them, as torch.cuda.graph
     does.
     """
     if stream != other and (_is_captured(other) or not _is_captured(stream)):

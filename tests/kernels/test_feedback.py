@@ -70,12 +70,12 @@ def test_the_old_residual_has_a_factor(device: torch.device, of_residual: float,
         kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, of_residual=-1.0)
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("of_gradient", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_second_moment_divides_what_is_added(
-    device: torch.device, sizes: list[int], dtype: torch.dtype, of_gradient: float, whole: bool
+    device: torch.device, sizes: list[int], dtype: torch.dtype, of_gradient: float, local: bool
 ) -> None:
     grads = pieces(sizes, dtype, device)
     n = sum(sizes)
@@ -88,12 +88,12 @@ def test_a_second_moment_divides_what_is_added(
     second[: n // 2] = 0
     residual[::3] = 0
     sent_in = torch.randint(5, (n,), device=device).to(torch.uint8)
-    noted = sent_in.masked_fill(residual == 0, 3) if whole else sent_in.clone()
+    noted = sent_in.masked_fill(residual == 0, 3) if local else sent_in.clone()
     adaptive = kernels.Adaptive(second, 0.1, of_gradient, 1.5, 0.95, 0.05, 2.0, 1e-8, 0.75)
     flag = flag_on(device)
     expected = reference.accumulate_adaptive(grads, residual, velocity, 0.9, adaptive, noted != 3)
     mask = kernels.Mask(None, sent_in, 260)
-    kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask, whole=whole)
+    kernels.accumulate(grads, residual, velocity, flag, 0.9, adaptive=adaptive, mask=mask, residual_is_local=local)
     assert all(reference.same(*pair) for pair in zip((residual, velocity, second), expected, strict=True))
     assert torch.equal(sent_in, noted)
     assert flag.item() == (1 if n > 1 else 0)

@@ -57,8 +57,8 @@ MOMENTUM_FAULTS = (
     Fault(
         "a neighbour's share of what waits is forgotten",
         "gradcomp/engine",
-        "whole=not self._shares_residuals,",
-        "whole=True,",
+        "residual_is_local=not self._shares_residuals,",
+        "residual_is_local=True,",
         ("test_waited.py",),
     ),
     Fault(

@@ -190,7 +190,7 @@ class Feedback(Collector):
             peaks=state.peaks,
             adaptive=adaptive,
             mask=mask if momentum or adaptive else None,
-            whole=not self._shares_residuals,
+            residual_is_local=not self._shares_residuals,
             of_residual=of_residual,
             memory=context.memory,
         )

@@ -15,7 +15,7 @@ from gradcomp.native.memory import Memory
 
 
 class _Chunk(NamedTuple):
-    """Gradients that fit one launch, the layers that they belong to, and their place in the flat bucket. None: all of it."""
+    """Gradients of one launch, their layers, and their place in the flat bucket. None stands for all of it."""
 
     grads: Sequence[Array]
     layers: slice | None
@@ -61,14 +61,14 @@ def sum_squares(grads: Sequence[Array], squares: Array, memory: Memory | None = 
 
 
 class Adaptive(NamedTuple):
-    """What a step by Adam's kind has beside the momentum.
+    """Adam's coefficients for accumulate().
 
     velocity <- momentum * velocity + fresh * g;  second <- decay * second + fresh_square * g * g
     residual <- residual + (of_gradient * g + of_velocity * velocity) / (root_scale * sqrt(second) + epsilon)
 
-    waiting * g takes the numerator's place for an entry that has waited (see Mask).
+    The numerator is waiting * g for an entry with a residual (see Mask).
 
-    second: the second moment; None = there is none, nor the division.
+    second: the second moment; None leaves out the division.
     """
 
     second: Array | None
@@ -100,7 +100,7 @@ def accumulate(
     peaks: Array | None = None,
     adaptive: Adaptive | None = None,
     mask: Mask | None = None,
-    whole: bool = True,
+    residual_is_local: bool = True,
     of_residual: float = 1.0,
     memory: Memory | None = None,
 ) -> None:
@@ -108,8 +108,9 @@ def accumulate(
 
     velocity <- momentum * velocity + scales * grads;  residual <- of_residual * residual + velocity
 
-    adaptive: what Adam keeps beside; nesterov must then be False. mask: knows which entries have waited, and is told of those
-    that were empty; whole: an entry without residual was. False where what waits may lie on another rank.
+    adaptive: Adam's coefficients and second moment; nesterov must then be False.
+    mask: the step in which each entry was last sent; entries without residual are noted as sent in the step before.
+    residual_is_local: False where another rank may hold an entry's residual, so that none is noted.
     loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
     moments: float64[layers, MOMENTS], filled in the same pass with statistics of each layer's new residual (raw: gradient).
     peaks: the result of peaks(); becomes each line's largest magnitude, with which a take on a CPU skips lines.
@@ -139,7 +140,7 @@ def accumulate(
             momentum,
             *rule[1:],
             0 if mask is None else mask.step,
-            whole,
+            residual_is_local,
             raw,
             **queue(residual),
         )
@@ -148,7 +149,7 @@ def accumulate(
 
 
 def peaks(n: int, device: torch.device) -> Tensor | None:
-    """Make the peaks of n entries, for accumulate to fill and takes to read; None on a GPU, where a take reads everything."""
+    """Make the peaks of n entries, which accumulate fills and takes read. Return None on a GPU: a take reads all entries."""
     if device.type != "cpu" or not extension.native.built_with_cpu:
         return None
     return torch.full((-(-n // LINE),), UNKNOWN_PEAK, dtype=torch.int32)
@@ -168,7 +169,7 @@ def spread(
 ) -> bool:
     """Write scale * loss_scale * flat into the gradients, each in its own memory and type. Return whether flat is zeros now.
 
-    marks: of an update, to skip its zeros. residual: gets what casts leave out.
+    marks: of an update, to skip its zeros. residual: the error of the casts is added to it.
     verdict: int32[1]; tells add_back() whether the bucket failed in this step.
     wipes: set flat and its marks to zeros in the same call, if one call is enough.
     """
@@ -185,7 +186,7 @@ def spread(
 
 
 def may_have_failed(verdicts: Tensor, step: int) -> bool:
-    """Look for verdicts of this step or a later one. On a GPU, which would have to be waited for, the answer is True."""
+    """Look for verdicts of this step or a later one. Return True on a GPU, since a look would wait for it."""
     if on_cuda(verdicts) or not extension.native.built_with_cpu:
         return True
     return have_failed(verdicts, step)
@@ -206,7 +207,7 @@ def add_back(
     loss_scale: Array | None = None,
     step: int = 1,
 ) -> None:
-    """Add what spread() delivered to the residual if a verdict is of this step, unless this bucket itself failed."""
+    """Add the delivered update to the residual if a verdict is of this step, unless this bucket itself failed."""
     for part, _, place in _chunks(grads):
         own = _part(residual, place)
         extension.native.add_back(part, own, loss_scale, verdicts, bucket, scale, step, **queue(residual))

@@ -30,7 +30,7 @@ def words(n: int, group: int, count: int) -> int:
 def find_levels(
     flat: Array, rule: str, group: int, count: int, levels: Array, cuts: Array, bounds: Array | None = None
 ) -> None:
-    """Find `count` levels for each group by one of LEVEL_RULES. cuts <- where entries start to round up, without randomness."""
+    """Find `count` levels for each group by one of LEVEL_RULES. cuts <- the least entry that rounds up without randomness."""
     extension.native.find_levels(flat, bounds, LEVEL_RULES.index(rule), group, count, levels, cuts, **queue(flat))
 
 

@@ -17,10 +17,10 @@ BLOCK, VALUE_BITS = 1 << 16, 6
 
 
 class Mask(NamedTuple):
-    """Notes which entries are sent. The velocity, if given, becomes 0 where one had waited: not sent a step before, nor empty.
+    """Notes which entries are sent. It clears the velocity, if given, of sent entries that had a residual.
 
     sent_in: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. accumulate() notes
-    entries that were empty as sent in the step before. step: this step's number.
+    entries without residual as sent in the step before. step: this step's number.
     """
 
     velocity: Tensor | None
@@ -64,7 +64,7 @@ def take_topk(
 ) -> None:
     """Take the k entries of largest magnitude out of the residual, in index order, ties to the lower index.
 
-    mask: sets the velocity to 0 where the entry waited. header <- (k, flag).
+    mask: clears the velocity of taken entries that had a residual. header <- (k, flag).
     """
     words = scratch_words(extension.native, "take_topk", on_cuda(residual), count(residual), k)
     scratch = (memory or Memory()).scratch("topk", words, residual)
@@ -95,7 +95,7 @@ def take_above(
 
 
 class Bar(NamedTuple):
-    """What an entry must exceed: its layer's threshold, which follows from the layer's moments and lam. See set_thresholds().
+    """The thresholds of layers, which set_thresholds() computes from their moments and lam.
 
     target: the number of entries to which steer() moves lam; None if lam is fixed.
     """
@@ -238,8 +238,8 @@ def add_and_settle_packed(
 def add_within_largest(residual: Tensor, places: Tensor, values: Tensor) -> None:
     """Add values at these places of a residual, within the largest magnitude. The excess of a sum is lost.
 
-    Only places with the value 0 may repeat. A value in double precision may be larger than the largest magnitude: it is then
-    added in halves. torch does it: no kernel is worth it for the few entries that come back.
+    Only places with the value 0 may repeat. A value in double precision that is larger than the largest magnitude is added in
+    halves. This is torch's work: few entries come back, too few for a kernel.
     """
     waiting = residual.index_select(0, places).double()
     added = (waiting + values).clamp(-LARGEST, LARGEST) - waiting
