@@ -24,7 +24,7 @@ LAYERS = [
     ["bind.", "bind_"],
 ]
 # Lines that a file has at most.
-SCREENS = 250
+MOST_LINES = 450
 
 
 def files() -> list[str]:
@@ -74,9 +74,9 @@ def test_no_include_that_goes_up_escapes(path: str, name: str) -> None:
     assert goes_up(path, f'#include "{name}"\n') != []
 
 
-def test_every_file_fits_a_few_screens() -> None:
+def test_no_file_is_too_long() -> None:
     for path in files():
-        assert len((CSRC / path).read_text().splitlines()) <= SCREENS, path
+        assert len((CSRC / path).read_text().splitlines()) <= MOST_LINES, path
 
 
 def test_the_readme_names_every_file() -> None:
