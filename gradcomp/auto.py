@@ -16,7 +16,7 @@ import torch
 
 from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.states.kept_arrays import views
+from gradcomp.engine.state import residual_views
 from gradcomp.messages import payload as payloads
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
 
@@ -430,7 +430,7 @@ class Chooser:
         return True
 
     def _has_residual(self) -> bool:
-        return any(bool(view.any()) for view in views(self._session.reducer, "residual").values())
+        return any(bool(view.any()) for view in residual_views(self._session.reducer).values())
 
     def _means(self, own: Sequence[float]) -> list[float]:
         """Return the means of some figures over the ranks, equal on all of them."""

@@ -10,14 +10,24 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layer, Layout
-from gradcomp.engine.buckets.bucket import Bucket, check_type
+from gradcomp.engine.bucket import Bucket, check_type
 from gradcomp.engine.optimizers.check import check_momentum, is_linear, rates_of
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import checked
+from gradcomp.engine.return_moments import average_moments, moments_to_return, return_moments
 from gradcomp.engine.sessions.freezes import Freezes
 from gradcomp.engine.sessions.meeting import adopt, shared_state
-from gradcomp.engine.states import checkpoint, handed_back, packed, succession
-from gradcomp.engine.states.packed import Place, States
+from gradcomp.engine.state import (
+    Place,
+    States,
+    carry,
+    load_shares,
+    pack,
+    residuals,
+    save_share,
+    shape_texts,
+    successor,
+)
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -111,13 +121,13 @@ class Simulation:
 
         spec: "name:knob=value", or a compressor.
         """
-        compressor = succession.successor(make(spec), self._reducers[0])
+        compressor = successor(make(spec), self._reducers[0])
         changed = self._make_reducers(compressor)
         for old, new in zip(self._reducers, changed, strict=True):
-            succession.carry(old, new)
-        if self._momentum and (arrays := handed_back.arrays_of(self._momentum, self._reducers[0], changed[0])):
-            wait, *_ = [handed_back.start(self._momentum, old, arrays) for old in self._reducers]
-            handed_back.finish(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
+            carry(old, new)
+        if self._momentum and (arrays := moments_to_return(self._momentum, self._reducers[0], changed[0])):
+            wait, *_ = [average_moments(self._momentum, old, arrays) for old in self._reducers]
+            return_moments(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
         self._reducers, self._compressor = changed, compressor
         self._observe()
 
@@ -160,14 +170,14 @@ class Simulation:
 
     def residual(self, rank: int) -> dict[str, Tensor]:
         """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""
-        flat = checkpoint.residual(self._reducers[rank])
+        flat = residuals(self._reducers[rank])
         return {name: flat[name].view(shape) for name, shape in self._shapes.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that the next step depends on, of all ranks."""
-        shapes = checkpoint.shape_texts(self._shapes)
-        shares = {rank: checkpoint.save(reducer, shapes) for rank, reducer in enumerate(self._reducers)}
-        return packed.pack(str(self._compressor), len(shares), shares)
+        shapes = shape_texts(self._shapes)
+        shares = {rank: save_share(reducer, shapes) for rank, reducer in enumerate(self._reducers)}
+        return pack(str(self._compressor), len(shares), shares)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec and shapes.
@@ -177,10 +187,10 @@ class Simulation:
         """
         world = len(self._reducers)
         loaded = States(state, str(self._compressor))
-        shapes, copies = checkpoint.shape_texts(self._shapes), []
+        shapes, copies = shape_texts(self._shapes), []
         for rank, reducer in enumerate(self._reducers):
             taken = loaded.take(Place(rank, world))
-            copies.append(checkpoint.prepare(reducer, shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam))
+            copies.append(load_shares(reducer, shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam))
         for copy in copies:
             copy()
         if world > loaded.ranks:

@@ -17,7 +17,7 @@ from spikes import SPIKES
 from torch import Tensor
 
 import gradcomp
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 
 WORLDS = [1, 2, 3, 4, 8]
 # Numbers of ranks for the emulator, which is slow and does not know them, and for laws that hardly depend on them.
@@ -127,7 +127,7 @@ def test_an_overflow_reaches_all_ranks_and_no_residual(spec: str, world: int, ba
     assert not all(part.isfinite().all() for part in update.values())
     after = residuals(simulation)
     assert all(part.isfinite().all() for own in after for part in own.values())
-    if isinstance(made := gradcomp.make(spec), Feedback) and made.keeps_residual:
+    if isinstance(made := gradcomp.make(spec), Feedback) and made.feedback:
         grads[-1]["weight"][3, 4] = 0
         for name in SHAPES:
             wanted = mean(before, name) + mean(grads, name)

@@ -220,7 +220,7 @@ def test_without_error_feedback_a_step_knows_nothing_of_the_last(spec: str) -> N
         fresh.step([{"w": torch.zeros(200)} for _ in range(3)])
     ours, theirs = worn.step(grads)["w"], fresh.step(grads)["w"]
     assert torch.equal(ours, theirs) and ours.any()
-    assert not worn.residual(0)["w"].any() and worn.state_dict()["of_rank"]["0"]["residual"] == {}
+    assert not worn.residual(0)["w"].any() and "feedback" not in worn.state_dict()["of_rank"]["0"]["layers"]
 
 
 def test_a_change_that_would_lose_the_residual_is_refused() -> None:

@@ -45,7 +45,7 @@ class ByHost(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        return replace(self.inner.traits, rates="unused")
+        return replace(self.inner.traits, rates="unused", shares_residual=True)
 
     def init(self, layout: Layout, seed: int) -> PartState:
         return PartState(layout, seed)

@@ -92,6 +92,7 @@ class Traits:
     momentum: the momentum that it keeps itself.
     rates: it uses the learning rates where they are known, or it needs them.
     ends: it treats the model's first and last layers differently from the others.
+    shares_residual: a part of a rank's residual may lie on another rank.
     learns: it sends other messages once it has learned how, so that some steps do not show what the others take.
     """
 
@@ -105,6 +106,7 @@ class Traits:
     momentum: float = 0.0
     rates: Literal["unused", "used", "needed"] = "unused"
     ends: bool = False
+    shares_residual: bool = False
     learns: bool = False
 
 

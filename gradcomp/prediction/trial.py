@@ -15,7 +15,7 @@ from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor, Layer
 from gradcomp.core.requests import World
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.prediction.mirror import Message, Mirror, Note
 from gradcomp.spec import make

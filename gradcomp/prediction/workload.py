@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradcomp.engine.steps.plan import MOST_ENTRIES
+from gradcomp.engine.plan import MOST_ENTRIES
 from gradcomp.prediction.timeline import Work
 from gradcomp.prediction.trial import device_wait
 

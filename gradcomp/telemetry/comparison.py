@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradcomp.engine.buckets import drawn_places
-from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.stages.adam import sampled_indices
 from gradcomp.native.memory import Update
 
 # The most entries of a bucket that are compared.
@@ -29,15 +29,15 @@ class Comparison:
 
     def before(self, bucket: Bucket) -> None:
         """Keep what waits."""
-        residual = bucket.state.residual
+        residual = bucket.residual
         self._places[bucket.index] = places = self._draw(bucket)
         self._weights[bucket.index] = residual.numel() / len(places)
         self._before[bucket.index] = residual.index_select(0, places)
 
     def collected(self, bucket: Bucket) -> None:
         """Keep what was added."""
-        kept = bucket.state.of_residual if bucket.collector.keeps_residual else 0.0
-        now = bucket.state.residual.index_select(0, self._places[bucket.index])
+        kept = bucket.residual_factor if bucket.keeps_residual else 0.0
+        now = bucket.residual.index_select(0, self._places[bucket.index])
         self._added[bucket.index] = now - kept * self._before.pop(bucket.index)
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
@@ -59,7 +59,7 @@ class Comparison:
         return torch.stack([cosine, error])
 
     def _draw(self, bucket: Bucket) -> Tensor:
-        return drawn_places.draw(bucket.layout.total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
+        return sampled_indices(bucket.layout.total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
 
 
 def _join(arrays: dict[int, Tensor]) -> Tensor:

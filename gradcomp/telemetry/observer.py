@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.requests import Gather, Reduce
-from gradcomp.engine.buckets.bucket import Bucket
-from gradcomp.engine.buckets.health import OLD, PART
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.stages.feedback import Residual
+from gradcomp.engine.stages.health import OLD, PART, Health
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_clock import Seconds, StepClock
 from gradcomp.messages import payload as payloads
@@ -167,7 +168,7 @@ class Observer:
         now = replace(reducer.clock.seconds)
         seconds, self._until_last = now.less(self._until_last), now
         record["seconds"] = seconds.by_step() if seconds.steps else None
-        health = {bucket.index: bucket.state.health for bucket in reducer.buckets if bucket.state.health is not None}
+        health = {bucket.index: bucket.states[Health.name] for bucket in reducer.buckets if Health.name in bucket.states}
 
         def write() -> None:
             buckets = [figures[index].read() for index in sorted(figures)]
@@ -183,7 +184,7 @@ class Observer:
             record["buckets"] = buckets
             self._writers = [writer for writer in self._writers if _takes(writer, record)]
 
-        self._read(write, reducer.buckets[0].state.residual)
+        self._read(write, reducer.buckets[0].residual)
 
     def _read(self, read: Callable[[], None], where: Tensor) -> None:
         """Read figures: at once, or one step later if they lie on a GPU."""
@@ -208,16 +209,17 @@ class BucketFigures:
 
     def __init__(self, bucket: Bucket, update: Update):
         self._names, self._entries = bucket.layout.names, bucket.layout.total
-        state, device = bucket.state, bucket.layout.device
+        kept, device = bucket.states.get(Residual.name), bucket.layout.device
         found = torch.zeros(3, dtype=torch.float64, device=device)
         found[0] = update.flat.count_nonzero()
-        self._waits = bucket.collector.keeps_residual
+        self._waits = bucket.keeps_residual
         if self._waits:
-            kernels.sum_squares([state.residual], found[1:2])
-        self._has_ages = state.sent_in is not None
-        if state.sent_in is not None:
-            for part in state.sent_in.split(PART):
-                found[2] += (state.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
+            kernels.sum_squares([bucket.residual], found[1:2])
+        last_sent = None if kept is None else kept.last_sent
+        self._has_ages = last_sent is not None
+        if last_sent is not None:
+            for part in last_sent.split(PART):
+                found[2] += (bucket.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
         self._found = HostCopy(found)
 
     def read(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 import gradcomp
 from gradcomp.compressors.gs_sgd import GsSgd
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.exchanges import sketched
 
 

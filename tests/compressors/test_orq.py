@@ -10,7 +10,7 @@ import torch
 
 import gradcomp
 from gradcomp.compressors.orq import Orq
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.exchanges.rounded import GroupPartition
 from gradcomp.native import kernels
 
@@ -61,7 +61,7 @@ def test_unbiased_means_right_in_the_mean(spec: str, route: str) -> None:
     n, steps = 256, 150
     spec += f"{',' if ':' in spec else ':'}group=64,route={route}"
     made = gradcomp.make(spec)
-    assert isinstance(made, Feedback) and not made.keeps_residual
+    assert isinstance(made, Feedback) and not made.feedback
     torch.manual_seed(1)
     grad = torch.distributions.Laplace(0.0, 1.0).sample((n,))
     errors = {}

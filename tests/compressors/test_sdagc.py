@@ -15,7 +15,7 @@ from torch import Tensor
 import gradcomp
 from gradcomp.compressors.sdagc import Capacity, Sdagc, laplace_density, rounded_up
 from gradcomp.core.requests import Field, Payload
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.messages import payload as payloads
 from gradcomp.native.memory import DELAY
 
@@ -150,7 +150,7 @@ def test_a_layer_below_its_threshold_sends_its_largest_entry() -> None:
 def test_a_layer_without_gradient_sends_nothing(spec: str) -> None:
     simulation, update = one(spec, torch.zeros(50, 50))
     assert not update.any()
-    assert simulation._reducers[0].buckets[0].state.flag.item() == 0
+    assert simulation._reducers[0].buckets[0].states["feedback"].flag.item() == 0
 
 
 def test_a_constant_layer_is_not_stuck() -> None:
@@ -186,7 +186,7 @@ def test_the_capacity_follows_the_entries_that_pass() -> None:
         assert len(set(simulation.bytes_sent)) == 1
         sizes.append(simulation.bytes_sent[0])
     assert len(set(sizes[:8])) == 1 and sizes[8] != sizes[0]
-    buckets = [reducer.buckets[0].state.inner.capacity for reducer in simulation._reducers]
+    buckets = [reducer.buckets[0].inner.capacity for reducer in simulation._reducers]
     assert len({capacity.entries for capacity in buckets}) == 1
 
 
@@ -204,7 +204,7 @@ def test_sam_is_momentum_on_the_summed_gradient() -> None:
     """An entry sent every T steps moves as momentum SGD does on the sums of T gradients; one buffer is enough."""
     torch.manual_seed(0)
     simulation = gradcomp.Simulation("sdagc:lam=0,sam=0.9,flush=0,wire=exact", {"w": (40, 40)}, 1)
-    assert simulation._reducers[0].buckets[0].state.velocity is None
+    assert simulation._reducers[0].buckets[0].moments() == {}
     # lam=0 is a dense step. Here only the largest entry passes, and a flush makes steps of T = 3.
     simulation = gradcomp.Simulation("sdagc:lam=16,sam=0.9,flush=3", {"w": (40, 40)}, 1)
     velocity, alone = torch.zeros(40, 40), torch.zeros(40, 40, dtype=torch.bool)

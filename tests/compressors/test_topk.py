@@ -11,7 +11,7 @@ import torch
 
 import gradcomp
 from gradcomp.compressors.topk import TopK
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.exchanges.split import Partition
 
 

@@ -64,7 +64,9 @@ def train_found() -> tuple[list[Tensor], list[Tensor]]:
             by.zero_grad()
             forward(gradients(0, step)).backward()
             by.step()
-    assert all(bool(each.any()) for each in handle.state_dict()["of_rank"][str(dist.get_rank())]["second"].values())
+    assert all(
+        bool(each.any()) for each in handle.state_dict()["of_rank"][str(dist.get_rank())]["layers"]["adam"]["second"].values()
+    )
     return list(model.parameters()), list(plain.parameters())
 
 
@@ -76,10 +78,10 @@ def train_left() -> list[Tensor]:
     handle = gradcomp.ddp.attach(wrapped, SPEC, optimizer=optimizer)
     for step in range(STEPS):
         if step == 5:
-            own = handle.state_dict()["of_rank"][str(dist.get_rank())]
+            own = handle.state_dict()["of_rank"][str(dist.get_rank())]["layers"]["adam"]
             handle.change(f"{SPEC},momentum=0")
             for (name, parameter), (key, array) in itertools.product(
-                model.named_parameters(), {"exp_avg": "velocity", "exp_avg_sq": "second"}.items()
+                model.named_parameters(), {"exp_avg": "first", "exp_avg_sq": "second"}.items()
             ):
                 mean = own[array][name] / RANKS
                 dist.all_reduce(mean)

@@ -89,9 +89,9 @@ class Renamed(torch.optim.AdamW):
 def test_a_subclass_with_its_own_step_gets_gradients() -> None:
     same(lambda parameters: SignAdam(parameters, 0.01), plain)
     *_, handle = train(SPEC, lambda parameters: SignAdam(parameters, 0.01), plain)
-    assert not handle.state_dict()["of_rank"]["0"]["second"]
+    assert "adam" not in handle.state_dict()["of_rank"]["0"]["layers"]
     *_, handle = train(SPEC, lambda parameters: Renamed(parameters, 0.01), plain)
-    assert handle.state_dict()["of_rank"]["0"]["second"]
+    assert handle.state_dict()["of_rank"]["0"]["layers"]["adam"]["second"]
 
 
 @both
@@ -149,7 +149,7 @@ def test_freezing_after_attach_keeps_the_momentum() -> None:
     handle = gradcomp.ddp.attach(wrapped, SPEC, optimizer=optimizer)
     model[0].weight.requires_grad_(False)
     plain(wrapped, optimizer, 0)
-    assert handle.state_dict()["of_rank"]["0"]["second"] and not optimizer.state
+    assert handle.state_dict()["of_rank"]["0"]["layers"]["adam"]["second"] and not optimizer.state
 
 
 def test_leaving_adam_in_mid_training_drops_directions() -> None:

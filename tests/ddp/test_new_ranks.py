@@ -32,17 +32,17 @@ def program() -> dict[str, Any]:
     state = simulation.state_dict()
     handle = gradcomp.ddp.attach(DistributedDataParallel(model), SPEC, optimizer=optimizer)
     handle.load_state_dict(state)
-    own = handle.state_dict()["of_rank"][str(dist.get_rank())]
+    own = handle.state_dict()["of_rank"][str(dist.get_rank())]["layers"]
     return {"saved": state["of_rank"], "own": own}
 
 
 def test_new_ranks_take_the_mean_of_the_moments() -> None:
     first, second, new = ranks.launch(program, RANKS)
-    shares = [first["saved"][str(rank)] for rank in range(SAVED)]
-    for array in ("velocity", "second"):
-        for name, found in new["own"][array].items():
+    shares = [first["saved"][str(rank)]["layers"]["adam"] for rank in range(SAVED)]
+    for array in ("first", "second"):
+        for name, found in new["own"]["adam"][array].items():
             torch.testing.assert_close(found, torch.stack([share[array][name] for share in shares]).mean(0))
             for rank, old in enumerate((first, second)):
-                assert torch.equal(old["own"][array][name], shares[rank][array][name])
-    assert new["own"]["adam_steps"] == 4
-    assert not any(bool(each.any()) for each in new["own"]["residual"].values())
+                assert torch.equal(old["own"]["adam"][array][name], shares[rank][array][name])
+    assert {*new["own"]["adam"]["steps"].values()} == {4}
+    assert not any(bool(each.any()) for each in new["own"]["feedback"]["residual"].values())

@@ -85,10 +85,10 @@ def test_updates_and_what_waits_are_all_gradients(spec: str) -> None:
         for step in range(first, last):
             wanted += sum(flat(gradients(rank, step, count)) for rank in range(count)) / count
     for rank, state in enumerate(states):
-        share = state["handle"]["of_rank"][str(rank)]
-        waits += flat(share["residual"][name] for name in "ab") / len(states)
-        if share["velocity"]:
-            waits += flat(share["velocity"][name] for name in "ab") / len(states) * MOMENTUM / (1 - MOMENTUM)
+        layers = state["handle"]["of_rank"][str(rank)]["layers"]
+        waits += flat(layers["feedback"]["residual"][name] for name in "ab") / len(states)
+        if layers.get("sgd"):
+            waits += flat(layers["sgd"]["velocity"][name] for name in "ab") / len(states) * MOMENTUM / (1 - MOMENTUM)
     weight = 1 / (1 - MOMENTUM) if "momentum" in spec else 1.0
     came = -flat(states[0]["model"].values())  # of a, then b
     assert waits.norm() > 1, "something waits"

@@ -140,7 +140,7 @@ def test_momentum_is_masked_on_all_ranks_of_a_host() -> None:
     sent = [simulation.step([{"w": grad} for _ in range(4)])["w"].nonzero().flatten() for grad in (gradient, zeros, zeros)]
     assert [each.tolist() for each in sent] == [[3, 13], [3, 13], [4, 14]]
     for reducer in simulation._reducers:
-        velocity = reducer.buckets[0].state.velocity
+        velocity = reducer.buckets[0].states["sgd"].velocity
         assert velocity is not None
         assert velocity[[3, 13]].tolist() == [2, 2] and velocity[[4, 14]].tolist() == [0, 0]
 

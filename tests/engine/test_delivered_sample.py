@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.optimizers.delivered_sample import DeliveredSample
 from gradcomp.engine.parameters import Slot
-from gradcomp.engine.steps.plan import plan
+from gradcomp.engine.plan import plan
 from gradcomp.spec import make
 
 SIZES = {"largest": 5000, "a": 30, "b": 20, "c": 10, "d": 5, "e": 3}
@@ -23,7 +23,7 @@ def updates(nonzero: str) -> dict[str, Tensor]:
 def test_a_clip_is_found_in_some_steps(nonzero: str) -> None:
     slots = {name: Slot(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()}
     (planned,) = plan({name: slot.layer for name, slot in slots.items()}, 25, make("topk"))
-    bucket = Bucket(0, planned.layout, planned.collector, 0, planned.collector.init(planned.layout, 0))
+    bucket = Bucket(0, *planned, seed=0)
     sample = DeliveredSample(slots)
     for _ in range(8):
         bucket.grads = updates(nonzero)

@@ -19,8 +19,8 @@ def test_a_verdict_of_a_discarded_step_does_not_count_for_the_next_one() -> None
     reducer.advance()
     reducer.abort()
     for bucket in reducer.buckets:
-        bucket.state.residual.zero_()
+        bucket.residual.zero_()
     for name in layers:
         reducer.mark_ready(name, torch.ones(100))
     reducer.finish_step()
-    assert not any(bucket.state.residual.any() for bucket in reducer.buckets)
+    assert not any(bucket.residual.any() for bucket in reducer.buckets)

@@ -10,7 +10,7 @@ import torch
 from threads import Generation, Rank, move, start, together
 
 import gradcomp
-from gradcomp.engine.states import succession
+from gradcomp.engine.state import scale_state
 
 SPEC = "topk:ratio=0.05"
 
@@ -57,10 +57,10 @@ def test_a_velocity_beside_which_nothing_waits_does_not_shrink(spec: str, factor
     reducer = gradcomp.Simulation(
         f"{spec},momentum=0.9" if ":" in spec else f"{spec}:momentum=0.9", {"w": (100,)}, 1
     )._reducers[0]
-    velocity = reducer.buckets[0].state.velocity
+    velocity = reducer.buckets[0].states["sgd"].velocity
     assert velocity is not None
     velocity.fill_(1.0)
-    succession.scale(reducer, new / 4)
+    scale_state(reducer, new / 4)
     assert torch.equal(velocity, torch.full((100,), factor[new]))
 
 

@@ -169,7 +169,9 @@ def test_the_dense_layer_of_lgc_has_the_optimizers_momentum(spec: str) -> None:
         plain["first"].grad = grads["first"]
         theirs.step()
         torch.testing.assert_close(simulation.step([grads] * 2)["first"], -plain["first"].detach(), rtol=1e-4, atol=1e-5)
-        sent_in = [share["buckets"][0]["own"]["sent_in"] for share in simulation.state_dict()["of_rank"].values()]
+        sent_in = [
+            share["buckets"][0]["stages"]["feedback"]["last_sent"] for share in simulation.state_dict()["of_rank"].values()
+        ]
         assert all((each[-30:] == step + 1).all() for each in sent_in)
 
 
@@ -246,7 +248,7 @@ def test_a_checkpoint_holds_the_velocity() -> None:
     first, second = simulation.step(grads), again.step(grads)
     for name, each in weights.items():  # the two models' weights differ, and so do their weight decays
         assert first[name].shape == second[name].shape == each.shape
-    assert all(share["velocity"].keys() == weights.keys() for share in state["of_rank"].values())
+    assert all(share["layers"]["sgd"]["velocity"].keys() == weights.keys() for share in state["of_rank"].values())
 
 
 @pytest.mark.parametrize("spec,masks", [("sign", False), ("topk:ratio=0.05", True)])
@@ -261,7 +263,7 @@ def test_what_waits_and_what_came_are_all_gradients(spec: str, masks: bool) -> N
     for name, parameter in model.named_parameters():
         came = (dict(net().named_parameters())[name] - parameter).detach().double() / 0.05
         waits = sum(simulation.residual(rank)[name].double() for rank in range(RANKS)) / RANKS
-        velocity = sum(share["velocity"][name].double() for share in shares).view_as(parameter) / RANKS
+        velocity = sum(share["layers"]["sgd"]["velocity"][name].double() for share in shares).view_as(parameter) / RANKS
         waits = waits + velocity * momentum / (1 - momentum)
         given = sum(own[name].double() for grads in steps for own in grads) / RANKS / (1 - momentum)
         lost = max(lost, float((came + waits - given).abs().max()))
@@ -274,7 +276,7 @@ def test_numbers_and_words_in_a_spec() -> None:
     with pytest.raises(ValueError, match=r"topk:momentum=own': momentum=own must be auto or a number"):
         gradcomp.make("topk:momentum=own")
     with pytest.raises(TypeError, match=r"momentum='own' must be auto or a number"):
-        gradcomp.engine.steps.feedback.Feedback(gradcomp.make("dense"), momentum="own")
+        gradcomp.engine.stages.feedback.Feedback(gradcomp.make("dense"), momentum="own")
 
 
 def test_errors_leave_the_users_values() -> None:

@@ -18,8 +18,7 @@ from gradcomp.core.by_host import ByHost
 from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.core.requests import World, reduce
 from gradcomp.core.wrapper import Wrapper
-from gradcomp.engine.buckets.collector import NoFeedback
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.knobs import knob
 from gradcomp.native.memory import Memory, Update
 
@@ -149,20 +148,17 @@ def test_these_are_all_abilities_and_all_wrappers() -> None:
         "stats",
     }
     assert abilities - {"exchange"} <= set(vars(Wrapper))
-    assert {*wrappers()} == {ByHost, Feedback, NoFeedback}
+    assert {*wrappers()} == {ByHost, Feedback}
 
 
 REFUSED, RATES = "refused", "unused"
-TRAITS: dict[str, list[Any]] = {"moments": ["raw", "accumulated"], "momentum": [0.5], "rates": ["used", "needed"]}
-# The traits that a wrapper does not copy. Both feedbacks become outermost as well. The probe goes without, for NoFeedback.
+TRAITS: dict[str, list[Any]] = {"momentum": [0.5], "rates": ["used", "needed"]}
+# The traits that a wrapper does not copy. Feedback becomes outermost as well.
 AMENDED: dict[tuple[type[Wrapper], str, Any], Any] = {
-    (ByHost, "moments", "raw"): REFUSED,
     (ByHost, "rates", "needed"): REFUSED,
     (ByHost, "rates", "used"): RATES,
     (ByHost, "ends", True): REFUSED,
     **{(kind, "outermost", True): REFUSED for kind in wrappers()},
-    (NoFeedback, "fed_back", True): REFUSED,
-    **{(NoFeedback, "moments", value): REFUSED for value in TRAITS["moments"]},
 }
 
 
@@ -174,7 +170,7 @@ def test_every_trait_is_copied_amended_or_refused(kind: type[Wrapper], trait: st
     inner = Probe(own=replace(NONE, **{trait: value}))
     wanted = AMENDED.get((kind, trait, value), value)
     if wanted == REFUSED:
-        with pytest.raises(ValueError, match=r"cannot wrap|cannot use by_host|needs error feedback"):
+        with pytest.raises(ValueError, match=r"cannot wrap|cannot use by_host"):
             kind(inner)
     else:
         assert getattr(kind(inner).traits, trait) == wanted

@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
         for optimizer in optimizers.values():
             (share,) = optimizer.compression.state_dict()["of_rank"].values()
             found["waits"].append(flat(optimizer.compression.residual().values()))
-            velocity = share["velocity"]
+            velocity = share["layers"].get("sgd", {}).get("velocity")
             found["velocity"].append(flat(velocity[name] for name in optimizer.compression.residual()) if velocity else 0.0)
         new = folder / f"{worker}.new"
         new.write_bytes(pickle.dumps(found))

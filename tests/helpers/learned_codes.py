@@ -57,4 +57,4 @@ def learned(knobs: str = "", world: int = 4) -> gradcomp.Simulation:
 
 def states(simulation: gradcomp.Simulation) -> list[Any]:
     """Return every rank's state of lgc."""
-    return [reducer.buckets[0].state.inner for reducer in simulation._reducers]
+    return [reducer.buckets[0].inner for reducer in simulation._reducers]

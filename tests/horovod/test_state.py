@@ -70,7 +70,10 @@ def overflow(door: str, spec: str, value: float) -> dict[str, Any]:
     finite = {name: bool(p.grad.isfinite().all()) for name, p in model.named_parameters() if p.grad is not None}
     state = own.compression.state_dict()["of_rank"][str(hvd.rank())]
     own._synchronized = False  # what an optimizer.step() that the scaler left out would have done
-    kept = [*state["residual"].values(), *state["velocity"].values()]
+    kept = [
+        *state["layers"].get("feedback", {}).get("residual", {}).values(),
+        *state["layers"].get("sgd", {}).get("velocity", {}).values(),
+    ]
     return {
         "finite": finite,
         "kept finite": all(bool(part.isfinite().all()) for part in kept),

@@ -104,21 +104,22 @@ def test_nobody_asks_for_streams_on_a_cpu(device: Device) -> None:
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.5", "sdagc"])
-def test_a_bucket_waits_for_its_gradients_before_it_reads_them(device: Device, spec: str) -> None:
+def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
+    device: Device, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first kernel of a bucket runs on the stream of the last gradient, the rest on that of step()."""
     layers = {name: Layer(8, torch.device("cpu"), 1) for name in "abc"}
     reducer = Reducer(make(spec), layers, MemoryNetwork(Board(1), 0, 1), 25, 0)
     (bucket,) = reducer.buckets
     bucket.streams = Streams(GPU)  # its arrays lie in main memory all the same
     read_on: list[Any] = []
-    collect = type(bucket.collector).collect
+    collect = bucket.collect
 
-    class Collector(type(bucket.collector)):  # type: ignore[misc]
-        def collect(self, *arguments: Any) -> Any:
-            read_on.append((device.current.cuda_stream, [*device.current.waited_for]))
-            return collect(self, *arguments)
+    def noted(context: Any) -> Any:
+        read_on.append((device.current.cuda_stream, [*device.current.waited_for]))
+        return collect(context)
 
-    object.__setattr__(bucket, "collector", Collector(**vars(bucket.collector)))
+    monkeypatch.setattr(bucket, "collect", noted)
     hooks, stepping = [Stream(handle) for handle in (1, 2, 3)], Stream(4)
     for device.current, name in zip(hooks, "abc", strict=True):
         reducer.mark_ready(name, Tensor([1.0] * 8))

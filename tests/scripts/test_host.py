@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradcomp.engine.buckets.health import INTERVAL
+from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.native import extension
 from laboratory.host import costs
 from laboratory.host.resnet import resnet50, shrunk

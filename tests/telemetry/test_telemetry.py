@@ -22,7 +22,7 @@ from ddp_run import SPARSE, DdpRun
 
 import gradcomp
 from gradcomp import telemetry
-from gradcomp.engine.buckets.health import INTERVAL
+from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.networks.memory import MemoryNetwork
 
 N, WORLD = 5000, 2

@@ -1,16 +1,7 @@
-"""The moments of torch's Adam and AdamW, kept by each rank of its own gradients. The ranks exchange directions.
-
-Adam divides by the root of the second moment. A sparse exchange delivers an entry's gradients of many steps at once; to Adam
-that looks like one large gradient, and the entry moves hardly further than by one step's. So each rank makes Adam's direction
-of its own gradient in every step. What is not sent of it waits, and the mean of what is sent moves the weights by the rate.
-
-The residual of an entry that waits sums directions up, as the first moment does. The two together would delay it twice; so an
-entry that waited has its gradient in place of the first moment. With everything sent, all is Adam's.
-"""
+"""torch's Adam and AdamW, whose moments the exchange has taken over: it steps in their place (stages/adam)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,13 +9,11 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.buckets.collector import BucketState
 from gradcomp.engine.context import AdamStep
 from gradcomp.engine.optimizers.delivered_sample import Holds
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
-from gradcomp.native import kernels
 
-# Settings with which the optimizer does something else than begin() and hide().
+# Settings with which the optimizer does something else than the exchange.
 UNLIKE = ("amsgrad", "differentiable")
 
 
@@ -34,7 +23,7 @@ class AdamMoments:
     name: ClassVar[str] = "Adam"
     types: ClassVar[tuple[type, ...]] = (torch.optim.Adam,)
     holds: ClassVar[Holds] = "direction"
-    arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "velocity", "exp_avg_sq": "second"}
+    arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "first", "exp_avg_sq": "second"}
 
     def __init__(self, loaded: LoadedMoments):
         self._loaded = loaded
@@ -119,39 +108,3 @@ def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, An
         torch._foreach_add_(own, torch._foreach_mul(directions, signed))
     else:
         torch._foreach_add_(own, directions, alpha=signed)
-
-
-def begin(adam: AdamStep, state: BucketState) -> kernels.Adaptive:
-    """Prepare the moments for a step, and return the rule by which a gradient becomes a direction."""
-    if state.velocity is None:
-        state.velocity = torch.zeros_like(state.residual)
-    if state.second is None:
-        state.second = torch.zeros_like(state.residual)
-        state.aside.clear()
-        state.residual.zero_()  # from before Adam was known: gradients, which may be much longer than directions
-    if adam.skipped:
-        state.adam_steps = state.steps_of_adam()
-    if adam.seeds is not None:
-        velocities, seconds = state.velocity.split(adam.sizes), state.second.split(adam.sizes)
-        for velocity, second, seed in zip(velocities, seconds, adam.seeds, strict=True):
-            if seed is not None:
-                velocity.copy_(seed[0])
-                second.copy_(seed[1])
-                state.adam_steps = adam.steps
-                state.noise.of_mean = 1.0
-    weight = 1 - adam.beta2**state.adam_steps  # of all gradients that the second moment has seen
-    state.adam_steps += 1
-    state.noise.of_mean *= adam.beta2 * weight / (1 - adam.beta2**state.adam_steps)
-    root_scale = 1 / math.sqrt(1 - adam.beta2**state.adam_steps)
-    share = adam.share * state.noise.lengthening
-    of_velocity = share / (1 - adam.beta1**state.adam_steps)
-    second = (state.second, 1 - adam.beta1, 0.0, of_velocity, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon)
-    return kernels.Adaptive(*second, share)
-
-
-def forget(state: BucketState) -> None:
-    """Forget directions and moments, for an exchange of gradients from now on."""
-    state.aside.clear()
-    state.residual.zero_()
-    state.second = state.velocity = None
-    state.adam_steps = 0

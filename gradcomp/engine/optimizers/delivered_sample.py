@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.parameters import Slot
 from gradcomp.native.memory import HostCopy
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import AdamStep, Momentum
 from gradcomp.engine.optimizers import optimizer_hooks
 from gradcomp.engine.optimizers.adam_moments import AdamMoments

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.buckets.collector import BucketState
 from gradcomp.engine.context import Decays, Momentum
 from gradcomp.engine.optimizers.delivered_sample import Holds
 from gradcomp.engine.optimizers.loaded_moments import LoadedMoments
-from gradcomp.native.extension import LARGEST
 
 # Settings that an optimizer must not apply again, since updates hold what they do.
 HIDDEN = ("momentum", "weight_decay")
@@ -120,31 +118,3 @@ class SgdMomentum:
         for group, values in self._shown:
             group.update({name: value for name, value in values.items() if group[name] == 0.0})
         self._shown.clear()
-
-
-@torch.no_grad()
-def begin(momentum: Momentum, state: BucketState, of_residual: float) -> float:
-    """Prepare the velocity for a step of the optimizer's momentum m and weight decay d. Return the old residual's factor.
-
-    The optimizer adds d times the weights to the gradient. Here m times the velocity is added; so d / m times the weights go
-    into it before. Nesterov's form adds the gradient once more, which the residual gets.
-
-    An entry whose gradient is refused keeps both: the decay of that step acts with the next gradient that is not.
-    """
-    if state.velocity is None:
-        state.velocity = torch.zeros_like(state.residual)
-    if not (momentum.seeds or momentum.decays):
-        return of_residual
-    velocities = state.velocity.split(momentum.sizes)
-    for velocity, seed in zip(velocities, momentum.seeds or [], strict=False):
-        if seed is not None:
-            velocity.copy_(seed)
-    if momentum.nesterov and momentum.decays and of_residual != 1:
-        state.residual.mul_(of_residual).clamp_(-LARGEST, LARGEST)
-        of_residual = 1.0
-    for decay, (layers, weights) in momentum.decays.items():
-        torch._foreach_add_([velocities[i] for i in layers], weights, alpha=decay / momentum.value)
-        if momentum.nesterov:
-            residuals = state.residual.split(momentum.sizes)
-            torch._foreach_add_([residuals[i] for i in layers], weights, alpha=decay)
-    return of_residual

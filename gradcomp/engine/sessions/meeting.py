@@ -117,12 +117,11 @@ class Meeting:
 
 def shared_state(reducer: Reducer) -> dict[str, Any]:
     """Copy the state that all ranks must share."""
-    shared = [bucket.collector.save_shared(bucket.state) for bucket in reducer.buckets]
-    return {"steps": reducer.steps_done, "buckets": shared}
+    return {"steps": reducer.steps_done, "buckets": [bucket.save_shared() for bucket in reducer.buckets]}
 
 
 def adopt(reducer: Reducer, shared: Mapping[str, Any]) -> None:
     """Continue with the shared state of another rank."""
     reducer.steps_done = shared["steps"]
     for bucket, of_bucket in zip(reducer.buckets, shared["buckets"], strict=True):
-        bucket.collector.load_shared(bucket.state, of_bucket)
+        bucket.load_shared(of_bucket)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.agreement import Facts
 from gradcomp.engine.sessions.meeting import Meeting
-from gradcomp.engine.states import packed, succession
-from gradcomp.engine.states.packed import Place, Taken
+from gradcomp.engine.state import Place, States, Taken, pack, scale_state
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Connection
 
@@ -84,7 +83,7 @@ class Membership:
         steps = meeting.compare(terms, facts, leader).steps
         rank, size, _ = self._network.world
         if meeting.joins:
-            succession.scale(reducer_of(), 0.0)
+            scale_state(reducer_of(), 0.0)
             self.owner = Owner()
         elif steps != done and not go_back(steps) and done:
             log.warning("gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d", rank, done, steps)
@@ -93,7 +92,7 @@ class Membership:
         reducer = reducer_of()
         meeting.share(reducer)
         if owner.scaled_for not in (0, size) and not self.sums:
-            succession.scale(reducer, size / owner.scaled_for)
+            scale_state(reducer, size / owner.scaled_for)
         self.owner = Owner(Place(rank, size), size)
         self._met_in, self._ever_met = generation, True
 
@@ -102,7 +101,7 @@ class Membership:
         if self._network.world.size > 1:
             self.sums = scale != 1.0
 
-    def note_loaded(self, taken: Taken, loaded: packed.States) -> None:
+    def note_loaded(self, taken: Taken, loaded: States) -> None:
         """Note the owner of a residual that was loaded."""
         place = self.place
         self.restore(Owner(taken.of, place.ranks if place else loaded.ranks, loaded=True), loaded.sums)
@@ -117,4 +116,4 @@ class Membership:
         if place.ranks != self.owner.scaled_for or not place.ranks:
             here = self.place or Place(0, 1)  # a rank outside its process set trains by itself
             place = Place(here.rank, self.owner.scaled_for or here.ranks)
-        return packed.pack(spec, place.ranks, {place.rank: share})
+        return pack(spec, place.ranks, {place.rank: share})

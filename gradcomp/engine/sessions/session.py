@@ -13,8 +13,17 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.engine.sessions.membership import Snapshot
 from gradcomp.engine.sessions.stepping import Stepping
 from gradcomp.engine.sessions.turns import Turns
-from gradcomp.engine.states import checkpoint, succession
-from gradcomp.engine.states.packed import States, spec_of
+from gradcomp.engine.state import (
+    States,
+    carry,
+    in_main_memory,
+    load_shares,
+    residuals,
+    save_share,
+    spec_of,
+    successor,
+    to_main_memory,
+)
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.engine.steps.step_observer import StepObserver
 
@@ -48,7 +57,7 @@ class Session(Stepping):
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
-        flat = checkpoint.residual(self.reducer)
+        flat = residuals(self.reducer)
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.parameters.slots}
 
     def change(self, compressor: Compressor) -> None:
@@ -62,8 +71,8 @@ class Session(Stepping):
 
         drops: nothing waits in the residual, and the compressor need not keep one.
         """
-        compressor = compressor if drops else succession.successor(compressor, self.reducer)
-        return Prepared(compressor, succession.carry(self.reducer, self._make_reducer(compressor)))
+        compressor = compressor if drops else successor(compressor, self.reducer)
+        return Prepared(compressor, carry(self.reducer, self._make_reducer(compressor)))
 
     def go_on_with(self, prepared: Prepared, stock: torch.dtype | None = None) -> None:
         """Continue with what was just prepared, in a turn of all ranks.
@@ -92,7 +101,7 @@ class Session(Stepping):
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
         self._guard.refuse_in_step("state_dict()")
-        share = checkpoint.save(self.reducer, self.parameters.shapes, sums=self._membership.sums)
+        share = save_share(self.reducer, self.parameters.shapes, sums=self._membership.sums)
         return self._membership.pack(self.spec, share)
 
     def load_state_dict(self, state: Any, make: Callable[[str], Compressor] | None = None) -> None:
@@ -107,7 +116,7 @@ class Session(Stepping):
         kept = make is None or spec == self.spec
         compressor = self._compressor if kept or make is None else make(spec)
         reducer = self.reducer if kept else self._make_reducer(compressor)
-        copy = checkpoint.prepare(reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam)
+        copy = load_shares(reducer, self.parameters.shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam)
         meet_again = self.has_met or self._guard.failed
         self._discard_step()
         self.reducer, self._compressor, self._stock = reducer, compressor, None
@@ -121,17 +130,15 @@ class Session(Stepping):
     def snapshot(self) -> Snapshot:
         """Copy to main memory what restore() needs."""
         self._guard.refuse_in_step("commit()")
-        share = checkpoint.save(
-            self.reducer, self.parameters.shapes, sums=self._membership.sums, copy=checkpoint.to_main_memory
-        )
-        return Snapshot(self._compressor, checkpoint.in_main_memory(share), self._membership.owner)
+        share = save_share(self.reducer, self.parameters.shapes, sums=self._membership.sums, copy=to_main_memory)
+        return Snapshot(self._compressor, in_main_memory(share), self._membership.owner)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
         share = snapshot.share
         if snapshot.compressor is not self._compressor:  # change() came after the commit
             self.reducer, self._compressor = self._make_reducer(snapshot.compressor), snapshot.compressor
-        copy = checkpoint.prepare(self.reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
+        copy = load_shares(self.reducer, self.parameters.shapes, {0: share}, share["steps"], trusted=True)
         self._discard_step()
         copy()
         self._membership.restore(snapshot.owner, share["sums"])

@@ -19,7 +19,7 @@ from gradcomp.engine.sessions.step_guard import StepGuard
 from gradcomp.engine.sessions.training import Training
 from gradcomp.engine.sessions.turns import Turns
 from gradcomp.engine.sessions.unused import Unused
-from gradcomp.engine.states import succession
+from gradcomp.engine.state import carry
 from gradcomp.engine.steps.options import Options
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Connection
@@ -193,7 +193,7 @@ class Stepping:
 
     def follow(self, compressor: Compressor) -> None:
         """Continue with the compressor of the rank that leads a meeting, in this meeting."""
-        self.reducer, self._compressor = succession.carry(self.reducer, self._make_reducer(compressor)), compressor
+        self.reducer, self._compressor = carry(self.reducer, self._make_reducer(compressor)), compressor
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.buckets.loss_scale import LossScale, UnknownScaler
-from gradcomp.engine.optimizers import own_rates
+from gradcomp.engine.delivery import LossScale
 from gradcomp.engine.optimizers.check import OptimizerCheck, check_momentum
 from gradcomp.engine.optimizers.delivered_sample import DeliveredSample
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
 from gradcomp.engine.parameters import Parameters
+from gradcomp.engine.return_moments import average_moments, moments_to_return, return_moments
 from gradcomp.engine.sessions.freezes import Freezes
-from gradcomp.engine.states import handed_back
-from gradcomp.engine.states.kept_arrays import views
 from gradcomp.engine.steps.options import Options
 from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.unknown_scaler import UnknownScaler
 
 
 class Training:
@@ -93,7 +92,8 @@ class Training:
 
     def _note_rates(self) -> None:
         if not self._rates_noted and self._check.is_linear:
-            own_rates.note(self._reducer().buckets, self._check.rates)
+            for bucket in self._reducer().buckets:
+                bucket.note_rates(self._check.rates)
             self._rates_noted = True
 
     @property
@@ -107,15 +107,15 @@ class Training:
 
     def arrays_to_hand_back(self, old: Reducer, new: Reducer) -> Sequence[str]:
         """List the arrays that the optimizer gets back when a new reducer follows an old one."""
-        return handed_back.arrays_of(self._momentum, old, new)
+        return moments_to_return(self._momentum, old, new)
 
     def hand_back(self, old: Reducer, new: Reducer, arrays: Sequence[str]) -> None:
         """Give the optimizer the means of these arrays over the ranks. All ranks call this."""
-        handed_back.finish(self._momentum, handed_back.start(self._momentum, old, arrays)(), [new], self._shaped)
+        return_moments(self._momentum, average_moments(self._momentum, old, arrays)(), [new], self._shaped)
 
     def note_loaded(self, reducer: Reducer) -> None:
         """Note that the reducer's state was loaded: no update waits for the optimizer's step."""
-        self._momentum.note_loaded(bool(views(reducer, "velocity")))
+        self._momentum.note_loaded(any(bucket.moments() for bucket in reducer.buckets))
 
     def forget_update(self) -> None:
         """Forget the last step's update: nobody is to apply it on this rank."""

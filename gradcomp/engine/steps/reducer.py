@@ -16,13 +16,12 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layer
 from gradcomp.core.requests import Reply, bytes_of
-from gradcomp.engine.buckets.bucket import GRADIENT_TYPES, Bucket, check_type
-from gradcomp.engine.buckets.delivery import Delivery
-from gradcomp.engine.buckets.loss_scale import LossScale
+from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.context import Rates, StepContext
+from gradcomp.engine.delivery import Delivery, LossScale
 from gradcomp.engine.optimizers.own_momentum import OwnMomentum
+from gradcomp.engine.plan import plan
 from gradcomp.engine.steps.options import check_seed
-from gradcomp.engine.steps.plan import plan
 from gradcomp.engine.steps.step_clock import StepClock
 from gradcomp.engine.steps.step_observer import StepObserver
 from gradcomp.native.memory import Memory, Update
@@ -70,16 +69,15 @@ class Reducer:
         self.rates, self._linear, self._frozen = None if need == "unused" else rates, linear, frozen
         self.memory = Memory() if memory is None else memory
         self.buckets = [
-            Bucket(i, layout, collector, int(seed) + i, collector.init(layout, int(seed) + i))
-            for i, (collector, layout) in enumerate(plan(layers, bucket_mb, compressor))
+            Bucket(i, *planned, seed=int(seed) + i) for i, planned in enumerate(plan(layers, bucket_mb, compressor))
         ]
         # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
         self._momentum = momentum
-        if momentum is not None and not all(bucket.collector.takes_momentum for bucket in self.buckets):
+        if momentum is not None and not all(bucket.takes_momentum for bucket in self.buckets):
             momentum.leave()
             self._momentum = None
         # Entries wait, or a momentum of the spec's stays, from step to step.
-        self.remembers = self.keeps_residual or any(bucket.collector.traits.momentum for bucket in self.buckets)
+        self.remembers = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
         self.delivery = delivery or Delivery(self.buckets, loss_scale, targets)
         self._takes_back = delivery is not None or deliver is None
         self._deliver = deliver  # None: nothing that holds this reducer, since such a cycle keeps all its arrays
@@ -92,7 +90,7 @@ class Reducer:
     @property
     def keeps_residual(self) -> bool:
         """True if entries of any bucket wait from step to step."""
-        return any(bucket.collector.keeps_residual for bucket in self.buckets)
+        return any(bucket.keeps_residual for bucket in self.buckets)
 
     @property
     def takes_momentum(self) -> bool:  # the optimizer's
@@ -194,16 +192,16 @@ class Reducer:
             self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:
-        began, layout, collector, world = time.perf_counter(), bucket.layout, bucket.collector, self.network.world
+        began = time.perf_counter()
         bucket.complete()
         if self._context is None:
             self._context = self._make_context()
         if self.observer is not None:
             self.observer.before(bucket)
-        acc = collector.collect(bucket.ordered_grads, bucket.state, layout, self._context)
+        acc = bucket.collect(self._context)
         if self.observer is not None:
             self.observer.collected(bucket)
-        bucket.round, bucket.running = 0, collector.exchange(acc, bucket.state, world)
+        bucket.round, bucket.running = 0, bucket.exchange(acc, self.network.world)
         self._resume(bucket, None)
         self.clock.note_encoded(began)
 
@@ -216,9 +214,7 @@ class Reducer:
         rates = None if found is None else dict(zip(names, found, strict=True))
         follows = rates is not None and (bool(momenta) or self._linear())
         frozen = frozenset(names[i] for i in self._frozen(names))
-        scales = {
-            bucket.layout.device: self.delivery.loss_scale(bucket) for bucket in self.buckets if bucket.collector.unscales
-        }
+        scales = {bucket.layout.device: self.delivery.loss_scale(bucket) for bucket in self.buckets if bucket.unscales}
         return StepContext(self.memory, self.network.world.size, rates, follows, frozen, momenta, scales)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
@@ -229,7 +225,7 @@ class Reducer:
             bucket.running = bucket.answer = None
             if not isinstance(end.value, Update):
                 raise TypeError(
-                    f"{bucket.collector.inner} returned a {type(end.value).__name__}; an exchange returns an Update"
+                    f"{bucket.compressor} returned a {type(end.value).__name__}; an exchange returns an Update"
                 ) from None
             if self.observer is not None:
                 self.observer.delivered(bucket, end.value)
@@ -250,11 +246,11 @@ class Reducer:
         """
         dense = 4 * sum(layer.size for layer in self.layers.values())
         return {
-            **{name: figure for bucket in self.buckets for name, figure in bucket.collector.stats(bucket.state).items()},
+            **{name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()},
             "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
-            "overlap": not any(bucket.collector.traits.whole_model for bucket in self.buckets),
+            "overlap": not any(bucket.traits.whole_model for bucket in self.buckets),
             "bytes_dense": dense,
             "bytes_sent": self.bytes_sent,
             "bytes_between_hosts": self.bytes_between_hosts,

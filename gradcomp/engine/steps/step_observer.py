@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from gradcomp.engine.buckets.bucket import Bucket
+from gradcomp.engine.bucket import Bucket
 from gradcomp.native.memory import Update
 
 

@@ -15,7 +15,7 @@ import gradcomp
 from gradcomp.core.compressor import Acc, Compressor, Steps
 from gradcomp.core.requests import World
 from gradcomp.core.wrapper import Wrapper
-from gradcomp.engine.buckets.collector import Collector
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.native import kernels
 from laboratory.tasks import prepared, training
 from laboratory.tasks.table import TASKS
@@ -73,7 +73,7 @@ class Watched(Wrapper):
 def watched(spec: str, squares: Squares) -> Compressor:
     """Make a spec's compressor with its squares counted, inside its error feedback."""
     made = gradcomp.make(spec)
-    return replace(made, inner=Watched(made.inner, squares)) if isinstance(made, Collector) else Watched(made, squares)
+    return replace(made, inner=Watched(made.inner, squares)) if isinstance(made, Feedback) else Watched(made, squares)
 
 
 def job_of(own: Training, folder: Path) -> Job:

@@ -15,7 +15,7 @@ import torch
 
 from gradcomp.core.compressor import Layer
 from gradcomp.core.requests import Request, World
-from gradcomp.engine.buckets.health import INTERVAL
+from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import extension
 from gradcomp.networks import Answer

@@ -18,7 +18,7 @@ import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import SUMMARY_LENGTH
 from gradcomp.core.compressor import Layout
-from gradcomp.engine.steps.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.messages import ascending
 
 LINE = 64
@@ -153,9 +153,8 @@ def test_lower_precision_of_the_user_is_not_that_of_codes() -> None:
 def test_innovations_start_with_fresh_momentum_wherever_they_are() -> None:
     simulation = learned("instance=server,momentum=0.9,innovation=0.01")
     update = simulation.step(draw(30))["a.weight"]
-    own = simulation._reducers[1].buckets[0].state
     bucket = simulation._reducers[1].buckets[0]
-    velocity = bucket.layout.views(own.velocity)["a.weight"]
+    velocity = bucket.layout.views(bucket.states["sgd"].velocity)["a.weight"]
     fresh = velocity == 0
     assert int(fresh.sum()) > 0.0125 * MIDDLE  # more than the 0.01 at common places
     assert bool((update.flatten()[fresh] != 0).all())
@@ -165,14 +164,14 @@ def test_a_step_that_waits_takes_nothing() -> None:
     simulation = learned("momentum=0.9")
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
-    own = simulation._reducers[2].buckets[0].state
-    middle = states(simulation)[2].middle
+    own = simulation._reducers[2].buckets[0]
+    velocity, middle = own.states["sgd"].velocity, states(simulation)[2].middle
     before = own.residual.clone()
     update = simulation.step(draw(30))
     assert not update["a.weight"].any() and not update["a.bias"].any()
     assert update["conv1.weight"].all() and update["fc.weight"].any()  # the ends travel all the same
-    assert (own.velocity[middle] != 0).all()
-    assert reference.same(own.residual[middle], before[middle] + own.velocity[middle])
+    assert (velocity[middle] != 0).all()
+    assert reference.same(own.residual[middle], before[middle] + velocity[middle])
 
 
 def test_an_overflow_reaches_all_ranks_and_no_residual_with_codes() -> None:

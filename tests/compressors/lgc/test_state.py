@@ -35,8 +35,8 @@ def test_a_loaded_state_replaces_the_old_one() -> None:
             ours, theirs = simulation.step(draw(step)), fresh.step(draw(step))
             assert all(reference.same(ours[name], theirs[name]) for name in SHAPES)
         assert (
-            simulation.state_dict()["of_rank"]["0"]["buckets"][0]["own"]["inner"]["phases"]
-            == (fresh.state_dict()["of_rank"]["0"]["buckets"][0]["own"]["inner"]["phases"])
+            simulation.state_dict()["of_rank"]["0"]["buckets"][0]["compressor"]["phases"]
+            == (fresh.state_dict()["of_rank"]["0"]["buckets"][0]["compressor"]["phases"])
         )
 
 
@@ -83,7 +83,7 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
         simulation.step(draw(step))
     assert simulation.stats()["code_error"] < 0.9
     for reducer in simulation._reducers:  # what a worn-out or damaged decoder says
-        coder = reducer.buckets[0].state.inner.coder
+        coder = reducer.buckets[0].inner.coder
         coder.taps.mul_(times)
     phases = []
     for step in range(36, 36 + DELAY + MOST_BAD_STEPS + 30 + 7):

@@ -140,5 +140,5 @@ def test_what_was_set_aside_has_waited_when_it_comes_back() -> None:
     run.freeze(False)
     run.step()
     (bucket,) = run.simulation._reducers[0].buckets
-    sent = bucket.layout.views(bucket.state.sent_in == bucket.state.steps % 256)["b"]
-    assert sent.any() and not bucket.layout.views(bucket.state.velocity)["b"][sent].any()
+    sent = bucket.layout.views(bucket.states["feedback"].last_sent == bucket.steps % 256)["b"]
+    assert sent.any() and not bucket.layout.views(bucket.states["sgd"].velocity)["b"][sent].any()

@@ -54,15 +54,15 @@ def test_a_new_rank_takes_the_mean_of_all_moments_and_no_residual() -> None:
     for number in range(STEPS):
         grads = [{name: (rank + 1) * each for name, each in gradient(number, model).items()} for rank in range(3)]
         simulation.step(grads)
-    before = [simulation.state_dict()["of_rank"][str(rank)] for rank in range(3)]
+    before = [simulation.state_dict()["of_rank"][str(rank)]["layers"] for rank in range(3)]
     again = simulation_of("topk:ratio=0.2", model, made("adamw", model), 4)
     again.load_state_dict(simulation.state_dict())
-    new = again.state_dict()["of_rank"]["3"]
-    for array in ("velocity", "second"):
-        for name, found in new[array].items():
-            torch.testing.assert_close(found, torch.stack([share[array][name] for share in before]).mean(0))
-    assert not any(bool(each.any()) for each in new["residual"].values())
-    assert new["adam_steps"] == STEPS
+    new = again.state_dict()["of_rank"]["3"]["layers"]
+    for array in ("first", "second"):
+        for name, found in new["adam"][array].items():
+            torch.testing.assert_close(found, torch.stack([share["adam"][array][name] for share in before]).mean(0))
+    assert not any(bool(each.any()) for each in new["feedback"]["residual"].values())
+    assert {*new["adam"]["steps"].values()} == {STEPS}
 
 
 def drawn(number: int, ranks: int, model: torch.nn.Module) -> list[dict[str, torch.Tensor]]:
@@ -86,30 +86,35 @@ def loaded(state: dict, ranks: int) -> dict:
 
 
 def test_moments_that_have_seen_fewer_steps_are_left_out() -> None:
-    """A rank that had just joined would count as one whose moments are whole."""
+    """A rank that had just joined would count as one with all its moments."""
     state = saved(3)
-    young = state["of_rank"]["1"]
-    young["adam_steps"] = 2
+    shares = {rank: share["layers"]["adam"] for rank, share in state["of_rank"].items()}
+    young = shares["1"]
+    young["steps"] = dict.fromkeys(young["steps"], 2)
     for each in young["second"].values():
         each.mul_(0.01)
-    for ranks, here, wanted in ((4, "3", ("0", "2")), (1, "0", ("0", "2"))):
-        found = loaded(copy.deepcopy(state), ranks)[here]
-        for array in ("velocity", "second"):
+
+    def mean(array: str, name: str) -> torch.Tensor:
+        return torch.stack([shares[rank][array][name] for rank in ("0", "2")]).mean(0)
+
+    for ranks, here in ((4, "3"), (1, "0")):
+        found = loaded(copy.deepcopy(state), ranks)[here]["layers"]["adam"]
+        for array in ("first", "second"):
             for name, each in found[array].items():
-                torch.testing.assert_close(each, torch.stack([state["of_rank"][rank][array][name] for rank in wanted]).mean(0))
-        assert found["adam_steps"] == STEPS
-    del state["of_rank"]["1"]["second"], state["of_rank"]["1"]["velocity"]  # it saved before its first step
-    young |= {"second": {}, "velocity": {}, "adam_steps": 0}
-    found = loaded(state, 1)["0"]
-    for name, each in found["second"].items():
-        torch.testing.assert_close(each, torch.stack([state["of_rank"][rank]["second"][name] for rank in ("0", "2")]).mean(0))
+                torch.testing.assert_close(each, mean(array, name))
+        assert {*found["steps"].values()} == {STEPS}
+    del state["of_rank"]["1"]["layers"]["adam"]  # it saved before its first step
+    for name, each in loaded(state, 1)["0"]["layers"]["adam"]["second"].items():
+        torch.testing.assert_close(each, mean("second", name))
 
 
-def test_half_of_a_moment_is_refused_by_name() -> None:
+@pytest.mark.parametrize("array", ["first", "second"])
+def test_half_of_a_moment_is_refused_by_name(array: str) -> None:
     state = saved(2)
-    name = next(iter(state["of_rank"]["1"]["velocity"]))
-    del state["of_rank"]["1"]["velocity"][name]
-    with pytest.raises(ValueError, match=f"the state has Adam's second moment of '{name}' without the first"):
+    moments = state["of_rank"]["1"]["layers"]["adam"][array]
+    name = next(iter(moments))
+    del moments[name]
+    with pytest.raises(ValueError, match=f"the state has only one of Adam's moments of '{name}': it is damaged"):
         loaded(state, 3)
 
 
@@ -125,6 +130,6 @@ def test_a_new_rank_has_no_velocity_of_sgd() -> None:
         first.step(drawn(number, 2, net()))
     second.load_state_dict(first.state_dict())
     before, after = (each.state_dict()["of_rank"] for each in (first, second))
-    assert not any(bool(each.any()) for each in after["2"]["velocity"].values())
-    for name, each in after["0"]["velocity"].items():
-        torch.testing.assert_close(each, 1.5 * before["0"]["velocity"][name])
+    assert "sgd" not in after["2"]["layers"]
+    for name, each in after["0"]["layers"]["sgd"]["velocity"].items():
+        torch.testing.assert_close(each, 1.5 * before["0"]["layers"]["sgd"]["velocity"][name])

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.engine.buckets.bucket import Bucket
-from gradcomp.engine.buckets.loss_scale import LossScale
+from gradcomp.engine.bucket import Bucket
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
+
+
+class LossScale:
+    """The loss scale of a GradScaler. It is read where the gradients lie, so that no step waits for a device.
+
+    Residuals and velocities are kept without it. Otherwise unsent entries would count double after the scale has halved.
+    """
+
+    def __init__(self, scaler: Any):
+        enabled = getattr(scaler, "is_enabled", None)
+        # A scaler offers its scale in public only as a number, for which the host would have to wait for a GPU.
+        if enabled is None or (enabled() and not hasattr(scaler, "_scale")):
+            raise TypeError(
+                f"scaler= is a {type(scaler).__name__}, whose scale cannot be read; pass the training's torch.amp.GradScaler"
+            )
+        self.scaler = scaler
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """Return the current scale, as one float on a device. None before the first loss is scaled, and if scaling is off."""
+        scale: Tensor | None = self.scaler._scale if self.scaler.is_enabled() else None
+        # A copy to a CPU would not have ended when it is read.
+        return None if scale is None else scale.detach().reshape(1).to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 class Delivery:
     """The delivery of a model's updates.
 
     A step has failed where an entry of a delivered update is not finite. A GradScaler then skips the optimizer's step, on all
-    ranks alike. What had been sent for it waits again, in every bucket.
+    ranks alike. The entries that were sent for it return to the residual, in every bucket.
 
     buckets: of the model. targets: finds the arrays that a bucket's update is written into; by default its gradients.
     """
@@ -36,7 +58,7 @@ class Delivery:
 
     def loss_scale(self, bucket: Bucket) -> Tensor | None:
         """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled."""
-        if self._loss_scale is None or not bucket.collector.unscales:
+        if self._loss_scale is None or not bucket.unscales:
             return None
         return self._loss_scale.on(bucket.layout.device)
 
@@ -45,14 +67,14 @@ class Delivery:
 
         With a loss scale the step may be taken back, and then the residual gets what casts to 16 bits leave out.
         """
-        loss_scale, keeps = self.loss_scale(bucket), bucket.collector.keeps_residual
+        loss_scale = self.loss_scale(bucket)
         update.is_wiped = kernels.spread(
             update.flat,
             self._targets(bucket),
             scale,
             update.marks,
             loss_scale=loss_scale,
-            residual=bucket.state.residual if keeps and loss_scale is not None else None,
+            residual=bucket.residual if bucket.keeps_residual and loss_scale is not None else None,
             verdict=self._verdict_of[bucket.layout.device][bucket.index],
             step=step,
             wipes=update.source is not None,
@@ -72,10 +94,10 @@ class Delivery:
         elif not any(kernels.may_have_failed(own, step) for own in verdicts.values()):
             return
         for bucket in buckets:
-            if bucket.collector.keeps_residual:
+            if bucket.keeps_residual:
                 kernels.add_back(
                     self._targets(bucket),
-                    bucket.state.residual,
+                    bucket.residual,
                     verdicts[bucket.layout.device],
                     bucket.index,
                     scale,

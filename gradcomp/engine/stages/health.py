@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Steps
+from gradcomp.core.compressor import Layout, Steps
+from gradcomp.core.requests import World
+from gradcomp.engine.context import StepContext
+from gradcomp.engine.stages.stage import Accumulation, Stage
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy
 
@@ -31,10 +36,30 @@ _WARNING = (
 )
 
 
-class Health:
-    """Measurements of one bucket. On a GPU each is read at the next one, so that nobody waits for it.
+@dataclass(frozen=True)
+class Health(Stage):
+    """Measures the residual of a bucket before and after a take. spec: for the warning."""
 
-    subject: the spec and the layers, for the warning.
+    name: ClassVar[str] = "health"
+    spec: str
+
+    def init(self, layout: Layout, seed: int) -> Measurements:
+        return Measurements(self.spec, layout.names)
+
+    def after(self, accumulation: Accumulation, state: Measurements, context: StepContext) -> None:
+        if accumulation.step % INTERVAL == 0:
+            state.before(accumulation, _squares(accumulation) if accumulation.adds_gradients else None)
+
+    def around(self, steps: Steps, accumulation: Accumulation, state: Measurements, world: World) -> Steps:
+        if accumulation.step % INTERVAL or accumulation.residual_is_kept:
+            return steps
+        return _measured(steps, state, accumulation.residual)
+
+
+class Measurements:
+    """Measurements of one bucket. On a GPU each is read at the next one, so that no step waits for it.
+
+    figures: of the last measurement. warning: once given.
     """
 
     def __init__(self, spec: str, names: tuple[str, ...]):
@@ -46,21 +71,19 @@ class Health:
         self.warning = ""
         self.figures: dict[str, float] = {}
 
-    def before(self, squares: Tensor | None, flag: Tensor, residual: Tensor, sent_in: Tensor | None, step: int) -> None:
-        """Measure before a take.
-
-        squares: of each layer's gradient, summed, where gradients are what is added to the residual. flag: not 0 where one was
-        not finite. step: see kernels.Mask.
-        """
+    def before(self, accumulation: Accumulation, squares: Tensor | None) -> None:
+        """Measure before a take. squares: of each layer's gradient, summed, where gradients are added to the residual."""
         self._read()
+        residual, mask = accumulation.residual, accumulation.mask
         self._measuring = torch.full((5,), math.nan, dtype=torch.float64, device=residual.device)
         self._measuring[1:3] = 0
         if squares is not None:
             self._measuring[0] = squares.sum()
         kernels.sum_squares([residual], self._measuring[1:2])
-        if sent_in is not None:
-            self._measuring[3] = _count_old(sent_in, step).double() / max(1, len(sent_in))
-        self._measuring[4:] = flag
+        if mask is not None:
+            sent_in: Any = mask.sent_in
+            self._measuring[3] = _count_old(sent_in, mask.step).double() / max(1, len(sent_in))
+        self._measuring[4:] = accumulation.flag
 
     def after(self, residual: Tensor) -> None:
         """Measure after the take."""
@@ -99,10 +122,20 @@ class Health:
         warnings.warn(self.warning, stacklevel=2)
 
 
-def measured(steps: Steps, health: Health, residual: Tensor) -> Steps:
+def _squares(accumulation: Accumulation) -> Tensor:
+    """Sum the squares of each layer's gradient, as it is added to the residual."""
+    squares = torch.zeros(len(accumulation.grads), dtype=torch.float64, device=accumulation.residual.device)
+    kernels.sum_squares(accumulation.grads, squares, accumulation.memory)
+    scale = accumulation.loss_scale
+    for factor in (accumulation.scales, None if scale is None else 1 / scale):
+        squares *= 1 if factor is None else factor.double().square()
+    return squares
+
+
+def _measured(steps: Steps, measurements: Measurements, residual: Tensor) -> Steps:
     """Run an exchange, and measure after it."""
     update = yield from steps
-    health.after(residual)
+    measurements.after(residual)
     return update
 
 

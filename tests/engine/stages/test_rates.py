@@ -165,7 +165,7 @@ def test_a_layer_whose_rate_is_unknown_does_not_follow_the_others(other: str) ->
     torch.testing.assert_close(simulation.residual(0)["b"].sum() + update["b"].sum(), waits)
     if other == "frozen rate":  # the rate that b's residual is for was kept
         bucket = simulation._reducers[0].buckets[0]
-        assert dict(zip(bucket.layout.names, bucket.state.rates or (), strict=True)) == {"a": 0.01, "b": 0.1}
+        assert dict(zip(bucket.layout.names, bucket.states["rates"].rates or (), strict=True)) == {"a": 0.01, "b": 0.1}
 
 
 @pytest.mark.parametrize("kind", ["sgd", "nesterov", "adamw"])
@@ -200,7 +200,7 @@ def test_a_step_with_the_rate_0_masks_no_momentum() -> None:
     for step, rate in enumerate((0.1, 0.1, 0.0)):
         optimizer.param_groups[0]["lr"] = rate
         grad = torch.randn(400, generator=torch.Generator().manual_seed(step))
-        state = simulation._reducers[0].buckets[0].state
+        state = simulation._reducers[0].buckets[0].states["sgd"]
         velocity = grad + (0.0 if state.velocity is None else 0.5 * state.velocity)
         w.grad = simulation.step([{"w": grad}])["w"]
         optimizer.step()
@@ -266,6 +266,6 @@ def test_damaged_rates_are_refused(rates: Any) -> None:
     simulation = gradcomp.Simulation("topk", SHAPES, 1)
     simulation.step([gradient(0, 0)])
     state = simulation.state_dict()
-    state["of_rank"]["0"]["rates"] = rates
-    with pytest.raises(ValueError, match=r"rates|a="):
+    state["of_rank"]["0"]["layers"]["rates"]["rate"] = rates
+    with pytest.raises(ValueError, match=r"rate|a="):
         gradcomp.Simulation("topk", SHAPES, 1).load_state_dict(state)

@@ -13,7 +13,7 @@ import torch
 from laws import SHAPES, draw
 
 import gradcomp
-from gradcomp.engine.states.packed import FORMAT
+from gradcomp.engine.state import FORMAT
 
 SPECS = [
     "topk:ratio=0.03",
@@ -119,7 +119,10 @@ def drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 ONE = ("of_rank", "1")
-OWN = (*ONE, "buckets", 0, "own")
+BUCKET = (*ONE, "buckets", 0)
+INNER = (*BUCKET, "compressor")
+RESIDUAL = (*ONE, "layers", "feedback", "residual")
+VELOCITY = (*ONE, "layers", "sgd", "velocity")
 SDAGC, LGC, ORQ, BY_HOST, TOPK = (
     "sdagc:lam=2,small=none",
     "lgc:dense=1,learn=2,ratio=0.02",
@@ -138,37 +141,44 @@ DAMAGES = [
     (TOPK, put(*ONE, value=None), "of_rank holds a NoneType"),
     (TOPK, put(*ONE, "steps", value=-3), "steps=-3 in the state must be a whole number of at least 0"),
     (TOPK, put(*ONE, "steps", value=2), "the states are of different steps: that of rank 0 has 3, that of rank 1 has 2"),
-    (TOPK, drop(*ONE, "residual"), "the state does not fit the model: only one of them has "),
-    (TOPK, drop(*ONE, "velocity", NAME), f"only one of them has {NAME}"),
-    (TOPK, put(*ONE, "residual", NAME, value=None), f"the residual of '{NAME}' is a NoneType in the state, not a tensor"),
-    (TOPK, lambda state: state["of_rank"]["1"]["residual"][NAME].fill_(NAN), f"the residual of '{NAME}' is not finite"),
-    (TOPK, lambda state: state["of_rank"]["1"]["velocity"][NAME].fill_(NAN), f"the velocity of '{NAME}' is not finite"),
-    (TOPK, put(*ONE, "residual", NAME, value=torch.ones(1).double()), f"the residual of '{NAME}' is of type torch.float64"),
-    (BY_HOST, put(*OWN, "inner", "place", value=[1]), "place=1 in the state must be"),
-    (BY_HOST, put(*OWN, "inner", "place", value=[]), "place=0 in the state must be"),
-    (TOPK, put(*ONE, "residual", NAME, value=torch.ones(1).double()), f"the residual of '{NAME}' is of type torch.float64"),
-    (BY_HOST, put(*OWN, "inner", "place", value=[1]), "place=1 in the state must be"),
-    (BY_HOST, put(*OWN, "inner", "place", value=[]), "place=0 in the state must be"),
+    (TOPK, drop(*ONE, "layers"), "the velocity of '"),
+    (TOPK, drop(*RESIDUAL, NAME), f"the residual of '{NAME}' is not in the state"),
+    (TOPK, drop(*VELOCITY, NAME), f"the velocity of '{NAME}' is not in the state"),
+    (TOPK, drop(*BUCKET, "stages"), "the state has no 'last_sent'"),
+    (TOPK, put(*RESIDUAL, NAME, value=None), f"the residual of '{NAME}' is a NoneType in the state, not a tensor"),
+    (
+        TOPK,
+        lambda state: state["of_rank"]["1"]["layers"]["feedback"]["residual"][NAME].fill_(NAN),
+        f"the residual of '{NAME}' is not finite",
+    ),
+    (
+        TOPK,
+        lambda state: state["of_rank"]["1"]["layers"]["sgd"]["velocity"][NAME].fill_(NAN),
+        f"the velocity of '{NAME}' is not finite",
+    ),
+    (TOPK, put(*RESIDUAL, NAME, value=torch.ones(1).double()), f"the residual of '{NAME}' is of type torch.float64"),
+    (BY_HOST, put(*INNER, "place", value=[1]), "place=1 in the state must be"),
+    (BY_HOST, put(*INNER, "place", value=[]), "place=0 in the state must be"),
     (TOPK, put(*ONE, "shapes", NAME, value="(7, 7)"), "does not fit the model: "),
     (TOPK, drop(*ONE, "buckets"), "the state has no 'buckets'"),
-    (TOPK, put(*OWN, "steps", value=-1), "steps=-1 in the state must be"),
-    (TOPK, put(*OWN, "inner", value=None), "inner is a NoneType in the state, not a dict"),
-    (SDAGC, put(*OWN, "inner", "lam", value=torch.tensor([NAN, 0.1])), "lam is not finite"),
-    (SDAGC, put(*OWN, "inner", "steps", value=-1), "steps=-1 in the state must be"),
-    (SDAGC, put(*OWN, "inner", "capacity", "entries", value=10**9), "entries=1000000000 in the state must be"),
+    (TOPK, put(*BUCKET, "steps", value=-1), "steps=-1 in the state must be"),
+    (TOPK, put(*BUCKET, "compressor", value=None), "compressor is a NoneType in the state, not a dict"),
+    (SDAGC, put(*INNER, "lam", value=torch.tensor([NAN, 0.1])), "lam is not finite"),
+    (SDAGC, put(*INNER, "steps", value=-1), "steps=-1 in the state must be"),
+    (SDAGC, put(*INNER, "capacity", "entries", value=10**9), "entries=1000000000 in the state must be"),
     (
         SDAGC,
-        put(*OWN, "inner", "capacity", "known", value=[1] * 99),
+        put(*INNER, "capacity", "known", value=[1] * 99),
         "the capacity in the state has 3 counts on their way and 99",
     ),
-    (SDAGC, put(*OWN, "inner", "set_for", value=[NAN, 0]), "set_for=nan in the state must be"),
-    (SDAGC, drop(*OWN, "inner", "capacity"), "the state has no 'capacity'"),
-    (LGC, put(*OWN, "inner", "coder", value=None), "its coder is None"),
-    (LGC, put(*OWN, "inner", "phases", "steps", value=-5), "steps=-5 in the state must be"),
-    (LGC, put(*OWN, "inner", "phases", "left", value=[1]), "the phases in the state have 1 counts of steps left"),
-    (LGC, drop(*OWN, "inner", "error", "square"), "the state has no 'square'"),
-    (LGC, lambda state: state["of_rank"]["1"]["buckets"][0]["own"]["inner"]["coder"]["taps"].fill_(NAN), "taps is not finite"),
-    (ORQ, put(*OWN, "inner", "steps", value="3"), "steps='3' in the state must be"),
+    (SDAGC, put(*INNER, "set_for", value=[NAN, 0]), "set_for=nan in the state must be"),
+    (SDAGC, drop(*INNER, "capacity"), "the state has no 'capacity'"),
+    (LGC, put(*INNER, "coder", value=None), "its coder is None"),
+    (LGC, put(*INNER, "phases", "steps", value=-5), "steps=-5 in the state must be"),
+    (LGC, put(*INNER, "phases", "left", value=[1]), "the phases in the state have 1 counts of steps left"),
+    (LGC, drop(*INNER, "error", "square"), "the state has no 'square'"),
+    (LGC, lambda state: state["of_rank"]["1"]["buckets"][0]["compressor"]["coder"]["taps"].fill_(NAN), "taps is not finite"),
+    (ORQ, put(*INNER, "steps", value="3"), "steps='3' in the state must be"),
 ]
 
 
@@ -239,3 +249,51 @@ def test_another_dict_is_told_apart_from_an_older_state() -> None:
         simulation.load_state_dict(whole)
     with pytest.raises(ValueError, match="it has 'weight'; pass the result of state_dict"):
         simulation.load_state_dict({"weight": 1})
+
+
+# --- Another spec
+
+
+@pytest.mark.parametrize(
+    "after,kept",
+    [
+        ("sdagc:lam=2", "sdagc:lam=2"),
+        ("topk:ratio=0.2", "topk:ratio=0.2"),
+        ("dense", "dense:feedback=true"),
+        ("sdagc; bias=dense", "sdagc; bias=dense:feedback=true"),
+    ],
+)
+def test_changing_the_spec_carries_the_residual_over(after: str, kept: str) -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.01,momentum=0.9", SHAPES, 2)
+    simulation.step(draw("normal", 0, 2))
+    before = [simulation.residual(rank) for rank in range(2)]
+    simulation.change(after)
+    assert str(simulation._compressor) == kept
+    for rank in range(2):
+        assert all(torch.equal(simulation.residual(rank)[name], before[rank][name]) for name in SHAPES)
+    grads = draw("normal", 1, 2)
+    update = simulation.step(grads)
+    for name in SHAPES:
+        left = sum(simulation.residual(rank)[name] for rank in range(2)) / 2
+        wanted = sum(before[rank][name] + grads[rank][name] for rank in range(2)) / 2
+        torch.testing.assert_close(left + update[name], wanted, rtol=1e-6, atol=1e-6)  # float32 sums in another order
+    assert simulation.stats()["steps"] == 2
+
+
+def test_changing_keeps_the_velocity_where_both_have_one() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.01,momentum=0.9", SHAPES, 1)
+    simulation.step(draw("normal", 0, 1))
+    before = simulation.state_dict()["of_rank"]["0"]["layers"]["sgd"]["velocity"]
+    simulation.change("sdagc:momentum=0.5,small=none")
+    after = simulation.state_dict()["of_rank"]["0"]["layers"]["sgd"]["velocity"]
+    assert before and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("saved_as", [None, 1, 2, FORMAT + 1])
+def test_a_state_of_another_format_is_refused(saved_as: int | None) -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.01", SHAPES, 1)
+    state = {**simulation.state_dict(), "format": saved_as}
+    if saved_as is None:
+        del state["format"]
+    with pytest.raises(ValueError, match=f"has format {saved_as or 1}, but this gradcomp reads format {FORMAT}"):
+        simulation.load_state_dict(state)

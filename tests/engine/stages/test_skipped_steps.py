@@ -75,7 +75,7 @@ def test_a_checkpoint_after_a_skipped_step_counts_the_others(case: str) -> None:
     training.step()
     training.step(torch.tensor(math.nan))
     state = training.simulation.state_dict()
-    assert {share["adam_steps"] for share in state["of_rank"].values()} == {1}
+    assert {steps for share in state["of_rank"].values() for steps in share["layers"]["adam"]["steps"].values()} == {1}
     training.simulation.load_state_dict(state)
     training.step()
     training.check()
@@ -135,4 +135,4 @@ def test_without_error_feedback_nothing_is_masked() -> None:
     for _ in range(10):
         training.step()
     share, *_ = training.simulation.state_dict()["of_rank"].values()
-    assert share["buckets"][0]["own"]["sent_in"] is None
+    assert share["buckets"][0]["stages"]["feedback"]["last_sent"] is None

@@ -65,4 +65,4 @@ def test_an_entry_that_waited_has_no_momentum_on_any_rank(spec: str) -> None:
     sent = simulation.step([{"x": torch.where(large, -4.0, 0.0)}] * 4)["x"]  # the large velocities become 0
     assert torch.equal(sent, torch.where(large, 0.0, 1.5))
     for share in simulation.state_dict()["of_rank"].values():
-        assert not share["velocity"]["x"].any()
+        assert not share["layers"]["sgd"]["velocity"]["x"].any()

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 
 from gradcomp.core.compressor import Compressor, Layer, Layout
-from gradcomp.engine.buckets.collector import Collector, NoFeedback
-from gradcomp.engine.steps.feedback import Feedback, with_feedback
+from gradcomp.engine.stages.feedback import Feedback, with_feedback
 
 # The most entries of a bucket: kernels number them in 32 bits, of which one is the sign.
 MOST_ENTRIES = 2**31 - 1
 
 
 class Plan(NamedTuple):
-    """The plan of one bucket: the collector around its compressor, and its layers."""
+    """The plan of one bucket: its layers, and its compressor with the error feedback around it, if it needs any."""
 
-    collector: Collector
     layout: Layout
+    compressor: Compressor
+    feedback: Feedback | None
 
 
 def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) -> list[Plan]:
@@ -65,21 +65,13 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
         raise ValueError(
             f"{compressor} needs the whole model in one bucket, but the model's layers are on several devices; move them to one"
         )
-    collectors = _with_one_momentum([collector_of(chosen) for chosen, _ in buckets])
-    return [
-        Plan(collector, Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device))
-        for collector, (_, names) in zip(collectors, buckets, strict=True)
-    ]
-
-
-def _with_one_momentum(collectors: list[Collector]) -> list[Collector]:
-    """Let all collectors apply the optimizer's momentum if any does: it can be taken over only for all layers."""
-    if not any(collector.takes_momentum for collector in collectors):
-        return collectors
-    return [Feedback(each.inner, feedback=False) if isinstance(each, NoFeedback) else each for each in collectors]
-
-
-def collector_of(compressor: Compressor) -> Collector:
-    """Put a collector around a compressor: Feedback if the compressor needs it, else NoFeedback."""
-    made = with_feedback(compressor)
-    return made if isinstance(made, Collector) else NoFeedback(made)
+    wrapped = [with_feedback(chosen) for chosen, _ in buckets]
+    if any(isinstance(each, Feedback) and each.takes_momentum for each in wrapped):
+        # The optimizer's momentum can be taken over only for all layers.
+        wrapped = [each if isinstance(each, Feedback) else Feedback(each, feedback=False) for each in wrapped]
+    plans = []
+    for compressor, (_, names) in zip(wrapped, buckets, strict=True):
+        layout = Layout(tuple(names), tuple(layers[n].size for n in names), layers[names[0]].device)
+        feedback = compressor if isinstance(compressor, Feedback) else None
+        plans.append(Plan(layout, compressor if feedback is None else feedback.inner, feedback))
+    return plans

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
-from gradcomp.engine.buckets import health
-from gradcomp.engine.buckets.health import INTERVAL, OLD
+from gradcomp.engine.stages import health
+from gradcomp.engine.stages.health import INTERVAL, OLD
 
 SHAPES = {"w": (60, 50), "b": (20,)}
 

@@ -1,4 +1,4 @@
-"""The loss scale of a GradScaler. It is read where the gradients lie, so that nobody waits for a device."""
+"""A warning about a GradScaler that the exchange does not know."""
 
 from __future__ import annotations
 
@@ -9,29 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
-
-
-class LossScale:
-    """What a GradScaler multiplies the loss by.
-
-    Residuals and velocities are kept without it. Otherwise entries that wait would count double after the scale has halved.
-    """
-
-    def __init__(self, scaler: Any):
-        enabled = getattr(scaler, "is_enabled", None)
-        # A scaler offers its scale in public only as a number, for which a GPU would have to be waited for.
-        if enabled is None or (enabled() and not hasattr(scaler, "_scale")):
-            raise TypeError(
-                f"scaler= is a {type(scaler).__name__}, whose scale cannot be read; pass the training's torch.amp.GradScaler"
-            )
-        self.scaler = scaler
-
-    def on(self, device: torch.device) -> Tensor | None:
-        """Return the current scale, as one float on a device. None before the first loss is scaled, and if scaling is off."""
-        scale: Tensor | None = self.scaler._scale if self.scaler.is_enabled() else None
-        # A copy to a CPU would not have ended when it is read.
-        return None if scale is None else scale.detach().reshape(1).to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 class UnknownScaler:

@@ -1,0 +1,176 @@
+"""A bucket: layers that are exchanged together, the stages of their gradients, and the exchange under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.core.requests import World
+from gradcomp.engine.context import Rates, StepContext
+from gradcomp.engine.stages.adam import Adam, Moments
+from gradcomp.engine.stages.feedback import Feedback, Residual
+from gradcomp.engine.stages.frozen import FrozenLayers
+from gradcomp.engine.stages.health import Health
+from gradcomp.engine.stages.rates import RateCorrection
+from gradcomp.engine.stages.sgd import Sgd
+from gradcomp.engine.stages.stage import Accumulation, Stage
+from gradcomp.native import kernels
+from gradcomp.native.streams import Streams
+from gradcomp.networks import Answer
+
+# The types of gradients that kernels read.
+GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Bucket:
+    """Layers that are exchanged together.
+
+    feedback: the wrapper around the compressor; None around an exact one, each step of which starts from the gradients alone.
+
+    residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so far.
+    grads: the gradients that are ready. running: the exchange under way. answer: waits for the reply to the latest request.
+    round: requests made so far. streams: those with work on the bucket. residual_factor: that of the last accumulation.
+    """
+
+    def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
+        self.index, self.layout, self.compressor, self.feedback, self.seed = index, layout, compressor, feedback, seed
+        self.stages: list[Stage] = [] if feedback is None else feedback.stages()
+        self.states: dict[str, Any] = {stage.name: stage.init(layout, seed) for stage in self.stages}
+        kept = self.states.get(Residual.name)
+        self.residual: Tensor = torch.zeros(layout.total, device=layout.device) if kept is None else kept.residual
+        self.inner: Any = compressor.init(layout, seed)
+        self.frozen = FrozenLayers(layout, self.residual)
+        self.steps, self.residual_factor = 0, 0.0
+        self._accumulation: Accumulation | None = None
+        self.grads: dict[str, Tensor] = {}
+        self.running: Steps | None = None
+        self.answer: Answer | None = None
+        self.round = 0
+        self.streams = Streams(layout.device)
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True if unsent entries stay for the next step."""
+        return self.feedback is not None and self.feedback.feedback
+
+    @property
+    def takes_momentum(self) -> bool:
+        """True if the bucket applies the optimizer's momentum."""
+        return self.feedback is not None and self.feedback.takes_momentum
+
+    @property
+    def unscales(self) -> bool:
+        """True if gradients are divided by the loss scale. Without stages nothing stays that a later scale could meet."""
+        return self.feedback is not None
+
+    @property
+    def traits(self) -> Traits:
+        """Return the traits of the compressor with its error feedback."""
+        return self.compressor.traits if self.feedback is None else self.feedback.traits
+
+    @property
+    def health(self) -> dict[str, Any] | None:
+        """The figures of the residual's health, and the layers; None where nothing was measured."""
+        measured = self.states.get(Health.name)
+        return {"layers": list(self.layout.names), **measured.figures} if measured and measured.figures else None
+
+    @property
+    def ordered_grads(self) -> list[Tensor]:
+        """The gradients in the order of the layers. All must be there."""
+        return [self.grads[name] for name in self.layout.names]
+
+    def complete(self) -> None:
+        """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""
+        self.streams.join()
+        if len(self.grads) == len(self.layout.names):
+            return
+        for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
+            if name not in self.grads:
+                self.grads[name] = torch.zeros(size, device=self.layout.device)
+
+    def forget_grads(self) -> None:
+        """Forget the step's gradients."""
+        self.grads.clear()
+        self.streams.clear()
+        self._accumulation = None
+
+    def collect(self, context: StepContext) -> Acc:
+        """Make the acc of a step from the gradients and the residual."""
+        layout, grads = self.layout, self.ordered_grads
+        if not self.stages:
+            kernels.flatten(grads, self.residual)
+            return Acc(self.residual, context.memory, rates=context.rates(layout))
+        flag, scale = self.states[Residual.name].flag, context.loss_scale(layout.device)
+        self._accumulation = accumulation = Accumulation(
+            grads, layout, self.residual, flag, context.memory, self.steps + 1, scale, float(self.keeps_residual)
+        )
+        frozen = context.frozen(layout)
+        if frozen or self.frozen:
+            momentum = context.momentum(layout)
+            seeded = momentum is not None and bool(momentum.seeds)  # those of frozen layers are set aside, too
+            self.frozen.put_back(() if seeded else frozen)
+            self.frozen.set_aside(() if seeded else frozen, self._arrays())
+        for stage in self.stages:
+            stage.prepare(accumulation, self.states[stage.name], context)
+        if accumulation.dropped:
+            self.frozen.forget()
+        if frozen:
+            self.frozen.set_aside(frozen, self._arrays())
+            self.frozen.scale_residual(accumulation.residual_factor)
+        accumulation.run()
+        for stage in self.stages:
+            stage.after(accumulation, self.states[stage.name], context)
+        self.residual_factor = accumulation.residual_factor
+        return accumulation.acc(context.rates(layout))
+
+    def exchange(self, acc: Acc, world: World) -> Steps:
+        """Start the exchange of a step."""
+        compressor = self.compressor if self.feedback is None else self.feedback.compressor_after(self.steps)
+        self.steps += 1
+        steps = compressor.exchange(acc, self.inner, world)
+        if self._accumulation is not None:
+            for stage in self.stages:
+                steps = stage.around(steps, self._accumulation, self.states[stage.name], world)
+        return steps
+
+    def save_shared(self) -> dict[str, Any]:
+        """Copy the state that all ranks must share."""
+        return {"steps": self.steps, "inner": self.compressor.save_shared(self.inner)}
+
+    def load_shared(self, shared: Mapping[str, Any]) -> None:
+        """Continue with the shared state of another rank."""
+        self.steps = shared["steps"]
+        self.compressor.load_shared(self.inner, shared["inner"])
+
+    def put_back(self) -> None:
+        """Put the arrays of frozen layers back. The next step sets them aside again."""
+        self.frozen.put_back()
+
+    def note_rates(self, rates: Callable[[Sequence[str]], Rates]) -> None:
+        """Note the rates that the residual was made under, where they were unknown in the last step."""
+        kept = self.states.get(RateCorrection.name)
+        if kept is not None and kept.rates is None:
+            kept.rates = rates(self.layout.names)
+
+    def moments(self) -> Mapping[str, Tensor]:
+        """Return the moments that are kept in the optimizer's place, by name, as the optimizer would have them."""
+        self.put_back()
+        adam: Moments | None = self.states.get(Adam.name)
+        velocity = self.states[Sgd.name].velocity if Sgd.name in self.states else None
+        return ({} if velocity is None else {"velocity": velocity}) | ({} if adam is None else adam.for_optimizer())
+
+    def _arrays(self) -> list[Tensor]:
+        return [array for stage in self.stages for array in stage.arrays(self.states[stage.name])]
+
+
+def check_type(grad: Tensor, subject: str) -> None:
+    """Refuse a gradient of a type that kernels do not read.
+
+    subject: the gradient's description. The message begins with it.
+    """
+    if grad.dtype not in GRADIENT_TYPES:
+        raise TypeError(f"{subject} is {grad.dtype}; gradcomp takes float32, float16 and bfloat16")

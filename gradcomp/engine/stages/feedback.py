@@ -1,0 +1,228 @@
+"""Error feedback: entries that a step does not send stay in the residual, and are added to the next step's gradient.
+
+Feedback is the wrapper that a spec's knobs configure. It lists the stages of a bucket. Residual is the stage of what every
+accumulation needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradcomp import saved
+from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
+from gradcomp.core.requests import World
+from gradcomp.core.wrapper import Wrapper
+from gradcomp.engine.context import StepContext
+from gradcomp.engine.stages.adam import Adam
+from gradcomp.engine.stages.clip import Clip
+from gradcomp.engine.stages.health import Health
+from gradcomp.engine.stages.rates import RateCorrection
+from gradcomp.engine.stages.sgd import Sgd
+from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, copies, sum_into
+from gradcomp.knobs import changed, knob
+from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST, MOMENTS
+
+# The value of momentum that stands for the optimizer's.
+AUTO = "auto"
+# Stages of a warm-up, each gentler than the compressor itself.
+STAGES = 5
+
+
+@dataclass(frozen=True)
+class Feedback(Wrapper):
+    """A wrapper with error feedback: entries that a step does not send are added to the next step's gradient.
+
+    A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
+    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OwnMomentum).
+    With feedback=false nothing waits, as in some papers: the residual only holds what a step is to send.
+    """
+
+    feedback: bool = knob(
+        True,
+        "true: entries not sent wait for the next step; false, the default of what rounds but sign: they are lost",
+        default_of=lambda made: made.inner.traits.fed_back,
+    )
+    momentum: float | str = knob(
+        AUTO,
+        "local momentum; auto: the optimizer's own, of known SGD or Adam; a number: the optimizer's must then be 0",
+        least=0,
+        below=1,
+        word=AUTO,
+    )
+    nesterov: bool = knob(False, "Nesterov's form of a momentum that is a number")
+    clip: float = knob(0.0, "each rank's own gradient is cut to a norm of clip / sqrt(ranks); 0 = off", least=0)
+    clip_by: str = knob(
+        "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
+    )
+    warmup: int = knob(0, "steps with gentler compression, in five stages; 0 = none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.set_momentum:
+            raise ValueError(f"{self}: nesterov=true needs a momentum above 0; set momentum")
+        if self.warmup and self.inner.ease(0.5) is None:
+            raise ValueError(f"{self}: {self.name} has no gentler form to warm up with; leave warmup out")
+        kept = self.inner.traits.momentum
+        if self.set_momentum and kept:
+            raise ValueError(
+                f"{self}: momentum={self.momentum} acts on top of {self.inner}'s own momentum {kept}; leave momentum out"
+            )
+        if reason := self.inner.refuses(self.feedback):
+            raise ValueError(f"{self}: {reason}")
+
+    def added_knobs(self) -> list[str]:
+        """List the knobs that differ from their defaults. The default of feedback is the compressor's."""
+        differs = [each for each in changed(self) if not each.startswith("feedback=")]
+        given = [] if self.feedback == self.inner.traits.fed_back else [f"feedback={str(self.feedback).lower()}"]
+        return given + differs
+
+    @property
+    def set_momentum(self) -> float:
+        """The momentum of the spec; 0 where it is the optimizer's."""
+        return 0.0 if isinstance(self.momentum, str) else self.momentum
+
+    @property
+    def takes_momentum(self) -> bool:
+        """True if the optimizer's momentum is taken over."""
+        return self.momentum == AUTO and not self.inner.traits.momentum
+
+    @property
+    def traits(self) -> Traits:
+        inner = super().traits
+        whole_model = inner.whole_model or (self.clip > 0 and self.clip_by == "model")
+        rates = "used" if self.feedback and inner.rates == "unused" else inner.rates
+        momentum = self.set_momentum or inner.momentum
+        return replace(inner, whole_model=whole_model, momentum=momentum, rates=rates, outermost=True)
+
+    def choose(self, name: str, layer: Layer) -> Compressor:
+        if self.traits.whole_model:  # a norm or an algorithm over all layers keeps them together
+            return self
+        chosen = self.inner.choose(name, layer)
+        if chosen is self.inner:
+            return self
+        # Feedback takes over the momentum that the algorithm keeps and this layer's compressor does not.
+        kept = self.inner.traits.momentum
+        momentum = kept if kept and not chosen.traits.momentum else self.momentum
+        return replace(self, inner=chosen, momentum=momentum, warmup=0 if chosen.ease(0.5) is None else self.warmup)
+
+    def inner_state(self, state: Any) -> Any:
+        return state
+
+    def exchange(self, acc: Acc, state: Any, world: World) -> Steps:
+        return self.inner.exchange(acc, state, world)
+
+    def compressor_after(self, steps: int) -> Compressor:
+        """Choose the compressor after this number of steps: a gentler form during the warm-up, then the wrapped one."""
+        if steps >= self.warmup:
+            return self.inner
+        gentler = self.inner.ease((int(STAGES * steps / self.warmup) + 1) / (STAGES + 1))
+        assert gentler is not None
+        return gentler
+
+    def stages(self) -> list[Stage]:
+        """List the stages of a bucket, in the order in which they prepare."""
+        traits = self.inner.traits
+        stages: list[Stage] = []
+        if self.takes_momentum:
+            stages.append(Adam())
+        if self.feedback:
+            stages.append(RateCorrection())
+        if self.takes_momentum or self.set_momentum:
+            stages.append(Sgd(self.set_momentum, self.nesterov, self.feedback))
+        stages.append(Residual(self.feedback, self.feedback and traits.selects, traits))
+        if self.clip > 0:
+            stages.append(Clip(self.clip, self.clip_by == "model"))
+        if self.feedback and not traits.shares_residual:
+            stages.append(Health(str(self)))
+        return stages
+
+
+def with_feedback(compressor: Compressor, **settings: Any) -> Compressor:
+    """Wrap a compressor in Feedback, unless it is exact and none of Feedback's knobs is set."""
+    if compressor.traits.outermost or (compressor.traits.exact and not settings):
+        return compressor
+    return Feedback(compressor, **{"feedback": compressor.traits.fed_back, **settings})
+
+
+@dataclass
+class ResidualState:
+    """The arrays of every accumulation.
+
+    residual: flat; during a step the gradients are added to it, and the compressor takes from it. flag: int32[1], not 0 where a
+    gradient was not finite. last_sent: the step in which each entry was last sent (kernels.Mask). moments, peaks: statistics
+    that accumulating writes (Acc).
+    """
+
+    residual: Tensor
+    flag: Tensor
+    last_sent: Tensor | None = None
+    moments: Tensor | None = None
+    peaks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Residual(Stage):
+    """Keeps the residual.
+
+    keeps: from step to step. masks: entries that waited get no momentum. traits: the compressor's.
+    """
+
+    name: ClassVar[str] = "feedback"
+    keeps: bool
+    masks: bool
+    traits: Traits
+
+    def init(self, layout: Layout, seed: int) -> ResidualState:
+        state = ResidualState(
+            torch.zeros(layout.total, device=layout.device), torch.zeros(1, dtype=torch.int32, device=layout.device)
+        )
+        if self.traits.moments:
+            state.moments = torch.zeros(len(layout.names), MOMENTS, dtype=torch.float64, device=layout.device)
+        if self.traits.sparse:
+            state.peaks = kernels.peaks(layout.total, layout.device)
+        return state
+
+    def prepare(self, accumulation: Accumulation, state: ResidualState, context: StepContext) -> None:
+        accumulation.moments, accumulation.peaks = state.moments, state.peaks
+        accumulation.residual_is_local = not self.traits.shares_residual
+        if self.masks:
+            if state.last_sent is None:  # no entry has waited yet
+                state.last_sent = torch.full_like(state.residual, (accumulation.step - 1) % 256, dtype=torch.uint8)
+            # Adam's rule leaves the first moment out of a direction by itself. A residual that is kept keeps its momentum.
+            masked = accumulation.adaptive is None and not accumulation.residual_is_kept
+            accumulation.mask = kernels.Mask(accumulation.velocity if masked else None, state.last_sent, accumulation.step)
+
+    def arrays(self, state: ResidualState) -> list[Tensor]:
+        return [] if state.last_sent is None else [state.last_sent]
+
+    def save(self, state: ResidualState, layout: Layout, copy: Copy) -> Part:
+        layers = {"residual": copies(state.residual, layout, copy)} if self.keeps else {}
+        return Part(layers, {"last_sent": None if state.last_sent is None else state.last_sent.clone()})
+
+    def load(self, state: ResidualState, layout: Layout, shares: Shares) -> Callable[[], None]:
+        parts = [share.arrays("residual", layout) for share in shares.own] if self.keeps else []
+        last_sent = None
+        own = shares.own[0].bucket if shares.own else None
+        if own is not None and saved.entry(own, "last_sent") is not None:
+            last_sent = saved.tensor(own, "last_sent", state.residual.shape, dtype=torch.uint8).to(layout.device)
+
+        def copy() -> None:
+            state.last_sent = last_sent
+            state.flag.zero_()
+            if self.keeps:
+                sum_into(state.residual, layout, parts, shares.factor)
+
+        return copy
+
+    def carry(self, state: ResidualState, layout: Layout, before: Share) -> None:
+        super().carry(state, layout, before._replace(bucket=None))  # the new spec may select other entries
+
+    def scale(self, state: ResidualState, factor: float) -> None:
+        if self.keeps:
+            state.residual.mul_(factor).clamp_(-LARGEST, LARGEST)

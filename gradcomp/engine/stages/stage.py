@@ -1,0 +1,196 @@
+"""A stage of a bucket, the accumulation that stages fill in, and a stage's part of a saved state."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp import saved
+from gradcomp.core.compressor import Acc, Layout, Steps
+from gradcomp.core.requests import World
+from gradcomp.engine.context import Rates, StepContext
+from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST
+from gradcomp.native.memory import Memory
+
+# Copies a layer's array for a saved state.
+Copy = Callable[[Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Accumulation:
+    """The arguments of the one call of kernels.accumulate that adds a bucket's gradients to its residual. Stages fill it in.
+
+    step: the number of the bucket's step, from 1. residual_factor: of the old residual; 0 where the step sends nothing of it.
+    residual_is_kept: the step sends none of the old residual, which comes back after it.
+    dropped: a stage has emptied the residual for good.
+    """
+
+    grads: Sequence[Tensor]
+    layout: Layout
+    residual: Tensor
+    flag: Tensor
+    memory: Memory
+    step: int
+    loss_scale: Tensor | None = None
+    residual_factor: float = 1.0
+    residual_is_local: bool = True
+    residual_is_kept: bool = False
+    dropped: bool = False
+    velocity: Tensor | None = None
+    momentum: float = 0.0
+    nesterov: bool = False
+    adaptive: kernels.Adaptive | None = None
+    scales: Tensor | None = None
+    moments: Tensor | None = None
+    peaks: Tensor | None = None
+    mask: kernels.Mask | None = None
+
+    def drop_residual(self) -> None:
+        """Empty the residual for good: it holds another quantity than the step adds."""
+        self.residual.zero_()
+        self.dropped = True
+
+    @property
+    def adds_gradients(self) -> bool:
+        """True if the step adds gradients to the residual; False if it adds velocities or directions."""
+        return not (self.momentum or self.adaptive)
+
+    def run(self) -> None:
+        """Add the gradients to the residual, in one native call."""
+        kernels.accumulate(
+            self.grads,
+            self.residual,
+            self.velocity,
+            self.flag,
+            self.momentum,
+            self.nesterov,
+            scales=self.scales,
+            loss_scale=self.loss_scale,
+            moments=self.moments,
+            peaks=self.peaks,
+            adaptive=self.adaptive,
+            mask=None if self.adds_gradients else self.mask,
+            residual_is_local=self.residual_is_local,
+            of_residual=self.residual_factor,
+            memory=self.memory,
+        )
+
+    def acc(self, rates: Rates) -> Acc:
+        """Return the acc that the compressor takes from."""
+        return Acc(self.residual, self.memory, self.mask, self.flag, self.moments, rates, self.peaks)
+
+
+class Part(NamedTuple):
+    """A stage's part of a saved state. layers: by field, then by layer. bucket: what is not by layer."""
+
+    layers: Mapping[str, Mapping[str, Any]] = {}
+    bucket: Mapping[str, Any] = {}
+
+
+class Share(NamedTuple):
+    """A stage's part of one rank's share, as a bucket loads it.
+
+    layers: by field, then by layer, of the whole model. bucket: None where the share has no bucket of the same layers.
+    trusted: it comes from this process, and need not be finite. partial: layers may be missing, since another spec kept it.
+    prefix: of messages.
+    """
+
+    layers: Mapping[str, Any]
+    bucket: Mapping[str, Any] | None
+    trusted: bool = False
+    partial: bool = False
+    prefix: str = ""
+
+    def arrays(self, field: str, layout: Layout, *, optional: bool = False) -> dict[str, Tensor]:
+        """Return a field's arrays of a bucket's layers. Refuse those that do not fit, are not finite, or are missing.
+
+        optional: arrays may be missing.
+        """
+        theirs, arrays = saved.table_or_empty(self.layers, field), {}
+        for name, size in zip(layout.names, layout.sizes, strict=True):
+            what = f"{self.prefix}the {field} of {name!r}"
+            if name in theirs:
+                arrays[name] = saved.tensor(theirs, name, (size,), dtype=torch.float32, finite=not self.trusted, what=what)
+            elif not (optional or self.partial):
+                raise ValueError(f"{what} is not in the state: the state is damaged; load another one")
+        return arrays
+
+
+class Shares(NamedTuple):
+    """The shares that a bucket's stage loads.
+
+    own: those whose residuals the rank takes over. others: those of all ranks, for a rank that takes over none.
+    factor: for the sum of residuals.
+    """
+
+    own: Sequence[Share]
+    others: Sequence[Share] = ()
+    factor: float = 1.0
+
+
+class Stage(ABC):
+    """One stage between a bucket's gradients and its compressor.
+
+    A stage fills in its arguments of the accumulation. It owns its part of the bucket's state, and of a saved state: a saved
+    field is added in the stage's file alone.
+
+    name: of its part.
+    """
+
+    name: ClassVar[str]
+
+    def init(self, layout: Layout, seed: int) -> Any:
+        """Make the stage's part of a bucket's state."""
+        return None
+
+    def prepare(self, accumulation: Accumulation, state: Any, context: StepContext) -> None:
+        """Fill in arguments of the accumulation."""
+        return
+
+    def after(self, accumulation: Accumulation, state: Any, context: StepContext) -> None:
+        """Look at the result of the accumulation."""
+        return
+
+    def around(self, steps: Steps, accumulation: Accumulation, state: Any, world: World) -> Steps:
+        """Return the exchange, with the stage's requests before it or its work after it."""
+        return steps
+
+    def arrays(self, state: Any) -> list[Tensor]:
+        """List the flat arrays by which a later step may move weights. Of frozen layers they are set aside."""
+        return []
+
+    def save(self, state: Any, layout: Layout, copy: Copy) -> Part:
+        """Return the stage's part of a saved state. copy: copies an array of a layer."""
+        return Part()
+
+    def load(self, state: Any, layout: Layout, shares: Shares) -> Callable[[], None]:
+        """Check the stage's part of saved states. Return a function that loads it, which cannot fail."""
+        return lambda: None
+
+    def carry(self, state: Any, layout: Layout, before: Share) -> None:
+        """Take the layers over that a bucket of another spec has kept."""
+        self.load(state, layout, Shares([before]))()
+
+    def scale(self, state: Any, factor: float) -> None:
+        """Follow a change of the number of ranks, by which the residual is multiplied. At 0 all is forgotten."""
+        return
+
+
+def sum_into(flat: Tensor, layout: Layout, parts: Sequence[Mapping[str, Tensor]], factor: float) -> None:
+    """Set each layer of a flat array to the sum of its parts, times the factor."""
+    for name, view in layout.views(flat).items():
+        view.zero_()
+        for part in parts:
+            if name in part:
+                view.add_(part[name].to(view.device), alpha=factor).clamp_(-LARGEST, LARGEST)
+
+
+def copies(flat: Tensor, layout: Layout, copy: Copy) -> dict[str, Tensor]:
+    """Copy a flat array by layer."""
+    return {name: copy(view) for name, view in layout.views(flat).items()}

@@ -1,0 +1,395 @@
+"""The state of a session: saved by rank, loaded by any number of ranks, and carried over to another spec.
+
+A rank's share holds each stage's part under the stage's name, by layer where it is by layer, and each compressor's own state by
+bucket. The stages save and load their parts themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp import saved
+from gradcomp.core.by_layer import ByLayer
+from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.stages.adam import Adam
+from gradcomp.engine.stages.feedback import Feedback, Residual
+from gradcomp.engine.stages.stage import Copy, Share, Shares
+from gradcomp.engine.steps.reducer import Reducer
+
+# The format of a state. Increase it when a state's content or a knob's default changes.
+FORMAT = 8
+
+# --- A rank's share
+
+
+def residual_views(reducer: Reducer) -> dict[str, Tensor]:
+    """Slice the residuals into layers, by name. Layers without error feedback are left out."""
+    views: dict[str, Tensor] = {}
+    for bucket in reducer.buckets:
+        if bucket.keeps_residual:
+            bucket.put_back()
+            views |= bucket.layout.views(bucket.residual)
+    return views
+
+
+def residuals(reducer: Reducer) -> dict[str, Tensor]:
+    """Copy the residual of every layer, flat. It is zero where there is no error feedback."""
+    zeros = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
+    return zeros | {name: view.clone() for name, view in residual_views(reducer).items()}
+
+
+def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, copy: Copy = Tensor.clone) -> dict[str, Any]:
+    """Copy all that the next step depends on.
+
+    Args:
+        reducer: The reducer whose state is saved.
+        shapes: The shape and the order of memory of every layer.
+        sums: True if updates are sums over the ranks, not means.
+        copy: Copies a layer's array.
+    """
+    layers, of_buckets = _parts(reducer, copy)
+    buckets = [
+        {
+            "layers": list(bucket.layout.names),
+            "steps": bucket.steps,
+            "stages": own,
+            "compressor": bucket.compressor.save(bucket.inner),
+        }
+        for bucket, own in zip(reducer.buckets, of_buckets, strict=True)
+    ]
+    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), "layers": layers, "buckets": buckets}
+
+
+def _parts(reducer: Reducer, copy: Copy) -> tuple[dict[str, dict[str, dict[str, Any]]], list[dict[str, Any]]]:
+    """Return the stages' parts: by stage, field and layer, and for each bucket by stage."""
+    layers: dict[str, dict[str, dict[str, Any]]] = {}
+    of_buckets: list[dict[str, Any]] = []
+    for bucket in reducer.buckets:
+        bucket.put_back()
+        of_buckets.append({})
+        for stage in bucket.stages:
+            part = stage.save(bucket.states[stage.name], bucket.layout, copy)
+            of_buckets[-1][stage.name] = dict(part.bucket)
+            for field, values in part.layers.items():
+                layers.setdefault(stage.name, {}).setdefault(field, {}).update(values)
+    return layers, of_buckets
+
+
+def load_shares(
+    reducer: Reducer,
+    shapes: Mapping[str, str],
+    shares: Mapping[int, Mapping[str, Any]],
+    steps: int,
+    factor: float = 1.0,
+    *,
+    adam: Mapping[int, Mapping[str, Any]] | None = None,
+    trusted: bool = False,
+) -> Callable[[], None]:
+    """Check shares of the same layers and spec. Return a function that loads them, and cannot fail.
+
+    The residual and the velocity become the sum of the shares' times the factor, Adam's moments their mean. A compressor's own
+    state comes from the first share, and only if a bucket has the same layers; other buckets keep their own.
+
+    Args:
+        reducer: The reducer that continues from the shares.
+        shapes: The shape and the order of memory of every layer.
+        shares: By the ranks that saved them. Without any, all is zero but for Adam's moments.
+        steps: The steps that the training has done.
+        factor: For the sum of residuals.
+        adam: The shares of all ranks, for the moments of a rank without shares.
+        trusted: The shares come from this process, and need not be finite.
+    """
+    for rank, share in (shares or adam or {}).items():
+        _check_shapes(shapes, share, f"rank {rank}: " if len(shares or adam or {}) > 1 else "")
+    own, others = _readers(shares, trusted), _readers({} if shares else adam or {}, trusted)
+    loads: list[Callable[[], None]] = []
+    inner: list[tuple[Bucket, int, Any]] = []
+    for bucket in reducer.buckets:
+        bucket.put_back()
+        for stage in bucket.stages:
+            ours, theirs = ([each.part(stage.name, bucket.layout) for each in side] for side in (own, others))
+            loads.append(stage.load(bucket.states[stage.name], bucket.layout, Shares(ours, theirs, factor)))
+        inner.append((bucket, *_load_inner(bucket, own, steps)))
+
+    def load() -> None:
+        reducer.steps_done = steps
+        for each in loads:
+            each()
+        for bucket, done, state in inner:
+            bucket.steps, bucket.inner = done, state
+
+    return load
+
+
+class _Reader(NamedTuple):
+    """One rank's share. records: of its buckets, by their layers."""
+
+    layers: Mapping[str, Any]
+    records: Mapping[tuple[str, ...], Mapping[str, Any]]
+    trusted: bool
+    prefix: str
+
+    def part(self, stage: str, layout: Layout) -> Share:
+        record = self.records.get(layout.names)
+        own = None if record is None else saved.table_or_empty(saved.table_or_empty(record, "stages"), stage)
+        return Share(saved.table_or_empty(self.layers, stage), own, self.trusted, prefix=self.prefix)
+
+
+def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool) -> list[_Reader]:
+    return [
+        _Reader(
+            saved.table_or_empty(share, "layers"),
+            {tuple(saved.sequence(each, "layers")): each for each in saved.sequence(share, "buckets")},
+            trusted,
+            f"rank {rank}: " if len(shares) > 1 else "",
+        )
+        for rank, share in shares.items()
+    ]
+
+
+def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int, Any]:
+    """Return a bucket's steps, and the compressor's state, both as the first share has them."""
+    record = own[0].records.get(bucket.layout.names) if own else None
+    if own and record is None:
+        return steps, bucket.inner
+    inner = bucket.compressor.init(bucket.layout, bucket.seed)
+    if record is None:
+        return steps, inner
+    try:
+        bucket.compressor.load(inner, saved.table_or_empty(record, "compressor"))
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"the state of {bucket.compressor} is damaged ({type(error).__name__}: {error}); load another one"
+        ) from error
+    return saved.read_int(record, "steps"), inner
+
+
+def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any], prefix: str) -> None:
+    """Refuse a share of a model with other layers."""
+    theirs = saved.table(share, "shapes")
+    if different := sorted(map(str, shapes.keys() ^ theirs.keys())):
+        raise ValueError(
+            f"{prefix}the state does not fit the model: only one of them has {', '.join(different[:3])}; load it into the "
+            "model that saved it, and freeze layers after the exchange is made"
+        )
+    for name, shape in shapes.items():
+        if theirs[name] != shape:
+            raise ValueError(
+                f"{prefix}the state does not fit the model: {name!r} has shape {shape}, in the state {theirs[name]}; load it "
+                "into the model that saved it"
+            )
+
+
+def to_main_memory(tensor: Tensor) -> Tensor:
+    """Copy a tensor to main memory, also one that is there."""
+    return tensor.to("cpu", copy=True)
+
+
+def in_main_memory(value: Any) -> Any:
+    """Move all tensors of a share to main memory."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: in_main_memory(each) for key, each in value.items()}
+    return [in_main_memory(each) for each in value] if isinstance(value, list) else value
+
+
+def shape_texts(shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Describe shapes of layers whose entries are in row-major order."""
+    return {name: str(tuple(shape)) for name, shape in shapes.items()}
+
+
+# --- The shares of several ranks, as files hold them
+
+
+class Place(NamedTuple):
+    """A rank's number among the ranks, and their number."""
+
+    rank: int
+    ranks: int
+
+
+class Taken(NamedTuple):
+    """The shares that a rank takes from a state, by the rank that saved them, and the factor for their sum.
+
+    of: the place of that residual. adam: the shares to average Adam's moments of, for a rank without shares.
+    """
+
+    shares: Mapping[int, Mapping[str, Any]]
+    factor: float
+    of: Place
+    adam: Mapping[int, Mapping[str, Any]] = {}
+
+
+def pack(spec: str, ranks: int, shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Make a state. Its keys tell the ranks' shares apart, also where a tool collects the states of all ranks in one file."""
+    return {
+        "format": FORMAT,
+        "spec": spec,
+        "ranks": ranks,
+        "of_rank": {str(rank): dict(share) for rank, share in shares.items()},
+    }
+
+
+class States:
+    """The shares of one state, or of a list of states, checked to belong together."""
+
+    def __init__(self, given: Any, spec: str):
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        states = list(given) if is_list else [given]
+        if not states:
+            raise ValueError("load_state_dict() got an empty list; pass the states of all ranks")
+        self.ranks = 0
+        self.shares: dict[int, Mapping[str, Any]] = {}
+        for state in states:
+            if not isinstance(state, Mapping):
+                raise TypeError(
+                    f"load_state_dict() got a {type(state).__name__}; pass the result of state_dict(), or a list of the "
+                    "results of all ranks"
+                )
+            self._add(state, spec)
+        self.steps = _steps(self.shares)
+        self.sums = any(share.get("sums") is True for share in self.shares.values())
+
+    def take(self, here: Place | None) -> Taken:
+        """Choose a rank's shares. A new rank has none: its residual is empty, and it takes the mean of all moments of Adam.
+
+        An update is a mean over the ranks. The factor keeps the sum of the residuals: an entry of one rank of two weighs half,
+        and of one rank of four a quarter, unless updates are sums.
+        """
+        if here is None:
+            if len(self.shares) > 1:
+                raise RuntimeError(
+                    "load_state_dict() got the states of several ranks before hvd.init(), or outside the process set; call "
+                    "hvd.init() first, or pass this rank's own state"
+                )
+            (rank,) = self.shares
+            return Taken(self.shares, 1.0, Place(rank, self.ranks))
+        rank, ranks = here
+        factor = 1.0 if self.sums else ranks / self.ranks
+        if self.ranks == ranks and rank in self.shares:
+            return Taken({rank: self.shares[rank]}, 1.0, here)
+        if self.ranks != ranks and len(self.shares) == self.ranks:
+            of_rank = {each: self.shares[each] for each in range(rank, self.ranks, ranks)}
+            return Taken(of_rank, factor, here, {} if of_rank else self.shares)
+        if self.ranks < ranks and rank in self.shares:
+            return Taken({rank: self.shares[rank]}, factor, Place(rank, self.ranks))
+        found = ", ".join(map(str, sorted(self.shares)))
+        remedy = "pass the list of all ranks' states, on all ranks"
+        if self.ranks == ranks:
+            remedy = "pass this rank's own state, or the list of all ranks' states"
+        raise ValueError(f"the state is of rank {found} of {self.ranks}, but this is rank {rank} of {ranks}; {remedy}")
+
+    def _add(self, state: Mapping[str, Any], spec: str) -> None:
+        if not {"format", "spec"} & state.keys():
+            inside = next(
+                (repr(key) for key, value in state.items() if isinstance(value, Mapping) and "of_rank" in value), None
+            )
+            raise ValueError(
+                f"this is no state of gradcomp: it has {', '.join(map(repr, [*state][:4])) or 'nothing'}; pass "
+                + (f"its entry {inside}" if inside else "the result of state_dict() of the handle or Compression")
+            )
+        if (found := state.get("format", 1)) != FORMAT:
+            raise ValueError(
+                f"the state has format {found}, but this gradcomp reads format {FORMAT}: another version saved it; continue "
+                "with that version, or without the state"
+            )
+        if not isinstance(theirs := saved.entry(state, "spec"), str):
+            raise ValueError(f"the state has the spec {theirs!r}, which is no text; the state is damaged; load another one")
+        if theirs != spec:
+            raise ValueError(
+                f"the state was saved with {theirs!r} and cannot continue with {spec!r}; use the same spec: {theirs!r}, "
+                f"and then change({spec!r})"
+            )
+        ranks = saved.read_int(state, "ranks", 1)
+        if self.ranks not in (0, ranks):
+            raise ValueError(
+                f"the states are of {self.ranks} and of {ranks} ranks; load states that all ranks saved after the same step"
+            )
+        self.ranks = ranks
+        shares = saved.table(state, "of_rank")
+        if not shares:
+            raise ValueError("the state has no rank's share: the state is damaged; load another one")
+        for key, share in shares.items():
+            rank = saved.check_int(int(key) if str(key).isdecimal() else key, "of_rank", 0, ranks - 1)
+            if rank in self.shares:
+                raise ValueError(f"the states of rank {rank} were passed twice; pass the state of each rank once")
+            if not isinstance(share, Mapping):
+                raise ValueError(f"of_rank holds a {type(share).__name__}: the state is damaged; load another one")
+            self.shares[rank] = share
+
+
+def spec_of(state: Any) -> str | None:
+    """Find the spec of a state, or of a list of states. Return None if there is none."""
+    first = state if isinstance(state, Mapping) else next(iter(state), None) if isinstance(state, Sequence) else None
+    spec = first.get("spec") if isinstance(first, Mapping) else None
+    return spec if isinstance(spec, str) else None
+
+
+def _steps(shares: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the number of steps of the shares of all ranks. Refuse shares of different steps."""
+    steps = {rank: saved.read_int(share, "steps") for rank, share in shares.items()}
+    first, *others = steps.items()
+    for rank, count in others:
+        if count != first[1]:
+            raise ValueError(
+                f"the states are of different steps: that of rank {first[0]} has {first[1]}, that of rank {rank} has {count}; "
+                "load states that all ranks saved after the same step"
+            )
+    return first[1]
+
+
+# --- Another spec, and another number of ranks
+
+
+def successor(compressor: Compressor, old: Reducer) -> Compressor:
+    """Prepare a compressor to follow an old reducer: add error feedback if the old one has residuals to carry over."""
+    if not old.keeps_residual:
+        return compressor
+    if isinstance(compressor, ByLayer):
+        rules = tuple((pattern, successor(chosen, old)) for pattern, chosen in compressor.rules)
+        return ByLayer(rules, successor(compressor.default, old))
+    if not isinstance(compressor, Feedback):
+        return Feedback(compressor)
+    if compressor.feedback:
+        return compressor
+    if compressor.inner.traits.fed_back:
+        raise ValueError(f"{compressor} would lose the residual, which has not been sent yet; use a spec with error feedback")
+    try:
+        return replace(compressor, feedback=True)
+    except ValueError as error:
+        raise ValueError(f"{compressor} would lose the residual, which has not been sent yet; {error}") from None
+
+
+def carry(old: Reducer, new: Reducer) -> Reducer:
+    """Copy residuals, and moments if both keep them, from one reducer to another with the same layers. Return the new one.
+
+    A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
+    """
+    layers, of_buckets = _parts(old, lambda view: view)
+    moments = {name for bucket in new.buckets if bucket.takes_momentum for name in bucket.layout.names}
+    directions = layers.get(Adam.name, {}).get("second", {}).keys() - moments
+    if kept := layers.get(Residual.name, {}).get("residual"):
+        layers[Residual.name]["residual"] = {name: view for name, view in kept.items() if name not in directions}
+    own_of = {name: own for bucket, own in zip(old.buckets, of_buckets, strict=True) for name in bucket.layout.names}
+    for bucket in new.buckets:
+        for stage in bucket.stages:
+            own = own_of[bucket.layout.names[0]].get(stage.name)
+            before = Share(layers.get(stage.name, {}), own, trusted=True, partial=True)
+            stage.carry(bucket.states[stage.name], bucket.layout, before)
+    new.steps_done = old.steps_done
+    return new
+
+
+def scale_state(reducer: Reducer, factor: float) -> None:
+    """Multiply the residuals for another number of ranks, and cut them at the largest magnitude. At 0 all is forgotten."""
+    for bucket in reducer.buckets:
+        bucket.put_back()
+        for stage in bucket.stages:
+            stage.scale(bucket.states[stage.name], factor)

@@ -1,1 +1,0 @@
-"""What is saved, loaded, and handed on to another spec or to other ranks."""
