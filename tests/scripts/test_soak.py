@@ -50,7 +50,7 @@ def check(status: int, record: dict[str, Any], network: str, kinds: set[str]) ->
     assert status == 0, found["verdicts"]
     assert all(verdicts[name] for name in ("all ranks end", "replicas", "conservation", "processes left over"))
     assert kinds <= {trouble["kind"] for trouble in found["troubles"]}
-    assert max(own["step"][-1] for own in found["processes"]) >= STEPS
+    assert found["steps"] >= STEPS
     assert record["command"].startswith(f"scripts/lab soak --network {network} --steps {STEPS}")
 
 
@@ -58,7 +58,6 @@ def test_a_short_soak_over_ddp(ddp: tuple[int, dict[str, Any], Path]) -> None:
     status, record, folder = ddp
     check(status, record, "ddp", {"kill", "launch of 2 ranks", "launch of 1 ranks"})
     assert str(folder) not in json.dumps(record)
-    assert (folder.parents[1] / "soak-short.png").stat().st_size > 10_000
 
 
 @pytest.mark.long  # Horovod takes half a minute to see that a rank has died
@@ -104,27 +103,31 @@ def test_a_lost_gradient_is_found(ddp: tuple[int, dict[str, Any], Path], tmp_pat
         assert verdict.holds is False, name
 
 
-def test_replicas_that_differ_in_one_bit_are_found(ddp: tuple[int, dict[str, Any], Path], tmp_path: Path) -> None:
-    def fault(record: dict[str, Any]) -> None:
-        record["weights"][7] = torch.nextafter(record["weights"][7], torch.tensor(torch.inf))
-
-    verdict = of_name(judged(change(ddp[2], tmp_path / "bit", fault)), "replicas")
-    assert verdict.holds is False and "ranks [1] differ" in verdict.said
+def one_bit(record: dict[str, Any]) -> None:
+    record["weights"][7] = torch.nextafter(record["weights"][7], torch.tensor(torch.inf))
 
 
-def test_a_rank_that_gives_something_else_is_found(ddp: tuple[int, dict[str, Any], Path], tmp_path: Path) -> None:
-    def fault(record: dict[str, Any]) -> None:
-        record["given"][-1] += 0.01
-
-    verdict = of_name(judged(change(ddp[2], tmp_path / "given", fault)), "conservation")
-    assert verdict.holds is False and "gave other gradients" in verdict.said
+def another_gradient(record: dict[str, Any]) -> None:
+    record["given"][-1] += 0.01
 
 
-def test_a_rank_without_an_end_is_found(ddp: tuple[int, dict[str, Any], Path], tmp_path: Path) -> None:
-    def fault(record: dict[str, Any]) -> None:
-        record["final"] = False
+def no_end(record: dict[str, Any]) -> None:
+    record["final"] = False
 
-    assert of_name(judged(change(ddp[2], tmp_path / "end", fault)), "all ranks end").holds is False
+
+@pytest.mark.parametrize(
+    ("fault", "name", "said"),
+    [
+        (one_bit, "replicas", "ranks [1] differ"),
+        (another_gradient, "conservation", "gave other gradients"),
+        (no_end, "all ranks end", "1 of 2 ranks"),
+    ],
+)
+def test_a_fault_of_one_rank_is_found(
+    fault: Any, name: str, said: str, ddp: tuple[int, dict[str, Any], Path], tmp_path: Path
+) -> None:
+    verdict = of_name(judged(change(ddp[2], tmp_path / "changed", fault)), name)
+    assert verdict.holds is False and said in verdict.said
 
 
 def test_an_interrupted_soak_leaves_no_process(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from laboratory.machine import ROOT
 from laboratory.refusal import Refused
 from laboratory.report import results
 from laboratory.report.progress import Progress
-from laboratory.soak import picture
-from laboratory.soak.driver import Driver
-from laboratory.soak.judge import Verdict, judge
-from laboratory.soak.networks import NETWORKS, most_ranks
+from laboratory.soak.driver import HOSTS, NETWORKS, Driver
+from laboratory.soak.judge import judge
 from laboratory.soak.plan import ENTRIES, SPECS, Plan
 
 EXAMPLES = """\
@@ -33,9 +30,6 @@ examples:
 A soak is over after --steps steps or after --duration, whichever comes first. The ranks' logs stay in --cache."""
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
-# Of a log's lines, those that the result and the picture keep.
-MOST_POINTS = 400
-FIGURES = ("step", "rss_kb", "peak_kb", "fds", "threads", "wall_ms", "cpu_ms", "residual", "scale")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,23 +53,17 @@ def duration(text: str) -> float:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Soak each network, judge it, and write the result and the picture. Return 1 if a verdict fails."""
-    networks = [*NETWORKS] if chosen.network == "both" else [chosen.network]
-    if not 2 <= chosen.ranks <= most_ranks():
-        raise Refused(f"--ranks {chosen.ranks} must be from 2 to {most_ranks()}: one of them leaves in mid-training")
-    soaks, failed = {}, False
-    for network in networks:
-        soaks[network], verdicts = soak(network, chosen)
-        print(f"\n{network}\n" + "\n".join(map(line, verdicts)), flush=True)
-        failed |= any(verdict.holds is False for verdict in verdicts)
+    """Soak each network, judge it, and write the result. Return 1 if a verdict fails."""
+    if not 2 <= chosen.ranks <= len(HOSTS):
+        raise Refused(f"--ranks {chosen.ranks} must be from 2 to {len(HOSTS)}: one of them leaves in mid-training")
+    soaks = {network: soak(network, chosen) for network in ([*NETWORKS] if chosen.network == "both" else [chosen.network])}
     settings = {"steps": chosen.steps, "ranks": chosen.ranks, "seed": chosen.seed, "entries": ENTRIES, "specs": SPECS}
-    picture.draw(soaks, results.path_of(chosen, None, ".png"))
     results.save(chosen, results.path_of(chosen, None), {"settings": settings, "networks": soaks})
-    return 1 if failed else 0
+    return int(any(verdict["holds"] is False for found in soaks.values() for verdict in found["verdicts"]))
 
 
-def soak(network: str, chosen: argparse.Namespace) -> tuple[dict[str, Any], list[Verdict]]:
-    """Run one network's ranks to the end, and judge them."""
+def soak(network: str, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Run one network's ranks to the end, judge them, and say how."""
     folder = Path(chosen.cache).resolve() / "-".join(filter(None, (chosen.name, network)))
     with Driver(folder, network, chosen.seed, chosen.steps, chosen.duration) as driver:
         NETWORKS[network](driver, chosen.ranks)
@@ -91,31 +79,14 @@ def soak(network: str, chosen: argparse.Namespace) -> tuple[dict[str, Any], list
         lambda step: progress(f"{network}: adding up the gradients of step {step:,} of {steps:,}", step / (steps + 1)),
     )
     progress.end()
-    found = {
+    words = {True: "holds", False: "FAILS", None: "not judged"}
+    print(
+        "\n".join([f"\n{network}", *(f"  {words[each.holds]:10}  {each.name}: {each.said}" for each in verdicts)]), flush=True
+    )
+    return {
         "verdicts": [verdict._asdict() for verdict in verdicts],
         "ranks": chosen.ranks,
+        "steps": steps,
         "seconds": round(driver.seconds),
         "troubles": [{key: value for key, value in each.items() if key != "time"} for each in driver.troubles],
-        "processes": processes(driver.lines),
     }
-    return found, verdicts
-
-
-def line(verdict: Verdict) -> str:
-    """Write a verdict's line."""
-    word = {True: "holds", False: "FAILS", None: "not judged"}[verdict.holds]
-    return f"  {word:10}  {verdict.name}: {verdict.said}"
-
-
-def processes(logged: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Any]]]:
-    """Gather the figures of every process, by figure, of not too many lines."""
-    found: dict[int, list[Mapping[str, Any]]] = {}
-    for each in logged:
-        if "step" in each:
-            found.setdefault(each["pid"], []).append(each)
-    thinned = [own[:: 1 + len(own) // MOST_POINTS] for own in found.values()]
-    return [{key: [_short(each[key]) for each in own] for key in FIGURES} for own in thinned]
-
-
-def _short(value: float) -> float:
-    return value if isinstance(value, int) else float(f"{value:.4g}")

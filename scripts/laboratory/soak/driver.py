@@ -1,4 +1,4 @@
-"""The driver of a soak: starts its ranks, pauses and kills some, and sees that none outlives it."""
+"""The driver of a soak: starts its ranks, pauses, kills and replaces some, and sees that none outlives it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from laboratory import ranks
 from laboratory.ranks import RanksFailed
 from laboratory.report.progress import Progress
-from laboratory.soak.rank import STOP
+from laboratory.soak.job import STOP
 
 # The variable that marks every process of a soak.
 MARK = "GRADCOMP_SOAK"
@@ -32,6 +32,15 @@ BETWEEN_PAUSES = (2.0, 8.0)
 MOST_WITHOUT_PROGRESS = 180.0
 UNTIL_GONE = 10.0
 
+# Names of this machine, each of which Horovod takes for a host. It never returns to one where a process died.
+HOSTS = ["localhost", "127.0.0.1", "127.1", "127.0.1"]
+LATER_HOSTS = ["0x7f.1", "0x7f.0.1"]
+# The shares of a soak after which its ranks change. Horovod: one is killed, one joins, one leaves, one joins.
+KILLED, JOINED, LEFT, JOINED_AGAIN = 0.2, 0.35, 0.5, 0.65
+# DDP: one is killed, and all start again; then one less; then all.
+KILLED_IN_DDP, ONE_LESS, ALL_AGAIN = 0.2, 0.4, 0.6
+MOST_RESTARTS = 3
+
 
 class Driver:
     """The running ranks of one soak.
@@ -41,8 +50,9 @@ class Driver:
     """
 
     def __init__(self, folder: Path, label: str, seed: int, steps: int, seconds: float):
-        self.folder, self.label, self.seed, self.steps, self._seconds = folder, label, seed, steps, seconds
+        self.folder, self.label, self.steps, self._seconds = folder, label, steps, seconds
         self.random, self._progress = random.Random(f"{seed} trouble"), Progress()
+        self.arguments = [str(folder), f"--seed={seed}", f"--steps={steps}"]
         self.lines: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
         self.left_over = 0
@@ -94,17 +104,22 @@ class Driver:
                 words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
 
-    def run_until(self, done: Callable[[], bool], what: str) -> None:
-        """Watch the ranks, and pause some, until something is done. Raise an error if they end before, or stand still."""
-        while not done():
-            assert self._process is not None
+    def train_until(self, share: float, count: int) -> None:
+        """Watch the ranks, and pause some, until this share is over and so many ranks have begun together and logged steps."""
+        assert self._process is not None
+        first, what = len(self.lines), f"{count} ranks were {share:.0%} through"
+        while not (self.share >= share and self._have_trained(first, count)):
             if self._process.poll() is not None:
                 self._fail(f"ended with status {self._process.returncode} before {what}")
             if time.monotonic() - self._moved > MOST_WITHOUT_PROGRESS:
                 self._fail(f"made no step for {MOST_WITHOUT_PROGRESS:.0f} s before {what}")
             time.sleep(LOOK)
-            self.look()
+            self._look()
             self._pause()
+
+    def _have_trained(self, first: int, count: int) -> bool:
+        begun = {line["pid"]: line["time"] for line in self.lines[first:] if line.get("ranks") == count and "begins" in line}
+        return len([pid for pid in begun if self._latest[pid]["time"] > begun[pid]]) >= count
 
     def end_ranks(self) -> None:
         """Ask the ranks to end after their next commit, and wait until their launcher has ended."""
@@ -114,7 +129,7 @@ class Driver:
         until = time.monotonic() + MOST_WITHOUT_PROGRESS
         while process.poll() is None and time.monotonic() < until:
             time.sleep(LOOK)
-            self.look()
+            self._look()
             self._pause()
         if process.returncode != 0:
             self._fail(f"were to end, but have status {process.returncode}")
@@ -123,7 +138,7 @@ class Driver:
             time.sleep(LOOK)
         self.left_over += left
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Read what the ranks have logged since the last look."""
         for path in self.folder.glob("log-*.jsonl"):
             with path.open() as file:
@@ -138,18 +153,6 @@ class Driver:
                 self._moved = time.monotonic()
         spec = self.lines[-1].get("spec", "").partition(";")[0] if self.lines else "starting"
         self._progress(f"{self.label}: step {self._step:,} of {self.steps:,}  {spec}", min(0.99, self.share))
-
-    def trained(self, count: int) -> Callable[[], bool]:
-        """Make a condition: so many ranks have begun together after now, and have all logged steps."""
-        first = len(self.lines)
-
-        def condition() -> bool:
-            begun = {
-                line["pid"]: line["time"] for line in self.lines[first:] if line.get("ranks") == count and "begins" in line
-            }
-            return len([pid for pid in begun if self._latest[pid]["time"] > begun[pid]]) >= count
-
-        return condition
 
     def kill_one(self) -> str:
         """Kill one rank where it stands. Return the name of its host, as Horovod knows it."""
@@ -199,3 +202,64 @@ class Driver:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def horovod(driver: Driver, count: int) -> None:
+    """Run a soak under horovodrun, in its elastic mode."""
+    hosts = HOSTS[:count]
+    script = driver.folder / "hosts.sh"
+    script.write_text(f"#!/bin/sh\ncat '{driver.folder}/hosts'\n")
+    script.chmod(0o755)
+    offer(driver, hosts, "start")
+    options = ["--min-np", str(count - 1), "--max-np", str(count), "--host-discovery-script", str(script)]
+    options += ["--network-interface", "lo", "--start-timeout", "120", "--elastic-timeout", "120"]
+    job = [sys.executable, "-m", "laboratory.soak.job", "horovod", *driver.arguments]
+    driver.start([sys.executable, "-m", "horovod.runner.launch", "-np", str(count), *options, *job], count)
+    driver.train_until(KILLED, count)
+    hosts.remove(driver.kill_one())
+    driver.train_until(JOINED, count - 1)
+    hosts.append(LATER_HOSTS[0])
+    offer(driver, hosts, "join")
+    driver.train_until(LEFT, count)
+    hosts.pop(driver.random.randrange(count))
+    offer(driver, hosts, "leave")
+    driver.train_until(JOINED_AGAIN, count - 1)
+    offer(driver, [*hosts, LATER_HOSTS[1]], "join")
+    driver.train_until(1.0, count)
+    driver.end_ranks()
+
+
+def offer(driver: Driver, hosts: Sequence[str], kind: str) -> None:
+    """Let Horovod find these hosts, each for one rank."""
+    driver.note(kind)
+    new = driver.folder / "hosts.new"
+    new.write_text("".join(f"{host}:1\n" for host in hosts))
+    new.replace(driver.folder / "hosts")
+
+
+def ddp(driver: Driver, count: int) -> None:
+    """Run a soak under torchrun, which starts the ranks again: after a death, and with other numbers of them."""
+    launch(driver, count)
+    driver.train_until(KILLED_IN_DDP, count)
+    driver.kill_one()
+    driver.train_until(ONE_LESS, count)
+    driver.end_ranks()
+    launch(driver, count - 1)
+    driver.train_until(ALL_AGAIN, count - 1)
+    driver.end_ranks()
+    launch(driver, count)
+    driver.train_until(1.0, count)
+    driver.end_ranks()
+
+
+def launch(driver: Driver, count: int) -> None:
+    """Start torchrun with the job's ranks."""
+    driver.note(f"launch of {count} ranks")
+    options = [f"--nproc-per-node={count}", f"--max-restarts={MOST_RESTARTS}", "--rdzv-backend=c10d"]
+    job = ["-m", "laboratory.soak.job", "ddp", *driver.arguments]
+    words = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-endpoint=localhost:0", *job]
+    # Otherwise torch's own store keeps the dead ranks' addresses, and gloo's restarted ranks call those.
+    driver.start(words, count, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+
+NETWORKS = {"horovod": horovod, "ddp": ddp}

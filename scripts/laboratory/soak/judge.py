@@ -141,7 +141,7 @@ def replicas(final: Sequence[Mapping[str, Any]]) -> Verdict:
 def conservation(
     plan: Plan, final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], tell: Callable[[int], object]
 ) -> Verdict:
-    """Judge whether the updates, what waits, and what left with ranks are the gradients of all steps.
+    """Judge whether the updates, the residuals, and the residuals of ranks that left are the gradients of all steps.
 
     An entry's error may be DEVIATIONS times what roundings add up to: each is at most half the last bit of the largest numbers
     that stand there. At an entry with spikes these are the spikes.
@@ -174,7 +174,7 @@ def conservation(
 def lost_with(
     final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], history: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, list[Mapping[str, Any]]]:
-    """Add up what waited on the ranks that left, at the commits from which the others went on. Return their records, too.
+    """Add up the residuals of the ranks that left, at the commits from which the others went on. Return their records, too.
 
     The ranks of a launch that has ended did not leave: the next launch loads their states.
     """

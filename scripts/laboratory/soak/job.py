@@ -1,0 +1,225 @@
+"""A rank of a soak, under torchrun or in Horovod's elastic mode: python -m laboratory.soak.job NETWORK FOLDER --seed --steps"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradcomp
+from laboratory.soak.plan import BUCKET_MB, ENTRIES, Net, Plan, counted, flat
+
+# The file in the folder that ends the training.
+STOP = "stop"
+# Records and states of a rank that others may still go back to.
+KEPT = 2
+# The folder of a state under DDP, without its step.
+STATE = "state-"
+
+
+class Rank:
+    """This process's part in a soak, whatever network it uses.
+
+    folder: of logs and records. given: the sum of this process's gradients, each over the number of ranks in its step.
+    """
+
+    def __init__(self, folder: Path, plan: Plan):
+        self.folder, self.plan, self.model = folder, plan, Net()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=plan.growth)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 1.0)
+        self.given = torch.zeros(ENTRIES, dtype=torch.float64)
+        self._commits: dict[int, Tensor] = {}
+        self._records: list[Path] = []
+        self._log = (folder / f"log-{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def go_on(self, step: int, ranks: int) -> None:
+        """Go on after a step with so many ranks: at the start, or after others have left or joined."""
+        self.given = self._commits.get(step, torch.zeros(ENTRIES, dtype=torch.float64)).clone()
+        self._say({"begins": step, "ranks": ranks, "host": os.environ.get("HOROVOD_HOSTNAME")})
+
+    def train(
+        self, step: int, spec: str, place: tuple[int, int], take_step: Callable[[Tensor], None], change: Callable[[str], object]
+    ) -> Iterator[tuple[int, str]]:
+        """Train without end. Log the steps since the last commit, and yield the step and the spec, at every commit.
+
+        place: the rank, and the number of ranks. take_step, change: what the network does in a step, and for a new spec.
+        """
+        number, ranks = place
+        times: list[float] = []
+        while True:
+            if (wanted := self.plan.spec(step)) != spec:
+                change(wanted)
+                spec = wanted
+            drawn = self.plan.gradient(step, number, ranks)
+            began = time.process_time()
+            take_step(drawn)
+            self.scaler.update()
+            times.append(1000 * (time.process_time() - began))
+            self.given.add_(counted(drawn), alpha=1 / ranks)
+            step += 1
+            if step % self.plan.commits == 0:
+                figures = {"step": step, "rank": number, "ranks": ranks, "spec": spec, "cpu_ms": statistics.median(times)}
+                self._say({**figures, **resources()})
+                times.clear()
+                yield step, spec
+
+    def keep(self, step: int, rank: int, ranks: int, residual: dict[str, Tensor], **more: Any) -> dict[str, Any]:
+        """Write what the judge needs of this rank if the training goes on, or ends, after this step. Return it."""
+        record: dict[str, Any] = {"step": step, "rank": rank, "ranks": ranks, "pid": os.getpid(), "given": self.given.clone()}
+        record |= {"residual": flat(list(residual.values())), "weights": flat(list(self.model.parameters())), **more}
+        self._commits[step] = record["given"]
+        path = self.folder / f"record-{os.getpid()}-{step:08}.pt"
+        torch.save(record, path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+        if path not in self._records:
+            self._records.append(path)
+        while len(self._records) > KEPT:
+            self._records.pop(0).unlink(missing_ok=True)
+            del self._commits[min(self._commits)]
+        return record
+
+    def is_to_stop(self) -> bool:
+        """Tell whether the driver has asked for the end. For rank 0 alone: others may see the file a step later."""
+        return (self.folder / STOP).exists()
+
+    def _say(self, line: dict[str, Any]) -> None:
+        self._log.write(json.dumps({"time": time.monotonic(), "pid": os.getpid(), **line}) + "\n")
+
+
+def resources() -> dict[str, int]:
+    """Return this process's memory in kB, its open files and its threads."""
+    status = Path("/proc/self/status").read_text()
+    memory, threads = (int(re.findall(rf"^{field}:\s*(\d+)", status, re.MULTILINE)[0]) for field in ("VmRSS", "Threads"))
+    return {"rss_kb": memory, "threads": threads, "fds": len([*Path("/proc/self/fd").iterdir()]) - 1}  # without the listing's
+
+
+def horovod(rank: Rank) -> None:
+    """Train under Horovod's elastic mode, with the stock optimizer, until the driver asks for the end."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    # A rank that joins must be made with the spec of the others, which tell it after their reset.
+    spec = hvd.broadcast_object(rank.plan.spec(0), 0, name="spec")
+    named = list(rank.model.named_parameters())
+    scaler = rank.scaler
+    compression = gradcomp.horovod.Compression(spec, named, scaler=scaler, bucket_mb=BUCKET_MB, seed=rank.plan.seed)
+    optimizer = hvd.DistributedOptimizer(rank.optimizer, named, compression=compression)
+    state = hvd.elastic.TorchState(
+        model=rank.model, optimizer=optimizer, step=0, spec=spec, scaling=scaler.state_dict(), history=[]
+    )
+    state.register_reset_callbacks([lambda: hvd.broadcast_object(state.spec, 0, name="spec")])
+
+    def take_step(drawn: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(rank.model(drawn)).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+
+    def train(state: Any) -> None:
+        """Train with the present ranks, until one leaves or joins."""
+        scaler.load_state_dict(state.scaling)
+        number, ranks = hvd.rank(), hvd.size()
+        state.history = [*state.history, [state.step, ranks]]
+        rank.go_on(state.step, ranks)
+        commits = rank.train(state.step, state.spec, (number, ranks), take_step, compression.change)
+        for state.step, state.spec in commits:
+            ends = hvd.broadcast_object(rank.is_to_stop(), 0, name="ends")
+            rank.keep(state.step, number, ranks, compression.residual(), history=state.history, final=ends)
+            state.scaling = scaler.state_dict()
+            if ends:
+                return
+            state.commit()
+
+    hvd.elastic.run(train)(state)
+    hvd.shutdown()
+
+
+def ddp(rank: Rank) -> None:
+    """Train under DDP, from the newest state on, until the driver asks for the end."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    plan, scaler, optimizer = rank.plan, rank.scaler, rank.optimizer
+    number, ranks = dist.get_rank(), dist.get_world_size()
+    states = newest(rank.folder)
+    step, spec = (states[0]["step"], states[0]["gradcomp"]["spec"]) if states else (0, plan.spec(0))
+    model = DistributedDataParallel(rank.model, bucket_cap_mb=BUCKET_MB)
+    handle = gradcomp.ddp.attach(model, spec, optimizer=optimizer, scaler=scaler, bucket_mb=BUCKET_MB, seed=plan.seed)
+    history: list[list[int]] = []
+    if states:
+        for each, name in ((model, "model"), (optimizer, "optimizer"), (scaler, "scaler")):
+            each.load_state_dict(states[0][name])
+        handle.load_state_dict([state["gradcomp"] for state in states])
+        history, spec = states[0]["history"], states[0]["spec"]
+    history = [*history, [step, ranks]]
+    rank.go_on(step, ranks)
+    if states and number == 0:  # the sum of all, whatever their number
+        rank.given = torch.stack([state["given"] for state in states]).sum(0)
+
+    def take_step(drawn: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(drawn)).backward()
+        scaler.step(optimizer)
+
+    commits = rank.train(step, spec, (number, ranks), take_step, handle.change)
+    for step, spec in commits:
+        answer = torch.tensor([rank.is_to_stop()])
+        dist.broadcast(answer, 0)
+        record = rank.keep(step, number, ranks, handle.residual(), history=history, final=bool(answer))
+        state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state |= {
+            "scaler": scaler.state_dict(),
+            "step": step,
+            "spec": spec,
+            "history": history,
+            "given": record["given"],
+            "gradcomp": handle.state_dict(),
+        }
+        save(rank.folder, step, number, state)
+        if answer:
+            break
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:
+    """Save a rank's state. Rank 0 removes those that all ranks have left behind."""
+    place = folder / f"{STATE}{step:08}"
+    place.mkdir(exist_ok=True)
+    torch.save(state, place / f"{rank}.new")
+    (place / f"{rank}.new").rename(place / f"{rank}.pt")
+    if rank == 0:
+        for old in sorted(folder.glob(f"{STATE}*"))[:-KEPT]:
+            shutil.rmtree(old)
+
+
+def newest(folder: Path) -> list[Any]:
+    """Load the newest state that all ranks have saved; an empty list if there is none."""
+    for place in sorted(folder.glob(f"{STATE}*"), reverse=True):
+        states = [torch.load(file, weights_only=True) for file in place.glob("*.pt")]
+        if states and len(states) == states[0]["gradcomp"]["ranks"]:
+            return states
+    return []
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("network", choices=("horovod", "ddp"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    chosen = parser.parse_args()
+    (horovod if chosen.network == "horovod" else ddp)(Rank(chosen.folder, Plan(chosen.seed, chosen.steps)))
