@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import shlex
 import sys
 from collections.abc import Sequence
+
+from laboratory.refusal import Refused, suggest
 
 SUBCOMMANDS = {
     "kernels": "time every kernel against copy_, add_ and plain torch; predict their times on an H100 and an H200",
@@ -27,13 +28,14 @@ FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--projects", "-
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one subcommand. Return 0, 1 if ranks failed or a bound does not hold, 2 if the command cannot be carried out."""
+    """Run a subcommand. Return 0, 1 if ranks failed or a bound does not hold, 2 if the command cannot be carried out."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(overview(), file=sys.stdout if arguments else sys.stderr)
+        listed = "\n".join(f"  {name:12} {help_}" for name, help_ in SUBCOMMANDS.items())
+        print(USAGE + listed, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in SUBCOMMANDS:
-        print(f"lab: unknown subcommand {name!r}{_nearest(name)}; known: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
+        print(f"lab: unknown subcommand {name!r}{suggest(name, SUBCOMMANDS)}; known: {', '.join(SUBCOMMANDS)}", file=sys.stderr)
         return 2
     try:
         return _run(name, rest)
@@ -42,14 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def overview() -> str:
-    """List the subcommands."""
-    return USAGE + "\n".join(f"  {name:12} {help_}" for name, help_ in SUBCOMMANDS.items())
-
-
 def module_of(name: str) -> str:
     """Name a subcommand's module."""
-    return f"laboratory.commands.{name.replace('-', '_')}"
+    return f"laboratory.commands.{name}"
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:
@@ -76,7 +73,6 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         )
         return 2
     from laboratory.ranks import RanksFailed
-    from laboratory.refusal import Refused
 
     parser = argparse.ArgumentParser(
         prog=f"scripts/lab {name}",
@@ -96,8 +92,3 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except RanksFailed as error:
         print(f"lab {name}: {error}", file=sys.stderr)
         return 1
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

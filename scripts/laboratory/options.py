@@ -46,6 +46,11 @@ def above_0(text: str) -> float:
     return value
 
 
+def listed(text: str, read: Callable[[str], T]) -> list[T]:
+    """Read values that differ, separated by commas."""
+    return _once([part.strip() for part in text.split(",")], read)
+
+
 def host_count(text: str) -> int:
     """Read the size of an emulated cluster."""
     count = positive(text)
@@ -56,7 +61,7 @@ def host_count(text: str) -> int:
 
 def hosts(text: str) -> list[int]:
     """Read 2,4,8: sizes of emulated clusters."""
-    return _once([part.strip() for part in text.split(",")], host_count)
+    return listed(text, host_count)
 
 
 def rate(text: str) -> str:
@@ -69,7 +74,7 @@ def rate(text: str) -> str:
 
 def rates(text: str) -> list[str]:
     """Read 1gbit,100mbit: rates of emulated links."""
-    return [rate(part) for part in text.split(",")]
+    return listed(text, rate)
 
 
 def arch(text: str) -> str:
@@ -118,7 +123,15 @@ def specs(text: str, check: Callable[[str], object] = gradcomp.make) -> list[str
             found[-1] += "," + part
         else:
             found.append(part)
-    return _once(found, lambda spec: _checked(spec, check))
+
+    def checked(spec: str) -> str:
+        try:
+            check(spec)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return spec
+
+    return _once(found, checked)
 
 
 def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None = None) -> None:
@@ -129,27 +142,15 @@ def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None
         "--out", type=folder, default=out, metavar="FOLDER", help="folder of the result (default: benchmarks/results)"
     )
     if cache is not None:
-        parser.add_argument(
-            "--cache",
-            type=folder,
-            default=cache,
-            metavar="FOLDER",
-            help=f"folder of finished work (default: {cache.relative_to(ROOT)})",
-        )
-
-
-def _checked(spec: str, check: Callable[[str], object]) -> str:
-    try:
-        check(spec)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return spec
+        text = f"folder of finished work (default: {cache.relative_to(ROOT)})"
+        parser.add_argument("--cache", type=folder, default=cache, metavar="FOLDER", help=text)
 
 
 def _once(parts: list[str], read: Callable[[str], T]) -> list[T]:
+    """Read the parts. Refuse none, and one that is given twice."""
+    if not parts:
+        raise argparse.ArgumentTypeError("nothing is given; see --help for examples")
     for part in parts:
         if parts.count(part) > 1:
             raise argparse.ArgumentTypeError(f"{part!r} is given twice")
-    if not parts:
-        raise argparse.ArgumentTypeError("nothing is given; write for example dense,topk:ratio=0.001")
     return [read(part) for part in parts]

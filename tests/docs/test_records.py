@@ -88,6 +88,5 @@ def test_what_the_results_say_of_single_steps() -> None:
 
 def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:
     tasks = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["tasks"]
-    pictures = {task: f"../benchmarks/results/accuracy-{task}.png" for task in tasks}
-    made = page.page(tasks, pictures, "../benchmarks/results/accuracy.json")
+    made = page.page(tasks, "../benchmarks/results/accuracy.json")
     assert (ROOT / "docs" / "time-to-accuracy.md").read_text() == made, "scripts/lab accuracy --report makes it"

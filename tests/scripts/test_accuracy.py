@@ -1,8 +1,7 @@
-"""lab accuracy: the plan, the arithmetic of seconds to a score, the page, and a small course on real ranks."""
+"""lab accuracy: the plan, the arithmetic of seconds to a score, the page, and a small training on real ranks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 
 from gradcomp import auto
 from gradcomp.spec import LOSSES
+from laboratory import machine
 from laboratory.accuracy import page, summary
-from laboratory.accuracy.plan import ADDED_UP, RATES, Plan
-from laboratory.commands import accuracy
-from laboratory.harness import measured, records
+from laboratory.accuracy.plan import ADDED_UP, LAUNCHES, RATES, TRAININGS, Plan
+from laboratory.harness import measured
 from laboratory.harness.measured import Lab, Training
 from laboratory.harness.ways import DDP, HOROVOD, refuse
 from laboratory.main import main
@@ -29,13 +28,6 @@ def test_every_way_suits_its_door() -> None:
         refuse(launch.ways, launch.door)
     for own in PLAN.trainings():
         refuse([own.way], own.door)
-
-
-def test_one_training_of_each_task_is_whole_on_a_cluster() -> None:
-    (own,) = PLAN.confirmations()
-    assert (own.ranks, own.rate, own.way) == (4, "100mbit", "auto:loss=high")
-    assert "--rate" in measured.command(own, Path("folder")) and "rate" not in own._replace(rate="").key()
-    assert not PLAN._replace(hosts=[8]).confirmations()
 
 
 def test_all_clusters_train_with_the_same_batch() -> None:
@@ -98,25 +90,21 @@ def test_auto_chooses_again_and_again() -> None:
     assert [summary.choices(batches) for batches in (1, 299, 301, 899, 901, 2101)] == [1, 1, 2, 2, 3, 4]
 
 
-def keep(plan: Plan, folder: Path) -> None:
+def keep(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep records as if they had been made: sdagc is worse by step, faster by second; ORQ-9 never gets there."""
-    places = summary.Places.below(folder)
     ends = {"orq:levels=9,momentum=0": 80.0, "sdagc": 98.5, "powersgd:rank=1": 50.0}
 
-    def write(own: measured.Measured, figures: dict[str, Any]) -> None:
-        place = places.trainings if isinstance(own, Training) else places.launches
-        record = records.write(place, own.stem(), own.what, own.key(), "made up", figures)
-        (path,) = (path for path in place.glob("*.json") if results.read(path) == json.loads(json.dumps(record)))
-        results.write(path, record | {"commit": "abc"})
-
-    for own in plan.trainings():
+    def perform(own: measured.Measured, lab: Lab) -> dict[str, Any]:
+        if not isinstance(own, Training):
+            return {"lines": [line_of(way, own.rate) for way in own.ways]}
         end = ends.get(own.way, 99.0) - (own.settings.lr - 0.02 if own.way == ADDED_UP else 0)
-        write(own, {"scores": [(batch, batch / 100, end * batch / 600 + own.seed) for batch in range(100, 601, 100)]})
-    for own in plan.confirmations():  # 99.5 in the end, as dense, in 0.12 s a batch
-        scores = [(batch, 0.12 * batch, 99.5 * batch / 600) for batch in range(100, 601, 100)]
-        write(own, {"scores": scores, "auto": {"way": "sdagc"}})
-    for launch in plan.launches():
-        write(launch, {"lines": [line_of(way, launch.rate) for way in launch.ways]})
+        return {"scores": [(batch, batch / 100, end * batch / 600 + own.seed) for batch in range(100, 601, 100)]}
+
+    monkeypatch.setattr(measured, "perform", perform)
+    monkeypatch.setattr(machine, "origin", lambda command: {"command": command, "commit": "abc"})
+    measured.complete(plan.trainings(), folder / TRAININGS, Lab("made up", folder))
+    measured.complete(plan.launches(), folder / LAUNCHES, Lab("made up", folder))
+    monkeypatch.undo()
 
 
 def line_of(way: str, rate: str) -> dict[str, Any]:
@@ -130,8 +118,8 @@ def line_of(way: str, rate: str) -> dict[str, Any]:
     return line
 
 
-def test_the_page_shows_seconds_and_what_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(PLAN, tmp_path / "records")
+def test_the_page_shows_seconds_and_what_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(PLAN, tmp_path / "records", monkeypatch)
     chosen = ["--tasks", "mlp", "--rate", "100mbit,1gbit", "--seeds", "2", "--data", str(tmp_path), "--report"]
     places = ["--records", str(tmp_path / "records"), "--out", str(tmp_path / "out"), "--page", str(tmp_path / "page.md")]
     assert main(["accuracy", *chosen, *places]) == 0
@@ -150,14 +138,9 @@ def test_the_page_shows_seconds_and_what_lost(tmp_path: Path, capsys: pytest.Cap
     assert rows["`orq:levels=9,momentum=0`, DDP"] == ["80.50", *["never (80.50)"] * 4]
     assert rows["`bf16:steps=4`, lr 0.02, DDP"][0] == "99.50"
     assert "4 hosts, 100 Mbit/s: `sdagc`, DDP takes 66 s, 0.37 of the 178 s of `bf16`, DDP" in text
-    assert (
-        "reached the goal after 594 batches and 71 s; the table says 71 s" in text
-        and "chose `sdagc` and ended at 99.50" in text
-    )
     assert text.endswith("Commits: abc.\n")
     found = results.read(tmp_path / "out" / "accuracy.json")
     assert found is not None and len(found["tasks"]["mlp"]["clusters"]) == 4
-    assert (tmp_path / "out" / "accuracy-mlp.png").stat().st_size > 10_000
     assert str(tmp_path) not in (tmp_path / "out" / "accuracy.json").read_text()
 
 
@@ -183,15 +166,6 @@ def test_ways_that_never_get_there_are_said(own: float | None, other: float | No
     assert page.verdict({"hosts": 4, "rate": "none", "lines": lines}) == f"- 4 hosts, unshaped: {said}"
 
 
-def test_the_page_has_the_settings_of_the_trainings(tmp_path: Path) -> None:
-    plan = PLAN._replace(hosts=[8])
-    keep(plan, tmp_path / "records")
-    chosen = ["--tasks", "mlp", "--hosts", "8", "--rate", "100mbit", "--seeds", "2", "--data", str(tmp_path), "--report"]
-    places = ["--records", str(tmp_path / "records"), "--out", str(tmp_path), "--page", str(tmp_path / "page.md")]
-    assert main(["accuracy", *chosen, *places]) == 0
-    assert f"steps of 4 x {TASKS['mlp'].defaults.batch}" in (tmp_path / "page.md").read_text()
-
-
 def test_nothing_trained_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--tasks", "mlp", "--data", str(tmp_path), "--report", "--page", str(tmp_path / "p.md")]
     assert main(["accuracy", *chosen, "--records", str(tmp_path), "--out", str(tmp_path)]) == 2
@@ -208,5 +182,4 @@ def test_a_training_on_real_ranks_scores_on_its_way(tmp_path: Path) -> None:
     assert [batch for batch, _, _ in stock["scores"]] == [6, 9, 10] and [batch for batch, _, _ in added_up["scores"]] == [4, 8]
     assert stock["scores"][-1][2] == pytest.approx(dense["scores"][-1][2])  # the same training
     assert (len(stock["losses"]), len(added_up["losses"])) == (10, 2) and stock["weights_are_equal"]
-    measured.complete(every, tmp_path, Lab("a test", tmp_path))  # nothing is left
-    assert accuracy.PAGE.name == "time-to-accuracy.md"
+    measured.complete(every, tmp_path, Lab("a test", tmp_path))

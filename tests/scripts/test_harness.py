@@ -17,8 +17,7 @@ import pytest
 from clusters import need_cluster
 
 from laboratory import ranks
-from laboratory.accuracy import summary
-from laboratory.accuracy.plan import Plan
+from laboratory.accuracy.plan import LAUNCHES, TRAININGS, Plan
 from laboratory.harness import measured, records, rounds, ways
 from laboratory.harness.measured import Lab, Rounds, Training
 from laboratory.main import main
@@ -204,14 +203,14 @@ def test_real_ranks_lose_what_simulated_ones_do(door: str, way: str, clip: float
 
 def test_records_of_older_commits_are_read() -> None:
     """All that the page of times to accuracy needs is found, by the keys of today."""
-    places = summary.Places.below(Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy")
-    found = [*records.every(places.trainings), *records.every(places.launches)]
+    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy"
+    found = [*records.every(folder / TRAININGS), *records.every(folder / LAUNCHES)]
     assert len(found) >= 60 and all({"key", "commit"} <= record.keys() for record in found)
     data = {record["key"]["task"]: record["key"]["data"] for record in found}
     plan = Plan(list(data), [4, 8], ["100mbit", "1gbit", "10gbit", "none"], 1, data)
-    assert all(measured.load(own, places.trainings) for own in (*plan.trainings(), *plan.confirmations()))
+    assert all(measured.load(own, folder / TRAININGS) for own in plan.trainings())
     for launch in plan.launches():
-        record = measured.load(launch, places.launches)
+        record = measured.load(launch, folder / LAUNCHES)
         assert record and {line["way"] for line in record["lines"]} >= {"none", "auto"}
 
 

@@ -116,7 +116,7 @@ def test_a_wrong_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[
         (["train", "--ways", "tpk"], "did you mean 'topk'"),
         (["resources", "--arch", "90"], "write for example sm_90"),
         (["study", "--tasks", "cnov"], "unknown task 'cnov' (did you mean 'conv'?); known: mlp, conv, cifar"),
-        (["study", "--tasks", ""], "no task is given"),
+        (["study", "--tasks", ""], "unknown task ''"),
         (["study", "--specs", "dense;topk:raito=1"], "did you mean 'ratio'"),
         (["study", "--specs", "dense;dense"], "given twice"),
         (["study", "--seeds", "1"], "give at least two seeds"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laboratory.accuracy.plan import ADDED_UP, AT, CHOOSING, EVERY, OWN, RANKS, RATES
+from laboratory.accuracy.plan import ADDED_UP, CHOOSING, EVERY, OWN, RANKS, RATES
 from laboratory.accuracy.summary import NEARLY
 from laboratory.harness.ways import DDP, POWERSGD_FROM
 from laboratory.report.tables import figure, markdown
@@ -99,31 +99,18 @@ def _seconds(line: Mapping[str, Any] | None, first: Mapping[str, Any] | None) ->
     return f"{text} ({line['chosen']})" if "chosen" in line else text
 
 
-def confirmed(found: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> str:
-    """Compare the seconds of a whole training on a cluster with those of the table."""
-    lines = [line for cells in every if (cells["hosts"], cells["rate"]) == (RANKS, AT) for line in cells["lines"]]
-    foreseen = next((line["seconds"] for line in lines if line["door"] == DDP and line["way"] == found["way"]), None)
-    how = f"A whole training by `{found['way']}`, DDP, with links of {cluster(RANKS, AT)}, chose `{found['chosen']}` and ended"
-    end = f"{how} at {found['score']:.2f}"
-    if found["seconds"] is None:
-        return f"{end}, short of the goal."
-    beside = "" if foreseen is None else f"; the table says {foreseen:.0f} s"
-    return f"{end}. It reached the goal after {found['batches']:.0f} batches and {found['seconds']:.0f} s{beside}."
-
-
-def page(tasks: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, str], result: str) -> str:
-    """Write the page. pictures: each task's. result: the file with all figures."""
+def page(tasks: Mapping[str, Mapping[str, Any]], result: str) -> str:
+    """Write the page. result: the file with all figures."""
     parts = [INTRODUCTION]
     for task, found in tasks.items():
         settings, about = found["settings"], TASKS[task].about
         trained = f"{settings['steps']} steps of {RANKS} x {settings['batch']}, {TASKS[task].optimizer}, {found['seeds']} seeds"
         trained = trained.replace("1 seeds", "one seed")
         what = f"dense ends at {found['dense']:.2f} ({TASKS[task].score_name}), and {found['goal']:.2f} counts as reached"
-        parts.append(f"## {task}\n\n{about[0].upper()}{about[1:]}; {trained}; {what} ([plot]({pictures[task]})).")
+        parts.append(f"## {task}\n\n{about[0].upper()}{about[1:]}; {trained}; {what}.")
         clusters = [cells for cells in found["clusters"] if cells["hosts"] != CROWD]
         parts.append("\n".join(verdict(cells) for cells in clusters))
         parts.append(table(clusters, TASKS[task].score_name))
-        parts.append(confirmed(found["confirmed"], found["clusters"]) if found.get("confirmed") else "")
     commits = sorted({commit for found in tasks.values() for commit in found["commits"]})
     parts.append(f"All figures: [{result.rpartition('/')[2]}]({result}). Commits: {', '.join(commits)}.")
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return "\n\n".join(parts) + "\n"

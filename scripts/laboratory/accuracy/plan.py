@@ -26,11 +26,11 @@ RIVALS = {
 # The learning rates that are tried where gradients of several batches are added up, as multiples of the task's.
 RATES = (1, 2, 4)
 
-# A whole training on a cluster, on as many hosts as a training has ranks, confirms the seconds of this way at this rate.
-CONFIRMED, AT = "auto:loss=high", "100mbit"
-
 # The ranks of a training, and the batches between two scores.
 RANKS, EVERY = 4, 25
+
+# The folders of the records, below that of all.
+TRAININGS, LAUNCHES = "courses", "launches"
 
 # A launch: rounds, the steps of a turn, and its seconds.
 ROUNDS, STEPS, TURN = 5, 8, 1.2
@@ -78,11 +78,6 @@ class Plan(NamedTuple):
             Training(task, way, seed, RANKS, self.settings(task, RANKS, rate), door, EVERY, self.data.get(task, ""))
             for rate in (RATES if way == ADDED_UP else (1,))
         ]
-
-    def confirmations(self) -> list[Training]:
-        """List the whole trainings on a cluster: one for each task, where the cluster is among those that are timed."""
-        every = [self.trainings_of(task, DDP, CONFIRMED, 0)[0]._replace(rate=AT) for task in self.tasks]
-        return every if (RANKS, AT) in self.clusters() else []
 
     def launches(self) -> list[Rounds]:
         """List the launches."""

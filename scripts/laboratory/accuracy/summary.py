@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradcomp.auto import AGAIN
-from laboratory.accuracy.plan import CHOOSING, Plan
+from laboratory.accuracy.plan import CHOOSING, LAUNCHES, RANKS, TRAININGS, Plan
 from laboratory.harness import ways
 from laboratory.harness.measured import Training, load
 from laboratory.harness.ways import DDP, HOROVOD
@@ -27,18 +26,6 @@ LOSING = ["stock", "bf16", "half", *(f"orq:levels={levels},momentum=0" for level
 
 # A curve: batches, and the score after them, averaged over the seeds.
 Curve = list[tuple[int, float]]
-
-
-class Places(NamedTuple):
-    """The folders of the records."""
-
-    trainings: Path
-    launches: Path
-
-    @classmethod
-    def below(cls, folder: Path) -> Places:
-        """Name them as older commits did."""
-        return cls(folder / "courses", folder / "launches")
 
 
 def curve(trainings: Sequence[Training], folder: Path) -> Curve | None:
@@ -72,7 +59,7 @@ def batches_to(task: str, found: Curve, wanted: float) -> float | None:
 class Learning:
     """What the trainings of one task show. rates: the learning rate of each way, where several were tried."""
 
-    def __init__(self, plan: Plan, task: str, places: Places):
+    def __init__(self, plan: Plan, task: str, folder: Path):
         self.task = task
         self.curves: dict[str, Curve] = {}
         self.rates: dict[str, float] = {}
@@ -81,7 +68,7 @@ class Learning:
             for seed in range(plan.seeds):
                 for own in plan.trainings_of(task, door, way, seed):
                     by_rate.setdefault(own.settings.lr, []).append(own)
-            found = {lr: made for lr, each in by_rate.items() if (made := curve(each, places.trainings)) is not None}
+            found = {lr: made for lr, each in by_rate.items() if (made := curve(each, folder / TRAININGS)) is not None}
             if found:
                 best = (max if TASKS[task].higher_is_better else min)(found, key=lambda lr: found[lr][-1][1])
                 self.curves[way], self.rates[way] = found[best], best
@@ -129,35 +116,35 @@ def cell(learning: Learning, line: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def confirmation(plan: Plan, task: str, learning: Learning, places: Places) -> dict[str, Any] | None:
-    """Return the batches and seconds to the goal of a whole training on a cluster, and its final score; None without one."""
-    records = [load(own, places.trainings) for own in plan.confirmations() if own.task == task]
-    if not records or (record := records[0]) is None:
-        return None
-    scores = record["scores"]
-    batches = batches_to(task, [(batch, score) for batch, _, score in scores], learning.goal)
-    found = {"way": record["key"]["way"], "chosen": record["auto"]["way"], "batches": batches, "score": scores[-1][2]}
-    if batches is None:
-        return {**found, "seconds": None}
-    points = [(0, 0.0), *((batch, seconds) for batch, seconds, _ in scores)]
-    (before, began), (after, ended) = next(pair for pair in itertools.pairwise(points) if pair[1][0] >= batches)
-    return {**found, "seconds": began + (ended - began) * (batches - before) / (after - before)}
+def figures(plan: Plan, task: str, folder: Path) -> dict[str, Any]:
+    """Return all figures of a task."""
+    learning = Learning(plan, task, folder)
+    return {
+        "settings": plan.settings(task, RANKS)._asdict(),
+        "seeds": plan.seeds,
+        "dense": learning.curves["stock"][-1][1],
+        "goal": learning.goal,
+        "curves": learning.curves,
+        "rates": learning.rates,
+        "commits": commits(plan, task, folder),
+        "clusters": cells(plan, task, learning, folder),
+    }
 
 
-def commits(plan: Plan, task: str, places: Places) -> list[str]:
+def commits(plan: Plan, task: str, folder: Path) -> list[str]:
     """List the commits of a task's records."""
-    found = [load(own, places.trainings) for own in (*plan.trainings(), *plan.confirmations()) if own.task == task]
-    found += [load(launch, places.launches) for launch in plan.launches() if launch.task == task]
+    found = [load(own, folder / TRAININGS) for own in plan.trainings() if own.task == task]
+    found += [load(launch, folder / LAUNCHES) for launch in plan.launches() if launch.task == task]
     return sorted({record["commit"] for record in found if record is not None})
 
 
-def cells(plan: Plan, task: str, learning: Learning, places: Places) -> list[dict[str, Any]]:
+def cells(plan: Plan, task: str, learning: Learning, folder: Path) -> list[dict[str, Any]]:
     """Return the clusters of a task: for each, the lines of both doors."""
     found = []
     for hosts, rate in plan.clusters():
         lines: list[dict[str, Any]] = []
         for door in (DDP, HOROVOD):
-            record = load(plan.launch(task, door, hosts, rate), places.launches)
+            record = load(plan.launch(task, door, hosts, rate), folder / LAUNCHES)
             of_door = {line["way"]: line for line in record["lines"]} if record else {}
             lines += [{"door": door, **cell(learning, line)} for way, line in of_door.items() if way != "none"]
             if of_door:

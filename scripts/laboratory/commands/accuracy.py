@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from laboratory import options
-from laboratory.accuracy import page, plots, summary
-from laboratory.accuracy.plan import RANKS, Plan
+from laboratory.accuracy import page, summary
+from laboratory.accuracy.plan import LAUNCHES, TRAININGS, Plan
 from laboratory.harness import measured, settings
 from laboratory.harness.measured import Lab
 from laboratory.machine import ROOT
@@ -50,43 +49,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Train and measure what is missing, and write the page."""
-    plan = Plan(chosen.tasks, chosen.hosts, chosen.rate, chosen.seeds, prepared.files(chosen.tasks, chosen.data, chosen.cache))
-    lab, places = Lab(chosen.command, chosen.cache, chosen.projects), summary.Places.below(chosen.records)
+    """Train and measure what is missing, and write the page and all figures."""
+    data = prepared.files(chosen.tasks, chosen.data, chosen.cache)
+    plan = Plan(chosen.tasks, chosen.hosts, chosen.rate, chosen.seeds, data)
+    lab = Lab(chosen.command, chosen.cache, chosen.projects)
     if not chosen.report:
         if chosen.only != "times":
-            measured.complete(plan.trainings(), places.trainings, lab)
+            measured.complete(plan.trainings(), chosen.records / TRAININGS, lab)
         if chosen.only != "trainings":
-            measured.complete([*plan.confirmations()], places.trainings, lab)
-            measured.complete(plan.launches(), places.launches, lab)
+            measured.complete(plan.launches(), chosen.records / LAUNCHES, lab)
         if chosen.only:
             return 0
-    write(plan, places, chosen)
-    return 0
-
-
-def write(plan: Plan, places: summary.Places, chosen: argparse.Namespace) -> None:
-    """Write the page, the pictures and all figures."""
-    tasks: dict[str, Any] = {}
-    pictures: dict[str, str] = {}
-    for task in plan.tasks:
-        learning = summary.Learning(plan, task, places)
-        tasks[task] = {
-            "settings": plan.settings(task, RANKS)._asdict(),
-            "seeds": plan.seeds,
-            "dense": learning.curves["stock"][-1][1],
-            "goal": learning.goal,
-            "curves": learning.curves,
-            "rates": learning.rates,
-            "commits": summary.commits(plan, task, places),
-            "confirmed": summary.confirmation(plan, task, learning, places),
-            "clusters": summary.cells(plan, task, learning, places),
-        }
-        picture = results.path_of(chosen, None, f"-{task}.png")
-        plots.draw(task, learning, tasks[task], picture)
-        pictures[task] = os.path.relpath(picture, chosen.page.parent)
+    tasks = {task: summary.figures(plan, task, chosen.records) for task in plan.tasks}
     path = results.path_of(chosen, None)
-    chosen.page.write_text(page.page(tasks, pictures, os.path.relpath(path, chosen.page.parent)))
+    chosen.page.write_text(page.page(tasks, os.path.relpath(path, chosen.page.parent)))
     print(f"written: {chosen.page}")
     scores = {task: TASKS[task].score_name for task in plan.tasks}
     results.save(chosen, path, {"hosts": plan.hosts, "rates": plan.rates, "scores": scores, "tasks": tasks})
+    return 0

@@ -31,8 +31,9 @@ examples:
   scripts/lab study --tasks library --specs topk --set clip=0 --door horovod --name real
 
 Specs are trained with simulated ranks in one process; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and
-all of them by real ranks with --door. Each finished training is a file in --cache: the same command continues an interrupted
-study, and studies share their trainings. Delete the folder after a change of the measured code. It also holds decoded data."""
+all of them by real ranks with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
+same command continues an interrupted study, and studies share their trainings. Delete the folder after a change of the
+measured code. It also holds decoded data."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=settings.seeds, default=5, help="two or more (default: 5)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="(default: 4)")
     parser.add_argument("--door", choices=ways.DOORS, help="train all specs on real ranks")
+    parser.add_argument("--rate", type=options.rate, help="train them on emulated hosts, with links of this rate")
     parser.add_argument("--jobs", type=options.positive, default=1, help="processes of simulated ranks (default: 1)")
     settings.add_changes(parser)
     parser.add_argument("--report", action="store_true", help="train nothing; report what is finished")
@@ -69,6 +71,8 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
     """Return the training of one way and seed; refuse one that cannot be compared."""
     if not ways.is_studied(way):
         raise Refused(f"--specs {way}: a study needs ways that exchange gradients in each step and count their bytes")
+    if chosen.rate and not chosen.door:
+        raise Refused("--rate is of real ranks; add --door ddp or --door horovod")
     door = chosen.door or (ways.SIMULATED if ways.is_spec(way) else ways.DDP)
     if own.clip and not ways.clips(way, door):
         raise Refused(f"{task} clips each rank's gradient, which {way} cannot on real ranks of {door}; add --set clip=0")
@@ -76,7 +80,7 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
         ways.refuse([way], door)
         if chosen.ranks < 2:
             raise Refused(f"--ranks {chosen.ranks}: one real rank exchanges nothing; give at least two")
-    return Training(task, way, seed, chosen.ranks, own, door, data=data)
+    return Training(task, way, seed, chosen.ranks, own, door, data=data, rate=chosen.rate or "")
 
 
 def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, Settings]) -> int:
@@ -106,6 +110,12 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
         print(f"lab study: the trainings are of {len(commits)} commits: {', '.join(sorted(commits))}", file=sys.stderr)
     if not tasks:
         return 1
-    content = {"ranks": chosen.ranks, "door": chosen.door, "commits_of_runs": sorted(commits), "tasks": tasks}
+    content = {
+        "ranks": chosen.ranks,
+        "door": chosen.door,
+        "rate": chosen.rate,
+        "commits_of_runs": sorted(commits),
+        "tasks": tasks,
+    }
     results.save(chosen, results.path_of(chosen, "compare"), content)
     return 0

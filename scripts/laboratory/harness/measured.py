@@ -43,11 +43,6 @@ class Training(NamedTuple):
     data: str = ""
     rate: str = ""
 
-    @property
-    def what(self) -> str:
-        """Return the kind of its record."""
-        return "training"
-
     def key(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
         own = {name: value for name, value in self._asdict().items() if self._field_defaults.get(name) != value}
@@ -60,14 +55,6 @@ class Training(NamedTuple):
     def label(self) -> str:
         """Name it in a line of progress."""
         return f"{self.task}  {self.way}  seed {self.seed}"
-
-    def work(self) -> float:
-        """Estimate its time, in any unit."""
-        return self.settings.steps
-
-    def outcome(self, record: Record) -> str:
-        """Say how it ended."""
-        return f"{self.label()}  score {record['scores'][-1][2]:.2f}  {record['seconds']:.0f} s"
 
 
 class Rounds(NamedTuple):
@@ -89,11 +76,6 @@ class Rounds(NamedTuple):
     later: tuple[str, float] | None = None
     data: str = ""
 
-    @property
-    def what(self) -> str:
-        """Return the kind of its record."""
-        return "rounds"
-
     def key(self) -> dict[str, Any]:
         """Return it as JSON."""
         return {**self._asdict(), "settings": self.settings.key()}
@@ -105,14 +87,6 @@ class Rounds(NamedTuple):
     def label(self) -> str:
         """Name it in a line of progress."""
         return f"{self.hosts} hosts, {self.rate}, {self.task} by {self.door}"
-
-    def work(self) -> float:
-        """Estimate its time, in any unit."""
-        return self.rounds * len(self.ways)
-
-    def outcome(self, record: Record) -> str:
-        """Say that it ended."""
-        return self.label()
 
 
 Measured = Training | Rounds
@@ -132,7 +106,7 @@ def command(measured: Measured, data: Path) -> list[str]:
     own = {**measured._asdict(), "settings": measured.settings._asdict()}
     if measured.data:
         own["data"] = str(prepared.place(data, measured.data))
-    job = ["laboratory.harness.rank", measured.what, json.dumps(own)]
+    job = ["laboratory.harness.rank", type(measured).__name__, json.dumps(own)]
     if isinstance(measured, Training):
         launcher = "cluster" if measured.rate else LAUNCHERS[measured.door]
         return ranks.command(launcher, measured.ranks, job, measured.rate, measured.door)
@@ -150,6 +124,11 @@ def perform(measured: Measured, lab: Lab) -> dict[str, Any]:
     return raw if isinstance(measured, Training) else rounds.summary(raw, measured.later is not None)
 
 
+def work(measured: Measured) -> float:
+    """Estimate how long it takes, in any unit."""
+    return measured.settings.steps if isinstance(measured, Training) else measured.rounds * len(measured.ways)
+
+
 def load(measured: Measured, folder: Path) -> Record | None:
     """Find the record; None if there is none."""
     return records.find(folder, measured.stem(), measured.key())
@@ -157,13 +136,15 @@ def load(measured: Measured, folder: Path) -> Record | None:
 
 def keep(measured: Measured, folder: Path, lab: Lab) -> Record:
     """Measure, and write the record."""
-    return records.write(folder, measured.stem(), measured.what, measured.key(), lab.command, perform(measured, lab))
+    return records.write(
+        folder, measured.stem(), type(measured).__name__.lower(), measured.key(), lab.command, perform(measured, lab)
+    )
 
 
 def complete(every: Sequence[Measured], folder: Path, lab: Lab) -> None:
     """Measure what has no record. Simulations share the cores as `lab.jobs` says; real ranks need them alone."""
     missing = [each for each in every if load(each, folder) is None]
-    finished, left = len(every) - len(missing), TimeLeft(each.work() for each in missing)
+    finished, left = len(every) - len(missing), TimeLeft(map(work, missing))
     print(f"{len(every)} measurements, {finished} of them finished", flush=True)
     alone = [each for each in missing if isinstance(each, Rounds) or each.door != SIMULATED]
     shared = [each for each in missing if each not in alone]
@@ -171,7 +152,8 @@ def complete(every: Sequence[Measured], folder: Path, lab: Lab) -> None:
         for ended in (_simulations(shared, folder, lab), _one_by_one(alone, folder, lab)):
             for each, record in ended:
                 finished += 1
-                print(f"{finished} of {len(every)}  {each.outcome(record)}, {left.after(each.work())}", flush=True)
+                score = f"  score {record['scores'][-1][2]:.2f}" if isinstance(each, Training) else ""
+                print(f"{finished} of {len(every)}  {each.label()}{score}, {left.after(work(each))}", flush=True)
 
 
 Ended = Iterator[tuple[Measured, Record]]

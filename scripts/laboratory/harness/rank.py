@@ -160,10 +160,10 @@ def choose(rank: Rank, trainee: Trainee) -> None:
 
 
 def main(what: str, fields: str) -> None:
-    """Run this process as a rank. All ranks measure, rank 0 reports. what, fields: of a Training or of Rounds."""
+    """Run this process as a rank. All ranks measure, rank 0 reports. what, fields: a Training, or Rounds."""
     given = json.loads(fields)
     given["settings"] = Settings(**given["settings"])
-    measured: Measured = Training(**given) if what == "training" else Rounds(**given)
+    measured: Measured = Training(**given) if what == Training.__name__ else Rounds(**given)
     door = importlib.import_module(f"laboratory.harness.by_{measured.door}").Door()
     rank = Rank(measured, door)
     result = train(rank, measured) if isinstance(measured, Training) else take_rounds(rank, measured)

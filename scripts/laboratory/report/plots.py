@@ -47,15 +47,6 @@ def grid(axes: Any) -> None:
     axes.grid(which="both", alpha=0.25)
 
 
-def log_seconds(axes: Any) -> None:
-    """Write a logarithmic axis of seconds in plain numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-
-
 def legend_below(figure: Any, **more: Any) -> None:
     """Put one legend of all lines under the panels."""
     figure.legend(loc="outside lower center", fontsize="small", frameon=False, **{"ncols": 2, **more})
