@@ -129,12 +129,13 @@ class Policy:
         self.seconds: dict[Candidate, float] = {}
         self.rest, self.looks = AGAIN, LOOKS
         self._history: list[dict[Candidate, float]] = []
-        self._slow: set[Candidate] = set()
+        self._stopped, self._slow = set[Candidate](), set[Candidate]()
         self._counted: dict[Candidate, list[float]] = {}
 
     def forget(self) -> None:
         """Forget the tournaments until now: step times or the link have changed."""
         self._history.clear()
+        self._stopped.clear()
         self._slow.clear()
 
     def choose(
@@ -158,9 +159,14 @@ class Policy:
         near = [each for each in field if medians.get(each, math.inf) <= NEAR * self._best(medians)]
         for each in near if len(near) > 1 else ():  # and back, so that times which drift are no advantage
             self._counted[each] += ((yield each, COUNTED) or ())[-COUNTED:]
-        self._history = [*self._history[1 - JOINED :], self._medians]
-        self.seconds = self._joined()
-        self._slow |= {each for each, seconds in self.seconds.items() if seconds > NEAR * self._best(self.seconds)}
+        medians = self._medians
+        stopped = {each for each, counted in self._counted.items() if len(counted) == 1}
+        self._history = [*self._history[1 - JOINED :], {each: medians[each] for each in medians if each not in stopped}]
+        self.seconds = medians | self._joined()
+        slow = {each for each, seconds in self.seconds.items() if seconds > NEAR * self._best(self.seconds)}
+        # A pause may have stopped a try. The next one decides.
+        self._slow |= slow & self._stopped | slow - stopped
+        self._stopped = stopped
         winner = best_of(ordered, self.seconds, present)
         same = winner == present
         self.rest, self.looks = (min(2 * self.rest, MOST_STEPS), min(2 * self.looks, MOST_LOOKS)) if same else (AGAIN, LOOKS)
@@ -181,15 +187,9 @@ class Policy:
         if not common:
             return last
         levels = [statistics.fmean(math.log(each[one]) for one in common) for each in self._history]
-        return {
-            one: math.exp(
-                levels[-1]
-                + statistics.fmean(
-                    math.log(each[one]) - level for each, level in zip(self._history, levels, strict=True) if one in each
-                )
-            )
-            for one in last
-        }
+        joined = list(zip(self._history, levels, strict=True))
+        ratios = {one: [math.log(each[one]) - level for each, level in joined if one in each] for one in last}
+        return {one: math.exp(levels[-1] + statistics.fmean(each)) for one, each in ratios.items()}
 
 
 class Drift:
