@@ -8,7 +8,7 @@ predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward=0.03, ba
 look:    .stats(), .residual(); change(spec) continues with another spec; state_dict() and load_state_dict() for checkpoints
 watch:   gradcomp.telemetry.watch(handle, gradcomp.telemetry.JsonLines("logs")); replicas are checked, too
 specs:   "name:knob=value,knob=value"; gradcomp.names() lists the names, gradcomp.describe("topk") explains one
-trouble: python -m gradcomp doctor shows what is installed here, and what will bite
+trouble: python -m gradcomp doctor shows the installation and its problems
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line, python -m gradcomp: list the compressors, describe one, predict step times, look for what will bite."""
+"""The command line, python -m gradcomp: list the compressors, describe one, predict step times, look for problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands.add_parser("list", help="list all compressors, with a line about each")
     one = commands.add_parser("describe", help="describe a compressor and its knobs, or a whole spec")
     one.add_argument("spec", help='a compressor\'s name, as shown by list, or a spec: "topk:ratio=0.01"')
-    commands.add_parser("doctor", help="show versions, build, GPU, Horovod and host name, and what will bite here")
+    commands.add_parser("doctor", help="show versions, build, GPU, Horovod and host name, and problems with them")
     prediction.add_options(commands.add_parser("predict", help="predict step times on a cluster, for every way to exchange"))
     prediction.add_profile_options(commands.add_parser("profile", help="write this machine's times, to predict with elsewhere"))
     options = parser.parse_args(arguments)
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run() -> None:
-    """Run the command, and end with a sentence where nobody can read what it says: a closed pipe, a full disk."""
+    """Run the command. Report a closed pipe or a full disk in one line."""
     try:
         main()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The report of python -m gradcomp doctor: what is installed and built here, and what will bite."""
+"""The report of python -m gradcomp doctor: the installation, the build, the machine, and their problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TESTED_TORCH = "2.13"
 
 
 class Finding(NamedTuple):
-    """One line of the report. advice: what to do about it; empty where all is well."""
+    """One line of the report. advice: the remedy of a problem; empty if there is none."""
 
     subject: str
     text: str
@@ -28,18 +28,18 @@ class Finding(NamedTuple):
 
 
 def findings() -> list[Finding]:
-    """Look at everything that gradcomp depends on."""
-    looks = (_versions, _extension, _gpus, _horovod, _distributed, host_name, _threads)
-    return [finding for look in looks for finding in look()]
+    """Check everything that gradcomp depends on."""
+    checks = (_versions, _extension, _gpus, _horovod, _distributed, host_name, _threads)
+    return [finding for check in checks for finding in check()]
 
 
 def report() -> str:
-    """Write the findings, and the number of those that will bite."""
+    """Write the findings, and then the problems among them."""
     found = findings()
     lines = [f"{'!!' if each.advice else 'ok'}  {each.subject:12} {each.text}" for each in found]
-    bites = [each for each in found if each.advice]
-    lines += ["", "Nothing here will bite." if not bites else "What will bite here:"]
-    lines += [f"  {each.subject}: {each.advice}" for each in bites]
+    problems = [each for each in found if each.advice]
+    lines += ["", "Problems:" if problems else "No problems."]
+    lines += [f"  {each.subject}: {each.advice}" for each in problems]
     return "\n".join(lines)
 
 
@@ -106,7 +106,7 @@ def _distributed() -> Iterator[Finding]:
 
 
 def host_name() -> Iterator[Finding]:
-    """Look whether the host name resolves. scripts/setup says the same words."""
+    """Check whether the host name resolves. scripts/setup says the same words."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

@@ -1,4 +1,4 @@
-"""python -m gradcomp doctor: what it finds here, and what it says where something is missing or will bite."""
+"""python -m gradcomp doctor: its findings here, and its advice for a problem."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_a_full_disk_gets_a_sentence_and_a_reader_that_has_enough_none() -> None
     assert (enough.returncode, enough.stderr) == (0, "")
 
 
-def test_nothing_bites_where_no_gpu_is_and_the_host_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_problem_where_no_gpu_is_and_the_host_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("horovod.torch", reason="a report without findings was NOT tested: Horovod is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     assert [each.subject for each in doctor.findings()] == SUBJECTS
-    assert doctor.report().endswith("\nNothing here will bite.")
+    assert doctor.report().endswith("\nNo problems.")
 
 
 def test_horovods_features_are_those_it_tells_of_itself() -> None:
@@ -58,7 +58,7 @@ def test_horovods_features_are_those_it_tells_of_itself() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a strange host name was NOT tried: needs root")
-def test_a_host_name_that_does_not_resolve_bites() -> None:
+def test_a_host_name_that_does_not_resolve_is_a_problem() -> None:
     command = f"hostname nowhere-{os.getpid()} && exec {sys.executable} -m gradcomp doctor"
     done = subprocess.run(["unshare", "--uts", "sh", "-c", command], capture_output=True, text=True, check=True)
     assert f"!!  host name    nowhere-{os.getpid()}, which does not resolve" in done.stdout
@@ -84,7 +84,7 @@ def test_without_horovod_the_rest_still_works(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=lambda error: str(error),
 )
-def test_a_horovod_that_cannot_be_imported_bites(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_horovod_that_cannot_be_imported_is_a_problem(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", failing(error))
     found = finding("Horovod")
     assert found.text == f"broken: {error}"
@@ -103,14 +103,14 @@ def failing(error: Exception) -> Any:
     return load
 
 
-def test_a_horovod_of_another_shape_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_horovod_of_another_shape_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod.torch import optimizer
 
     monkeypatch.setattr(optimizer._DistributedOptimizer, "_allreduce_grad_async", lambda self, p, name: None)
     assert "gradients take the slower carrier route" in finding("Horovod").advice
 
 
-def test_a_gpu_without_cuda_kernels_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_cuda_kernels_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch says of a GPU is put in its place: none is needed to see what doctor makes of it."""
 
     class Properties:
@@ -123,4 +123,4 @@ def test_a_gpu_without_cuda_kernels_bites(monkeypatch: pytest.MonkeyPatch) -> No
     found = finding("GPU")
     assert found.text == "0: GPU, capability 9.0" and "a CUDA tensor raises an error" in found.advice
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert "What will bite here:\n  GPU: this build has no CUDA kernels" in doctor.report()
+    assert "Problems:\n  GPU: this build has no CUDA kernels" in doctor.report()

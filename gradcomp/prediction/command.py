@@ -11,23 +11,20 @@ from pathlib import Path
 
 import torch
 
-from gradcomp.prediction import peers, plots, workload
+from gradcomp.prediction import baselines, workload
 from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
-from gradcomp.prediction.predict import Cluster, machine_of, processor
-from gradcomp.prediction.profile import shipped
-from gradcomp.prediction.profiling import measure
-from gradcomp.prediction.sweep import Sweep
-from gradcomp.spec import make, names
+from gradcomp.prediction.predict import can_predict, measured, predict, processor
+from gradcomp.prediction.profile import profile_here, shipped
+from gradcomp.spec import names
 
 EXAMPLES = """\
 examples:
   python -m gradcomp predict --model torchvision.models:resnet50 --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms
   python -m gradcomp predict --model shapes.json --ranks 32 --hosts 4 --bandwidth 1Gbit/s --forward 0.1s --backward 0.2s \\
-      --specs topk 'topk; *.bias=dense' topk:by_host=true powersgd:rank=2 --json prediction.json --plots .
+      --specs topk 'topk; *.bias=dense' topk:by_host=true accumulate:steps=4 --json prediction.json
 
---specs also takes what users have without gradcomp: none, stock, bf16, fp16, powersgd:rank=N, accumulate:steps=N. The first
-four are always predicted. A semicolon begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns
-is left out.
+--specs also takes baselines: none, stock, bf16, fp16, accumulate:steps=N. The first four are always predicted. A semicolon
+begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
 
 Kernels are timed on this machine, with --threads of torch. For another machine, write its profile there (python -m gradcomp
 profile FILE), and pass --profile FILE here. --profile h100 has kernels as timed on an H100."""
@@ -67,9 +64,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_place(parser)
     parser.add_argument("--profile", metavar="NAME", help=f"predict for another machine: {', '.join(['a file', *shipped()])}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="draw speed against ranks and bandwidth (needs matplotlib)"
-    )
 
 
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +71,7 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = PROFILE_EXAMPLES, argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument(
-        "--specs", nargs="+", action="extend", metavar="SPEC", help="(default: every compressor's default, and peers)"
+        "--specs", nargs="+", action="extend", metavar="SPEC", help="(default: every compressor's default, and the baselines)"
     )
     _add_place(parser)
 
@@ -91,11 +85,12 @@ def run_profile(chosen: argparse.Namespace) -> None:
     """Measure this machine, and write its profile."""
     _set_threads(chosen.threads)
     device = workload.device_named(chosen.device or "cpu")
-    specs = [*peers.NAMES, *names()] if chosen.specs is None else [spec.strip() for spec in chosen.specs]
-    for spec in specs:
-        peers.check(spec)
-    known = [spec for spec in specs if spec != peers.NONE and (peers.is_peer(spec) or not make(spec).traits.learns)]
-    chosen.file.write_text(json.dumps(measure(known, processor(device), device, _tell).json(), indent=1) + "\n")
+    specs = [*baselines.NAMES, *names()] if chosen.specs is None else [spec.strip() for spec in chosen.specs]
+    known = [spec for spec in specs if spec != baselines.NONE and can_predict(spec)]
+    found = profile_here(
+        known, processor(device), lambda spec, shapes, world: measured(spec, shapes, world, 1e6, device), _tell
+    )
+    chosen.file.write_text(json.dumps(found.json(), indent=1) + "\n")
     print(f"written: {chosen.file}")
 
 
@@ -106,27 +101,29 @@ def _set_threads(threads: int) -> None:
 
 
 def run(chosen: argparse.Namespace) -> None:
-    """Predict, print the table, and write what is asked for."""
+    """Predict, print the table, and write the figures if asked."""
     _set_threads(chosen.threads)
-    if chosen.plots is not None:
-        plots.check()
-    specs = None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
-    times = {name: seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")}
-    workload.check_times(**times)
+    forward, backward, optimizer = (
+        seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")
+    )
     inside = bandwidth_of(chosen.inside, "--inside"), seconds_of(chosen.latency_inside, "--latency-inside")
-    link = Link(bandwidth_of(chosen.bandwidth, "--bandwidth"), seconds_of(chosen.latency, "--latency"), *inside)
-    model = workload.load(chosen.model)
-    types = workload.types_of(model)
-    machine, device = machine_of(chosen.profile, chosen.device), chosen.device or "cpu"
-    sweep = Sweep(workload.shapes_of(model), times, specs, chosen.bucket_mb, device, _tell, types, machine)
-    cluster = Cluster(chosen.ranks, chosen.hosts, link)
-    found = sweep.prediction(cluster)
+    found = predict(
+        workload.load(chosen.model),
+        chosen.ranks,
+        hosts=chosen.hosts,
+        link=Link(bandwidth_of(chosen.bandwidth, "--bandwidth"), seconds_of(chosen.latency, "--latency"), *inside),
+        forward=forward,
+        backward=backward,
+        optimizer=optimizer,
+        specs=None if chosen.specs is None else [spec.strip() for spec in chosen.specs],
+        bucket_mb=chosen.bucket_mb,
+        device=chosen.device,
+        profile=chosen.profile,
+        tell=_tell,
+    )
     print(found)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found.json(), indent=1) + "\n")
-    if chosen.plots is not None:
-        for path in plots.draw(chosen.plots, sweep, cluster):
-            print(f"drawn: {path}")
 
 
 _last = -math.inf

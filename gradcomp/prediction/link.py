@@ -1,27 +1,19 @@
-"""The time of a message: from a link's bandwidth and latency, or from messages that were measured."""
+"""The time of a message, from a link's bandwidth and latency."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gradcomp.core.requests import World
-from gradcomp.prediction.mirror import Message
+from gradcomp.prediction.recording_network import Message
 
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 _RATE = re.compile(rf"\s*({_NUMBER}(?:e[0-9]+)?)\s*([kmgKMG]?)(?:[bB]it(?:/s|ps)?|bps)\s*")  # GBps are bytes
 _TIME = re.compile(rf"\s*({_NUMBER}(?:e-?[0-9]+)?)\s*(s|ms|us)\s*", re.IGNORECASE)
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-
-class Times(Protocol):
-    """Something that knows how long messages take."""
-
-    def seconds(self, message: Message, world: World) -> float:
-        """Return the time of an operation in which this rank sends a message, and the others theirs."""
 
 
 class Link(NamedTuple):
@@ -40,7 +32,7 @@ class Link(NamedTuple):
         return f"{between}, {8 * self.inside / 1e9:g} Gbit/s, {1e6 * self.latency_inside:g} us inside"
 
     def seconds(self, message: Message, world: World) -> float:
-        """Return the time of an operation.
+        """Return the time of an operation in which this rank sends a message, and the others theirs.
 
         A reduction is a ring, 2 (P - 1) messages of a P-th each; a gather is a ring of P - 1 payloads. A ring enters and leaves
         every host once. A send is one message to every rank, after its length.
@@ -61,35 +53,6 @@ class Link(NamedTuple):
         into = message.bytes_in * sum(map(world.on_other_host, message.senders))
         waits = 2 * (rounds - of_host + 1) * self.latency + 2 * (of_host - 1) * self.latency_inside
         return waits + of_host * max(out, into) / self.bandwidth + near / self.inside
-
-
-class Measured(NamedTuple):
-    """Operations that were measured on the cluster itself: for each kind, the seconds of an empty one, and of each byte.
-
-    lines: of reduce, gather and send; and, where hosts have several ranks, of sends within a host (near) and out of it (far).
-    """
-
-    lines: Mapping[str, tuple[float, float]]
-
-    def __str__(self) -> str:
-        each = (f"{kind} {1e6 * fixed:.4g} us + {1e9 * byte:.3g} ns/byte" for kind, (fixed, byte) in self.lines.items())
-        return f"operations as measured ({', '.join(each)})"
-
-    def seconds(self, message: Message, world: World) -> float:
-        """Return the time of an operation."""
-        kind, size = message.kind, message.bytes
-        if kind == "send":
-            size = max(size, message.bytes_in * len(message.senders))
-            away = {world.on_other_host(rank) for rank in (*message.to, *message.senders)}
-            if len(away) == 1 and "near" in self.lines:
-                kind = "far" if away.pop() else "near"
-        fixed, each = self.lines[kind]
-        return fixed + each * size
-
-
-def times_of(link: str | Times, latency: str) -> Times:
-    """Return what knows the time of messages: what is given, or a link of a bandwidth, one to every host."""
-    return link if hasattr(link, "seconds") else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
 
 
 def bandwidth_of(text: object, of: str) -> float:

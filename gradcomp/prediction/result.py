@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from gradcomp.prediction.peers import NONE, STOCK
+from gradcomp.prediction.baselines import HALVES, NONE, STOCK
 
-# A way has to be this much faster than stock DDP or bf16 before it is advised.
+# A way is advised if it is this much faster than stock DDP or bf16.
 WORTH = 1.03
 
 
@@ -36,11 +34,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The lines of all ways. cluster: in words. measured: where kernels were timed. predicted: they were not, but predicted."""
+    """The lines of all ways. cluster: in words. measured: where kernels were timed."""
 
     cluster: str
     measured: str
-    predicted: bool
     parameters: int
     lines: Sequence[Line]
     left_out: dict[str, str]
@@ -55,26 +52,23 @@ class Prediction:
 
     @property
     def advice(self) -> str:
-        """Say in a sentence what to use. What adds no communication at all and what trains differently is no candidate."""
-        stock, half = self[STOCK], min((self[name] for name in ("bf16", "fp16")), key=lambda line: line.seconds)
-        own = [
-            line
-            for line in self.lines
-            if line.spec not in (NONE, STOCK, "bf16", "fp16") and not line.spec.startswith(("accumulate", "powersgd"))
-        ]
+        """Say in a sentence what to use. A step without communication, and one that trains differently, are no candidates."""
+        stock, half = self[STOCK], min((self[name] for name in HALVES), key=lambda line: line.seconds)
         # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
-        simple = half if half.bytes < stock.bytes and half.speedup(stock) > WORTH else stock
+        takes_half = half.bytes < stock.bytes and half.speedup(stock) > WORTH
+        simple, how = (half, f"use {half.spec}") if takes_half else (stock, "stay dense")
+        own = [
+            line for line in self.lines if line.spec not in (NONE, STOCK, *HALVES) and not line.spec.startswith("accumulate")
+        ]
         if not own:
-            if simple is half:
-                return f"use {half.spec}: {_times(half.speedup(stock))} as fast as stock. No spec was predicted."
-            return f"stay dense: {half.spec} is {_times(half.speedup(stock))} as fast as stock. No spec was predicted."
+            subject = "" if takes_half else f"{half.spec} is "
+            return f"{how}: {subject}{half.speedup(stock):.2f} x as fast as stock. No spec was predicted."
         best = min(own, key=lambda line: line.seconds)
         if best.speedup(simple) <= WORTH:
-            how = f"use {simple.spec}" if simple is half else "stay dense"
-            return f"{how}: the fastest spec, {best.spec}, would be {_times(best.speedup(simple))} as fast."
+            return f"{how}: the fastest spec, {best.spec}, would be {best.speedup(simple):.2f} x as fast."
         return (
-            f"{best.spec}: {_times(best.speedup(stock))} as fast as stock, {_times(best.speedup(half))} as {half.spec}, and "
-            f"{_times(best.seconds / self[NONE].seconds)} the time of no communication."
+            f"{best.spec}: {best.speedup(stock):.2f} x as fast as stock, {best.speedup(half):.2f} x as {half.spec}, and "
+            f"{best.seconds / self[NONE].seconds:.2f} x the time of no communication."
         )
 
     def json(self) -> dict[str, Any]:
@@ -102,17 +96,3 @@ class Prediction:
         compression = f"{ratio:.{0 if ratio >= 10 else 1}f} x" if line.bytes else "-"
         ms = (f"{1e3 * seconds:.1f}" for seconds in (line.seconds, line.encoding, line.waiting))
         return line.spec, next(ms), *(f"{ratio:.2f}" for ratio in times), *ms, f"{line.bytes:,}", compression
-
-
-def crossovers(link: Sequence[float], ahead: Sequence[float]) -> list[float]:
-    """Find the rates at which a ratio passes 1, between the points of a curve."""
-    pairs = list(zip(link, ahead, strict=True))
-    return [
-        math.exp(math.log(x) + (math.log(u) - math.log(x)) * (1 - y) / (v - y))
-        for (x, y), (u, v) in itertools.pairwise(pairs)
-        if (y - 1) * (v - 1) < 0
-    ]
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} x"

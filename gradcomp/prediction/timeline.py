@@ -1,4 +1,4 @@
-"""The timeline of a step: what a rank computes, and what its network carries meanwhile, in the reducer's order."""
+"""The timeline of a step: a rank's computing, and the messages that its network carries meanwhile, in the reducer's order."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gradcomp.core.requests import World
-from gradcomp.prediction.link import Times
-from gradcomp.prediction.trial import Bucket
+from gradcomp.prediction.link import Link
+from gradcomp.prediction.measure import Bucket
 
 
 class Work(NamedTuple):
-    """What a rank computes in a step without any exchange, in seconds.
+    """The computing of a step without any exchange, in seconds.
 
-    ready: for each layer, the share of backward after which its gradient is there.
+    ready: for each layer, the share of backward after which its gradient is ready.
     """
 
     forward: float
     backward: float
     ready: Mapping[str, float]
     optimizer: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of a step without any exchange."""
-        return self.forward + self.backward + self.optimizer
 
 
 class Step(NamedTuple):
@@ -35,7 +30,7 @@ class Step(NamedTuple):
     waiting: float
 
 
-def step(work: Work, buckets: Sequence[Bucket], link: Times, world: World) -> Step:
+def step(work: Work, buckets: Sequence[Bucket], link: Link, world: World) -> Step:
     """Lay a step out in time.
 
     A bucket's first message follows its last gradient. The others go round by round after backward, in bucket order. The

@@ -1,4 +1,4 @@
-"""The work of a training: the shapes of its parameters, and what a step takes without any exchange."""
+"""The work of a training: the shapes of its parameters, and the times of a step without any exchange."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.engine.plan import MOST_ENTRIES
+from gradcomp.prediction.measure import device_wait
 from gradcomp.prediction.timeline import Work
-from gradcomp.prediction.trial import device_wait
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -68,7 +68,7 @@ def device_named(device: str | torch.device) -> torch.device:
 
 
 def check_times(**seconds: float) -> None:
-    """Refuse what is no time of a step: of forward, backward and the optimizer."""
+    """Check that times are finite and not negative, and that there is something to compute."""
     for name, each in seconds.items():
         if not (isinstance(each, (int, float)) and 0 <= each < math.inf):
             raise ValueError(f"{name}={each!r} must be a time in seconds")
@@ -126,14 +126,11 @@ def measured(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.opti
     counted = steps[WARM_UP:]
     forward, backward, stepping = (statistics.fmean(times[i] for times, _ in counted) for i in range(3))
     if missing := parameters.keys() - counted[0][1].keys():
-        raise ValueError(f"loss() gave no gradient to {min(missing)!r}; freeze what is not trained, or compute the whole loss")
+        raise ValueError(
+            f"loss() gave no gradient to {min(missing)!r}; freeze layers that are not trained, or compute the whole loss"
+        )
     ready = {name: statistics.median(shares[name] for _, shares in counted) for name in parameters}
     return Work(forward, backward, ready, stepping if optimizer is not None else 0.0)
-
-
-def read(text: str) -> Shapes:
-    """Read shapes from a JSON file of {name: shape}, or of a model that package.module:function returns."""
-    return shapes_of(load(text))
 
 
 def load(text: str) -> nn.Module | Shapes:

@@ -92,7 +92,7 @@ def test_a_command_exists(call: str, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_there_are_commands_and_wrong_ones_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(CALLS) > 25
+    assert len(CALLS) > 20
     assert list(calls(ROOT / "README.md")).count(["scripts/setup", "--install"]) == 1
     for script, options in (("setup", ["--instal1"]), ("lab", ["kernels", "--sizes"]), ("nothing", [])):
         with pytest.raises(AssertionError, match=r"has no|there is no"):

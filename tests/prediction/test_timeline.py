@@ -6,10 +6,10 @@ import pytest
 
 from gradcomp.core.requests import World
 from gradcomp.prediction import timeline
-from gradcomp.prediction.link import Link, Measured, bandwidth_of, seconds_of
-from gradcomp.prediction.mirror import Message
+from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
+from gradcomp.prediction.measure import Bucket
+from gradcomp.prediction.recording_network import Message, Part
 from gradcomp.prediction.timeline import Work
-from gradcomp.prediction.trial import Bucket, Part
 
 FOUR = World(0, 4, (0, 1, 2, 3))
 PAIRS = World(0, 4, (0, 0, 1, 1))
@@ -17,8 +17,8 @@ PAIRS = World(0, 4, (0, 0, 1, 1))
 WORK = Work(1.0, 4.0, {"last": 0.25, "first": 1.0}, 0.5)
 
 
-class Fixed:
-    """A network whose messages take as many seconds as they have bytes."""
+class Fixed(Link):
+    """A link whose messages take as many seconds as they have bytes."""
 
     def seconds(self, message: Message, world: World) -> float:
         return float(message.bytes)
@@ -29,11 +29,11 @@ def gathered(size: int) -> Message:
 
 
 def step_of(*buckets: Bucket) -> timeline.Step:
-    return timeline.step(WORK, buckets, Fixed(), FOUR)
+    return timeline.step(WORK, buckets, Fixed(1.0), FOUR)
 
 
 def test_without_an_exchange_a_step_is_what_it_computes() -> None:
-    assert step_of() == timeline.Step(5.5, 0.0, 0.0) and WORK.seconds == 5.5
+    assert step_of() == timeline.Step(5.5, 0.0, 0.0)
 
 
 def test_a_message_hides_behind_backward() -> None:
@@ -76,12 +76,6 @@ def test_messages_inside_one_host_do_not_use_the_link() -> None:
     assert link.seconds(Message("gather", 1_000_000), World(0, 2, (0, 0))) == pytest.approx(1.0)
 
 
-def test_measured_operations_are_lines_by_size() -> None:
-    times = Measured({"gather": (1e-3, 1e-6), "send": (2e-3, 1e-6)})
-    assert times.seconds(Message("gather", 1000), FOUR) == pytest.approx(2e-3)
-    assert times.seconds(Message("send", 0, {}, (1, 2, 3), 1000), FOUR) == pytest.approx(5e-3)  # by the rank that receives
-
-
 @pytest.mark.parametrize("text,wanted", [("10Gbit/s", 1.25e9), ("100 Mbps", 1.25e7), ("1e9bit", 1.25e8), ("2gBit", 2.5e8)])
 def test_rates(text: str, wanted: float) -> None:
     assert bandwidth_of(text, "link") == wanted
@@ -106,8 +100,3 @@ def test_what_is_no_number_is_refused(number: str) -> None:
         bandwidth_of(f"{number}Gbit/s", "link")
     with pytest.raises(ValueError, match="is not a time"):
         seconds_of(f"{number}ms", "latency")
-
-
-def test_measured_operations_are_written_out() -> None:
-    shown = str(Measured({"gather": (1e-3, 1e-9), "send": (2e-3, 2e-9)}))
-    assert shown == "operations as measured (gather 1000 us + 1 ns/byte, send 2000 us + 2 ns/byte)"

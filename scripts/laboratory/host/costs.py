@@ -19,8 +19,8 @@ from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import extension
 from gradcomp.networks import Answer
-from gradcomp.prediction import trial
-from gradcomp.prediction.mirror import Mirror
+from gradcomp.prediction.measure import gradients
+from gradcomp.prediction.recording_network import RecordingNetwork
 from gradcomp.spec import make
 from laboratory.host.resnet import Shapes, resnet50, shrunk
 from laboratory.timing import Spread
@@ -62,7 +62,7 @@ class Native:
         return timed
 
 
-class Instant(Mirror):
+class Instant(RecordingNetwork):
     """A network that answers at once, as if all ranks had sent the same. seconds: that making the answers took."""
 
     def __init__(self, world: World):
@@ -92,7 +92,7 @@ class Costs(NamedTuple):
 def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -> Costs:
     """Take steps on one of some ranks, and return the costs of those that count."""
     device, world = torch.device("cpu"), World(0, ranks, tuple(range(ranks)))
-    grads = trial.gradients(shapes, device)
+    grads = gradients(shapes, device)
     layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
     updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
     targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731

@@ -1,4 +1,4 @@
-"""A network of one rank that stands for all: it notes every message, and replies as if the other ranks had sent the same."""
+"""A network of one rank that stands for all: it records every message, and replies as if the other ranks had sent the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcomp.networks import Answer
 
 
 class Message(NamedTuple):
-    """What a rank sends for one request. kind: gather, reduce or send. bytes: handed to the network.
+    """A rank's message for one request. kind: gather, reduce or send. bytes: handed to the network.
 
     to: of a send, the bytes for each receiver. senders: of a send, those whose payloads arrive, each of `bytes_in`.
     """
@@ -27,10 +27,10 @@ class Message(NamedTuple):
     bytes_in: int = 0
 
 
-class Note(NamedTuple):
-    """A message, and the seconds that the rank computed before it, since its last reply or since its gradients were there.
+class Part(NamedTuple):
+    """The computing of a bucket up to a message. seconds: since its last reply, or since its gradients were ready.
 
-    message: None where a bucket's exchange ended. payloads: in the reply that came before, of a gather.
+    message: None in the last part of a bucket. payloads: in the reply before, of a gather.
     """
 
     seconds: float
@@ -38,16 +38,16 @@ class Note(NamedTuple):
     payloads: int = 0
 
 
-class Mirror:
+class RecordingNetwork:
     """The network. wait: waits until the device has done its work, so that seconds can be read.
 
-    most: the most bytes in a reply to a gather. least: the payloads that it holds all the same. notes: of each bucket, in the
+    most: the most bytes in a reply to a gather. least: the payloads that it holds all the same. parts: of each bucket, in the
     last step.
     """
 
     def __init__(self, world: World, wait: Callable[[], None], most: float = math.inf, least: int = 2):
         self.world, self._wait, self._most, self._least = world, wait, most, least
-        self.notes: dict[int, list[Note]] = {}
+        self.parts: dict[int, list[Part]] = {}
         self._since = 0.0
         self._bucket = 0
         self._received: int | None = None  # payloads of the latest reply, until it is followed by a message or an end
@@ -61,7 +61,7 @@ class Mirror:
     def start(self, request: Request, name: str) -> Answer:
         """Record a request."""
         bucket = self._bucket
-        self._note(message_of(request))
+        self._record(message_of(request))
         reply = self._reply(request)
 
         def answer() -> Reply:
@@ -73,14 +73,14 @@ class Mirror:
         return answer
 
     def close(self) -> None:
-        """Note that the bucket whose reply came last has computed until now, if it sent nothing more."""
+        """Record the computing time of a finished bucket, if it sent nothing after its last reply."""
         if self._received is not None:
-            self._note(None)
+            self._record(None)
 
-    def _note(self, message: Message | None) -> None:
+    def _record(self, message: Message | None) -> None:
         self._wait()
-        note = Note(time.perf_counter() - self._since, message, self._received or 0)
-        self.notes.setdefault(self._bucket, []).append(note)
+        part = Part(time.perf_counter() - self._since, message, self._received or 0)
+        self.parts.setdefault(self._bucket, []).append(part)
         self._received = None
 
     def _reply(self, request: Request) -> Reply:
@@ -105,6 +105,6 @@ def message_of(request: Request) -> Message:
             return Message("gather", bytes_of(request))
         case Reduce():
             return Message("reduce", bytes_of(request))
-        case Send(own, senders, form, _):
+        case Send(own, senders, form):
             to = {rank: payload.bytes.numel() for rank, payload in own.items()}
             return Message("send", bytes_of(request), to, tuple(senders), payloads.size(form))
