@@ -31,7 +31,6 @@ ROOMS = [
     "messages",
     "core/wrapper",
     "core/by_layer",
-    "core/host_part",
     "core/by_host",
     "networks",
     "exchanges",

@@ -148,7 +148,7 @@ def test_momentum_is_masked_on_all_ranks_of_a_host() -> None:
 def test_positions() -> None:
     scattered = World(2, 4, (7, 9, 9, 7))
     position = position_of(scattered)
-    assert (position.neighbours, position.peers, position.part, position.peer_world) == ((1, 2), (3, 2), 1, World(1, 2))
+    assert (position.neighbours, position.peers, position.shard, position.peer_world) == ((1, 2), (3, 2), 1, World(1, 2))
     assert position_of(World(1, 3)).neighbours == (1,)
     with pytest.raises(ValueError, match="by_host=true needs as many ranks on every host, but the hosts have 2, 1"):
         position_of(World(0, 3, (0, 0, 1)))

@@ -163,9 +163,9 @@ PACKAGE_FAULTS = (
         ("test_laws.py",),
     ),
     Fault(
-        "by_host takes a part twice",
+        "by_host takes a shard twice",
         "gradcomp/core",
-        "state.slice(acc.residual, part).zero_()\n",
+        "state.slice(acc.residual, shard).zero_()\n",
         "pass\n",
         ("test_by_host.py", "test_feedback.py", "test_laws.py"),
     ),
