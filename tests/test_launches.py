@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
-from gradcomp.messages.codec import Codec
+from gradcomp.messages.sparse import Codec
 from gradcomp.native import extension
 from laboratory.host.resnet import resnet50
 

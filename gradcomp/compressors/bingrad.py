@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from gradcomp.core.compressor import Traits
 from gradcomp.exchanges.quantised import Quantiser
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import RoundingRule
+from gradcomp.messages.rounding import RoundingRule
 
 
 @dataclass(frozen=True)

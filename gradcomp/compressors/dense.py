@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.core.requests import World
-from gradcomp.exchanges import dense
+from gradcomp.exchanges import routes
 
 
 @dataclass(frozen=True)
@@ -24,4 +24,4 @@ class Dense(Compressor):
         return torch.empty(layout.total, device=layout.device)
 
     def exchange(self, acc: Acc, state: Tensor, world: World) -> Steps:
-        return (yield from dense.allreduce(acc, world, state))
+        return (yield from routes.send_all(acc, world, state))

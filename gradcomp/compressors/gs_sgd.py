@@ -23,12 +23,12 @@ from gradcomp.exchanges import sketched
 class GsSgd(sketched.Sketcher):
     """Sums tables and values over all ranks, without a server."""
 
-    def places_sent(self, candidates: int) -> int:
+    def indices_sent(self, candidates: int) -> int:
         return sketched.divided(candidates, 2)
 
     def exchange_sketch(self, acc: Acc, table: sketched.SketchTable, world: World) -> Steps:
         total = yield from reduce(table.sketch(acc, world))
-        places = yield from table.search(total, table.sizes.candidates, acc.memory, world)
-        values = yield from reduce(sketched.values_at(acc, places, world))
-        largest = sketched.select_largest(places, values, table.sizes.k, acc.memory)
+        indices = yield from table.search(total, table.sizes.candidates, acc.memory, world)
+        values = yield from reduce(sketched.values_at(acc, indices, world))
+        largest = sketched.select_largest(indices, values, table.sizes.k, acc.memory)
         return sketched.make_update(acc, *largest, world)

@@ -13,7 +13,7 @@ from typing import ClassVar
 from gradcomp.core.compressor import Traits
 from gradcomp.exchanges.rounded import Rounded, route_knob
 from gradcomp.knobs import knob
-from gradcomp.messages.halves import TYPES, HalfRounding
+from gradcomp.messages.rounding import HALF_TYPES, HalfRounding
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Half(Rounded):
     """Sends every entry, rounded to 16 bits."""
 
     form: str = knob(
-        "bf16", "bf16: float32's range and 8 bits; fp16: 11 bits, and entries above 65,504 overflow", choices=[*TYPES]
+        "bf16", "bf16: float32's range and 8 bits; fp16: 11 bits, and entries above 65,504 overflow", choices=[*HALF_TYPES]
     )
     route: str = route_knob()
 

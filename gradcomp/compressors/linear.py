@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradcomp.exchanges.quantised import Quantiser, levels_knob
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import RoundingRule
+from gradcomp.messages.rounding import RoundingRule
 
 SPACINGS = ("minmax", "quantile")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradcomp.exchanges.quantised import Quantiser, levels_knob
-from gradcomp.messages.levels import RoundingRule
+from gradcomp.messages.rounding import RoundingRule
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from gradcomp.exchanges.quantised import Quantiser, levels_knob
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import RoundingRule
+from gradcomp.messages.rounding import RoundingRule
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from gradcomp import knobs
 from gradcomp.compressors.dense import Dense
 from gradcomp.core.compressor import Acc, Compressor, Layer, Layout, Steps, Traits
 from gradcomp.core.requests import Payload, World
-from gradcomp.exchanges import dense, routes
+from gradcomp.exchanges import routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import wire_knob
@@ -123,7 +123,7 @@ class Sdagc(Compressor):
         if (self.flush and state.steps % self.flush == 0) or all_may_pass:
             # Most buckets never need this buffer.
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
-            return (yield from dense.allreduce(acc, world, state.buffer, kept_share=self.sam))
+            return (yield from routes.send_all(acc, world, state.buffer, kept_share=self.sam))
         assert acc.moments is not None
         bar = Bar(acc.moments, state.ends, state.lam, state.thresholds, pooled=self.scope == "bucket", target=target)
         taken = routes.take_above(acc, capacity.entries, bar, self.wire, self.route)

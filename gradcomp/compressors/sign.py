@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp.exchanges.quantised import Quantiser
-from gradcomp.messages.levels import RoundingRule
+from gradcomp.messages.rounding import RoundingRule
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc, Layout, Traits
 from gradcomp.exchanges.rounded import Rounded, RoundedState, route_knob
 from gradcomp.knobs import knob
-from gradcomp.messages.levels import LevelRounding, RoundingRule, rounding_error
+from gradcomp.messages.rounding import LevelRounding, RoundingRule, rounding_error
 from gradcomp.native import kernels
 
 # The largest rounding error with which error feedback is allowed, as a share of the squares of normal entries. Below 1 the

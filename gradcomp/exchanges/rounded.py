@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
-from gradcomp.core.requests import Form, Payload, World, gather, send
+from gradcomp.core.requests import Form, World, gather, send
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
+from gradcomp.messages.rounding import Rounding
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
-from gradcomp.native.memory import Memory, Update
+from gradcomp.native.memory import Update
 from gradcomp.saved import read_int
 
 ROUTES = ("auto", "allgather", "alltoall")
@@ -32,39 +33,6 @@ def route_knob() -> Any:
         "allgather: rounds once; alltoall: twice, traffic does not grow with ranks; auto: by estimated time and error",
         choices=ROUTES,
     )
-
-
-class Rounding(Protocol):
-    """A way to round n entries into payloads of one form, and to read them back. payload["header"][1] is their flag."""
-
-    form: Form
-
-    def take(
-        self,
-        residual: Tensor,
-        bounds: Tensor | None,
-        flag: Tensor | None,
-        key: int,
-        payload: Payload | None = None,
-        memory: Memory | None = None,
-    ) -> Payload:
-        """Move the rounded entries out of the residual into a payload; the rounding error stays.
-
-        bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
-        key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
-        memory: lends scratch.
-        """
-
-    def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
-        """Add scale times the entries of each payload to the target, one payload after the other."""
-
-    def add_and_settle(
-        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
-    ) -> None:
-        """Add the payloads that were received to the update, and settle the one that this rank sent."""
-
-    def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
-        """Put all taken entries back if the update is not finite."""
 
 
 class Rounded(Compressor):

@@ -1,15 +1,20 @@
-"""The routes from sparse entries to a common update. The allgather is here; tree.py and split.py hold the other two."""
+"""The routes from a residual to a common update: all entries in one reduction, or sparse entries to all ranks.
+
+tree.py and split.py hold the routes that send on the largest sums only.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from gradcomp.core.compressor import Acc, Steps
-from gradcomp.core.requests import World, gather
+from gradcomp.core.requests import World, gather, reduce
 from gradcomp.exchanges import split, tree
 from gradcomp.knobs import knob
-from gradcomp.messages.codec import Codec, CountObserver, Taken
-from gradcomp.messages.sparse import CODECS, EXACT
+from gradcomp.messages.sparse import CODECS, EXACT, Codec, CountObserver, Taken
+from gradcomp.native import kernels
 from gradcomp.native.kernels import Bar, Mask
 from gradcomp.native.memory import Update
 
@@ -83,3 +88,16 @@ def allgather(
     if observe is not None:
         observe(received)
     return update
+
+
+def send_all(acc: Acc, world: World, buffer: Tensor, kept_share: float = 0.0) -> Steps:
+    """Send all entries of acc. All entries stay if the update is not finite.
+
+    buffer: as long as the bucket; it becomes the update. kept_share: this share of a sent entry stays.
+    """
+    offered = kernels.offer_all(acc.residual, buffer, acc.flag, world.share)
+    update = yield from reduce(offered, world.mean_of_shares)
+    kernels.settle_all(acc.residual, update, kept_share)
+    if acc.mask is not None:
+        acc.mask.note_all(update[:1].isfinite())
+    return Update(update)

@@ -1,4 +1,4 @@
-"""The base of algorithms that use count sketches: their knobs, the table, and exact values at places that all ranks know."""
+"""The base of algorithms that use count sketches: their knobs, the table, and exact values at indices that all ranks know."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.core.requests import Requests, World, gather
-from gradcomp.exchanges import dense
+from gradcomp.exchanges import routes
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import are_outside, check_places
-from gradcomp.messages.sparse import count_of, ratio_knob
+from gradcomp.messages.sparse import are_outside, check_indices, count_of, ratio_knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import SEARCH_BLOCK, TILE
 from gradcomp.native.memory import Memory, Update
@@ -67,11 +66,11 @@ class Sketcher(Compressor):
         candidates = min(n, self.candidates * k)
         columns = self.columns or COLUMNS_PER_ENTRY * k
         if self.compression:
-            places = self.places_sent(candidates)
-            columns = math.floor((n / self.compression - candidates - places - 1) / self.rows)
+            indices = self.indices_sent(candidates)
+            columns = math.floor((n / self.compression - candidates - indices - 1) / self.rows)
         return Sizes(k, candidates, self.rows, max(1, columns // TILE) * TILE)
 
-    def places_sent(self, candidates: int) -> int:
+    def indices_sent(self, candidates: int) -> int:
         """Return the most numbers that a rank sends to say where its part's candidates are."""
         return 0
 
@@ -81,7 +80,7 @@ class Sketcher(Compressor):
     def exchange(self, acc: Acc, state: SketchTable, world: World) -> Steps:
         if state.sizes.cells + state.sizes.candidates >= acc.residual.numel():  # a small model: dense is smaller
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
-            return (yield from dense.allreduce(acc, world, state.buffer))
+            return (yield from routes.send_all(acc, world, state.buffer))
         return (yield from self.exchange_sketch(acc, state, world))
 
     @abstractmethod
@@ -96,7 +95,7 @@ def divided(count: int, ranks: int) -> int:
 
 
 class SketchTable:
-    """A bucket's count sketch. All ranks read the same places from the sum of their tables."""
+    """A bucket's count sketch. All ranks read the same indices from the sum of their tables."""
 
     def __init__(self, n: int, sizes: Sizes, seed: int, device: torch.device):
         self.n, self.sizes, self.seed = n, sizes, seed
@@ -115,15 +114,15 @@ class SketchTable:
         return self.cells
 
     def heaviest(self, total: Tensor, count: int, memory: Memory, part: int = 0, parts: int = 1) -> Tensor:
-        """Return the places of the heaviest entries in a sum of tables, or in a part of it, in ascending order."""
-        places = torch.empty(count, dtype=torch.int32, device=total.device)
+        """Return the indices of the heaviest entries in a sum of tables, or in a part of it, in ascending order."""
+        indices = torch.empty(count, dtype=torch.int32, device=total.device)
         estimates = torch.empty(count, device=total.device)
         sizes = (self.sizes.rows, self.seed, self.n)
-        kernels.heaviest(total[:-1], *sizes, places, estimates, memory, part=part, parts=parts)
-        return places
+        kernels.heaviest(total[:-1], *sizes, indices, estimates, memory, part=part, parts=parts)
+        return indices
 
     def search(self, total: Tensor, count: int, memory: Memory, world: World) -> Requests[Tensor]:
-        """Return the places of about as many heaviest entries, the same on all ranks.
+        """Return the indices of about as many heaviest entries, the same on all ranks.
 
         Each rank searches a part, if the entries are many. A part has small blocks from all layers, and so about its share of
         the heaviest entries.
@@ -133,7 +132,7 @@ class SketchTable:
             return self.heaviest(total, count, memory)
         replies = yield from gather(payloads.wrap(self.heaviest(total, each, memory, world.rank, parts)))
         for rank, reply in enumerate(replies):
-            check_places(reply["bytes"], self.n, f"rank {rank}")
+            check_indices(reply["bytes"], self.n, f"rank {rank}")
         return torch.cat([reply["bytes"] for reply in replies])
 
 
@@ -142,44 +141,44 @@ def _write_flag(acc: Acc, buffer: Tensor) -> None:
     buffer[-1:] = 0 if acc.flag is None else acc.flag
 
 
-def values_at(acc: Acc, places: Tensor, world: World) -> Tensor:
-    """Return shares of the residual's values at these places.
+def values_at(acc: Acc, indices: Tensor, world: World) -> Tensor:
+    """Return shares of the residual's values at these indices.
 
-    The flag for a gradient that is not finite, or for places outside the bucket, follows them.
+    The flag for a gradient that is not finite, or for indices outside the bucket, follows them.
     """
     n = acc.residual.numel()
-    found = torch.empty(places.numel() + 1, device=places.device)
-    torch.index_select(acc.residual, 0, places.clamp(0, n - 1), out=found[:-1])
+    found = torch.empty(indices.numel() + 1, device=indices.device)
+    torch.index_select(acc.residual, 0, indices.clamp(0, n - 1), out=found[:-1])
     found.mul_(world.share)
     _write_flag(acc, found)
-    found[-1:] += are_outside(places, n).any()
+    found[-1:] += are_outside(indices, n).any()
     return found
 
 
-def select_largest(places: Tensor, total: Tensor, k: int, memory: Memory) -> tuple[Tensor, Tensor]:
-    """Select the k largest of the sums. Return their places, and their values followed by the sum of the flags."""
-    device = places.device
+def select_largest(indices: Tensor, total: Tensor, k: int, memory: Memory) -> tuple[Tensor, Tensor]:
+    """Select the k largest of the sums. Return their indices, and their values followed by the sum of the flags."""
+    device = indices.device
     found, header = torch.empty(k + 1, device=device), torch.empty(2, dtype=torch.int32, device=device)
     local = torch.empty(k, dtype=torch.int32, device=device)
     kernels.take_topk(total[:-1].clone(), k, found[:-1], local, header, memory=memory)
     found[-1:] = total[-1:]
-    return places.index_select(0, local), found
+    return indices.index_select(0, local), found
 
 
-def make_update(acc: Acc, places: Tensor, total: Tensor, world: World) -> Update:
-    """Make the update from sums at these places, and take all that this rank has there out of acc.
+def make_update(acc: Acc, indices: Tensor, total: Tensor, world: World) -> Update:
+    """Make the update from sums at these indices, and take all that this rank has there out of acc.
 
-    The update is not finite and nothing is taken if a gradient or a sum is not finite, or if a place is outside the bucket.
+    The update is not finite and nothing is taken if a gradient or a sum is not finite, or if an index is outside the bucket.
     total: sums of shares, followed by the sum of the flags.
     """
-    device, n = places.device, acc.residual.numel()
-    failed = (total[-1:] != 0) | ~total[:-1].isfinite().all() | are_outside(places, n).any()
-    index = places.clamp(0, n - 1).long()
+    device, n = indices.device, acc.residual.numel()
+    failed = (total[-1:] != 0) | ~total[:-1].isfinite().all() | are_outside(indices, n).any()
+    index = indices.clamp(0, n - 1).long()
     header = torch.empty(2, dtype=torch.int32, device=device)
-    header[:1] = places.numel()
+    header[:1] = indices.numel()
     header[1:] = failed
     update = acc.memory.lend(n, device)
-    kernels.add_sparse(update.flat, total[:-1], places, header, world.mean_of_shares, update.marks)
+    kernels.add_sparse(update.flat, total[:-1], indices, header, world.mean_of_shares, update.marks)
     values = acc.residual.index_select(0, index)
     acc.residual.index_copy_(0, index, torch.where(failed, values, 0.0))
     if acc.mask is not None:

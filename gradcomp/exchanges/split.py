@@ -16,7 +16,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import Form, Payload, World, gather, send
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import Codec, CountObserver, Entries, Taken
+from gradcomp.messages.sparse import Codec, CountObserver, Entries, Taken
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
 from gradcomp.native.kernels.sparse import add_within_largest
@@ -47,14 +47,14 @@ class Partition(NamedTuple):
         mean = taken / self.ranks
         return min(smallest, taken, math.ceil(SLACK * mean + DEVIATIONS * math.sqrt(mean)))
 
-    def locate(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Map places in the bucket to the ranks that own them and to places in their parts."""
-        run = places // LINE
+    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Map indices in the bucket to the ranks that own them and to indices in their parts."""
+        run = indices // LINE
         cycle = run // self.ranks
-        return (run + _rotation(cycle)) % self.ranks, cycle * LINE + places % LINE
+        return (run + _rotation(cycle)) % self.ranks, cycle * LINE + indices % LINE
 
-    def places(self, rank: int, local: Tensor) -> Tensor:
-        """Map places in a rank's part to places in the bucket."""
+    def indices(self, rank: int, local: Tensor) -> Tensor:
+        """Map indices in a rank's part to indices in the bucket."""
         return self._runs(rank, local // LINE) * LINE + local % LINE
 
     def copy(self, rank: int, residual: Tensor, memory: Memory) -> Tensor:
@@ -109,16 +109,16 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     update = acc.memory.lend(n, device)
     for rank, result in enumerate(results):
         values, local, header = codec.read(result)
-        kernels.add_sparse(update.flat, values, parts.places(rank, local).int(), header, world.mean_of_shares, update.marks)
+        kernels.add_sparse(update.flat, values, parts.indices(rank, local).int(), header, world.mean_of_shares, update.marks)
     codec.check(dict(enumerate(results)), update, parts.size)
     failed = ~update.flat[:1].isfinite()
-    arrived = (update.flat[dealt.places] != 0) & ~failed
+    arrived = (update.flat[dealt.indices] != 0) & ~failed
     returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)
-    acc.residual.index_add_(0, dealt.places.flatten(), returned.masked_fill(~dealt.used, 0.0).flatten())
-    acc.residual.index_add_(0, dealt.overflow_places, dealt.overflow_values)
-    places = parts.places(world.rank, sent_on).long()
+    acc.residual.index_add_(0, dealt.indices.flatten(), returned.masked_fill(~dealt.used, 0.0).flatten())
+    acc.residual.index_add_(0, dealt.overflow_indices, dealt.overflow_values)
+    indices = parts.indices(world.rank, sent_on).long()
     errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on).double()
-    add_within_largest(acc.residual, places, errors.masked_fill((update.flat[places] == 0) | failed, 0.0))
+    add_within_largest(acc.residual, indices, errors.masked_fill((update.flat[indices] == 0) | failed, 0.0))
     if observe is not None:
         observe(results)
     return update
@@ -127,28 +127,28 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
 class DealtEntries(NamedTuple):
     """The entries that a rank took, dealt out to the parts.
 
-    values, places in the bucket, local places in the part, and whether a slot is used: [ranks, capacity]. headers: [ranks, 2].
+    values, indices in the bucket, local indices in the part, whether a slot is used: [ranks, capacity]. headers: [ranks, 2].
     overflow: the entries beyond their part's capacity; values are zero for all others.
     """
 
     values: Tensor
-    places: Tensor
+    indices: Tensor
     local: Tensor
     used: Tensor
     headers: Tensor
     overflow_values: Tensor
-    overflow_places: Tensor
+    overflow_indices: Tensor
 
 
 def _deal(taken: Entries, parts: Partition) -> DealtEntries:
-    """Deal the taken entries out to the parts, in the order of their places."""
+    """Deal the taken entries out to the parts, in the order of their indices."""
     count, device = taken.values.numel(), taken.values.device
     capacity, position = parts.part_capacity(count), torch.arange(count, device=device)
     taken_slots = position < taken.header[0]
-    places = torch.where(taken_slots, taken.indices, 0).long()
-    owner, local = parts.locate(places)
+    indices = torch.where(taken_slots, taken.indices, 0).long()
+    owner, local = parts.locate(indices)
     owner, order = torch.where(taken_slots, owner, parts.ranks).sort(stable=True)
-    values, places, local = (array.index_select(0, order) for array in (taken.values, places, local))
+    values, indices, local = (array.index_select(0, order) for array in (taken.values, indices, local))
     begins = torch.searchsorted(owner, torch.arange(parts.ranks + 1, device=device))
     slots = begins[:-1, None] + torch.arange(capacity, device=device)
     used = slots < begins[1:, None]
@@ -157,19 +157,19 @@ def _deal(taken: Entries, parts: Partition) -> DealtEntries:
     headers = torch.stack([begins[1:] - begins[:-1], taken.header[1].expand(parts.ranks)], 1).int()
     return DealtEntries(
         values[slots].masked_fill(~used, 0.0),
-        places[slots].masked_fill(~used, 0),
+        indices[slots].masked_fill(~used, 0),
         local[slots].masked_fill(~used, 0).int(),
         used,
         headers,
         values.masked_fill(~overflow, 0.0),
-        places.masked_fill(~overflow, 0),
+        indices.masked_fill(~overflow, 0),
     )
 
 
 def _take_largest(
     codec: Codec, form: Form, capacity: int, sums: Tensor, headers: Tensor, memory: Memory
 ) -> tuple[Payload, Tensor]:
-    """Move the largest of a part's sums into a payload; the rounding error stays. Return the payload and its places.
+    """Move the largest of a part's sums into a payload; the rounding error stays. Return the payload and its indices.
 
     headers: those of the received payloads.
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc, Steps
 from gradcomp.core.requests import Payload, Requests, World, send
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import CountObserver, Entries, are_outside, check_places
+from gradcomp.messages.sparse import CountObserver, Entries, are_outside, check_indices
 from gradcomp.native import kernels
 from gradcomp.native.kernels.sparse import add_within_largest
 from gradcomp.native.memory import Memory
@@ -47,7 +47,7 @@ def send_from_root(payload: Payload, world: World) -> Requests[Payload]:
     return payload
 
 
-# Sums that a merge dropped, and their places in ascending order. A place may come twice, once with a sum of 0.
+# Sums that a merge dropped, and their indices in ascending order. An index may come twice, once with a sum of 0.
 Dropped = tuple[Tensor, Tensor]
 
 
@@ -81,9 +81,9 @@ def sparse_sum(
     result = yield from send_from_root(result, world)
     update = acc.memory.lend(n, acc.residual.device)
     header = header_of_used(result, n)
-    check_places(result["indices"].clamp(max=n - 1), n, "a rank")
+    check_indices(result["indices"].clamp(max=n - 1), n, "a rank")
     kernels.add_sparse(update.flat, result["values"], result["indices"], header, world.mean_of_shares, update.marks)
-    kept = [(sums / share, places) for sums, places in dropped]
+    kept = [(sums / share, indices) for sums, indices in dropped]
     _settle(acc, Entries(values, taken["indices"], taken["header"]), kept, result, update.flat, kept_share)
     if observe is not None:
         observe([result])
@@ -91,7 +91,7 @@ def sparse_sum(
 
 
 def pad_unused(payload: Payload, n: int) -> None:
-    """Give each unused entry the value 0 and a place of its own above the bucket's n entries, in ascending order."""
+    """Give each unused entry the value 0 and an index of its own above the bucket's n entries, in ascending order."""
     position = torch.arange(len(payload["values"]), dtype=torch.int32, device=payload.bytes.device)
     unused = position >= payload["header"][0]
     payload["values"].masked_fill_(unused, 0.0)
@@ -99,22 +99,22 @@ def pad_unused(payload: Payload, n: int) -> None:
 
 
 def header_of_used(payload: Payload, n: int) -> Tensor:
-    """Copy the payload's header, with the number of places inside the bucket as its count."""
+    """Copy the payload's header, with the number of indices inside the bucket as its count."""
     header = payload["header"].clone()
     header[0] = (payload["indices"] < n).sum()
     return header
 
 
 def merge_largest(first: Payload, second: Payload, memory: Memory | None = None) -> tuple[Payload, Dropped]:
-    """Add two payloads and keep the largest sums, as many as one payload holds; ties go to the lower place."""
+    """Add two payloads and keep the largest sums, as many as one payload holds; ties go to the lower index."""
     k = len(first["values"])
     indices, order = torch.cat([first["indices"], second["indices"]]).sort(stable=True)
     values = torch.cat([first["values"], second["values"]]).index_select(0, order)
     repeated = torch.zeros_like(indices, dtype=torch.bool)
-    repeated[1:] = indices[1:] == indices[:-1]  # a place comes twice at most
+    repeated[1:] = indices[1:] == indices[:-1]  # an index comes twice at most
     sums = values.masked_fill(repeated, 0.0)
     sums[:-1] += values[1:].masked_fill(~repeated[1:], 0.0)
-    # The sort key is a magnitude's bits plus one: only a repeated place has the key 0, a sum of 0 has not.
+    # The sort key is a magnitude's bits plus one: only a repeated index has the key 0, a sum of 0 has not.
     key = ((sums.view(torch.int32) & 0x7FFFFFFF) + 1).masked_fill(repeated, 0).view(torch.float32)
     merged = payloads.empty(first.form, indices.device)
     largest = torch.empty(k, dtype=torch.int32, device=indices.device)
@@ -125,24 +125,24 @@ def merge_largest(first: Payload, second: Payload, memory: Memory | None = None)
     return merged, (sums.masked_fill(key.view(torch.int32) == 0, 0.0), indices)  # the kernel set the winners' keys to 0
 
 
-def is_in(places: Tensor, chosen: Tensor) -> Tensor:
-    """Return a mask of the places that are among the chosen ones, which ascend."""
-    position = torch.searchsorted(chosen, places).clamp_(max=len(chosen) - 1)
-    return chosen.index_select(0, position) == places
+def is_in(indices: Tensor, chosen: Tensor) -> Tensor:
+    """Return a mask of the indices that are among the chosen ones, which ascend."""
+    position = torch.searchsorted(chosen, indices).clamp_(max=len(chosen) - 1)
+    return chosen.index_select(0, position) == indices
 
 
 def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, update: Tensor, kept_share: float) -> None:
     """Put back the taken entries that are not in the result, and the dropped sums of entries that are in it."""
     n, failed = acc.residual.numel(), ~update[:1].isfinite()
     used = taken.indices < n
-    places = taken.indices.clamp(max=n - 1).long()
+    indices = taken.indices.clamp(max=n - 1).long()
     sent = is_in(taken.indices, result["indices"]) & ~failed
     returned = torch.where(sent, kept_share * taken.values, taken.values)
-    acc.residual.index_add_(0, places, returned.masked_fill(~used, 0.0))
+    acc.residual.index_add_(0, indices, returned.masked_fill(~used, 0.0))
     if acc.mask is not None:
-        acc.mask.note(places, sent & used)
+        acc.mask.note(indices, sent & used)
     for values, indices in dropped:
         otherwise_lost = is_in(indices, result["indices"]) & ~are_outside(indices, n) & ~failed
-        places = indices.clamp(0, n - 1).long()
+        inside = indices.clamp(0, n - 1).long()
         returned = (1 - kept_share) * values.masked_fill(~otherwise_lost, 0.0)
-        add_within_largest(acc.residual, places, returned)
+        add_within_largest(acc.residual, inside, returned)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from gradcomp.core.compressor import Acc
 from gradcomp.core.requests import Field, Form, Payload
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import Codec, Entries, Taken, malformed
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOST_RANKS
 from gradcomp.native.memory import Update
@@ -22,9 +22,121 @@ from gradcomp.native.memory import Update
 # The largest biased exponent of a block.
 LARGEST_EXPONENT = 253
 
+# Receives a step's payloads. Their headers count the entries that wanted to travel.
+CountObserver = Callable[[Sequence[Payload]], None]
+
+
+class Entries(NamedTuple):
+    """Sparse entries: values, indices and header.
+
+    header: the number of selected entries, which may exceed the capacity, and the flag.
+    """
+
+    values: Tensor
+    indices: Tensor
+    header: Tensor
+
+
+class Taken(NamedTuple):
+    """Entries that a take kernel fills in, with the payload that carries them. entries: None once they are packed."""
+
+    codec: Codec
+    entries: Entries | None
+    payload: Payload
+
+    @property
+    def unpacked(self) -> Entries:
+        """The entries, for exchanges that do not send them as they are."""
+        assert self.entries is not None
+        return self.entries
+
+
+class Codec(ABC):
+    """A codec of sparse entries. The two subclasses hold all that differs between them."""
+
+    @abstractmethod
+    def form(self, n: int, capacity: int) -> Form:
+        """Describe a payload of this capacity for a bucket of n entries."""
+
+    @abstractmethod
+    def allocate(self, acc: Acc, capacity: int) -> Taken:
+        """Allocate for `capacity` of acc's entries. A take kernel must fill them in before the caller yields."""
+
+    @abstractmethod
+    def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
+        """Write entries into a payload with a filled header. Add the rounding error to the residual, if given."""
+
+    @abstractmethod
+    def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
+        """Pack the taken entries into their payload. Add the rounding error to the residual, if given."""
+
+    @abstractmethod
+    def read(self, payload: Payload) -> Entries:
+        """Read the entries of a payload. COMPACT sets the header's flag if the payload is malformed."""
+
+    @abstractmethod
+    def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
+        """Add payloads, one after the other. The update's first entry becomes NaN if one is flagged or malformed."""
+
+    @abstractmethod
+    def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
+        """Put kept_share times the sent entries back into the residual; put all of them back if the update is not finite."""
+
+    @abstractmethod
+    def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
+        """Return the indices that a payload names. They are unchecked and may lie outside the bucket."""
+
+    def take(self, acc: Acc, k: int, mask: kernels.Mask | None = None, packs: bool = False) -> Taken:
+        """Move the k largest entries out of acc, in index order. The mask, if given, notes them.
+
+        packs: pack them in the same call, if the codec can; their rounding error then stays in the residual.
+        """
+        taken = self.allocate(acc, k)
+        kernels.take_topk(acc.residual, k, *taken.unpacked, mask, acc.flag, acc.peaks, acc.memory)
+        return taken
+
+    def take_above(
+        self, acc: Acc, capacity: int, bar: kernels.Bar, mask: kernels.Mask | None = None, packs: bool = False
+    ) -> Taken:
+        """Move the entries above the bar out of acc, at most `capacity`, and steer the bar. mask, packs: see take()."""
+        options = {"from_zero": bar.from_zero, "live": bar.live, "pooled": bar.pooled}
+        kernels.set_thresholds(bar.moments, bar.ends, bar.lam, bar.thresholds, **options)
+        taken = self.allocate(acc, capacity)
+        layers = bar.ends, bar.thresholds
+        kernels.take_above(acc.residual, *layers, *taken.unpacked, mask, acc.flag, acc.peaks, acc.memory)
+        if bar.target is not None:
+            kernels.steer(bar.lam, taken.unpacked.header, bar.target)
+        return taken
+
+    def add_and_settle(
+        self,
+        update: Update,
+        received: Sequence[Payload],
+        scale: float,
+        residual: Tensor,
+        payload: Payload,
+        kept_share: float = 0.0,
+    ) -> None:
+        """Add the payloads of all ranks to the update, and settle this rank's own."""
+        self.add(update, received, scale)
+        self.settle(residual, payload, update, kept_share)
+
+    def check(self, received: Mapping[int, Payload], update: Update, n: int) -> None:
+        """Raise if a payload is malformed, and name its rank. Finite updates, and those on a GPU, are not checked."""
+        if not update.flat.is_cuda and not math.isfinite(update.first):
+            for rank, payload in received.items():
+                self.check_one(payload, n, f"rank {rank}")
+
+    def check_one(self, payload: Payload, n: int, sender: str) -> None:
+        """Raise if a payload for a bucket of n entries is malformed."""
+        wanted, flag = payload["header"].tolist()
+        if wanted < 0 or flag not in (0, 1):
+            raise malformed(sender, f"its header holds the count {wanted} and the flag {flag}")
+        check_indices(self.indices(payload, wanted, sender), n, sender)
+
 
 class Exact(Codec):
-    """The codec of wire=exact: values and places of 32 bits each."""
+    """The codec of wire=exact: values and indices of 32 bits each."""
 
     def form(self, n: int, capacity: int) -> Form:
         return _exact_form(capacity)
@@ -50,12 +162,12 @@ class Exact(Codec):
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
         kernels.settle_sparse(residual, *self.read(payload), update.flat, kept_share)
 
-    def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
+    def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         return payload["indices"][:wanted]
 
 
 class Compact(Codec):
-    """The codec of wire=compact: places in the bits that they need, values as powers of two."""
+    """The codec of wire=compact: indices in the bits that they need, values as powers of two."""
 
     def form(self, n: int, capacity: int) -> Form:
         return _compact_form(n, capacity)
@@ -124,7 +236,7 @@ class Compact(Codec):
         arrays = payload["blocks"], payload["entries"], payload["header"]
         kernels.settle_packed(residual, *arrays, update.flat, _sizes(payload)[1], kept_share)
 
-    def places(self, payload: Payload, wanted: int, sender: str) -> Tensor:
+    def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         counts, exponents = payload["blocks"] & 0xFFFFFF, (payload["blocks"] >> 24) & 0xFF
         if (counts > kernels.BLOCK).any() or (exponents > LARGEST_EXPONENT).any():
             raise malformed(
@@ -135,7 +247,7 @@ class Compact(Codec):
             raise malformed(sender, f"its blocks count {int(counts.sum())} entries, but it holds {held}")
         read = self.read(payload)
         if int(read.header[1]) != int(payload["header"][1]):
-            raise malformed(sender, "its places are not as many as its blocks count, or lie outside the bucket")
+            raise malformed(sender, "its indices are not as many as its blocks count, or lie outside the bucket")
         return read.indices[:held]
 
 
@@ -181,3 +293,18 @@ def ratio_knob(default: float = 0.01) -> Any:
 def count_of(ratio: float, n: int) -> int:
     """Return the number of entries in this share of n: at least one."""
     return min(n, max(1, math.ceil(ratio * n)))
+
+
+def check_indices(indices: Tensor, n: int, sender: str) -> None:
+    """Raise if indices that came lie outside a bucket of n entries. Those on a GPU are not checked."""
+    if indices.device.type == "cpu" and are_outside(indices, n).any():
+        raise malformed(sender, f"it names indices outside the bucket of {n} entries")
+
+
+def are_outside(indices: Tensor, n: int) -> Tensor:
+    """Return a mask of the indices outside a bucket of n entries."""
+    return (indices < 0) | (indices >= n)
+
+
+def malformed(sender: str, fault: str) -> ValueError:
+    return ValueError(f"the payload of {sender} is malformed: {fault}; run the same gradcomp on all ranks")

@@ -27,7 +27,7 @@ def test_every_entry_is_in_one_place_of_one_part(n: int, ranks: int, seed: int) 
     for rank in range(ranks):
         own = (owners == rank).nonzero().flatten()
         assert (local[own] < parts.size).all()
-        assert torch.equal(parts.places(rank, local[own]), own)
+        assert torch.equal(parts.indices(rank, local[own]), own)
         part = torch.zeros(parts.size)
         part[local[own]] = own + 1.0
         assert torch.equal(parts.copy(rank, torch.arange(1.0, n + 1), Memory()), part)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.core.requests import Form, Payload
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.levels import LevelRounding, RoundingRule
+from gradcomp.messages.rounding import LevelRounding, RoundingRule
 from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import extension, kernels
 from gradcomp.native.memory import Memory, Update

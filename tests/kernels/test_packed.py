@@ -229,8 +229,8 @@ def test_places_outside_the_bucket_are_not_packed(device: torch.device, place: i
         (lambda p: p["header"].__setitem__(0, 4), "its blocks count 5 entries, but it holds 4"),
         (lambda p: p["blocks"].__setitem__(1, 0x0012FFFF), "a block holds more than 65536 entries"),
         (lambda p: p["blocks"].__setitem__(0, (255 << 24 | 5) - (1 << 32)), "its exponent is above 253"),
-        (lambda p: p["blocks"].copy_(torch.tensor([0, 5])), "its places are not as many as its blocks count, or lie outside"),
-        (lambda p: p["entries"].__setitem__(0, -1), "its places are not as many as its blocks count, or lie outside"),
+        (lambda p: p["blocks"].copy_(torch.tensor([0, 5])), "its indices are not as many as its blocks count, or lie outside"),
+        (lambda p: p["entries"].__setitem__(0, -1), "its indices are not as many as its blocks count, or lie outside"),
     ],
 )
 def test_malformed_payloads_get_a_sentence(change: object, sentence: str) -> None:

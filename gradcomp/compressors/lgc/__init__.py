@@ -29,7 +29,7 @@ from gradcomp.compressors.lgc.common_entries import CommonEntries, CommonIndices
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, SUMMARY_LENGTH, CodeError, Phases
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.core.requests import Field, Requests, World, reduce
-from gradcomp.exchanges import dense, routes
+from gradcomp.exchanges import routes
 from gradcomp.knobs import knob
 from gradcomp.messages.sparse import CODECS, count_of, ratio_knob, wire_knob
 from gradcomp.native import kernels
@@ -109,7 +109,7 @@ class Lgc(Compressor):
         coder, update = self._coder(state, world), Update(state.update)
         state.phase = phase = state.phases.begin_step(acc.rates)
         if phase == DENSE:
-            update = yield from dense.allreduce(acc, world, state.update)
+            update = yield from routes.send_all(acc, world, state.update)
         else:
             yield from self._exchange_sparse(acc, state, coder, world)
         state.phases.end_step(phase)

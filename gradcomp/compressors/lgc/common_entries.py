@@ -20,9 +20,8 @@ from gradcomp.core.requests import Field, Form, Payload, Requests, World, gather
 from gradcomp.exchanges.split import Partition
 from gradcomp.messages import ascending
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.codec import Codec
 from gradcomp.messages.payload import wrap
-from gradcomp.messages.sparse import EXACT, count_of
+from gradcomp.messages.sparse import EXACT, Codec, count_of
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST, LINE
 from gradcomp.native.memory import Memory
@@ -96,7 +95,7 @@ class IndexSelection:
     def locate(self, chosen: Tensor, row: int) -> Tensor:
         """Map the packed indices of a row to indices among the n entries."""
         keys = ascending.unpack(chosen, self.key_limit, self.k)
-        return self.parts.places(row, keys % self.parts.size).clamp(0, self.parts.n - 1)
+        return self.parts.indices(row, keys % self.parts.size).clamp(0, self.parts.n - 1)
 
     def share(self, chosen: dict[str, Tensor], form: Form, device: torch.device) -> Requests[list[Payload]]:
         """Send each row's payload from its leader to all ranks. chosen: this rank's row; empty on a rank that does not lead."""

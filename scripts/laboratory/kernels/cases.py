@@ -17,8 +17,8 @@ import gradcomp
 from gradcomp.compressors.bingrad import BinGrad
 from gradcomp.compressors.gs_sgd import GsSgd
 from gradcomp.compressors.orq import Orq
-from gradcomp.messages.levels import LevelRounding
 from gradcomp.messages.payload import empty
+from gradcomp.messages.rounding import LevelRounding
 from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOMENTS

@@ -88,7 +88,7 @@ def test_a_leader_chooses_the_largest_of_its_part(world: int, n: int) -> None:
         of = at(rank, world, n)
         found = chosen(of, value)
         row = of.leaders.index(rank)
-        part = of.parts.places(row, torch.arange(of.parts.size))
+        part = of.parts.indices(row, torch.arange(of.parts.size))
         part = part[part < n]
         seen[part] += 1
         wanted = part[value[part].abs().topk(of.k).indices]

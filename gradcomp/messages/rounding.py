@@ -1,8 +1,10 @@
-"""Payloads of rounded entries: each group of entries has a few levels, and each entry travels as the number of its level."""
+"""Payloads of rounded entries: in 16 bits each, or a few levels of each group and the number of each entry's level."""
 
 from __future__ import annotations
 
 import functools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +17,88 @@ from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOST_RANKS
 from gradcomp.native.memory import Memory
+
+# The types of 16 bits, by the knob's values.
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Rounding(ABC):
+    """A way to round n entries into payloads of one form, and to read them back. payload["header"][1] is their flag."""
+
+    form: Form
+
+    @abstractmethod
+    def take(
+        self,
+        residual: Tensor,
+        bounds: Tensor | None,
+        flag: Tensor | None,
+        key: int,
+        payload: Payload | None = None,
+        memory: Memory | None = None,
+    ) -> Payload:
+        """Move the rounded entries out of the residual into a payload; the rounding error stays.
+
+        bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
+        key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
+        memory: lends scratch.
+        """
+
+    @abstractmethod
+    def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
+        """Add scale times the entries of each payload to the target, one payload after the other."""
+
+    @abstractmethod
+    def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
+        """Put all taken entries back if the update is not finite."""
+
+    def add_and_settle(
+        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+    ) -> None:
+        """Add the payloads that were received to the update, and settle the one that this rank sent."""
+        self.add(update, received, scale)
+        self.settle(residual, payload, update)
+
+
+class HalfRounding(Rounding):
+    """Sends entries in 16 bits, each by itself."""
+
+    def __init__(self, kind: str, n: int):
+        self.n, self._most = n, torch.finfo(HALF_TYPES[kind]).max
+        self.form: Form = (Field("header", torch.int32, 2), Field("values", HALF_TYPES[kind], n))
+
+    def take(
+        self,
+        residual: Tensor,
+        bounds: Tensor | None,
+        flag: Tensor | None,
+        key: int,
+        payload: Payload | None = None,
+        memory: Memory | None = None,
+    ) -> Payload:
+        # With a flag, entries too large for 16 bits stay in the residual. Without one they become infinite, as in a cast.
+        payload = payloads.empty(self.form, residual.device) if payload is None else payload
+        values = self._values(payload)
+        kernels.write_header(payload["header"], flag)
+        if flag is None:
+            values.copy_(residual)
+        else:
+            values.copy_(residual.clamp(-self._most, self._most))
+        residual.sub_(values)
+        return payload
+
+    def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
+        for payload in received:
+            target.add_(self._values(payload), alpha=scale)
+            target[:1].masked_fill_(payload["header"][1:] != 0, math.nan)
+
+    def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
+        refused = ~update[:1].isfinite()
+        if residual.is_cuda or refused:  # to ask a GPU would be to wait for it
+            residual.add_(self._values(payload) * refused)
+
+    def _values(self, payload: Payload) -> Tensor:
+        return payload["values"][: self.n]
 
 
 @dataclass(frozen=True)
@@ -34,8 +118,8 @@ class RoundingRule:
     sent: Literal["all", "top", "ends"] = "all"
 
 
-class LevelRounding:
-    """Rounds n entries into payloads of one form, and reads them back."""
+class LevelRounding(Rounding):
+    """Sends a few levels of each group, and for each entry the number of its level."""
 
     def __init__(self, rule: RoundingRule, n: int):
         self.rule = rule
@@ -57,12 +141,6 @@ class LevelRounding:
         payload: Payload | None = None,
         memory: Memory | None = None,
     ) -> Payload:
-        """Move the rounded entries out of the residual into a payload; the rounding error stays.
-
-        bounds: the lowest and the highest value of each group; None = unbounded. flag: not 0 if a gradient is not finite.
-        key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
-        memory: lends scratch.
-        """
         rule, device = self.rule, residual.device
         payload = payloads.empty(self.form, device) if payload is None else payload
         if self._is_whole(payload):
@@ -81,7 +159,6 @@ class LevelRounding:
         return payload
 
     def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
-        """Add scale times the entries of each payload to the target, one payload after the other."""
         levels, words = [*map(self._levels, received)], [*map(self._words, received)]
         headers = [payload["header"] for payload in received]
         kernels.add_levels(target, levels, words, headers, self.rule.group, self.rule.count, scale)
@@ -89,16 +166,13 @@ class LevelRounding:
     def add_and_settle(
         self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
     ) -> None:
-        """Add the payloads that were received to the update, and settle the one that this rank sent."""
         if len(received) <= MOST_RANKS and self._is_whole(payload) and all(map(self._is_whole, received)):
             sent, rule = [each.bytes for each in received], self.rule
             kernels.add_and_settle_levels(update, sent, rule.group, rule.count, scale, residual, payload.bytes)
         else:
-            self.add(update, received, scale)
-            self.settle(residual, payload, update)
+            super().add_and_settle(update, received, scale, residual, payload)
 
     def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
-        """Put all taken entries back if the update is not finite."""
         kernels.settle_levels(residual, self._levels(payload), self._words(payload), self.rule.group, self.rule.count, update)
 
     def _is_whole(self, payload: Payload) -> bool:
