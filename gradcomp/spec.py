@@ -69,7 +69,15 @@ def auto_of(spec: str | Compressor) -> Auto | None:
 
 
 def names() -> list[str]:
-    """List the names of all compressors."""
+    """List the names of all compressors.
+
+    Returns:
+        The names that a spec can begin with, in alphabetical order. `auto` is none of them: it chooses a compressor.
+
+    Examples:
+        >>> "topk" in gradcomp.names()
+        True
+    """
     return list(_names())
 
 
@@ -97,10 +105,24 @@ def kind_of(name: str) -> type[Compressor]:
 
 
 def make(spec: str | Compressor) -> Compressor:
-    """Make the compressor that a spec describes: "name" or "name:knob=value,knob=value".
+    """Make the compressor that a spec describes.
 
-    Rules for layers may follow; the first pattern that matches a layer's name decides: `"sdagc; *.bias=dense; embed*=topk"`.
     A compressor that needs error feedback gets it unless the spec says feedback=false. This includes compressor objects.
+
+    Args:
+        spec: `"name"` or `"name:knob=value,knob=value"`. Rules for layers may follow, as in
+            `"sdagc; *.bias=dense; embed*=topk"`: the first pattern that matches a layer's name decides. Or a compressor.
+
+    Returns:
+        The compressor. Its `str()` is the canonical spec: the name, and the knobs that differ from their defaults.
+
+    Raises:
+        ValueError: The name or a knob is unknown, or a value is out of its range. The message names the nearest known one.
+        TypeError: The spec is neither a text nor a compressor.
+
+    Examples:
+        >>> str(gradcomp.make("topk:ratio=0.010,momentum=0.9"))
+        'topk:momentum=0.9'
     """
     if isinstance(spec, Compressor):
         return _wrap(spec, {})
@@ -117,8 +139,19 @@ def make(spec: str | Compressor) -> Compressor:
 def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -> Compressor:
     """Make a compressor that compresses layers by rules. The first pattern that matches a layer's name decides.
 
-    rules: {pattern: spec or compressor}; patterns are those of file names. default: for layers that no pattern matches.
-    `by_layer({"*.bias": "dense", "embed*": "topk"}, "sdagc")` equals `make("sdagc; *.bias=dense; embed*=topk")`.
+    Args:
+        rules: A spec or a compressor by pattern. Patterns are those of file names: `*` stands for any characters.
+        default: The spec or compressor of layers that no pattern matches.
+
+    Returns:
+        The compressor, the same as `make()` makes of a spec with rules.
+
+    Raises:
+        ValueError: A spec or a pattern cannot be used. The message says why.
+
+    Examples:
+        >>> str(gradcomp.by_layer({"*.bias": "dense", "embed*": "topk"}, "sdagc"))
+        'sdagc; *.bias=dense; embed*=topk'
     """
     return _by_layer(list(rules.items()), default)
 
@@ -126,7 +159,17 @@ def by_layer(rules: Mapping[str, str | Compressor], default: str | Compressor) -
 def describe(name: str) -> str:
     """Describe a compressor: its method, and its knobs with their defaults and ranges.
 
-    name: a compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
+    Args:
+        name: A compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
+
+    Returns:
+        Text for a terminal, as `python -m gradcomp describe NAME` prints it.
+
+    Raises:
+        ValueError: The name or a knob is unknown, or a value is out of its range.
+
+    Examples:
+        >>> print(gradcomp.describe("topk:ratio=0.05"))  # doctest: +SKIP
     """
     first, *rest = (part.strip() for part in name.split(";"))
     if not rest and (auto := auto_of(first)) is not None:

@@ -28,7 +28,13 @@ Steps = Requests[Update]
 
 
 class Layer(NamedTuple):
-    """One parameter: its number of entries, its device and its number of dimensions."""
+    """One parameter.
+
+    Attributes:
+        size: Its number of entries.
+        device: The device that it is on.
+        dims: Its number of dimensions.
+    """
 
     size: int
     device: torch.device
@@ -36,7 +42,13 @@ class Layer(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The layers of a bucket, one after the other in one flat array."""
+    """The layers of a bucket, one after the other in one flat array.
+
+    Attributes:
+        names: The names of the layers.
+        sizes: Their numbers of entries.
+        device: The device that they are on.
+    """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -61,13 +73,14 @@ class Layout(NamedTuple):
 class Acc:
     """The accumulator that a compressor works on. One bucket has one acc in each step.
 
-    residual: accumulates the gradient and the unsent entries of earlier steps, flat, in float32; after a step, the error.
-    memory: lends updates, and scratch to kernels.
-    mask: notes which entries are sent, for momentum; None where nobody needs it.
-    flag: int32[1], not 0 where a gradient was not finite; None where gradients were not checked.
-    moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor that needs them.
-    rates: the learning rate of each layer; None where no optimizer is known.
-    peaks: the largest magnitude in each line of 64 entries. On a CPU, takes skip lines by it. None elsewhere.
+    Attributes:
+        residual: The gradient plus the unsent entries of earlier steps, flat, in float32; after a step, the error.
+        memory: Lends updates, and scratch to kernels.
+        mask: Notes which entries are sent, for momentum; None if no momentum needs it.
+        flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
+        moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor whose traits ask for them.
+        rates: The learning rate of each layer; None if no optimizer is known.
+        peaks: The largest magnitude in each line of 64 entries. On a CPU, takes skip lines by it. None elsewhere.
     """
 
     residual: Tensor
@@ -83,17 +96,19 @@ class Acc:
 class Traits:
     """The properties of a configured compressor that the engine must know.
 
-    whole_model: it needs all layers in one bucket, so that its exchange does not overlap with backward.
-    exact: its updates are means, but for the rounding of a float: error feedback and a local momentum have no use.
-    fed_back: by default it has error feedback.
-    outermost: it contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
-    moments: it reads statistics of each layer of the residual.
-    selects: it sends some entries in a step and leaves the others. sparse: it uses the peaks to find them.
-    momentum: the momentum that it keeps itself.
-    rates: it uses the learning rates where they are known, or it needs them.
-    ends: it treats the model's first and last layers differently from the others.
-    shares_residual: a part of a rank's residual may lie on another rank.
-    learns: it sends other messages once it has learned how, so that some steps do not show what the others take.
+    Attributes:
+        whole_model: It needs all layers in one bucket, so that its exchange does not overlap with backward.
+        exact: Its updates are means, but for the rounding of a float: error feedback and a local momentum have no use.
+        fed_back: By default it has error feedback.
+        outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
+        moments: It reads statistics of each layer of the residual.
+        selects: It sends some entries in a step and leaves the others.
+        sparse: It uses the peaks to find the entries that it sends.
+        momentum: The momentum that it keeps itself.
+        rates: It uses the learning rates if they are known, or it needs them.
+        ends: It treats the model's first and last layers differently from the others.
+        shares_residual: A part of a rank's residual may lie on another rank.
+        learns: It sends other messages once it has learned, so that the time of some steps does not show that of the others.
     """
 
     whole_model: bool = False
@@ -116,7 +131,19 @@ class Compressor(ABC):
     A subclass must define exchange(); every other method has a default. str() gives the canonical spec: the name, and the knobs
     that differ from their defaults. make(str(compressor)) is the same compressor if a spec can name it.
 
-    for_auto: specs among which auto may choose, by the loss that it must be allowed: none, low or high.
+    Attributes:
+        for_auto: Specs among which auto may choose, by the loss that it must be allowed: none, low or high.
+
+    Examples:
+        A compressor that sends a share of the entries as they are, with gradcomp's routes:
+
+            @dataclass(frozen=True)
+            class TopK(Compressor):
+                ratio: float = knob(0.01, "share of entries sent", above=0, most=1)
+
+                def exchange(self, acc, state, world):
+                    taken = routes.take(acc, count_of(self.ratio, acc.residual.numel()), "exact", "allgather")
+                    return (yield from routes.exchange(acc, taken, world, "allgather"))
     """
 
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {}
@@ -148,7 +175,15 @@ class Compressor(ABC):
         return Traits()
 
     def init(self, layout: Layout, seed: int) -> Any:
-        """Make the state that one bucket keeps between steps."""
+        """Make the state that one bucket keeps between steps.
+
+        Args:
+            layout: The layers of the bucket.
+            seed: The seed of random numbers, the same on all ranks.
+
+        Returns:
+            Any object; exchange() gets it in every step.
+        """
         return None
 
     @abstractmethod
@@ -156,6 +191,17 @@ class Compressor(ABC):
         """Move the entries that it sends out of acc.residual. Return the mean update over the ranks. The rest is the error.
 
         The law of conservation: mean(acc.residual before) == mean(acc.residual after) + update.
+
+        Args:
+            acc: The accumulator of the bucket. The exchange changes its residual in place.
+            state: The bucket's state, from init().
+            world: The ranks.
+
+        Yields:
+            Requests to the network. All ranks yield the same ones, at least one.
+
+        Returns:
+            The update, the same bits on all ranks.
         """
 
     def choose(self, name: str, layer: Layer) -> Compressor:

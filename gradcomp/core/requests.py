@@ -17,7 +17,10 @@ from torch import Tensor
 class World(NamedTuple):
     """The ranks of an exchange, seen from one of them.
 
-    rank: this rank's number. size: the number of ranks. hosts: each rank's host as a number; None where hosts are unknown.
+    Attributes:
+        rank: This rank's number.
+        size: The number of ranks.
+        hosts: Each rank's host as a number; None if hosts are unknown.
     """
 
     rank: int
