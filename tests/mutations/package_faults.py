@@ -23,7 +23,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a residual is dropped: entries beyond a part's capacity are lost",
         "gradcomp/exchanges",
-        "acc.residual.index_add_(0, dealt.overflow_places, dealt.overflow_values)\n",
+        "acc.residual.index_add_(0, dealt.overflow_indices, dealt.overflow_values)\n",
         "pass\n",
         ("test_split.py", "test_laws.py"),
     ),
