@@ -131,7 +131,7 @@ def test_termination_leaves_no_process_behind() -> None:
     try:
         assert running.stderr is not None
         for line in running.stderr:
-            if "loopback: " in line:  # the ranks' progress
+            if "by horovod: " in line:  # the ranks' progress
                 break
         commands = list(started_with(mark.encode()).values())
         assert sum("-m laboratory.harness.rank" in command for command in commands) >= 2
@@ -164,10 +164,10 @@ def launched(door: str, own: list[str]) -> dict[str, Any]:
 def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
     """As `lab train` launches them: steps that fit a turn, and the optimizer's own momentum."""
     pytest.importorskip("horovod.torch", reason="harness/rank.py was NOT tested: Horovod is not installed")
-    lines = launched(ways.HOROVOD, ["none", "sync", "stock", "fp16", EXACT, GTOPK, SKETCHED, "auto"])
+    lines = launched(ways.HOROVOD, ["none", "stock", "fp16", EXACT, GTOPK, SKETCHED, "auto"])
     parameters = lines.pop("parameters")
     sent = {way: line["bytes_per_step"] for way, line in lines.items()}
-    assert sent["none"] == sent["sync"] == 0
+    assert sent["none"] == 0
     assert sent["stock"] == 2 * sent["fp16"] == 4 * parameters
     assert sent[EXACT] >= 8 * parameters and sent[GTOPK] < sent[SKETCHED] < sent["stock"]
     assert abs(lines["stock"]["loss"] - lines[EXACT]["loss"]) < 1e-5  # the same training
@@ -176,7 +176,7 @@ def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
 
 @pytest.mark.slow
 def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
-    own = ["none", "sync", "stock", "bf16", "bf16:steps=4", "fp16", "powersgd:rank=1", "dense", "auto"]
+    own = ["none", "stock", "bf16", "bf16:steps=4", "fp16", "powersgd:rank=1", "dense", "auto"]
     lines = launched(ways.DDP, own)
     parameters = lines.pop("parameters")
     assert lines["stock"]["bytes_per_step"] == 2 * lines["bf16"]["bytes_per_step"] == 4 * parameters
@@ -233,7 +233,7 @@ def test_an_emulated_host_counts_what_its_interface_sends(tmp_path: Path) -> Non
         ("powersgd:rank=0", "write for example powersgd:rank=4"),
         ("none:ratio=1", "write for example none"),
         ("grace:ratio=2", "write for example grace:ratio=0.01"),
-        ("tpk", "did you mean 'topk'.*beside gradcomp's specs: none, sync, stock"),
+        ("tpk", "did you mean 'topk'.*beside gradcomp's specs: none, stock"),
         ("auto:loss=much", "loss"),
     ],
 )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from laboratory import machine
 from laboratory.refusal import Refused
-from laboratory.report import plots, progress, results, tables
+from laboratory.report import progress, results, tables
 
 
 def test_a_table_is_aligned() -> None:
@@ -33,20 +30,6 @@ def test_progress_comes_in_lines_where_there_is_no_terminal(capsys: pytest.Captu
     assert [line.split()[:2] for line in capsys.readouterr().err.splitlines()] == [["step", "4"]]
 
 
-def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    monkeypatch.setattr(sys, "stderr", out)
-    shown = progress.Progress()
-    shown("step 2/4", 0.5)
-    shown.end()
-    assert f"[{'#' * 15}{'.' * 15}] step 2/4" in out.getvalue()
-    assert out.getvalue().endswith("\r\033[K")
-
-
 def test_a_result_file_names_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = argparse.Namespace(subcommand="kernels", command="scripts/lab kernels", name=None, out=tmp_path)
     path = results.path_of(chosen, "cpu-x")
@@ -64,13 +47,3 @@ def test_a_broken_file_of_finished_work_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(Refused, match=r"run\.json in .* is not JSON; delete it"):
         results.read(tmp_path / "run.json")
-
-
-def test_machines_are_named_by_their_model() -> None:
-    assert machine.slug("AMD EPYC 7B13 (64-Core)") == "amd-epyc-7b13-64-core"
-    assert machine.describe().keys() == {"cpu", "cores", "memory_gib"}
-
-
-def test_many_specs_differ_in_a_picture() -> None:
-    styles = [plots.style(i, "dense" if i == 0 else "topk") for i in range(30)]
-    assert len(set(styles)) == len({(style.colour, style.mark) for style in styles}) == 30

@@ -18,14 +18,13 @@ pytest.importorskip("PIL", reason="the tasks were NOT tested: Pillow is not inst
 
 from PIL import Image
 
-from laboratory.harness import settings
 from laboratory.harness.measured import Training
 from laboratory.harness.simulated import train
 from laboratory.main import main
 from laboratory.study import plots
 from laboratory.tasks import cifar, nets, prepared, texts, training
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import OF_SOME, Settings
+from laboratory.tasks.task import Settings
 from laboratory.tasks.texts import LENGTH, Transformer
 
 WITH_DATA = [name for name, task in TASKS.items() if task.source is not None]
@@ -66,7 +65,7 @@ def test_two_steps_of_every_task_through_the_command_line(
         lines = {line["spec"]: line for line in task["lines"]}
         assert list(lines) == ["dense", specs]
         assert all(line["score"] is not None for line in lines.values())
-        assert lines["dense"]["compression"] == 1 < lines[specs]["compression"] and lines[specs]["squared_error"] > 0
+        assert lines["dense"]["compression"] == 1 < lines[specs]["compression"]
         assert TASKS[name].source is not None and task["data"].startswith(TASKS[name].source.name)
     assert platform.python_version() in result["tasks"]["library"]["data"]
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "data").iterdir()}
@@ -131,15 +130,6 @@ def test_a_wrong_setting_is_refused(text: str, message: str, capsys: pytest.Capt
     assert f"{text.partition('=')[0]}={text.partition('=')[2]!r} is not {message}" in capsys.readouterr().err
 
 
-def test_only_settings_that_a_task_has_are_listed() -> None:
-    lines = {line.split()[0]: line for line in settings.described().splitlines()[1:]}
-    assert all(name not in lines["mlp"] for name in OF_SOME)
-    assert "weight_decay=0.0005, warmup=0.05, depth=1" in lines["cifar"] and "beta2=0.95, depth=4" in lines["library"]
-
-
-# --- Optimizers and learning rates ---
-
-
 def test_a_cosine_rises_and_falls() -> None:
     rates = [training.cosine_rate(step, 100, 0.1) for step in (1, 5, 10, 55, 100)]
     assert rates == pytest.approx([0.1, 0.5, 1, 0.505, 0.01])
@@ -174,9 +164,6 @@ def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None
     assert shrunk[1] == pytest.approx(1000 * 0.001 * 0.005, rel=0.02)
 
 
-# --- Nets ---
-
-
 @pytest.mark.parametrize(("name", "parameters"), [("cifar", 308_826), ("cifar-large", 2_760_442), ("shakespeare", 1_334_720)])
 def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> None:
     own = TASKS[name].defaults
@@ -184,16 +171,6 @@ def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> 
         model = Transformer(0, own.width, own.depth) if own.beta2 else nets.residual(0, own.width, own.depth)
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert f"{parameters / 1e6:.1f} million parameters" in TASKS[name].about
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_residual_net_halves_its_pictures(depth: int) -> None:
-    model = nets.residual(0, 2, depth)
-    blocks = [each for each in model if isinstance(each, nets.Block)]
-    assert len(blocks) == nets.STAGES * depth
-    inside = model[:-3](torch.zeros(3, 3, 32, 32))
-    assert inside.shape == (3, 16, 2, 2)
-    assert model(torch.zeros(3, 3, 32, 32)).shape == (3, 10)
 
 
 def test_a_transformer_sees_no_later_byte() -> None:
@@ -208,9 +185,6 @@ def test_a_transformer_sees_no_later_byte() -> None:
     assert torch.equal(model(text), Transformer(0, 32, 2)(text))  # the seed decides the weights
     chance = torch.nn.functional.cross_entropy(before.flatten(0, 1), text.flatten())
     assert float(chance.detach()) == pytest.approx(math.log(256), rel=0.02)
-
-
-# --- Data ---
 
 
 def test_pictures_are_decoded_and_split(data: Path) -> None:
@@ -269,12 +243,6 @@ def test_the_library_is_read_in_one_order_without_tests(tmp_path: Path) -> None:
     assert found == texts.library_raw(tmp_path)
     real = texts.library_raw()
     assert 3_000_000 < len(real) <= texts.LIBRARY_BYTES
-
-
-def test_the_last_tenth_of_a_text_is_held_out() -> None:
-    arrays = texts.decode(bytes(range(200)) * 10)
-    assert bytes(torch.cat([arrays["train"], arrays["held_out"]]).tolist()) == bytes(range(200)) * 10
-    assert (len(arrays["train"]), len(arrays["held_out"])) == (1800, 200)
 
 
 def test_other_data_make_another_prepared_file(data: Path, tmp_path: Path) -> None:

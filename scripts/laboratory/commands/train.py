@@ -15,7 +15,7 @@ from laboratory.report import results
 from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
 
-WAYS = "none,sync,stock,fp16,dense,topk:ratio=0.001,sdagc:density=0.001,small=pool"
+WAYS = "none,stock,fp16,dense,topk:ratio=0.001,sdagc:density=0.001,small=pool"
 
 # The digits' settings for step times.
 OF_DIGITS: list[settings.Change] = [(None, "lr", 0.05), (None, "batch", 64), (None, "momentum", 0.0)]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from laboratory.harness import ways
 from laboratory.harness.simulated import clip as shorten
-from laboratory.harness.trainee import Fitted, Synced
+from laboratory.harness.trainee import Fitted
 
 # The hook starts later reductions of a bucket from gloo's threads. With several buckets their order differs between ranks, and
 # gloo adds up tensors of different buckets, or aborts. So it gets one bucket, of up to so many megabytes.
@@ -50,8 +50,6 @@ class Door:
         name, number = found
         if name == "none":
             return Fitted(model, optimizer, lambda: 0)
-        if name == "sync":
-            return Fitted(model, Synced(optimizer, lambda: dist.all_reduce(torch.zeros(1))), lambda: 0)
         entries = sum(parameter.numel() for parameter in model.parameters())
         wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if clip or name == "powersgd" else None)
         state, hook, sent = None, _HOOKS[name], (2 if name in ("bf16", "fp16") else 4) * entries // int(number)

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradcomp.horovod
 from laboratory.harness import projects, ways
-from laboratory.harness.trainee import Fitted, Synced
+from laboratory.harness.trainee import Fitted
 
 
 class Door:
@@ -41,8 +41,6 @@ class Door:
         name, number = found
         if name == "none":
             return Fitted(model, optimizer, lambda: 0)
-        if name == "sync":
-            return Fitted(model, Synced(optimizer, lambda: hvd.allreduce_(torch.zeros(1), name="sync")), lambda: 0)
         if name == "grace":
             return Fitted(model, projects.grace(optimizer, named, number), lambda: None)
         if name == "dgc":

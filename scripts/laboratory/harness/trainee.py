@@ -41,21 +41,6 @@ class Door(Protocol):
         """Leave the ranks, when all of them are done."""
 
 
-class Synced:
-    """An optimizer whose step ends with one number that the ranks reduce, which `reduce` does."""
-
-    def __init__(self, optimizer: Any, reduce: Callable[[], object]):
-        self._optimizer, self._reduce = optimizer, reduce
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def step(self) -> None:
-        """Step, and wait for the others."""
-        self._optimizer.step()
-        self._reduce()
-
-
 class Trainee:
     """One way's training on this rank. loss: of the last step, of this rank. passes: the batches of a step."""
 

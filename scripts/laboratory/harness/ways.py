@@ -35,7 +35,6 @@ class Other(NamedTuple):
 
 OTHERS = {
     "none": Other(DOORS, "no communication, the lower limit", "none"),
-    "sync": Other(DOORS, "one number a step, the lower limit of ranks that wait for one another", "sync"),
     "stock": Other(DOORS, "Horovod or DDP itself, dense", "stock"),
     "fp16": Other(DOORS, "Horovod's Compression.fp16, or DDP's hook", "fp16"),
     "bf16": Other(

@@ -49,7 +49,6 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "score_error": or_none(stats.standard_error(scores)),
         "worse_than_dense": or_none(statistics.fmean(worse)),
         "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
-        "squared_error": _squared_error(own),
         "bytes_sent": round(bytes_sent[-1]),
         "compression": sum(4 * r["parameters"] * len(r["sent"]) for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": reached,
@@ -97,22 +96,6 @@ def or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
-def _squared_error(records: Sequence[Record]) -> float | None:
-    """Return the mean over trainings; None where real ranks trained, which record no squares."""
-    if any("squares" not in record for record in records):
-        return None
-    return or_none(statistics.fmean(relative(**record["squares"]) for record in records))
-
-
-def relative(meant: Sequence[float], left: Sequence[float]) -> float:
-    """Return the mean over steps of the quotient left / meant.
-
-    A quotient of sums would be that of the few steps with the largest squares, which differ between specs.
-    """
-    quotients = [of_left / of_meant for of_meant, of_left in zip(meant, left, strict=True) if of_meant]
-    return statistics.fmean(quotients) if quotients else math.nan
-
-
 def _losses(record: Record) -> list[float]:
     return [number(loss) for loss in record["losses"]]
 
@@ -129,7 +112,7 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
         "steps to dense's loss",
         "at most (95 %)",
     ]
-    with_errors = any(line["squared_error"] is not None for line in lines)
+    with_errors = any(line.get("squared_error") is not None for line in lines)  # older records have some
     rows = [[*heads, "relative squared error"] if with_errors else heads]
     for line in lines:
         dense = line["spec"] == "dense"
@@ -142,5 +125,5 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
             figure(line["times_the_steps"], "{:.2f} x", "never"),
             "" if dense else figure(line["times_at_most"], "{:.2f} x", "never"),
         ]
-        rows.append([*cells, figure(line["squared_error"], "{:.3f}", "")] if with_errors else cells)
+        rows.append([*cells, figure(line.get("squared_error"), "{:.3f}", "")] if with_errors else cells)
     return f"{task}: {kind.about}; {'/'.join(map(str, seeds))} seeds\n\n{markdown_table(rows)}"
