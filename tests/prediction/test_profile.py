@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 
 import gradcomp
 from gradcomp.core.requests import World
-from gradcomp.prediction import baselines, measure, profile, recording_network
+from gradcomp.prediction import measure, profile
 from gradcomp.prediction.predict import measured
 from gradcomp.prediction.profile import Costs
 
@@ -30,23 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "EFFORT", measure.Effort(seconds=0.0))
-
-
-# How often each size is tried.
-TURNS = 8
-
-
-class Processor:
-    """The clock of a measurement: other work on the machine does not count."""
-
-    perf_counter = staticmethod(time.thread_time)
-
-
-def count_least_processor_times(patch: pytest.MonkeyPatch) -> None:
-    for module in (recording_network, baselines):
-        patch.setattr(module, "time", Processor)
-    for module in (measure, baselines):
-        patch.setattr(module, "statistics", types.SimpleNamespace(fmean=min))
 
 
 @pytest.fixture(scope="module")
@@ -78,48 +59,6 @@ def test_sizes_are_those_of_what_arrives() -> None:
     assert message is not None and (first, last) == ("start>gather", "start>gather>end")
     assert encoding == Costs(1, 2, 30_100, 0, 0, 0)
     assert decoding == Costs(1, 2, 30_100, 0, 4, 4 * message.bytes)
-
-
-@pytest.mark.parametrize("spec", ["topk", "stock"])
-def test_a_line_predicts_what_a_measurement_does(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a size that it did not go through. All sizes are tried in turns, since other work slows some of them down."""
-    count_least_processor_times(monkeypatch)
-    fitted, other = [(64, 4, 2), (64, 16, 8), (128, 16, 2), (256, 4, 8)], (192, 5, 4)
-    found: dict[tuple[int, int, int], list[measure.Bucket]] = {}
-    for _ in range(TURNS):
-        for size in (*fitted, other):
-            found[size] = least(found.get(size), tried(spec, size))
-    costs = profile.lines_of(spec, fitted, lambda _, shapes, world: found[size_of(shapes, world)])
-    made = profile.Profile("here", "", {spec: costs})
-    rows, layers, _ = other
-    priced = made.priced(spec, found[other], {str(i): (rows, rows) for i in range(layers)}, FOUR)
-    assert [p.message for each in found[other] for p in each.parts] == [p.message for each in priced for p in each.parts]
-    # Caches and clock speeds are shared with other work: 40 % either way.
-    assert 1 / 1.4 < seconds_of(found[other]) / seconds_of(priced) < 1.4
-
-
-def tried(spec: str, size: tuple[int, int, int]) -> list[measure.Bucket]:
-    rows, layers, ranks = size
-    shapes = {str(i): (rows, rows) for i in range(layers)}
-    return measured(spec, shapes, World(0, ranks, tuple(range(ranks))), 25, CPU)
-
-
-def size_of(shapes: dict[str, tuple[int, ...]], world: World) -> tuple[int, int, int]:
-    return shapes["0"][0], len(shapes), world.size
-
-
-def least(before: list[measure.Bucket] | None, now: list[measure.Bucket]) -> list[measure.Bucket]:
-    """Keep the shorter time of each part."""
-    return [
-        each._replace(
-            parts=tuple(min(parts, key=lambda part: part.seconds) for parts in zip(old.parts, each.parts, strict=True))
-        )
-        for old, each in zip(before or now, now, strict=True)
-    ]
-
-
-def seconds_of(buckets: list[measure.Bucket]) -> float:
-    return sum(part.seconds for bucket in buckets for part in bucket.parts)
 
 
 def test_a_profile_goes_through_a_file(here: profile.Profile, tmp_path: Path) -> None:
