@@ -55,9 +55,9 @@ class Link:
         network.start, rank.session.by_stock = slow, mean
 
 
-def begun(link: Link, loss: str, hosts: list[str] | None = None) -> list[Rank]:
-    """Make ranks that choose: two, or as many as have hosts."""
-    ranks = threads.start(len(hosts or "ab"), auto.EXACT.spec, hosts)
+def begun(link: Link, loss: str) -> list[Rank]:
+    """Make two ranks that choose."""
+    ranks = threads.start(2, auto.EXACT.spec)
     for rank in ranks:
         link.under(rank)
         knobs = Auto(loss)
