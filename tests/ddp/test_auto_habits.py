@@ -146,7 +146,7 @@ def test_loss_low_leaves_the_momentum_to_the_optimizer(habit: str) -> None:
 
 @pytest.mark.parametrize("habit", [habit.__name__ for habit in HABITS])
 def test_loss_high_refuses_in_the_first_steps(habit: str) -> None:
-    """Error feedback needs the momentum, and its candidates come first: a training that they do not suit hears of it at once."""
+    """Error feedback needs the momentum. Its candidates come first: a training that they do not suit hears of it at once."""
     for own in found():
         assert "loss=low" in own[habit, "high"] and "momentum" in own[habit, "high"]
 
