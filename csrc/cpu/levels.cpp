@@ -5,7 +5,7 @@
 #include "../math_levels.h"
 #include "../ops.h"
 #include "block_group.h"
-#include "thread_groups.h"
+#include "thread_parts.h"
 
 namespace gradcomp::cpu {
 

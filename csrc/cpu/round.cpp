@@ -6,7 +6,7 @@
 #include "entry_add.h"
 #include "lane_hot.h"
 #include "lane_vectors.h"
-#include "thread_groups.h"
+#include "thread_parts.h"
 
 namespace gradcomp::cpu {
 namespace {

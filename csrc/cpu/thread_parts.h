@@ -1,10 +1,12 @@
-// Threads for the CPU twins: parallel() splits a range of entries among them.
+// Threads for the CPU twins: parallel() splits a range of entries among them, parallel_groups() groups of levels.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <thread>
 #include <vector>
+
+#include "../math_rounding.h"
 
 namespace gradcomp::cpu {
 
@@ -27,6 +29,17 @@ void parallel(int64_t n, int count, Work work) {
   for (int i = 0; i + 1 < count; ++i) threads.emplace_back(work, i, part_begin(n, i, count), part_begin(n, i + 1, count));
   work(count - 1, part_begin(n, count - 1, count), n);
   for (std::thread& thread : threads) thread.join();
+}
+
+// Call work(begin, end) for a share of the groups on every thread.
+template <class Work>
+void parallel_groups(const Groups& groups, int threads, const Work& work) {
+  const int64_t all = groups.count();
+  const int count = static_cast<int>(std::min<int64_t>(parts(groups.n, threads), all));
+  std::vector<std::thread> others;
+  for (int i = 1; i < count; ++i) others.emplace_back(work, all * i / count, all * (i + 1) / count);
+  work(0, all / count);
+  for (std::thread& thread : others) thread.join();
 }
 
 }  // namespace gradcomp::cpu

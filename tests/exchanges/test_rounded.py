@@ -20,7 +20,7 @@ KINDS = ("normal", "laplace", "t3", "skewed", "real")
 GROUPS = (512, 2048)
 CLIPS = (0.0, 1.5, 2.5)  # standard deviations; 0 = none
 STEPS = 30
-# Levels are found near enough (csrc/math_optimal.h), at this price at most.
+# Levels are found near enough (csrc/math_levels.h), at this price at most.
 NEARLY = 1.01
 Named = Mapping[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""A fuzzed call: made for a kernel, run through the binding, and held to what every call must keep."""
+"""A fuzzed call: made for a kernel, run through the binding, and held to the contract of all calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITES_GRADIENTS = ("spread", "spread_and_wipe")
 # Exceptions by which the binding, pybind11 and the array libraries refuse a call.
 REFUSALS = (ValueError, TypeError, RuntimeError, BufferError, NotImplementedError)
 
-# What the definition of a kernel says, after the run; None if it says nothing about these arguments.
+# The comparison with the definition of a kernel, after the run; None if it does not define these arguments.
 Check = Callable[[], None] | None
 Made = tuple[dict[str, Any], Check]
 MAKERS: dict[str, Callable[[Draw], Made]] = {}
@@ -30,7 +30,7 @@ def maker(make: Callable[[Draw], Made]) -> Callable[[Draw], Made]:
 
 
 class Outcome(NamedTuple):
-    """What became of a call. refused: by an exception. compared: with the definition."""
+    """The outcome of a call. refused: by an exception. compared: with the definition."""
 
     refused: bool
     compared: bool
@@ -68,7 +68,7 @@ def run(native: Any, kernel: str, values: dict[str, Any], check: Check, threads:
 
 
 def given(value: Any) -> Any:
-    """Return what Python hands to the binding."""
+    """Return the value that Python hands to the binding."""
     if isinstance(value, Lent):
         return value.given
     return [given(each) for each in value] if type(value) is list else value
@@ -82,7 +82,7 @@ def lents(value: Any) -> Iterator[Lent]:
 
 
 def describe(values: dict[str, Any]) -> str:
-    """Write the arguments so that a reader sees what is special about them."""
+    """Write the arguments with their types, sizes and first entries."""
     return ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
 
 

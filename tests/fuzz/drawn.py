@@ -1,4 +1,4 @@
-"""What a fuzzed call is made of: sizes around borders, contents of every kind, and arrays between guard bands."""
+"""The parts of a fuzzed call: sizes around borders, contents of every kind, and arrays between guard bands."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _widened(content: Content, bfloat16: bool) -> Content:
 class Draw(random.Random):
     """All that is random about one call. It follows from the seed, the kernel and the call's number alone."""
 
-    # Calls may be what only CPU twins take: peaks, and a search in 2^31 places with little scratch.
+    # Calls may have arguments that only CPU twins take: peaks, and a search in 2^31 places with little scratch.
     for_cpu = True
 
     def likely(self, share: float) -> bool:

@@ -36,7 +36,7 @@ def space_of(draw: Draw, n: int) -> int:
 
 
 def unpacked(header: Lent, blocks: Lent, entries: Lent, n: int, space: int) -> tuple[Content, Content, bool]:
-    """Unpack by the kernel, whose own call is fuzzed, too. Return values, places, and whether they are sound."""
+    """Unpack by the kernel, which is fuzzed, too. Return values, places, and whether they are sound."""
     values, places = np.zeros(space, np.float32), np.zeros(space, np.int32)
     told = np.array([header.was[0], 0], np.int32)
     extension.native.unpack_sparse(values, places, told, n, blocks.was, entries.was)

@@ -116,7 +116,7 @@ def fuzz_one(seed: int, kernel: str, number: int, shown: bool = False) -> Any:
 
 
 def fuzz(options: argparse.Namespace, names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, int]]]:
-    """Share the calls out to processes. Return what failed, and for each kernel what its calls came to."""
+    """Share the calls out to processes. Return the failures, and the outcomes of each kernel's calls."""
     counts = {name: {"calls": 0, "refused": 0, "compared": 0} for name in names}
     failures, processes = [], multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ BLOCK = kernels.BLOCK
 
 
 def selection(draw: Draw) -> tuple[dict[str, Any], bool]:
-    """Make what both takes have in common; and whether the peaks, if any, are the residual's."""
+    """Make the common arguments of both takes, and tell whether the peaks, if any, are the residual's."""
     n = draw.size(1)
     residual = draw.lend(draw.floats(n))
     sent_in = draw.maybe(draw.lend(draw.words(n, "uint8")))

@@ -63,7 +63,7 @@ sys.exit(run.main(sys.argv[1:]))
     ],
 )
 def test_a_call_that_failed_is_named_and_fails_again(body: str, reason: str) -> None:
-    """What a kernel may do wrong is put in its place: none does it."""
+    """A function that breaks the contract takes the kernel's place."""
     program = [sys.executable, "-c", LYING.format(body=body), "--only=offer_all"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}"}
     done = subprocess.run([*program, "--calls=100"], capture_output=True, text=True, env=environment)

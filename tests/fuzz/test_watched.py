@@ -15,7 +15,7 @@ from gradcomp.native import extension
 
 @pytest.fixture
 def module(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The emulator's kernels, whose device claims to be a GPU: arrays are copied to it and back."""
+    """The emulator's kernels on a device that claims to be a GPU: arrays are copied to it and back."""
     monkeypatch.setattr(extension, "native", extension.native)  # restored after the test
     monkeypatch.setattr(watched, "module_of", lambda device: emulator)
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)

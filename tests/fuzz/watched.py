@@ -74,7 +74,7 @@ class Twin:
 
 
 def call_of(native: Any, kernel: str, number: int, options: argparse.Namespace) -> str:
-    """Make one call. Return what is wrong with it."""
+    """Make one call. Return its failure, or an empty text."""
     from fuzz import call
     from fuzz.drawn import BORDERS, Draw
 

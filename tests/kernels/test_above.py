@@ -55,7 +55,7 @@ def test_moments_far_from_zero(device: torch.device) -> None:
     assert abs(found[0] - wanted[0]) < 1e-5
 
 
-def test_moments_of_what_has_accumulated_or_of_the_raw_gradient(device: torch.device) -> None:
+def test_moments_of_the_residual_or_of_the_raw_gradient(device: torch.device) -> None:
     grads = [torch.randn(3000, device=device), torch.randn(500, device=device).half()]
     before = torch.randn(3500, device=device)
     scales = torch.tensor([2.0, 0.25], device=device)
@@ -105,7 +105,7 @@ def test_thresholds(device: torch.device) -> None:
 
 @pytest.mark.parametrize("size", [1e19, 1e38, 3e38])
 @pytest.mark.parametrize("raw", [False, True])
-def test_entries_whose_squares_overflow_pass(device: torch.device, size: float, raw: bool) -> None:
+def test_entries_with_squares_that_overflow_pass(device: torch.device, size: float, raw: bool) -> None:
     """They pass wherever they are, also if no layer must live, and so they do not wait for ever."""
     for spikes in (slice(0, 5000), slice(7, 8), slice(0, 2500)):
         grad = torch.randn(5000)

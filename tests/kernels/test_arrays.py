@@ -44,7 +44,7 @@ def refused(message: str, *args: object, **options: object) -> None:
         kernels.accumulate(*args, **options)  # type: ignore[arg-type]
 
 
-def test_refusals_name_what_is_wrong() -> None:
+def test_refusals_name_the_wrong_argument() -> None:
     f, flag = torch.zeros(4), torch.zeros(1, dtype=torch.int32)
     refused(r"grads\[0\] is float64, but must be float32, float16 or bfloat16", [f.double()], f, None, flag)
     refused(r"grads\[1\] is int32", [f[:2], f[:2].int()], f, None, flag)
@@ -175,5 +175,5 @@ def test_payloads_of_different_numbers_of_ranks_are_refused() -> None:
         with pytest.raises(ValueError, match=f"add_packed: entries come from 65 ranks, but headers from {count}"):
             kernels.add_packed(torch.zeros(64), [block] * 65, [entry] * 65, [header] * count, 5)
     alone = torch.ones(64)
-    kernels.add_packed(alone, [], [], [], 1)  # a rank that is alone adds nobody's
+    kernels.add_packed(alone, [], [], [], 1)  # a rank alone adds no payload
     assert alone.eq(1).all()

@@ -14,9 +14,9 @@ from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS = ("laplace", "heavy", "sparse")
-# csrc/math_optimal.h: of at least so many entries on the emptier side of a level, one in so many may lie on the wrong side.
+# csrc/math_levels.h: of at least so many entries on the emptier side of a level, one in so many may lie on the wrong side.
 SLACK = 20
-# What that may add to the error between two levels, or of a group. The mean of many groups is held to 1 %.
+# The share that this may add to the error between two levels, or of a group. The mean of many groups is held to 1 %.
 WORSE = 0.1
 
 

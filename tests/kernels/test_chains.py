@@ -22,7 +22,7 @@ STEP = 9
 
 
 class Bucket:
-    """What a take changes: a residual, a velocity, the steps in which entries were sent, and a lam."""
+    """The arrays that a take changes: a residual, a velocity, the steps in which entries were sent, and a lam."""
 
     def __init__(self, n: int, device: torch.device, masked: bool):
         self.residual = gradients.draw("heavy", n, n).to(device)

@@ -1,4 +1,4 @@
-"""spread and add_back under a loss scale: what is delivered, what casts leave out, and what a failed step takes back."""
+"""spread and add_back under a loss scale: the delivered update, the errors of casts, and the return of a failed step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Bucket:
 @every_scale
 @every_type
 @every_size
-def test_the_residual_gets_what_casts_leave_out(
+def test_the_residual_gets_the_errors_of_casts(
     device: torch.device, sizes: list[int], dtype: torch.dtype, scale: float, loss_scale: float | None
 ) -> None:
     bucket = Bucket(sizes, dtype, device)
@@ -94,7 +94,7 @@ def test_a_failed_step_is_taken_back(
 
 @every_type
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bucket_whose_own_exchange_failed_keeps_its_residual(device: torch.device, dtype: torch.dtype, bad: float) -> None:
+def test_a_bucket_with_a_failed_exchange_keeps_its_residual(device: torch.device, dtype: torch.dtype, bad: float) -> None:
     bucket = Bucket([64] * 300, dtype, device)
     bucket.update[0] = bad
     bucket.deliver()
@@ -136,7 +136,7 @@ def test_accumulate_divides_by_the_loss_scale(
 
 @every_type
 def test_lines_without_entries_deliver_zeros_under_an_infinite_scale(device: torch.device, dtype: torch.dtype) -> None:
-    """An infinite factor times the zeros of a marked line is NaN; a line that nobody wrote to delivers zeros."""
+    """An infinite factor times the zeros of a marked line is NaN; a line without entries delivers zeros."""
     sizes = [64, 2048, 5000]
     update = Memory().lend(sum(sizes), device)
     assert update.marks is not None

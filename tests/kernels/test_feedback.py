@@ -74,7 +74,7 @@ def test_the_old_residual_has_a_factor(device: torch.device, of_residual: float,
 @pytest.mark.parametrize("of_gradient", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_a_second_moment_divides_what_is_added(
+def test_a_second_moment_divides_the_added_gradient(
     device: torch.device, sizes: list[int], dtype: torch.dtype, of_gradient: float, local: bool
 ) -> None:
     grads = pieces(sizes, dtype, device)

@@ -14,7 +14,7 @@ from gradcomp.native import kernels
 
 SIZES = [1, 15, 16, 17, 63, 1000, 4097, 65_537]
 ROWS = [3, 5, 7, 9]
-# Entries of a block, of which each part of a search has every parts-th.
+# Entries of a block. Each part of a search has every parts-th block.
 BLOCK = 1024
 
 

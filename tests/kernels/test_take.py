@@ -53,14 +53,14 @@ def test_topk_in_clusters(device: torch.device) -> None:
 
 
 def test_topk_of_few_among_zeros(device: torch.device) -> None:
-    """Fewer than k entries are not 0: zeros of the lowest indices fill the payload, whose size stays."""
+    """Fewer than k entries are not 0: zeros of the lowest indices fill the payload."""
     residual = torch.zeros(50_000, device=device)
     residual[[7, 49_999]] = torch.tensor([1.0, -2.0], device=device)
     check_topk(residual, 50)
 
 
 @pytest.mark.parametrize("step", [1, 2, 255, 256, 257, 70_000])
-def test_topk_masks_the_velocity_of_what_had_waited(device: torch.device, step: int) -> None:
+def test_topk_masks_the_velocity_of_entries_with_a_residual(device: torch.device, step: int) -> None:
     residual, velocity = torch.randn(5000, device=device), torch.randn(5000, device=device)
     sent_in = torch.randint(256, (5000,), device=device).to(torch.uint8)
     sent_in[::2] = (step - 1) % 256

@@ -1,4 +1,4 @@
-"""Faults of momentum: what is masked, what the optimizer must not do again."""
+"""Faults of momentum: masks, and steps that the optimizer must not repeat."""
 
 from __future__ import annotations
 

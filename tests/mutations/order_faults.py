@@ -29,7 +29,7 @@ REASONS: dict[str, str] = {}
 
 
 def end_of_call(text: str, begin: int) -> int:
-    """Find the end of a call whose arguments begin behind the parenthesis before `begin`."""
+    """Find the end of a call. Its arguments begin behind the parenthesis before `begin`."""
     depth = 1
     while depth > 0:
         depth += {"(": 1, ")": -1}.get(text[begin], 0)
@@ -38,7 +38,7 @@ def end_of_call(text: str, begin: int) -> int:
 
 
 def without(name: str, arguments: str) -> str:
-    """Write what is left of a call: a plain read, a thread's own vote, or nothing."""
+    """Write the rest of a call: a plain read, a thread's own vote, or nothing."""
     return f"(*({arguments}))" if name == "ldcg" else f"({arguments})" if "_" in name else ""
 
 
@@ -52,7 +52,7 @@ def passage(text: str, begin: int, end: int, everything: str) -> tuple[int, int]
 
 
 def function_around(text: str, begin: int) -> str:
-    """Name the function that a place is in: the last one whose head, at the left or in a struct, lies before it."""
+    """Name the function around a place: the last one with a head, at the left or in a struct, before it."""
     heads = re.findall(r"^(?:  )?[_a-z](?:[^;{}]|\{\})*\{$", text[:begin], re.MULTILINE)
     names = [re.findall(r"\b(\w+)\(", re.sub(r"__launch_bounds__\([\w, ]+\)", "", head)) for head in heads]
     return next(found[0] for found in reversed(names) if found and found[0] not in CONTROL)

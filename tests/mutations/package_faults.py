@@ -1,11 +1,11 @@
-"""Faults of the package: what waits, what is saved, who has which rank, and the algorithms."""
+"""Faults of the package: residuals, saved states, ranks, and the algorithms."""
 
 from __future__ import annotations
 
 from mutations.fault import Fault
 
 PACKAGE_FAULTS = (
-    # --- Error feedback and what it keeps
+    # --- Error feedback and its residual
     Fault(
         "a residual is dropped: error feedback forgets what it did not send",
         "gradcomp/engine",

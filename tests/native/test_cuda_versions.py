@@ -42,7 +42,7 @@ print(cuda_versions.driver_version())
         (12080, 13000, "13.0", "were built with CUDA 12.8, but torch with CUDA 13.0"),
     ],
 )
-def test_what_fits_and_what_is_said(runtime: int, driver: int, torchs: str | None, said: str) -> None:
+def test_versions_that_do_not_fit_are_named(runtime: int, driver: int, torchs: str | None, said: str) -> None:
     found = misfit(runtime, driver, torchs)
     assert said in found and bool(said) == bool(found)
 

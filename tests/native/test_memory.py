@@ -1,4 +1,4 @@
-"""Owned memory: what is lent comes back as zeros, nothing is lent twice, and with its owner it goes."""
+"""Owned memory: a lent update comes back as zeros, is lent once at a time, and goes with its owner."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_two_updates_that_are_lent_at_once_are_two() -> None:
 
 def test_a_returned_update_is_lent_again_as_zeros() -> None:
     memory = Memory()
-    for n in (1000, 100, 1000, 64, 500):  # shorter ones fit into what is there
+    for n in (1000, 100, 1000, 64, 500):  # shorter ones fit into the first
         update = memory.lend(n, torch.device("cpu"))
         assert update.flat.numel() == n and not update.flat.any() and update.marks is not None and not update.marks.any()
         kernels.add_sparse(update.flat, **entries([2.0], [n - 1]), marks=update.marks)
@@ -96,7 +96,7 @@ def test_an_update_that_is_not_on_loan_is_left_alone() -> None:
 
 
 def test_every_update_that_is_lent_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever drives the exchange, also inside a host: a step then needs no new memory."""
+    """The driver of an exchange does so, also inside a host: a step then needs no new memory."""
     made: list[int] = []
     lend = Memory.lend
 

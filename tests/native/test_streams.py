@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Stream:
-    """A stream that notes what it waits for."""
+    """A stream that notes the streams it waits for."""
 
     def __init__(self, handle: int, captured: bool = False):
         self.cuda_stream, self.captured = handle, captured
@@ -96,7 +96,7 @@ def test_a_capture_waits_for_its_own_streams_alone(device: Device) -> None:
     assert capturing.waited_for == [2]
 
 
-def test_nobody_asks_for_streams_on_a_cpu(device: Device) -> None:
+def test_a_cpu_is_not_asked_for_streams(device: Device) -> None:
     own = Streams(torch.device("cpu"))
     own.note()
     own.join()

@@ -54,7 +54,7 @@ def digests(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "target", [pytest.param(each, marks=[] if each == "default" else [pytest.mark.long]) for each in TARGETS]
 )
-def test_a_target_computes_what_the_installed_module_computes(target: str) -> None:
+def test_a_target_has_the_results_of_the_installed_module(target: str) -> None:
     if not has(target):
         pytest.skip(f"this machine has no {target}; run this where one has")
     installed = digests(Path(str(extension.native.__file__)))

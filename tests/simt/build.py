@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def compiler() -> str:
-    """Return the compiler: CXX, or g++ where CXX is Clang, whose calls before an access are others than hooks.cpp has."""
+    """Return the compiler: CXX, or g++ where CXX is Clang: it calls other functions before an access than hooks.cpp has."""
     named = os.environ.get("CXX") or "c++"
     if "clang" in subprocess.run([named, "--version"], capture_output=True, text=True).stdout:
         named = "g++"

@@ -1,4 +1,4 @@
-// The cells of the shadow: what is known of each word of memory, or of each byte where smaller accesses have come.
+// The cells of the shadow: the accesses to each word of memory, or to each byte where smaller accesses have come.
 #pragma once
 
 #include <algorithm>

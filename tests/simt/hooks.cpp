@@ -19,7 +19,7 @@ uintptr_t own_stack = 0;
 uintptr_t arguments = 0;
 size_t arguments_size = 0;
 
-// A thread's own variables are nobody else's matter.
+// Other threads do not see a thread's own variables.
 inline bool is_watched(const void* at) {
   const auto byte = reinterpret_cast<uintptr_t>(at);
   return own_stack != 0 && byte - own_stack >= Fiber::kStack && byte - arguments >= arguments_size;
@@ -81,14 +81,14 @@ void touch_second_level(const void* word, size_t size, const void* site) {
   HOOK __tsan_##name(void* at) {                 \
     if (simt::is_watched(at)) simt::__VA_ARGS__; \
   }
-#define ACCESSES(size)                                                    \
+#define ACCESSES(size)                                                         \
   WATCHED(read##size, note_read(at, size, simt::Level::plain, SITE))           \
   WATCHED(write##size, note_write(at, size, SITE))                             \
   WATCHED(unaligned_read##size, note_read(at, size, simt::Level::plain, SITE)) \
   WATCHED(unaligned_write##size, note_write(at, size, SITE))                   \
-  WATCHED(volatile_read##size, look_at(at, size, SITE))                   \
-  WATCHED(volatile_write##size, put(at, size, SITE))                      \
-  WATCHED(unaligned_volatile_read##size, look_at(at, size, SITE))         \
+  WATCHED(volatile_read##size, look_at(at, size, SITE))                        \
+  WATCHED(volatile_write##size, put(at, size, SITE))                           \
+  WATCHED(unaligned_volatile_read##size, look_at(at, size, SITE))              \
   WATCHED(unaligned_volatile_write##size, put(at, size, SITE))
 
 ACCESSES(1)

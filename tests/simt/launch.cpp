@@ -1,4 +1,4 @@
-// A launch: a few blocks at a time, whose threads are fibers that take turns until all have ended.
+// A launch: a few blocks at a time. Their threads are fibers that take turns until all have ended.
 
 #include <algorithm>
 #include <cstdlib>

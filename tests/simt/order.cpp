@@ -34,7 +34,7 @@ const Known* join(const Known* a, const Known* b) {
 
 void raise(uint32_t& clock, uint32_t to) { clock = std::max(clock, to); }
 
-// Add what a thread's fence has published of its warp and of the block to the block's clocks.
+// Add the accesses of its warp and block that a thread's fence has published to the block's clocks.
 void add_lanes(std::vector<uint32_t>& fenced, const ThreadOrder& of, unsigned thread) {
   const unsigned base = thread - thread % kLanes;
   for (unsigned i = 0; i < kLanes && base + i < fenced.size(); ++i) raise(fenced[base + i], of.fenced[i]);

@@ -1,4 +1,4 @@
-// The order of a launch's accesses to memory: what a thread may rely on that others have done before.
+// The order of a launch's accesses to memory: the earlier accesses that a thread may rely on.
 //
 // Every thread has a clock, which goes on at its meetings and fences. A barrier orders all that the threads of a block did
 // before it; __syncwarp does so for the lanes in its mask. Shuffles and votes order nothing, as CUDA says. Between blocks it
@@ -23,13 +23,14 @@ struct Moment {
   uint64_t block : 24 = 0, thread : 10 = 0, clock : 29 = 0, atomic : 1 = 0;
 };
 
-// What a block had published when one of its threads changed a word by an atomic: of each thread, all before a clock.
+// The accesses that a block had published when one of its threads changed a word by an atomic: all before a clock of each
+// thread.
 struct Published {
   std::vector<uint32_t> before;
   uint32_t least;  // of them
   uint64_t number;
 };
-// What a thread knows of other blocks, by their numbers: the last word from each.
+// The last word that a thread has from each other block, by the block's number.
 using Known = std::vector<const Published*>;
 
 struct ThreadOrder {

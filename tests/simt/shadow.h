@@ -1,4 +1,4 @@
-// The shadow of memory: for every word, who wrote and who read it in this launch. It reports accesses whose order CUDA leaves
+// The shadow of memory: the writers and readers of every word in this launch. It reports accesses whose order CUDA leaves
 // open, and reads that may be stale.
 #pragma once
 

@@ -50,7 +50,7 @@ void switch_to(Block& next) {
 }
 
 void begin_shared(Block& next) {
-  // The first block of a launch finds what the last launch has left, another one what the last block in its slot has.
+  // The first block of a launch finds the words of the last launch, another one those of the last block in its slot.
   spoil(next.number == 1 ? Range{reinterpret_cast<uintptr_t>(shared_begin), reinterpret_cast<uintptr_t>(shared_end)}
                          : next.touched);
   next.touched = {};

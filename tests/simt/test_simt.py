@@ -88,7 +88,7 @@ def test_shared_memory_static_and_dynamic_begins_as_garbage(simt: Any) -> None:
 
 
 def test_a_template_has_shared_memory_of_its_own_too(simt: Any) -> None:
-    """GCC ignores a section attribute in templates, so that once it held what the last block had left."""
+    """GCC ignores a section attribute in templates: the memory once held the words of the last block."""
     out = words(20 * 32)
     simt.left_over(out)
     assert np.all(out == GARBAGE)

@@ -81,7 +81,7 @@ void leave_barrier_if_complete();
 // Fail with each place where threads wait in vain.
 [[noreturn]] void fail_stuck();
 
-// Let another block run, by chance. The running thread is at a place where others may see what it has done.
+// Let another block run, by chance. The running thread is at a place where others may see its writes.
 void step_aside();
 
 // The place in the code that an address belongs to, as file:line; the same for a small number, which a cell has room for.

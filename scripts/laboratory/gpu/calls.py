@@ -1,4 +1,4 @@
-"""The three calls of gpu_check, and their stages in the order of what they tell."""
+"""The three calls of gpu_check, and their stages, the most telling ones first."""
 
 from __future__ import annotations
 

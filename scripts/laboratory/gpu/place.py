@@ -62,7 +62,7 @@ def find_gpu(program: str = "nvidia-smi") -> Gpu | None:
 
 
 def missing(on_gpu: bool, has: Callable[[str], bool] | None = None) -> list[str]:
-    """List what every call needs and this machine lacks, each with the remedy."""
+    """List the necessities of every call that this machine lacks, each with the remedy."""
     has = has or is_there
     wanted = [*PACKAGES, "cmake", "a C++ compiler", "Python.h", *(["nvcc"] if on_gpu else [])]
     return [f"{name} ({REMEDIES.get(name, PREPARE)})" for name in wanted if not has(name)]

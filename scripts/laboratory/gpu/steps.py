@@ -27,7 +27,7 @@ Make = Callable[[str, torch.nn.Module], tuple[torch.nn.Module, Any]]
 
 
 class OnTwoStreams(torch.nn.Sequential):
-    """Layers of which every other one runs on a second stream. Autograd then calls hooks on both."""
+    """Layers that run on two streams in turn. Autograd then calls hooks on both."""
 
     def forward(self, x: Tensor) -> Tensor:
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()

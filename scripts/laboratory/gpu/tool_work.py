@@ -29,7 +29,7 @@ COUNTERS = (
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
 )
-# The clocks stay as they are: the machine is shared. Only what the cases mark is counted.
+# The clocks stay as they are: the machine is shared. Only the marked calls of the cases are counted.
 NCU = "--clock-control none --profile-from-start off --csv --page raw --print-units base --kernel-name-base demangled"
 
 

@@ -91,7 +91,7 @@ def install_missing(clock: Clock, folder: Path = PREPARED, site: Path = SITE) ->
 
 
 def check_cuda(found: Record) -> None:
-    """Refuse a torch that sees no GPU, and an nvcc whose kernels would not run beside it."""
+    """Refuse a torch that sees no GPU, and an nvcc of another CUDA than torch's."""
     torch, cuda, nvcc = (found["versions"].get(name) for name in ("torch", "torch_cuda", "nvcc"))
     if cuda is None:
         raise Failed(f"torch {torch} is built for CPUs; use the Python that has a torch for CUDA")

@@ -1,1 +1,1 @@
-"""The kernels: what is timed, what is promised, what nvcc makes of them, and what they should take on a GPU."""
+"""The kernels: timed cases, promises, registers and memory by nvcc's report, and predicted times on a GPU."""

@@ -166,7 +166,7 @@ def sparse(arrays: Arrays) -> list[Case]:
 
 
 def above(arrays: Arrays) -> list[Case]:
-    """Return the kernels around thresholds of 3.3 deviations. A call takes about 0.1 % of what accumulates."""
+    """Return the kernels around thresholds of 3.3 deviations. A call takes about 0.1 % of the entries."""
     n, flag, memory = arrays.n, arrays.flag, arrays.memory
     ends = torch.tensor(arrays.sizes).cumsum(0).to(torch.int32).to(arrays.device)
     moments, thresholds, lam = arrays.moments(), arrays.zeros(len(arrays.sizes)), torch.tensor([3.3, 0.1], device=arrays.device)

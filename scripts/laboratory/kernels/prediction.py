@@ -2,7 +2,7 @@
 
 A case takes the sum of its kernels' times, since no kernel starts before the one in front of it has ended. A kernel takes as
 long as its bytes of memory at the speed of a copy, or as its computing, if that takes longer. Each launch adds a little. Bytes
-are those of the comments in csrc/cuda. Computing was measured on an H100, whose multiprocessors are those of an H200.
+are those of the comments in csrc/cuda. Computing was measured on an H100; an H200 has the same multiprocessors.
 """
 
 from __future__ import annotations

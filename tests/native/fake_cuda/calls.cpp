@@ -86,7 +86,7 @@ void a_first_call_in_a_capture_is_refused() {
   fake::capturing = true;
   const int before = fake::asked;
   seen.see("take_topk", 1, nullptr);  // it has run there
-  HOLDS(fake::asked == before);       // and nobody asks again
+  HOLDS(fake::asked == before);       // and no call asks again
   said.clear();
   try {
     seen.see("take_topk", 2, nullptr);

@@ -1,4 +1,4 @@
-// The Python module simt_selftest. It is apart from its kernels, all of whose static variables are shared ones.
+// The Python module simt_selftest. It is apart from its kernels: all static variables of their files are shared ones.
 
 #include "launches.h"
 

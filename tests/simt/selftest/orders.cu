@@ -14,7 +14,7 @@ namespace {
 
 // ---- Within a block. Each kernel has a right form and, by `wrong`, a form without its barrier.
 
-// Everyone reads what one thread has written.
+// All threads read a word that one thread has written.
 __global__ void told(uint32_t* out, bool wrong) {
   __shared__ uint32_t told;
   if (threadIdx.x == 0) told = 7;
@@ -22,7 +22,7 @@ __global__ void told(uint32_t* out, bool wrong) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = told;
 }
 
-// One thread writes what everyone has read.
+// One thread writes a word that all threads have read.
 __global__ void told_twice(uint32_t* out, bool wrong) {
   __shared__ uint32_t told;
   uint32_t sum = 0;
@@ -140,7 +140,7 @@ __global__ void one_unfenced(uint32_t* parts, uint32_t* ticket, uint32_t* out, b
   for (unsigned b = 0; b < gridDim.x; ++b) out[threadIdx.x] += __ldcg(parts + b * blockDim.x + threadIdx.x);
 }
 
-// The last block writes what the others have read: before their tickets, or behind.
+// The last block writes words that the others have read: before their tickets, or behind.
 __global__ void overwrites(uint32_t* x, uint32_t* ticket, uint32_t* out, bool wrong) {
   const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
   if (!wrong) out[i] = x[threadIdx.x];
@@ -170,12 +170,12 @@ __global__ void two_tickets(uint32_t* log, uint32_t* place) {
   }
 }
 
-// Waits for a word that nobody writes.
+// Waits for a word that no thread writes.
 __global__ void waits_in_vain(uint32_t* out) {
   while (*static_cast<volatile uint32_t*>(out) == 0) continue;
 }
 
-// ---- What a GPU answers otherwise than a CPU.
+// ---- Operations that a GPU answers otherwise than a CPU.
 
 __global__ void shifts(uint32_t* out, int by) { out[0] = 1u << (by + threadIdx.x); }
 __global__ void divides(uint32_t* out, int by) { out[0] = 100 / by; }

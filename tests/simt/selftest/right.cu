@@ -41,7 +41,7 @@ __global__ void pick(const uint32_t* x, uint32_t wanted, uint32_t* all, uint32_t
   out[kBlock + threadIdx.x] = picked.above;
 }
 
-// Sums what all blocks wrote, in the last of them.
+// Sums the words of all blocks, in the last block.
 __global__ void last_block(uint32_t* parts, uint32_t* ticket, uint32_t* out) {
   parts[blockIdx.x * kBlock + threadIdx.x] = 1;
   if (!is_last_block(ticket, gridDim.x)) return;
