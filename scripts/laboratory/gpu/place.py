@@ -15,18 +15,18 @@ from laboratory.machine import ROOT
 
 BUILD = ROOT / "build" / "gpu"
 
-# Wheels that --prepare downloads, and a Horovod that was built elsewhere, if one is carried along.
-PREPARED = ROOT / "build" / "gpu-prepare"
+# A Horovod that was built elsewhere, if one is carried along.
+HOROVOD = ROOT / "build" / "gpu-horovod"
 
-# A copy of gradcomp with the extension for this GPU, packages that this machine lacked, and the results.
-PACKAGE, SITE, RESULTS = BUILD / "package", BUILD / "site", BUILD / "results"
+# A copy of gradcomp with the extension for this GPU, and the results.
+PACKAGE, RESULTS = BUILD / "package", BUILD / "results"
 
 # Where CUDA's programs lie, if not on PATH. A star stands for a version.
 CUDA_PLACES = ("usr/local/cuda/bin", "usr/local/cuda/compute-sanitizer", "opt/nvidia/nsight-compute/*")
 
 # Packages that every call needs.
 PACKAGES = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
-PREPARE = "run `scripts/gpu_check --prepare` where there is a package registry, and carry build/gpu-prepare"
+CARRY = "install it; without a package registry, carry its wheel along, which `pip download` fetches"
 REMEDIES = {
     "torch": "it must come from the machine: use the Python that has a torch for CUDA",
     "nvcc": "install the CUDA toolkit, or name its folder in CUDA_HOME",
@@ -65,13 +65,13 @@ def missing(on_gpu: bool, has: Callable[[str], bool] | None = None) -> list[str]
     """List the necessities of every call that this machine lacks, each with the remedy."""
     has = has or is_there
     wanted = [*PACKAGES, "cmake", "a C++ compiler", "Python.h", *(["nvcc"] if on_gpu else [])]
-    return [f"{name} ({REMEDIES.get(name, PREPARE)})" for name in wanted if not has(name)]
+    return [f"{name} ({REMEDIES.get(name, CARRY)})" for name in wanted if not has(name)]
 
 
 def is_there(name: str) -> bool:
     """Look for a package, a program or a header, without running anything."""
     if name in PACKAGES:
-        return importlib.util.find_spec(name) is not None or (SITE / name).exists()
+        return importlib.util.find_spec(name) is not None
     if name == "a C++ compiler":
         return shutil.which(os.environ.get("CXX") or "c++") is not None
     if name == "Python.h":
@@ -90,7 +90,7 @@ def program(name: str, root: Path = Path("/")) -> str | None:
 def environment() -> dict[str, str]:
     """Return variables by which every command finds the builds of the check before installed packages, and the laboratory."""
     before = os.environ.get("PYTHONPATH", "")
-    path = os.pathsep.join(filter(None, [str(PACKAGE), str(PREPARED / "horovod"), str(SITE), str(ROOT / "scripts"), before]))
+    path = os.pathsep.join(filter(None, [str(PACKAGE), str(HOROVOD), str(ROOT / "scripts"), before]))
     variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     if nvcc := program("nvcc"):
         variables |= {"CUDACXX": nvcc, "PATH": os.pathsep.join([os.environ.get("PATH", ""), str(Path(nvcc).parent)])}

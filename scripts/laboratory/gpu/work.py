@@ -7,28 +7,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from laboratory import ranks
-from laboratory.gpu.place import BUILD, PACKAGE, PREPARE, PREPARED, SITE, Gpu, missing, program
+from laboratory.gpu.place import BUILD, HOROVOD, PACKAGE, Gpu, missing, program
 from laboratory.gpu.stages import Clock, Failed, Impossible, Record, TimedOut
 from laboratory.machine import ROOT
-
-# Imported name -> package that --prepare downloads.
-PACKAGES = {
-    "pytest": "pytest>=9",
-    "hypothesis": "hypothesis",
-    "xdist": "pytest-xdist",
-    "pybind11": "pybind11>=2.13",
-    "cloudpickle": "cloudpickle",
-    "psutil": "psutil",
-    "yaml": "pyyaml",
-    "packaging": "packaging",
-}
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 PROBE = """
 import json, torch
@@ -40,7 +26,7 @@ print("@" + json.dumps({
 }))
 """
 BUILT = 'import json; from gradcomp.native import extension; print("@" + json.dumps({"cuda": extension.BUILT_WITH_CUDA}))'
-HOROVOD = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
+ASK_HOROVOD = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
 
 # pytest without the checkout's own gradcomp and its extension, which `-m pytest` puts first. The only plugin is xdist: those of
 # other packages warn, and a warning is an error.
@@ -58,36 +44,15 @@ def marked(text: str, mark: str = "@") -> Record:
 
 
 def machine(clock: Clock, device: str) -> Record:
-    """List versions and the GPU, after installing the downloads of --prepare. A missing necessity ends the call."""
-    installed = []
-    if all(PREPARE in each for each in missing(device == "cuda")):  # else no download would help
-        installed = install_missing(clock)
+    """List versions and the GPU. A missing necessity ends the call."""
     if lacking := missing(device == "cuda"):
         raise Impossible("missing: " + "; ".join(lacking))
-    found = {**marked(clock.command([sys.executable, "-c", PROBE], cwd=BUILD)), "installed": installed}
+    found = marked(clock.command([sys.executable, "-c", PROBE], cwd=BUILD))
     if nvcc := program("nvcc"):
         found["versions"]["nvcc"] = clock.command([nvcc, "--version"]).strip().splitlines()[-1]
     if device == "cuda":
         check_cuda(found)
     return found
-
-
-def prepare(folder: Path, python: str) -> list[str]:
-    """Download wheels for that Python, for a machine without a package registry. Return their names."""
-    shutil.rmtree(folder / "wheels", ignore_errors=True)
-    wheels = ["--only-binary=:all:", "--python-version", python, *PACKAGES.values()]
-    subprocess.run([*PIP, "download", "-d", folder / "wheels", *wheels], check=True)
-    return sorted(path.name for path in (folder / "wheels").iterdir())
-
-
-def install_missing(clock: Clock, folder: Path = PREPARED, site: Path = SITE) -> list[str]:
-    """Install the downloaded packages that cannot be imported here into a folder. Return their names."""
-    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None and not (site / name).exists()]
-    if not lacking or not (folder / "wheels").exists():
-        return []
-    wanted = [PACKAGES[name] for name in lacking]
-    clock.command([*PIP, "install", "--no-index", "-f", str(folder / "wheels"), "-t", str(site), *wanted])
-    return lacking
 
 
 def check_cuda(found: Record) -> None:
@@ -165,9 +130,9 @@ def kernels(clock: Clock, device: str, size: str, rounds: int) -> Record:
 
 def horovod(clock: Clock) -> Record:
     """Say how the Horovod that is installed or carried along was built."""
-    if importlib.util.find_spec("horovod") is None and not (PREPARED / "horovod").exists():
-        raise Impossible("Horovod is missing; install it, or carry a build for this torch along as build/gpu-prepare/horovod")
-    return marked(clock.command([sys.executable, "-c", HOROVOD], cwd=BUILD))
+    if importlib.util.find_spec("horovod") is None and not HOROVOD.exists():
+        raise Impossible("Horovod is missing; install it, or carry a build for this torch along as build/gpu-horovod")
+    return marked(clock.command([sys.executable, "-c", ASK_HOROVOD], cwd=BUILD))
 
 
 def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -> Record:
