@@ -1,1 +1,1 @@
-"""The vocabulary that all rooms share: compressors, their requests, and what is put around a compressor."""
+"""The vocabulary that all rooms share: compressors, their requests, and the wrappers of a compressor."""

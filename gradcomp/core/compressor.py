@@ -1,6 +1,6 @@
 """The vocabulary: compressors, the arrays that they work on, and the layers of a bucket.
 
-A compressor takes what it sends out of the tensor. What is left in the tensor is the error.
+A compressor takes what it sends out of the tensor. The rest of the tensor is the error.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class World(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the factor for what ranks add up: a power of two, with which a sum over all ranks is at most the largest."""
+        """Return the factor of a summand: a power of two, with which a sum over all ranks is at most the largest entry."""
         return 2.0 ** -(self.size - 1).bit_length()
 
     @property

@@ -61,7 +61,7 @@ class Quantiser(Rounded):
 
     @property
     def unbiased(self) -> bool:
-        """True if the mean of what a group may be rounded to is the group."""
+        """True if the expectation of a rounded group is the group."""
         return self.rule.stochastic and self.sigmas == 0
 
     def refuses(self, feedback: bool) -> str | None:

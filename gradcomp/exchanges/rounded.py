@@ -1,4 +1,4 @@
-"""Two routes to the mean of what ranks have rounded: all to all ranks, or each part to the rank that adds it up."""
+"""Two routes to the mean of rounded entries: all entries to all ranks, or each part to the rank that adds it up."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Rounded(Compressor):
         """True if a second rounding, of sums, does no harm."""
 
     def bounds(self, acc: Acc, state: Any) -> Tensor | None:
-        """Return what entries are clipped at: two bounds for each group, or None."""
+        """Return the bounds at which entries are clipped, two for each group, or None."""
         return None
 
     def bounds_of_sums(self, sums: Tensor, state: Any) -> Tensor | None:
-        """Return what the sums of a part are clipped at."""
+        """Return the bounds at which the sums of a part are clipped, or None."""
         return None
 
     def init(self, layout: Layout, seed: int) -> RoundedState:

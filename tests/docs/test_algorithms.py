@@ -17,7 +17,7 @@ drawings = pytest.importorskip(
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 
-SECTIONS = ["One step", "Knobs", "Bytes a step", "What is ours", "Results"]
+SECTIONS = ["One step", "Knobs", "Bytes a step", "Own choices", "Results"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -188,12 +188,12 @@ class Autoencoder:
         return [part.view(shape) for part, shape in zip(flat.split(sizes), self.shapes, strict=True)]
 
     def save(self) -> dict[str, Any]:
-        """Copy what a checkpoint must hold."""
+        """Copy the state for a checkpoint."""
         state = {"weights": self.weights.clone(), "moments": self.moments.clone(), "taps": self.taps.clone()}
         return {**state, "turns": self.steps}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Put back what save() gave."""
+        """Restore the result of save()."""
         arrays = {name: tensor(saved, name, getattr(self, name).shape) for name in ("weights", "moments", "taps")}
         self.steps = read_int(saved, "turns")
         for name, array in arrays.items():

@@ -93,7 +93,7 @@ class Phases:
         self._bad_steps.clear()
 
     def save(self) -> dict[str, Any]:
-        """Copy what a checkpoint must hold."""
+        """Copy the state for a checkpoint."""
         return {
             "left": list(self.remaining),
             "steps": self.steps,
@@ -104,7 +104,7 @@ class Phases:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Put back what save() gave."""
+        """Restore the result of save()."""
         remaining, marks, seen = read_ints(saved, "left"), read_ints(saved, "marks"), read_ints(saved, "seen")
         if len(remaining) != 2 or len(marks) >= DELAY or len(seen) > WINDOW:
             raise ValueError(
@@ -175,11 +175,11 @@ class CodeError:
         return CodeCheck(within & (counts | (missed == 0)), failed, (counts & ~within) + 2 * (rate_fell != 0))
 
     def save(self) -> dict[str, Any]:
-        """Copy what a checkpoint must hold."""
+        """Copy the state for a checkpoint."""
         return {"square": self.squared.clone()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Put back what save() gave."""
+        """Restore the result of save()."""
         self.squared.copy_(tensor(saved, "square", self.squared.shape))
 
 
