@@ -19,7 +19,11 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 class Link(NamedTuple):
     """A full-duplex link of each host, and the memory inside a host.
 
-    bandwidth, latency: bytes a second between hosts, and seconds of a message. inside, latency_inside: the same within a host.
+    Attributes:
+        bandwidth: Bytes a second between hosts.
+        latency: Seconds of a message between hosts.
+        inside: Bytes a second within a host.
+        latency_inside: Seconds of a message within a host.
     """
 
     bandwidth: float

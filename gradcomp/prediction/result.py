@@ -16,9 +16,14 @@ WORTH = 1.03
 
 @dataclass(frozen=True)
 class Line:
-    """A way's step. seconds: of a batch. encoding: compressing and decompressing. waiting: for messages, with nothing to do.
+    """The step of a spec or a baseline.
 
-    bytes: handed to the network by a rank.
+    Attributes:
+        spec: The spec, or the baseline's name.
+        seconds: The time of a batch.
+        encoding: Seconds of compressing and decompressing.
+        waiting: Seconds of waiting for messages with nothing else to do.
+        bytes: Handed to the network by a rank.
     """
 
     spec: str
@@ -34,7 +39,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The lines of all ways. cluster: in words. measured: where kernels were timed."""
+    """The lines of all specs and baselines, which print as a table.
+
+    Attributes:
+        cluster: The cluster, in words.
+        measured: Where kernels were timed.
+        parameters: Entries of the model.
+        lines: A line for each spec and baseline; prediction["topk"] finds one.
+        left_out: Specs without a line, with the reason.
+    """
 
     cluster: str
     measured: str

@@ -21,11 +21,16 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
 
     A second call takes the place of the first.
 
-    exchange: a Simulation, a Compression, the handle of ddp.attach(), or a distributed optimizer with compression.
-    writers: functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
-    every: steps from one record to the next.
-    compare: steps from one comparison with dense to the next; 0 = none.
-    check: steps from one check of the replicas to the next; 0 = none. If weights differ, all ranks raise an error.
+    Args:
+        exchange: A Simulation, a Compression, the handle of ddp.attach(), or a distributed optimizer with compression.
+        writers: Functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
+        every: Steps from one record to the next.
+        compare: Steps from one comparison with dense to the next; 0 = none.
+        check: Steps from one check of the replicas to the next; 0 = none. If weights differ, all ranks raise an error.
+
+    Raises:
+        TypeError: exchange or a writer is of a wrong type.
+        ValueError: An interval is no whole number of steps, or ranks watch unlike each other.
     """
     for name, value in {"every": every, "compare": compare, "check": check}.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (name == "every"):
