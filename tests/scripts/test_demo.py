@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="the demo was NOT tested: matplotlib is
 pytest.importorskip("horovod.torch", reason="the demo was NOT tested: Horovod is not installed")
 
 from laboratory import machine, ranks
-from laboratory.demo import run, summary
+from laboratory.demo import run
 from laboratory.report.tables import columns
 from laboratory.tasks import digits
 
@@ -60,7 +60,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 
 def test_the_table_is_aligned_and_has_the_figures() -> None:
-    lines = columns(summary.rows([figures("dense", 4000), figures("topk:ratio=0.01", 80)])).splitlines()
+    lines = columns(run.rows([figures("dense", 4000), figures("topk:ratio=0.01", 80)])).splitlines()
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
     assert lines[3].split() == ["topk:ratio=0.01", "20", "ms", "80", "50", "x", "96.2", "%", "1.1667"]

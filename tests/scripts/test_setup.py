@@ -49,78 +49,67 @@ def test_missing_parts_of_python_have_debians_names(checkout: Checkout) -> None:
     assert checkout.untouched()
 
 
-def test_a_compiler_that_was_chosen_and_is_missing_is_the_one_to_install(checkout: Checkout) -> None:
-    checkout.has_all()
-    checkout.variables["CXX"] = "clang++-77"
-    assert "is not a program; CXX names another)\nsetup: as root, run: apt-get install clang-77\n" in checkout.setup()[1]
-
-
-def test_an_old_python_and_an_old_cmake_are_named(checkout: Checkout) -> None:
-    checkout.has_all()
-    checkout.has("python3", 'case "$1" in -V) echo Python 3.9.2 ;; *) exit 1 ;; esac')
-    checkout.has("cmake", "echo cmake version 3.18.4")
-    status, said = checkout.setup()
-    assert status == 1 and checkout.untouched() and said.count("\n") == 1
-    assert "Python 3.10 or newer (python3 is Python 3.9.2; PYTHON names another)" in said
-    assert "CMake 3.22 or newer (cmake version 3.18.4;" in said
+LITTLE_DISK = f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'"
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("programs", "variables", "said"),
     [
-        ("echo \"error: unrecognized command-line option '-std=c++20'\" >&2; exit 1", "unrecognized command-line option"),
-        ('case "$*" in *probe.so*) echo "cannot find -lstdc++" >&2; exit 1 ;; esac', "cannot find -lstdc++"),
-        ("exit 1", "it says nothing"),
+        (
+            {"python3": 'case "$1" in -V) echo Python 3.9.2 ;; *) exit 1 ;; esac', "cmake": "echo cmake version 3.18.4"},
+            {},
+            [
+                "Python 3.10 or newer (python3 is Python 3.9.2; PYTHON names another)",
+                "CMake 3.22 or newer (cmake version 3.18.4;",
+            ],
+        ),
+        ({}, {"CXX": "clang++-77"}, ["not a program; CXX names another)\nsetup: as root, run: apt-get install clang-77\n"]),
+        (
+            {"old-g++": "echo \"error: unrecognized command-line option '-std=c++20'\" >&2; exit 1"},
+            {"CXX": "old-g++"},
+            ["CXX=old-g++ fails: error: unrecognized", "\nsetup: unset CXX, too, or let it name a compiler that works\n"],
+        ),
+        (
+            {"old-g++": 'case "$*" in *probe.so*) echo "cannot find -lstdc++" >&2; exit 1 ;; esac'},
+            {"CXX": "old-g++"},
+            ["CXX=old-g++ fails: cannot find -lstdc++", "install g++\n"],
+        ),
+        ({"old-g++": "exit 1"}, {"CXX": "old-g++"}, ["CXX=old-g++ fails: it says nothing"]),
+        (
+            {"nvcc": 'echo "error: #error -- unsupported GNU version!" >&2; exit 1'},
+            {},
+            ["nvcc fails with CXX=c++ (error: #error -- unsupported GNU version!)", "CUDAHOSTCXX"],
+        ),
+        (
+            {"nvcc": "exit 1", "df": LITTLE_DISK},
+            {"GRADCOMP_CUDA": "OFF"},
+            [f"too little disk: / has {LITTLE} MB free, and 2300 MB are needed"],
+        ),
     ],
 )
-def test_a_compiler_that_cannot_work_is_refused(checkout: Checkout, text: str, reason: str) -> None:
+def test_a_machine_that_will_not_do_is_refused_before_anything_is_made(
+    programs: dict[str, str], variables: dict[str, str], said: list[str], checkout: Checkout
+) -> None:
     checkout.has_all()
-    checkout.has("old-g++", text)
-    checkout.variables["CXX"] = "old-g++"
-    status, said = checkout.setup()
+    for name, text in programs.items():
+        checkout.has(name, text)
+    checkout.variables |= variables
+    status, heard = checkout.setup()
     assert status == 1 and checkout.untouched()
-    assert "CXX=old-g++ fails" in said and reason in said
-    assert "\nsetup: unset CXX, too, or let it name a compiler that works\n" in said and said.endswith("install g++\n")
+    assert all(part in heard for part in said), heard
 
 
-def test_an_nvcc_that_refuses_the_compiler_is_found_unless_it_is_not_wanted(checkout: Checkout) -> None:
-    checkout.has_all()
-    checkout.has("nvcc", 'echo "error: #error -- unsupported GNU version!" >&2; exit 1')
-    checkout.has("df", f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'")
-    status, said = checkout.setup()
-    assert (
-        status == 1 and "nvcc fails with CXX=c++ (error: #error -- unsupported GNU version!)" in said and "CUDAHOSTCXX" in said
-    )
-    checkout.variables["GRADCOMP_CUDA"] = "OFF"
-    assert "too little disk" in checkout.setup()[1]
-    assert checkout.untouched()
-
-
-def test_too_little_disk_is_said_before_anything_is_made(checkout: Checkout) -> None:
-    checkout.has_all()
-    checkout.has("df", f"printf 'header\\n/dev/x 1 1 {LITTLE} 1%% /\\n'")
-    status, said = checkout.setup()
-    assert status == 1 and checkout.untouched()
-    assert f"too little disk: / has {LITTLE} MB free, and 2300 MB are needed" in said
-
-
-def test_a_quote_in_the_name_of_tmpdir_does_no_harm(checkout: Checkout) -> None:
+def test_odd_places_are_named_or_do_no_harm(checkout: Checkout) -> None:
+    """A TMPDIR with a quote in its name, none where TMPDIR leads, and no HOME: the system knows it."""
     folder = checkout.root / "it's scratch"
     folder.mkdir()
     checkout.variables["TMPDIR"] = str(folder)
-    status, said = checkout.setup()
-    assert status == 1 and len(said.splitlines()) == 2 and not list(folder.iterdir())
-
-
-def test_a_tmpdir_that_is_not_there_is_named(checkout: Checkout) -> None:
-    checkout.variables["TMPDIR"] = str(checkout.root / "none")
-    assert checkout.setup() == (1, f"setup: TMPDIR={checkout.root / 'none'} is not a folder; make it, or unset TMPDIR\n")
-
-
-def test_without_home_the_system_knows_it(checkout: Checkout) -> None:
     checkout.has_home = False
     status, said = checkout.setup()
-    assert status == 1 and said.startswith("setup: missing on this machine: Python 3.10 or newer")
+    assert status == 1 and len(said.splitlines()) == 2 and not list(folder.iterdir())
+    assert said.startswith("setup: missing on this machine: Python 3.10 or newer")
+    checkout.variables["TMPDIR"] = str(checkout.root / "none")
+    assert checkout.setup() == (1, f"setup: TMPDIR={checkout.root / 'none'} is not a folder; make it, or unset TMPDIR\n")
 
 
 class Index:

@@ -2,15 +2,36 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from laboratory.cluster import kernel
 from laboratory.cluster.network import INTERFACE, Host
 
 # Always free: the first host has ports of its own.
 TORCH_PORT = 29500
+
+# Horovod's rendezvous server, for hosts given as host0:1,host1:1. It prints its port, and runs until it is killed.
+RENDEZVOUS = """
+import signal, sys
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+
+hosts, server = parse_hosts(sys.argv[1]), RendezvousServer()
+port = server.start()
+server.init(get_host_assignments(hosts, sum(host.slots for host in hosts)))
+print(port, flush=True)
+signal.pause()
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the world: its host's index (cross), and its index among that host's ranks (local)."""
+
+    host: Host
+    rank: int
+    cross: int
+    local: int
 
 
 @dataclass(frozen=True)
@@ -25,25 +46,10 @@ class World:
         """Return the number of ranks."""
         return len(self.hosts) * self.ranks_per_host
 
-    def places(self) -> Iterator["Place"]:
+    def places(self) -> list[Place]:
         """List the ranks' places."""
-        for rank in range(self.size):
-            yield Place(self, rank, *divmod(rank, self.ranks_per_host))
-
-
-@dataclass(frozen=True)
-class Place:
-    """A rank's place in the world: its host's index (cross), and its index among that host's ranks (local)."""
-
-    world: World
-    rank: int
-    cross: int
-    local: int
-
-    @property
-    def host(self) -> Host:
-        """Return the rank's host."""
-        return self.world.hosts[self.cross]
+        each = self.ranks_per_host
+        return [Place(self.hosts[rank // each], rank, rank // each, rank % each) for rank in range(self.size)]
 
 
 def rendezvous(launcher: str, world: World) -> dict[str, str]:
@@ -60,9 +66,8 @@ def rendezvous(launcher: str, world: World) -> dict[str, str]:
     }
 
 
-def variables(launcher: str, place: Place) -> dict[str, str]:
+def variables(launcher: str, world: World, place: Place) -> dict[str, str]:
     """Return one rank's variables, as horovodrun or torchrun sets them."""
-    world = place.world
     own = {"RANK": place.rank, "LOCAL_RANK": place.local}
     if launcher == "torch":
         own |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.ranks_per_host}
@@ -75,7 +80,7 @@ def _serve(world: World) -> int:
     """Start Horovod's rendezvous server on the first host. Return its port."""
     plan = ",".join(f"{host.name}:{world.ranks_per_host}" for host in world.hosts)
     server = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("rendezvous.py").resolve()), plan],
+        [sys.executable, "-c", RENDEZVOUS, plan],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         preexec_fn=world.hosts[0].namespaces.enter,

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import gradcomp.horovod
 from laboratory import ranks
-from laboratory.demo.summary import AVERAGED
+from laboratory.demo.run import AVERAGED
 from laboratory.tasks import digits
 
 # Pictures of a rank in a step.

@@ -45,7 +45,7 @@ LEAST_POWER, MOST_POWER = 3, 30
 # Specs that round to the levels of a group: outliers of very different sizes in one group make levels of others' size of all
 # its entries, which then keep as few digits as a spike does. Their spikes have this power at most.
 ROUNDING, MOST_POWER_OF_ROUNDING = "orq", 5
-# Steps until a spike's opposite comes, at most, and from there until nothing of a large one waits any more.
+# Steps until a spike's opposite comes, at most, and from there until a large one has left the residual.
 MOST_UNTIL_OPPOSITE, UNTIL_SENT = 10, 30
 
 # The steps from one change of the spec to the next, of a long soak and of the shortest.
@@ -55,22 +55,13 @@ SECTIONS = 80
 
 
 class Spike(NamedTuple):
-    """A finite spike in the gradient of one rank. Its opposite comes some steps later."""
+    """A finite spike in the gradient of one rank, at these entries. Its opposite comes in the step `back`."""
 
     step: int
     back: int
     draw: int
     entries: Sequence[int]
     size: float
-
-
-class Overflow(NamedTuple):
-    """An entry that is not finite, in the gradient of one rank. It counts for nothing."""
-
-    step: int
-    draw: int
-    entry: int
-    value: float
 
 
 class Net(nn.Module):
@@ -116,13 +107,13 @@ class Plan:
         turn, place = divmod(step // self.every, len(SPECS))
         return self._random("specs", turn).sample(SPECS, len(SPECS))[place]
 
-    def overflow(self, step: int) -> Overflow | None:
-        """Return the overflow of a step, if there is one."""
+    def overflow(self, step: int) -> tuple[int, int, float] | None:
+        """Return a step's overflow, if there is one: a draw of the rank, the entry, and its value, which is not finite."""
         window = step // self._overflow_window
         draw = self._random("overflow", window)
         at = window * self._overflow_window + draw.randrange(self._overflow_window)
         value = draw.choice([float("inf"), float("-inf"), float("nan")])
-        return Overflow(step, draw.randrange(60), draw.randrange(ENTRIES), value) if at == step else None
+        return (draw.randrange(60), draw.randrange(ENTRIES), value) if at == step else None
 
     def spikes(self, step: int) -> list[tuple[Spike, float]]:
         """Return the spikes of a step, each with 1 or, where it is the opposite, -1."""
@@ -137,8 +128,8 @@ class Plan:
         for spike, sign in self.spikes(step):
             if spike.draw % ranks == rank:
                 drawn[list(spike.entries)] += sign * spike.size
-        if (overflow := self.overflow(step)) is not None and overflow.draw % ranks == rank:
-            drawn[overflow.entry] = overflow.value
+        if (overflow := self.overflow(step)) is not None and overflow[0] % ranks == rank:
+            drawn[overflow[1]] = overflow[2]
         return drawn
 
     def _spike(self, window: int) -> Spike:
@@ -156,7 +147,7 @@ class Plan:
 
 
 def counted(gradient: Tensor) -> Tensor:
-    """Return a gradient as it counts, in float64: what is not finite counts for nothing."""
+    """Return a gradient in float64, with zeros for entries that are not finite."""
     return gradient.double().nan_to_num_(0.0, 0.0, 0.0)
 
 
