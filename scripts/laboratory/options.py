@@ -103,7 +103,7 @@ def folder(text: str) -> Path:
 
 
 def checkout(text: str) -> Path:
-    """Read the folder of a checkout of gradcomp whose package is built."""
+    """Read the folder of a checkout of gradcomp with a built package."""
     package = Path(text) / "gradcomp"
     if not (package / "__init__.py").is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is not a checkout of gradcomp: it has no gradcomp/__init__.py")

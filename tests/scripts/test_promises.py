@@ -1,4 +1,4 @@
-"""What the documentation says of auto is what the records say that it names, row by row."""
+"""The table of auto beside stock in the documentation agrees with its records, row by row."""
 
 from __future__ import annotations
 

@@ -106,28 +106,12 @@ def test_a_task_without_its_data_is_refused(data: Path, tmp_path: Path, capsys: 
         assert message in capsys.readouterr().err
 
 
-def test_a_study_that_names_no_task_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["study", "--help"])
-    assert "(default: mlp,conv)" in capsys.readouterr().out
-
-
 def test_what_decides_a_training_is_in_its_key() -> None:
     own = Training("cifar", "dense", 0, 4, TASKS["cifar"].defaults, data="cifar-1.pt")
     changed = [own.settings._replace(**{name: 2}) for name in ("weight_decay", "warmup", "depth")]
     others = [own._replace(data="cifar-2.pt"), own._replace(door="ddp"), *(own._replace(settings=each) for each in changed)]
     assert len({json.dumps(each.key()) for each in (own, *others)}) == 6
     assert Settings(**own.settings._asdict()) == own.settings == Settings(**own.settings.key())
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("warmup=1", "a number in [0, 1)"), ("weight_decay=-1", "a number from 0 on"), ("depth=1.5", "a whole number above 0")],
-)
-def test_a_wrong_setting_is_refused(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["study", "--set", text])
-    assert f"{text.partition('=')[0]}={text.partition('=')[2]!r} is not {message}" in capsys.readouterr().err
 
 
 def test_a_cosine_rises_and_falls() -> None:

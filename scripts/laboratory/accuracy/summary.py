@@ -57,7 +57,7 @@ def batches_to(task: str, found: Curve, wanted: float) -> float | None:
 
 
 class Learning:
-    """What the trainings of one task show. rates: the learning rate of each way, where several were tried."""
+    """The curves of one task's trainings, by way. rates: the learning rate of each way, where several were tried."""
 
     def __init__(self, plan: Plan, task: str, folder: Path):
         self.task = task
@@ -84,7 +84,7 @@ class Learning:
 
 
 def chosen(auto: Mapping[str, Any]) -> str:
-    """Return the way whose curve stands for auto's choice: of several, the one that loses most.
+    """Return the way of the curve that stands for auto's choice: of several, the one that loses most.
 
     A way between hosts learns like the same one between ranks.
     """

@@ -1,4 +1,4 @@
-"""What is measured: a training by one way, or rounds in which several ways take turns; and the loop that completes them."""
+"""Two measurements, a training by one way and rounds in which ways take turns, and the loop that completes them."""
 
 from __future__ import annotations
 

@@ -24,41 +24,35 @@ POWERSGD_FROM = 2
 # The variable that names the folder of the published projects.
 PROJECTS = "GRADCOMP_PROJECTS"
 
+_RATIO = r"ratio=(0?\.\d+)"
+
 
 class Other(NamedTuple):
-    """A way that is no spec. knob: the name of its number; its example is the text that a user may write."""
+    """A way that is no spec. example: the text that a user may write. knob: the pattern of its number, if it has one."""
 
     doors: tuple[str, ...]
     about: str
     example: str
+    knob: str = ""
 
 
 OTHERS = {
     "none": Other(DOORS, "no communication, the lower limit", "none"),
     "stock": Other(DOORS, "Horovod or DDP itself, dense", "stock"),
     "fp16": Other(DOORS, "Horovod's Compression.fp16, or DDP's hook", "fp16"),
-    "bf16": Other(
-        (DDP,), "DDP's hook; with steps=4, gradients of four batches are added up before an exchange", "bf16:steps=4"
-    ),
-    "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4"),
-    "grace": Other((HOROVOD,), "GRACE's Top-k with its residual memory, from --projects", "grace:ratio=0.01"),
-    "dgc": Other((HOROVOD,), "the authors' Deep Gradient Compression, from --projects", "dgc:ratio=0.01"),
-}
-
-_KNOBS = {
-    "bf16": re.compile(r"steps=([1-9]\d*)"),
-    "powersgd": re.compile(r"rank=([1-9]\d*)"),
-    "grace": re.compile(r"ratio=(0?\.\d+)"),
-    "dgc": re.compile(r"ratio=(0?\.\d+)"),
+    "bf16": Other((DDP,), "DDP's hook; steps=4 adds up the gradients of four batches", "bf16:steps=4", r"steps=([1-9]\d*)"),
+    "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r"rank=([1-9]\d*)"),
+    "grace": Other((HOROVOD,), "GRACE's Top-k with its residual memory, from --projects", "grace:ratio=0.01", _RATIO),
+    "dgc": Other((HOROVOD,), "the authors' Deep Gradient Compression, from --projects", "dgc:ratio=0.01", _RATIO),
 }
 
 
 def other(way: str) -> tuple[str, float] | None:
     """Return the name and the number of a way that is no spec: 1 where it has none. None for a spec. Refuse a wrong one."""
-    name, colon, knob = way.partition(":")
+    name, colon, number = way.partition(":")
     if name not in OTHERS:
         return None
-    found = _KNOBS[name].fullmatch(knob) if colon and name in _KNOBS else None
+    found = re.fullmatch(OTHERS[name].knob, number) if colon and OTHERS[name].knob else None
     if found is None and (colon or name in ("powersgd", "grace", "dgc")):
         raise ValueError(f"{way!r} is not a way to exchange gradients; write for example {OTHERS[name].example}")
     return name, float(found[1]) if found else 1.0

@@ -1,1 +1,1 @@
-"""What a step costs the host beside its kernels: Python, and the binding."""
+"""The cost of a step on the host beside its kernels: Python, and the binding."""

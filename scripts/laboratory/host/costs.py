@@ -1,7 +1,7 @@
 """The costs of a step on the host: a reducer's steps on a network that answers at once, with the native calls timed.
 
-The time outside native calls is Python's. A model whose layers are a ten thousandth as large has the same calls with nearly no
-work, so its native calls take the binding's time. What they take longer with whole layers is the kernels'.
+The time outside native calls is Python's. A model with layers a ten thousandth as large makes the same calls with nearly no
+work, so its native calls take the binding's time. The kernels take the rest of the time with whole layers.
 """
 
 from __future__ import annotations

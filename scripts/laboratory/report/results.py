@@ -1,9 +1,8 @@
-"""Result files: their place, their first lines, and writing them whole; and files of finished work, to continue after it."""
+"""Result files: their place, their first lines, and writing them whole."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,9 +40,3 @@ def read(path: Path) -> dict[str, Any] | None:
         return None
     except ValueError:
         raise Refused(f"{path.name} in {path.parent.name} is not JSON; delete it, and it is made again") from None
-
-
-def kept(folder: Path, name: str, key: Mapping[str, Any]) -> Path:
-    """Name a file of finished work after everything that decides its outcome."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    return folder / f"{name}-{digest}.json"
