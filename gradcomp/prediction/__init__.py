@@ -1,1 +1,1 @@
-"""What a training step will take, before any cluster is there: messages of one rank, a link, and the overlap with backward."""
+"""Step times on a cluster that need not be there: messages of one rank, a link, and the overlap with backward."""

@@ -1,4 +1,4 @@
-"""What users have without gradcomp, on the same timeline: DDP's own reduction, half precision, accumulation."""
+"""Baselines without gradcomp, on the same timeline: DDP's own reduction, half precision, accumulation."""
 
 from __future__ import annotations
 

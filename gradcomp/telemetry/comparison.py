@@ -1,4 +1,4 @@
-"""The comparison of a step with dense: of some entries, what all ranks added to their residuals, and what was delivered.
+"""The comparison of a step with dense: of a sample of entries, the additions of all ranks to their residuals, and the update.
 
 With the optimizer's momentum taken over, velocities or directions are added. They are compared, not gradients.
 """
@@ -28,28 +28,28 @@ class Comparison:
         self._weights: dict[int, float] = {}
 
     def before(self, bucket: Bucket) -> None:
-        """Keep what waits."""
+        """Keep the residual."""
         residual = bucket.residual
         self._places[bucket.index] = places = self._draw(bucket)
         self._weights[bucket.index] = residual.numel() / len(places)
         self._before[bucket.index] = residual.index_select(0, places)
 
     def collected(self, bucket: Bucket) -> None:
-        """Keep what was added."""
+        """Keep the addition to the residual."""
         kept = bucket.residual_factor if bucket.keeps_residual else 0.0
         now = bucket.residual.index_select(0, self._places[bucket.index])
         self._added[bucket.index] = now - kept * self._before.pop(bucket.index)
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
-        """Keep what was delivered."""
+        """Keep the update."""
         self._delivered[bucket.index] = update.flat.index_select(0, self._places[bucket.index])
 
     def joined_added(self) -> Tensor:
-        """Join what this rank added, in the order of the buckets."""
+        """Join the additions of this rank, in the order of the buckets."""
         return _join(self._added)
 
     def figures(self, mean: Tensor) -> Tensor:
-        """Return the cosine of the angle to dense, and the error relative to dense. mean: what all ranks added."""
+        """Return the cosine of the angle to dense, and the error relative to dense. mean: the mean of all ranks' additions."""
         delivered = _join(self._delivered).double()
         weights = [torch.full((len(self._places[i]),), self._weights[i]) for i in sorted(self._weights)]
         weight, dense = torch.cat(weights).double().to(mean.device), mean.double()

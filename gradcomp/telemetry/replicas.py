@@ -62,7 +62,7 @@ def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> 
     raise DivergedError(
         f"the replicas have diverged: before the optimizer's step {step}, {in_words(others)} {_have(others)} other weights of "
         f"{names[different[0]]!r} than {in_words(most)} ({len(different)} of {len(names)} layers differ). Start all ranks from "
-        "a state before that, and look for what changes weights on some ranks only: weights not broadcast at the start, "
+        "a state before that, and look for a change of weights on some ranks only: weights not broadcast at the start, "
         "another learning rate, a step that one rank leaves out, a failing memory"
     )
 
