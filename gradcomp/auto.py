@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Gather, Reduce
-from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.session import Session, Turns
 from gradcomp.engine.state import residual_views
 from gradcomp.messages import payload as payloads
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
@@ -236,7 +237,7 @@ def _factor(one: float, other: float) -> float:
     return max(one, other) / max(1e-9, min(one, other))
 
 
-class Chooser:
+class Chooser(Turns):
     """auto on one rank: the turns of its session.
 
     session: outlives the chooser, which must not keep it alive. stock: the types in which its door can exchange past it.
@@ -244,7 +245,7 @@ class Chooser:
 
     def __init__(self, session: Session, auto: Auto, stock: Sequence[torch.dtype]):
         self._session, self._auto, self._stock = session, auto, stock
-        layers = session.parameters.layers.values()
+        layers = session.slots.layers.values()
         self._device = next((layer.device for layer in layers), torch.device("cpu"))
         self._probed = max(1, min(LONGEST, sum(layer.size for layer in layers) // PART))
         self._changes = 0
@@ -281,19 +282,15 @@ class Chooser:
         self._spent += self._turn
         self._ended, self._turn, self._left = now, 0.0, self._left - 1
 
-    def begin_anew(self, spec: str, same: bool) -> None:
-        """Begin anew in a meeting: the ranks may be others, or go on from another state.
-
-        spec: with which all ranks go on. same: the session has its compressor already.
-        """
-        if not same:
-            self._session.follow(make(spec))
+    def restart(self, spec: str) -> Compressor:
+        """Begin anew in a meeting: the ranks may be others, or go on from another state. Return the spec's compressor."""
         self._begin(Candidate(spec))
+        return make(spec)
 
     def report(self) -> dict[str, Any]:
         """Return the choice, and its reason."""
         refused = {str(candidate): why for candidate, why in self._refused.items()}
-        if self._auto.loss == LOSSES[-1] and not self._session.training.bears_waiting:
+        if self._auto.loss == LOSSES[-1] and not self._session.view.tolerates_delay:
             refused["all that keep a residual"] = UNKNOWN
         known = {"loss": self._auto.loss, "way": str(self._present), "changes": self._changes, "choices": self._choices}
         return {**known, "refused": refused, **self._last}
@@ -320,7 +317,7 @@ class Chooser:
     def _candidates(self) -> list[Candidate]:
         session = self._session
         stock = self._stock if session.options.observer is None else self._stock[:1]  # the session exchanges what is watched
-        return candidates(self._auto.loss, stock, session.network.world.shares_hosts, session.training.bears_waiting)
+        return candidates(self._auto.loss, stock, session.network.world.shares_hosts, session.view.tolerates_delay)
 
     def _choose(self) -> Course[None]:
         """Play a tournament, and go on with its winner."""
@@ -401,7 +398,7 @@ class Chooser:
         """Go on with another candidate, after the steps that this needs. Return False if the session now has another one."""
         left = PATIENCE
         while candidate != self._present and candidate not in self._refused:
-            busy, waiting = self._means([float(self._session.training.update_waits), float(self._has_residual())])
+            busy, waiting = self._means([float(self._session.view.update_waits), float(self._has_residual())])
             if busy:  # the optimizer has not stepped yet
                 yield from self._take_steps(1)
             elif waiting and not candidate.keeps_residual:
@@ -418,14 +415,13 @@ class Chooser:
     def _install(self, candidate: Candidate) -> bool:
         """Install a candidate, on all ranks in the same turn. Return False if it does not suit the training."""
         if candidate.spec == self._present.spec:
-            self._session.exchange_by(candidate.stock)
+            self._session.replace(None, candidate.stock)
         else:
             try:
-                prepared = self._session.prepare(make(candidate.spec), drops=not candidate.keeps_residual)
+                self._session.replace(make(candidate.spec), candidate.stock, drops=not candidate.keeps_residual)
             except ValueError as error:  # on all ranks alike
                 self._refused[candidate] = str(error)
                 return False
-            self._session.go_on_with(prepared, candidate.stock)
         self._present, self._changes = candidate, self._changes + 1
         return True
 

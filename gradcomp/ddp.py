@@ -11,9 +11,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.parameters import Parameters, Slot
-from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.steps.options import Options
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Parameters
 from gradcomp.handle import Handle, beginning_of
 from gradcomp.networks.torch import TorchNetwork
 
@@ -43,11 +44,25 @@ def attach(
 ) -> Handle:
     """Compress the exchange of a model's gradients, from the next backward pass on. All ranks call it.
 
-    model: the result of DistributedDataParallel(...). spec: "name:knob=value", a compressor, or "auto"; "topk" by default.
-    optimizer: the source of learning rates, for specs that need them; its momentum is taken over; or None.
-    scaler: the GradScaler that scales the loss, if one does.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
-    seed: the seed of random draws, equal on all ranks; 0 by default.
+    Args:
+        model: The result of DistributedDataParallel(...).
+        spec: "name:knob=value", a compressor, or "auto".
+        optimizer: The source of learning rates, for specs that need them; its momentum is taken over.
+        scaler: The GradScaler that scales the loss, if one does.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        seed: The seed of random draws, equal on all ranks.
+
+    Returns:
+        The handle of the exchange: stats(), residual(), change(), state_dict() and load_state_dict().
+
+    Raises:
+        TypeError: The model is not wrapped in DistributedDataParallel.
+        ValueError: The spec or an option is wrong, or the ranks do not agree.
+        RuntimeError: The model has a communication hook already.
+
+    Example:
+        >>> model = DistributedDataParallel(model)
+        >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
     """
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         raise TypeError("attach() got a model that torch.compile() has wrapped; call attach() before torch.compile()")
@@ -58,8 +73,8 @@ def attach(
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
     options = Options(optimizer, scaler, bucket_mb, seed)
     beginning = beginning_of(spec)
-    session = Session(beginning.compressor, Parameters(named), network, options, _UNKNOWN, _UNUSED, ends_in_backward=True)
-    casts = torch.float32 in session.parameters.types
+    session = Session(beginning.compressor, Parameters(named), network, options, Door(_UNKNOWN, _UNUSED, ends_in_backward=True))
+    casts = torch.float32 in session.slots.types
     handle = Handle(session, beginning, (torch.float32, torch.bfloat16) if casts else (torch.float32,))
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
@@ -85,7 +100,7 @@ class _BackwardPass:
         self.session, self.group = session, model.process_group
         self.some_unused, self.in_bucket = model.find_unused_parameters, model.gradient_as_bucket_view
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self.grads: list[tuple[Slot, Tensor]] = []
+        self.grads: list[tuple[Any, Tensor]] = []
         self.used: set[str] = set()
 
     def discard(self) -> None:
@@ -96,22 +111,22 @@ class _BackwardPass:
     def end(self) -> None:
         """Finish the step, and complete all futures."""
         without_batch = torch._C._current_graph_task_id() < 0  # in DDP.join(): no step follows on this rank
-        self.session.training.lags = without_batch
-        self.session.finish_step()
+        self.session.view.skips_optimizer = without_batch
+        self.session.finish()
         for future, result in self.promised:
             future.set_result(result)
         if without_batch:
-            self.session.training.forget_update()
+            self.session.view.forget_update()
         elif self.some_unused:
             _after_ddp(self.write_unused)
 
-    def by_stock(self, buffer: Tensor, form: torch.dtype, last: bool) -> torch.futures.Future[Tensor]:
+    def start_stock_allreduce(self, buffer: Tensor, form: torch.dtype, last: bool) -> torch.futures.Future[Tensor]:
         """Exchange a bucket as DDP's own hooks do. The last one ends the step for the session."""
         # DDP multiplies while it copies gradients into its bucket. Where they lie in there, it divides, as its bf16 hook does.
         form = form if form.itemsize < buffer.dtype.itemsize else buffer.dtype
         mean = _stock_mean(self.group, buffer, form, divides=self.in_bucket or form != buffer.dtype)
         if last:
-            self.session.finish_step()
+            self.session.finish()
         return mean
 
     def write_unused(self) -> None:
@@ -123,7 +138,7 @@ class _BackwardPass:
                 slot.parameter.grad = torch.empty_like(slot.parameter)
             else:
                 continue
-            slot.open().view(-1).copy_(grad)
+            slot.read().view(-1).copy_(grad)
             slot.close()
 
 
@@ -152,19 +167,19 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
 
     The exchange runs while backward continues. The last bucket ends the pass, and waits.
     """
-    buffer = bucket.buffer()
+    buffer, session = bucket.buffer(), state.session
     if buffer.is_sparse:
-        raise state.session.failed(ValueError(_SPARSE))
+        raise session.failed(ValueError(_SPARSE))
     if bucket.index() == 0:
         state.discard()
-    state.session.begin()
-    if state.session.stock is not None:
-        return state.by_stock(buffer, state.session.stock, bucket.is_last())
-    for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        slot, flat = state.session.slot(parameter), grad.view(-1)
-        if state.some_unused:
-            state.grads.append((slot, flat))
-        state.session.mark_ready(slot, flat)
+        session.begin()
+    if (stock := session.stock) is not None:
+        return state.start_stock_allreduce(buffer, stock, bucket.is_last())
+    grads = [grad.view(-1) for grad in bucket.gradients()]
+    slots = [session.slot(parameter) for parameter in bucket.parameters()]
+    if state.some_unused:
+        state.grads += zip(slots, grads, strict=True)
+    session.ready_all(slots, grads)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     state.promised.append((future, buffer))
     if bucket.is_last():

@@ -1,65 +1,55 @@
-"""The simulator: runs all ranks in one process, in lock-step, and counts the bytes that each of them would send."""
+"""The simulator: runs the sessions of all ranks in one process, in lock-step, and counts the bytes that each would send."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Compressor, Layer, Layout
+from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.engine import optimizer_hooks, state
 from gradcomp.engine.bucket import Bucket, check_type
-from gradcomp.engine.optimizers.check import check_momentum, is_linear, rates_of
-from gradcomp.engine.optimizers.own_momentum import OwnMomentum
-from gradcomp.engine.parameters import checked
-from gradcomp.engine.return_moments import average_moments, moments_to_return, return_moments
-from gradcomp.engine.sessions.freezes import Freezes
-from gradcomp.engine.sessions.meeting import adopt, shared_state
-from gradcomp.engine.state import (
-    Place,
-    States,
-    carry,
-    load_shares,
-    pack,
-    residuals,
-    save_share,
-    shape_texts,
-    successor,
-)
-from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.meeting import Flow
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options, Reducer, Stats
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Slots, TensorSlot, checked
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
 
 
-class _Watched(NamedTuple):
-    """The exchange of a simulation, for observers."""
-
-    simulation: Simulation
-
-    @property
-    def spec(self) -> str:
-        return str(self.simulation._compressor)
-
-    @property
-    def reducer(self) -> Reducer:
-        return self.simulation._reducers[0]
-
-
 class Simulation:
     """The exchanges of simulated ranks, for one model.
 
-    spec: "name:knob=value", or a compressor. shapes: {name: shape} of the model's parameters. world: the number of ranks.
-    seed: the seed of random draws. bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes.
-    device: the device of the gradients. ranks_per_host: the number of ranks on each simulated host.
-    optimizer, named_parameters: the source of learning rates, for specs that need them, and of the momentum. An optimizer that
-    steps with step()'s updates as its gradients, unchanged, leaves its momentum to the simulation. With other gradients, as in
-    a training that the simulation only watches, the optimizer steps as it would alone.
+    An optimizer that steps with step()'s updates as its gradients, unchanged, leaves its momentum to the simulation. With other
+    gradients, as in a training that the simulation only watches, the optimizer steps as it would alone.
 
-    bytes_sent holds the bytes that each rank handed to the network in the last step.
+    Args:
+        spec: "name:knob=value", or a compressor.
+        shapes: The shapes of the model's parameters, by name.
+        world: The number of ranks.
+        seed: The seed of random draws.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        device: The device of the gradients.
+        ranks_per_host: The number of ranks on each simulated host.
+        optimizer: The source of learning rates, for specs that need them, and of the momentum.
+        named_parameters: The optimizer's parameters, with the names of shapes.
+
+    Attributes:
+        bytes_sent: The bytes that each rank handed to the network in the last step.
+
+    Raises:
+        ValueError: A spec, a shape or a number does not fit.
+
+    Example:
+        >>> simulation = gradcomp.Simulation("topk:ratio=0.5", {"w": (4,)}, world=2)
+        >>> update = simulation.step([{"w": torch.randn(4)}, {"w": torch.randn(4)}])["w"]
     """
 
     def __init__(
@@ -80,174 +70,208 @@ class Simulation:
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
         self.bytes_sent = [0] * world
-        self._shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
-        self._optimizer = optimizer
-        self._named = None if named_parameters is None else dict(checked(named_parameters))
-        if optimizer is not None and (self._named is None or self._named.keys() != self._shapes.keys()):
+        named = {} if named_parameters is None else dict(checked(named_parameters))
+        if optimizer is not None and named.keys() != shapes.keys():
             raise ValueError("optimizer= needs named_parameters= with the same names as shapes")
         device = torch.device(device)
-        self._layers = {name: Layer(shape.numel(), device, len(shape)) for name, shape in self._shapes.items()}
-        self._layout = Layout(tuple(self._layers), tuple(layer.size for layer in self._layers.values()), device)
+        self._slots = {name: TensorSlot(name, shape, device, named.get(name)) for name, shape in shapes.items()}
+        sizes = tuple(slot.layer.size for slot in self._slots.values())
+        self._layout = Layout(tuple(self._slots), sizes, device)
         self._update_array = _ReusedArray(self._layout)
-        self._update: dict[str, Tensor] = {}
-        self._options, self._board, self._memory = (bucket_mb, seed), Board(world), Memory()
-        self._networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
-        self._momentum: OwnMomentum | None = None
-        if optimizer is not None and self._named is not None:
-            applies = partial(_are_gradients, self._update_array, self._layout, self._named)
-            self._momentum = OwnMomentum(lambda: optimizer, self._named, _flat, simulated=world, applies=applies)
-        self._compressor = make(spec)
-        self._reducers = self._make_reducers(self._compressor)
-        self._observers: list[Observer] = []
-
-    def _make_reducers(self, compressor: Compressor) -> list[Reducer]:
-        """Make a reducer for each rank. They share one memory, since they take turns."""
-        rates, linear = None, partial(is_linear, self._optimizer)
-        if self._optimizer is not None and self._named is not None:
-            rates = rates_of(self._optimizer, self._named.items())
-            check_momentum(compressor, self._optimizer)
-        frozen = Freezes(self._named).of if self._named else lambda names: ()
-        reducers: list[Reducer] = []
-        for rank, network in enumerate(self._networks):
-            options: dict[str, Any] = {"rates": rates, "linear": linear, "memory": self._memory, "momentum": self._momentum}
-            options["frozen"] = frozen
-            if reducers:  # the update of rank 0 is returned, and the others' are compared with it
-                options |= {"delivery": reducers[0].delivery, "deliver": partial(self._compare, rank)}
-            reducers.append(Reducer(compressor, self._layers, network, *self._options, targets=self._targets, **options))
-        return reducers
+        self._board, options = Board(world), Options(optimizer, None, bucket_mb, seed, memory=Memory())
+        slots = Slots([*self._slots.values()])
+        self._view, compressor = _View(slots, optimizer, ranks=world), make(spec)
+        self._sessions: list[_Rank] = []
+        for rank in range(world):
+            network, first = MemoryNetwork(self._board, rank, ranks_per_host), self._sessions[0] if rank else None
+            self._sessions.append(_Rank(compressor, slots, network, options, self._view, first))
+        self._steps = _OptimizerSteps(self._view, self._layout, self._update_array)
+        if optimizer is not None:
+            optimizer_hooks.listen(self._steps)
 
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. Residuals are carried over.
 
-        spec: "name:knob=value", or a compressor.
+        Args:
+            spec: "name:knob=value", or a compressor.
         """
-        compressor = successor(make(spec), self._reducers[0])
-        changed = self._make_reducers(compressor)
-        for old, new in zip(self._reducers, changed, strict=True):
-            carry(old, new)
-        if self._momentum and (arrays := moments_to_return(self._momentum, self._reducers[0], changed[0])):
-            wait, *_ = [average_moments(self._momentum, old, arrays) for old in self._reducers]
-            return_moments(self._momentum, wait(), changed, lambda name, flat: flat.view(self._shapes[name]))
-        self._reducers, self._compressor = changed, compressor
-        self._observe()
+        compressor = make(spec)
+        self._together([session.replacing(compressor) for session in self._sessions])
 
     def step(self, grads: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
         """Run one step, and return the mean update by name.
 
-        grads: {name: gradient} for each rank. A gradient that is missing or None counts as zero.
-        All ranks compute the update, as on a cluster. An error is raised unless they agree to the last bit.
+        All ranks compute the update, as on a cluster.
+
+        Args:
+            grads: For each rank, the gradients by name. A gradient that is missing or None counts as zero.
+
+        Raises:
+            RuntimeError: The ranks' updates differ in some bit.
         """
-        if len(grads) != len(self._reducers):
+        if len(grads) != len(self._sessions):
             raise ValueError(
-                f"step() got gradients of {len(grads)} ranks, but the simulation has {len(self._reducers)}; pass one dict "
+                f"step() got gradients of {len(grads)} ranks, but the simulation has {len(self._sessions)}; pass one dict "
                 "for each rank"
             )
         for rank, of_rank in enumerate(grads):
             self._check(rank, of_rank)
-        self._update = self._layout.views(self._update_array.take())
+        update = self._layout.views(self._update_array.take())
+        for name, slot in self._slots.items():
+            slot.update = update[name]
         try:
-            self._exchange(grads)
+            if not self._sessions[0].has_met:
+                self._together([session.meeting() for session in self._sessions])
+            for session, of_rank in zip(self._sessions, grads, strict=True):
+                session.begin()
+                for name, grad in of_rank.items():
+                    if grad is not None:
+                        session.reducer.ready(self._slots[name], grad.contiguous())
+            self._together([session.finishing() for session in self._sessions])
         except BaseException:
             self._board.clear()
-            for reducer in self._reducers:
-                reducer.abort()
+            for session in self._sessions:
+                session.recover()
             raise
-        for reducer in self._reducers:
-            reducer.end_step()
-        for observer in self._observers:
-            observer.conclude()
+        finally:
+            for slot in self._slots.values():
+                slot.update = None
         self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
-        update, self._update = self._update, {}
-        return {name: update[name].view(shape) for name, shape in self._shapes.items()}
-
-    def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
-        self._observers = [Observer(writers, intervals, _Watched(self)) for _ in self._reducers]
-        self._observe()
-
-    def _observe(self) -> None:
-        for reducer, observer in zip(self._reducers, self._observers, strict=False):  # none, or one for each
-            reducer.observer = observer
+        return {name: update[name].view(slot.shape) for name, slot in self._slots.items()}
 
     def residual(self, rank: int) -> dict[str, Tensor]:
         """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""
-        flat = residuals(self._reducers[rank])
-        return {name: flat[name].view(shape) for name, shape in self._shapes.items()}
+        return self._sessions[rank].residual()
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that the next step depends on, of all ranks."""
-        shapes = shape_texts(self._shapes)
-        shares = {rank: save_share(reducer, shapes) for rank, reducer in enumerate(self._reducers)}
-        return pack(str(self._compressor), len(shares), shares)
+        shares = {rank: session.share() for rank, session in enumerate(self._sessions)}
+        return state.pack(self._sessions[0].spec, len(shares), shares)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec and shapes.
 
-        state: the result of state_dict(), or the list of the results of all ranks of a training. With another number of ranks
-        the sum of what waits stays the same. New ranks begin with nothing that waits, and the mean of Adam's moments.
+        With another number of ranks the sum of the residuals stays the same. New ranks begin with an empty residual, and the
+        mean of Adam's moments.
+
+        Args:
+            state: The result of state_dict(), or the list of the results of all ranks of a training.
+
+        Raises:
+            ValueError: The state does not fit, or is damaged. Nothing of it is loaded.
         """
-        world = len(self._reducers)
-        loaded = States(state, str(self._compressor))
-        shapes, copies = shape_texts(self._shapes), []
-        for rank, reducer in enumerate(self._reducers):
-            taken = loaded.take(Place(rank, world))
-            copies.append(load_shares(reducer, shapes, taken.shares, loaded.steps, taken.factor, adam=taken.adam))
-        for copy in copies:
-            copy()
-        if world > loaded.ranks:
-            shared = shared_state(self._reducers[0])
-            for reducer in self._reducers:
-                adopt(reducer, shared)
+        self._together([session.loading(state) for session in self._sessions])
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Return figures of the last step on rank 0."""
-        return self._reducers[0].stats()
+        return self._sessions[0].reducer.stats()
 
-    def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
-        for rank, of_rank in enumerate(grads):
-            for name, grad in of_rank.items():
-                if grad is not None:
-                    self._reducers[rank].mark_ready(name, grad.contiguous())
-        for reducer in self._reducers:
-            reducer.start_all()
-        while [reducer for reducer in self._reducers if reducer.advance()]:
-            pass
+    @property
+    def _reducers(self) -> list[Reducer]:
+        return [session.reducer for session in self._sessions]
+
+    def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
+        for session in self._sessions:
+            watched: Any = weakref.proxy(session)  # the session has the observer
+            session.observe(Observer(writers, intervals, watched), str(intervals))
+
+    def _together(self, flows: Sequence[Flow[None]]) -> None:
+        """Run the ranks' flows in lock-step. If one fails, the others end where they are."""
+        try:
+            for _ in zip(*flows, strict=True):
+                pass
+        finally:
+            for flow in flows:
+                flow.close()
 
     def _check(self, rank: int, grads: Mapping[str, Tensor | None]) -> None:
         """Refuse wrong gradients before any rank starts, since all ranks must be at the same step."""
         for name, grad in grads.items():
-            if name not in self._shapes:
-                raise ValueError(f"rank {rank}: there is no parameter {name!r}; known: {', '.join(self._shapes)}")
+            if name not in self._slots:
+                raise ValueError(f"rank {rank}: there is no parameter {name!r}; known: {', '.join(self._slots)}")
             if grad is None:
                 continue
-            if grad.shape != self._shapes[name]:
-                raise ValueError(
-                    f"rank {rank}: {name!r} has shape {tuple(self._shapes[name])}, but its gradient has {tuple(grad.shape)}"
-                )
+            if grad.shape != self._slots[name].shape:
+                shape = tuple(self._slots[name].shape)
+                raise ValueError(f"rank {rank}: {name!r} has shape {shape}, but its gradient has {tuple(grad.shape)}")
             check_type(grad, f"rank {rank}: the gradient of {name!r}")
 
-    def _targets(self, bucket: Bucket) -> list[Tensor]:
-        return [self._update[name] for name in bucket.layout.names]
 
-    def _compare(self, rank: int, bucket: Bucket, update: Update) -> None:
+class _View(OptimizerView):
+    """The view of an optimizer that all simulated ranks share. It may step with other gradients than the updates."""
+
+    applies_updates = False
+
+    def note_exchange(self) -> None:
+        """Do nothing: the exchange of a training counts, and not the one that is simulated beside it."""
+
+
+class _OptimizerSteps:
+    """The listener to the optimizer's steps. Only those with the last step's updates are the simulation's."""
+
+    def __init__(self, view: _View, layout: Layout, updates: _ReusedArray):
+        self.view, self._layout, self._updates = view, layout, updates
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: a simulation may be used beside a training."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Take the momentum out of an optimizer that steps with the last step's updates."""
+        if self.view.taken and optimizer is self.view.acting and self._are_gradients():
+            self.view.before_step(optimizer, closure)
+
+    def after_step(self) -> None:
+        """Show the optimizer's values again."""
+        self.view.show()
+
+    def _are_gradients(self) -> bool:
+        """Decide whether the last step's updates are the parameters' gradients. A gradient of None may be anything."""
+        for name, update in self._layout.views(self._updates.flat).items():
+            if (grad := self.view.slots.parameters[name].grad) is not None:
+                flat = grad.detach().reshape(-1).to(update.device)
+                if not torch.allclose(update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True):
+                    return False
+        return True
+
+
+class _Rank(Session):
+    """The session of a simulated rank. The update of rank 0 is returned, and the others' are compared with it."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        slots: Slots,
+        network: MemoryNetwork,
+        options: Options,
+        view: OptimizerView,
+        first: _Rank | None,
+    ):
+        self._first = first
+        if first is not None:
+            self.reducer_class = _ComparingReducer
+        super().__init__(compressor, slots, network, options, Door(), view)
+
+    def _listen(self) -> None:
+        """Leave the optimizer's steps to the simulation."""
+
+    def _make_reducer(self, compressor: Compressor) -> Reducer:
+        reducer = super()._make_reducer(compressor)
+        if self._first is not None:
+            reducer.delivery = self._first.reducer.delivery
+        return reducer
+
+
+class _ComparingReducer(Reducer):
+    """The reducer of a rank whose updates are compared with those of rank 0."""
+
+    def _deliver(self, bucket: Bucket, update: Update) -> None:
         for name, of_layer in bucket.layout.views(update.flat).items():
-            if not torch.equal(self._update[name].view(torch.int32), of_layer.view(torch.int32)):
+            expected = self.slots[name].write(of_layer)
+            if not torch.equal(expected.view(torch.int32), of_layer.view(torch.int32)):
                 raise RuntimeError(
-                    f"rank {rank} has another update of {name!r} than rank 0: {self._compressor} is not deterministic"
+                    f"rank {self.network.world.rank} has another update of {name!r} than rank 0: {bucket.compressor} is not "
+                    "deterministic"
                 )
-
-
-def _are_gradients(array: _ReusedArray, layout: Layout, named: Mapping[str, torch.nn.Parameter]) -> bool:
-    """Decide whether the last step's updates are the parameters' gradients. A gradient of None may be anything."""
-    for name, update in layout.views(array.flat).items():
-        if (grad := named[name].grad) is not None:
-            flat = grad.detach().reshape(-1).to(update.device)
-            if not torch.allclose(update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True):
-                return False
-    return True
-
-
-def _flat(name: str, tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)
 
 
 class _ReusedArray:

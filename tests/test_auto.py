@@ -21,7 +21,6 @@ from threads import Rank
 import gradcomp
 from gradcomp import auto
 from gradcomp.auto import COUNTED, EXACT, NEXT_LOOK, SENDS_RESIDUAL, STOCK, Candidate, Chooser, Drift, Policy
-from gradcomp.core.requests import Reduce
 from gradcomp.spec import LOSSES
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -312,18 +311,14 @@ def started(
     ranks = threads.start(2, "dense")
 
     def of_rank(rank: Rank) -> Scripted:
-        def mean(slot: Any) -> None:  # the rank's network takes the part of stock Horovod
-            assert rank.parameter.grad is not None
-            rank.parameter.grad.copy_(rank.network.start(Reduce(rank.parameter.grad.clone(), 0.5), "stock")())
-
-        rank.session.by_stock = mean
+        rank.session.door = threads.StockDoor(rank)
         rank.step()
         rank.session.turns = turns = Scripted(rank, wanted, each)
         for step in range(steps):
             rank.parameter.requires_grad_(not frozen(step))
             if frozen(step):
                 rank.session.begin()
-                rank.session.finish_step()
+                rank.session.finish()
             else:
                 rank.step()
         return turns
@@ -354,7 +349,7 @@ def test_a_change_waits_until_the_optimizer_has_stepped(monkeypatch: pytest.Monk
         asked[id(training)] += 1
         return asked[id(training)] <= 2
 
-    monkeypatch.setattr(type(threads.start(1, "dense")[0].session.training), "update_waits", property(waits))
+    monkeypatch.setattr(type(threads.start(1, "dense")[0].session.view), "update_waits", property(waits))
     _, turns = started(4, [HALF], 1)
     assert [*asked.values()] == [3, 3] and all(each.reached == [True] for each in turns)
 
@@ -389,14 +384,14 @@ def test_a_winner_that_the_residual_keeps_away_gives_way_to_one_that_keeps_it(mo
         monkeypatch.setattr(auto, name, value)
 
     def of_rank(rank: Rank) -> dict[str, Any]:
-        rank.session.choose_in(turns := Chooser(rank.session, gradcomp.spec.Auto(), ()), "auto")
+        rank.session.set_chooser(turns := Chooser(rank.session, gradcomp.spec.Auto(), ()), "auto")
         while not turns.report()["choices"] and rank.session.reducer.steps_done < 100:
             rank.parameter.requires_grad_(turns.report()["changes"] < 4)  # topk, the exact one, half, topk
             if rank.parameter.requires_grad:
                 rank.step()
             else:
                 rank.session.begin()
-                rank.session.finish_step()
+                rank.session.finish()
         return turns.report()
 
     for said in threads.together(ranks, of_rank):

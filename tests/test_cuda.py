@@ -16,8 +16,9 @@ from devices import HAS_GPU
 from torch import Tensor
 
 import gradcomp
-from gradcomp.core.compressor import Layer
-from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.slots import Slots, TensorSlot
 from gradcomp.native import cuda_versions, extension, kernels
 from gradcomp.networks.memory import Board, MemoryNetwork
 
@@ -111,12 +112,15 @@ def test_the_device_that_was_current_is_current_again() -> None:
 def test_gradients_and_rounds_on_several_streams_wait_for_each_other(spec: str) -> None:
     """The first gradient comes late on its stream, and step() has a stream of its own."""
     size, device = 1 << 18, torch.device("cuda", 0)
-    layers = {name: Layer(size, device, 1) for name in "ab"}
+    slots = {name: TensorSlot(name, (size,), device) for name in "ab"}
     grads, updates = ({name: torch.empty(size, device=device) for name in "ab"} for _ in range(2))
+    for name, slot in slots.items():
+        slot.update = updates[name]
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
     for spread_out in (False, True):
-        own = Reducer(gradcomp.make(spec), layers, MemoryNetwork(Board(1), 0, 1), 25, 0, targets=lambda _: [*updates.values()])
+        view = OptimizerView(Slots([*slots.values()]))
+        own = Reducer(gradcomp.make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options(), view)
         for _ in range(3):
             for name, grad in grads.items():
                 grad.copy_(torch.randn(size, generator=torch.Generator().manual_seed(ord(name))))
@@ -128,13 +132,13 @@ def test_gradients_and_rounds_on_several_streams_wait_for_each_other(spec: str) 
                 if spread_out:
                     torch.cuda._sleep(100_000_000)  # some 50 ms
                 grads["a"].copy_(late)
-                own.mark_ready("a", grads["a"])
+                own.ready(slots["a"], grads["a"])
             with torch.cuda.stream(second):
-                own.mark_ready("b", grads["b"])
+                own.ready(slots["b"], grads["b"])
                 if spread_out:
                     torch.cuda._sleep(100_000_000)
             with torch.cuda.stream(third):
-                own.finish_step()
+                own.finish()
             torch.cuda.synchronize()
         found.append(torch.cat([*updates.values()]).cpu())
     assert torch.equal(*found) and found[0].any()

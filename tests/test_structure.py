@@ -36,18 +36,26 @@ ROOMS = [
     "exchanges",
     "compressors",
     "engine",
-    "engine/parameters",
+    "engine/slots",
     "engine/context",
     "engine/stages",
     "engine/bucket",
-    "engine/delivery",
     "engine/plan",
-    "engine/optimizers",
-    "engine/steps",
+    "engine/delivery",
+    "engine/clock",
+    "engine/unknown_scaler",
+    "engine/optimizer_hooks",
+    "engine/changed_gradients",
+    "engine/taken_momentum",
+    "engine/optimizer_view",
+    "engine/missing_exchange",
+    "engine/reducer",
     "engine/state",
     "engine/return_moments",
-    "engine/unknown_scaler",
-    "engine/sessions",
+    "engine/meeting",
+    "engine/phases",
+    "engine/session",
+    "engine/commits",
     "spec",
     "prediction",
     "auto",
@@ -137,7 +145,7 @@ def test_imports_between_rooms_go_down_only() -> None:
         "from gradcomp import Simulation",
         "from gradcomp import engine",
         "from gradcomp import knobs, make",
-        "from gradcomp.engine.steps.reducer import Reducer",
+        "from gradcomp.engine.reducer import Reducer",
         "def later():\n    from gradcomp.spec import make",
     ],
 )
@@ -146,7 +154,7 @@ def test_no_import_that_goes_up_escapes(line: str) -> None:
     path = PACKAGE / "messages" / "payload.py"
     for source in (line, f"{path.read_text()}\n\n{line}\n"):
         assert rooms_above(path, source) != []
-    assert rooms_above(PACKAGE / "engine" / "bucket.py", "from gradcomp.engine.steps import reducer") != []
+    assert rooms_above(PACKAGE / "engine" / "bucket.py", "from gradcomp.engine import reducer") != []
 
 
 def test_only_three_files_import_by_a_made_up_name() -> None:
@@ -228,6 +236,30 @@ def test_every_file_fits_a_few_screens() -> None:
     assert len(tests) > 50
     for path in tests:
         assert len(path.read_text().splitlines()) <= MOST_LINES_OF_TESTS, path.relative_to(ROOT)
+
+
+# Records whose constructor is generated: every value has its field's name where it is given.
+RECORDS = {"Traits", "Knob", "Accumulation", "Adaptive", "AdamStep"}
+MOST_ARGUMENTS, PUBLIC = 8, {"Simulation"}
+
+
+def test_no_constructor_takes_more_than_eight_arguments_nor_more_than_one_callable() -> None:
+    """But for the public signatures and dataclasses of knobs: collaborators are objects that one can jump to."""
+    for path in (path for path in files() if room(path) != "compressors"):
+        for kind in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+            init = next((each for each in kind.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"), None)
+            if init is not None:
+                every = [*init.args.posonlyargs, *init.args.args[1:], *init.args.kwonlyargs]
+                arguments = [ast.unparse(each) for each in every]
+            elif any("dataclass" in ast.unparse(each) for each in kind.decorator_list) or "NamedTuple" in map(
+                ast.unparse, kind.bases
+            ):
+                fields = [ast.unparse(each) for each in kind.body if isinstance(each, ast.AnnAssign)]
+                arguments = [each for each in fields if "ClassVar" not in each and "init=False" not in each]
+            else:
+                continue
+            assert len(arguments) <= MOST_ARGUMENTS or kind.name in RECORDS | PUBLIC, f"{at(path)}: {kind.name}"
+            assert sum("Callable" in each for each in arguments) <= 1, f"{at(path)}: {kind.name}"
 
 
 def test_horovod_is_not_needed_for_the_rest() -> None:

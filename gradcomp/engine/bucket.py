@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -150,11 +150,11 @@ class Bucket:
         """Put the arrays of frozen layers back. The next step sets them aside again."""
         self.frozen.put_back()
 
-    def note_rates(self, rates: Callable[[Sequence[str]], Rates]) -> None:
+    def note_rates(self, rates: Rates) -> None:
         """Note the rates that the residual was made under, where they were unknown in the last step."""
         kept = self.states.get(RateCorrection.name)
         if kept is not None and kept.rates is None:
-            kept.rates = rates(self.layout.names)
+            kept.rates = rates
 
     def moments(self) -> Mapping[str, Tensor]:
         """Return the moments that are kept in the optimizer's place, by name, as the optimizer would have them."""

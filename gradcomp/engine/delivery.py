@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.slots import Slot
 from gradcomp.native import kernels
 from gradcomp.native.memory import Update
 
@@ -41,17 +42,12 @@ class Delivery:
     A step has failed where an entry of a delivered update is not finite. A GradScaler then skips the optimizer's step, on all
     ranks alike. The entries that were sent for it return to the residual, in every bucket.
 
-    buckets: of the model. targets: finds the arrays that a bucket's update is written into; by default its gradients.
+    buckets: of the model. slots: by layer; updates are written into them.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        loss_scale: LossScale | None = None,
-        targets: Callable[[Bucket], Sequence[Tensor]] | None = None,
-    ):
+    def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot], loss_scale: LossScale | None = None):
+        self._slots = [[slots[name] for name in bucket.layout.names] for bucket in buckets]
         self._loss_scale = loss_scale
-        self._targets = targets or (lambda bucket: bucket.ordered_grads)
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
         self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
@@ -61,6 +57,9 @@ class Delivery:
         if self._loss_scale is None or not bucket.unscales:
             return None
         return self._loss_scale.on(bucket.layout.device)
+
+    def _targets(self, bucket: Bucket) -> list[Tensor]:
+        return [slot.write(grad) for slot, grad in zip(self._slots[bucket.index], bucket.ordered_grads, strict=True)]
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.

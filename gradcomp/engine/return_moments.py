@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Layout
 from gradcomp.core.requests import Reduce
-from gradcomp.engine.optimizers.own_momentum import OwnMomentum
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.stages.adam import Adam
 from gradcomp.engine.state import residual_views
-from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.networks import Answer
 
 
@@ -28,13 +28,13 @@ class Means(NamedTuple):
     any_left: bool
 
 
-def moments_to_return(momentum: OwnMomentum, old: Reducer, new: Reducer) -> Sequence[str]:
+def moments_to_return(view: OptimizerView, old: Reducer, new: Reducer) -> Sequence[str]:
     """List the moments that the optimizer gets back when a new reducer follows an old one. All ranks get the same list."""
     left = old.takes_momentum and not new.takes_momentum and old.steps_done > 0
-    return momentum.handed_back() if left else ()
+    return view.arrays_to_hand_back() if left else ()
 
 
-def average_moments(momentum: OwnMomentum, reducer: Reducer, names: Sequence[str]) -> Callable[[], Means]:
+def average_moments(view: OptimizerView, reducer: Reducer, names: Sequence[str]) -> Callable[[], Means]:
     """Start to average moments over the ranks. Return a function that waits for the means."""
     network, size = reducer.network, reducer.network.world.size
     answers: list[tuple[str, Layout, Answer]] = []
@@ -48,7 +48,7 @@ def average_moments(momentum: OwnMomentum, reducer: Reducer, names: Sequence[str
             )
         if Adam.name in bucket.states:
             steps = max(steps, bucket.states[Adam.name].steps_seen())
-    counts = torch.tensor([steps / size, float(momentum.left)], device=reducer.buckets[0].layout.device)
+    counts = torch.tensor([steps / size, float(view.left)], device=reducer.buckets[0].layout.device)
     answer_of_counts = network.start(Reduce(counts), "the number of ranks with moments")
 
     def wait() -> Means:
@@ -64,20 +64,10 @@ def average_moments(momentum: OwnMomentum, reducer: Reducer, names: Sequence[str
     return wait
 
 
-def return_moments(
-    momentum: OwnMomentum, means: Means, new: Iterable[Reducer], shaped: Callable[[str, Tensor], Tensor]
-) -> None:
-    """Install averaged moments in the optimizer, and rescale residuals to gradients. Do nothing if the optimizer has its own.
-
-    new: the reducers that follow. shaped: gives a flat tensor the shape of a parameter, by name.
-    """
+def return_moments(view: OptimizerView, means: Means, new: Reducer) -> None:
+    """Install averaged moments in the optimizer, and rescale residuals to gradients. Do nothing if it has its own."""
     if not means.any_left:
         return
-    arrays = {
-        array: {name: shaped(name, mean).clone() for name, mean in of_layers.items()}
-        for array, of_layers in means.arrays.items()
-    }
-    share = momentum.hand_back(arrays, means.steps)
-    for reducer in new:
-        for residual in residual_views(reducer).values():
-            residual.mul_(share)
+    share = view.hand_back(means.arrays, means.steps, new.network.world.size)
+    for residual in residual_views(new).values():
+        residual.mul_(share)

@@ -17,15 +17,13 @@ from gradcomp import saved
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.stages.adam import Adam
 from gradcomp.engine.stages.feedback import Feedback, Residual
 from gradcomp.engine.stages.stage import Copy, Share, Shares
-from gradcomp.engine.steps.reducer import Reducer
 
 # The format of a state. Increase it when a state's content or a knob's default changes.
 FORMAT = 8
-
-# --- A rank's share
 
 
 def residual_views(reducer: Reducer) -> dict[str, Tensor]:
@@ -198,11 +196,6 @@ def in_main_memory(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: in_main_memory(each) for key, each in value.items()}
     return [in_main_memory(each) for each in value] if isinstance(value, list) else value
-
-
-def shape_texts(shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Describe shapes of layers whose entries are in row-major order."""
-    return {name: str(tuple(shape)) for name, shape in shapes.items()}
 
 
 # --- The shares of several ranks, as files hold them

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -12,17 +11,14 @@ import torch
 
 
 class UnknownScaler:
-    """A warning, once, about a GradScaler that steps an optimizer and was not passed as scaler=.
+    """A warning, once, about a GradScaler that steps an optimizer and was not passed as scaler=. known: the one that was."""
 
-    matters: decides whether entries or a momentum stay from step to step, so that the scale has to be known.
-    """
-
-    def __init__(self, known: Any, matters: Callable[[], bool]):
-        self._known, self._matters, self._warned = known, matters, False
+    def __init__(self, known: Any):
+        self._known, self._warned = known, False
 
     def look(self) -> None:
-        """Look for a GradScaler among the callers. Call this in an optimizer's step."""
-        if self._warned or not self._matters():
+        """Look for a GradScaler among the callers. Call this in a step of an optimizer if state stays between steps."""
+        if self._warned:
             return
         scaler, stacklevel = _stepping_scaler()
         if scaler is None or scaler is self._known or not scaler.is_enabled():

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.parameters import Parameters, Slot
-from gradcomp.engine.sessions.commits import Commits
-from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.steps.options import Options
+from gradcomp.engine.commits import Commits
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Parameters, Slot
 from gradcomp.handle import Handle, beginning_of
 from gradcomp.horovod.elastic import keep_with_optimizers
 from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
@@ -65,15 +66,24 @@ def scale_of_carrier(result: float, size: int) -> float:
 class Compression(Handle):
     """The compression= of a stock hvd.DistributedOptimizer. Each optimizer needs its own object.
 
-    spec: "name:knob=value", a compressor, or "auto".
-    named_parameters: those of the optimizer, usually model.named_parameters().
-    process_set: the optimizer's process set; all ranks by default.
-    optimizer: the source of learning rates, for specs that need them; its momentum is taken over; or None.
-    scaler: the GradScaler that scales the loss, if one does.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
-    seed: the seed of random draws, equal on all ranks; 0 by default.
-
     Only Horovod calls compress() and decompress().
+
+    Args:
+        spec: "name:knob=value", a compressor, or "auto".
+        named_parameters: Those of the optimizer, usually model.named_parameters().
+        process_set: The optimizer's process set; all ranks by default.
+        optimizer: The source of learning rates, for specs that need them; its momentum is taken over.
+        scaler: The GradScaler that scales the loss, if one does.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        seed: The seed of random draws, equal on all ranks.
+
+    Raises:
+        TypeError: named_parameters are no pairs of names and parameters, or process_set is none.
+        ValueError: The spec or an option is wrong.
+
+    Example:
+        >>> compression = gradcomp.horovod.Compression("topk", model.named_parameters(), optimizer=optimizer)
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     """
 
     def __init__(
@@ -91,9 +101,9 @@ class Compression(Handle):
             raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, scaler, bucket_mb, seed)
-        beginning, parameters = beginning_of(spec), Parameters(named_parameters)
-        session = Session(beginning.compressor, parameters, self._network, options, _UNKNOWN, _UNUSED)
-        super().__init__(session, beginning, (torch.float32,) if parameters.types <= SUMMED else ())
+        beginning, self._parameters = beginning_of(spec), Parameters(named_parameters)
+        session = Session(beginning.compressor, self._parameters, self._network, options, Door(_UNKNOWN, _UNUSED))
+        super().__init__(session, beginning, (torch.float32,) if self._parameters.types <= SUMMED else ())
         self._knows_optimizer = False
         self._commits = Commits(self._session)
         keep_with_optimizers(_commits_of)
@@ -110,19 +120,19 @@ class Compression(Handle):
             raise TypeError(_CLASS)
         if not self._knows_optimizer:
             self._note_optimizer(_calling_optimizer())
-        slot = self._session.parameters.of_gradient(tensor)
+        slot = self._parameters.of_gradient(tensor)
         if slot is None:
             raise self._session.failed(ValueError(self._why_unknown(tensor)))
         self._session.begin()
         if self._session.stock is not None:
             return tensor, None
-        self._session.mark_ready(slot)
+        self._session.ready(slot)
         return carrier_value(self._network.world.rank), slot
 
     def decompress(self, tensor: Tensor, ctx: Slot | None) -> Tensor:
         """Return the gradient, which now holds the update. The reduced carrier reveals the op of the optimizer."""
         if ctx is not None:
-            again: Any = tensor  # None where Horovod is asked again after a step that failed, which finish_step() refuses
+            again: Any = tensor  # None where Horovod is asked again after a step that failed, which finish() refuses
             try:
                 scale = 1.0 if again is None else scale_of_carrier(tensor.item(), self._network.world.size)
             except ValueError as error:
@@ -131,27 +141,27 @@ class Compression(Handle):
                 raise self._session.failed(
                     exchange_failure(error)
                 ) from error  # earlier carriers were right: a rank that called hvd.join() adds 0
-            self._session.finish_step(scale)
-            assert ctx.parameter.grad is not None
+            self._session.finish(scale)
+            assert ctx.parameter is not None and ctx.parameter.grad is not None
             return ctx.parameter.grad
         if tensor.is_sparse:
             raise ValueError(SPARSE)
         if self._session.stock is not None:
-            self._session.finish_step()
+            self._session.finish()
         return tensor
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Note Horovod's optimizer, and whether its updates are sums."""
         self._knows_optimizer = True
         if optimizer is not None:
-            self._session.training.note_optimizer(optimizer)
+            self._session.view.note_optimizer(optimizer, self._session.compressor)
             if getattr(optimizer, "op", None) == hvd.Sum:
-                self._session.note_sums()
+                self._session.view.sums = True
 
     def _why_unknown(self, tensor: Tensor) -> str:
-        if self._session.parameters.slot(tensor) is not None:
+        if self._parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
-        return SPARSE if self._session.parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
+        return SPARSE if self._parameters.any_sparse else _UNKNOWN.format(shape=tuple(tensor.shape))
 
 
 def _calling_optimizer() -> torch.optim.Optimizer | None:

@@ -9,7 +9,7 @@ import torch
 from horovod.torch.elastic import state as elastic
 from horovod.torch.functions import broadcast_object
 
-from gradcomp.engine.sessions.commits import Commits
+from gradcomp.engine.commits import Commits
 
 
 def keep_with_optimizers(find: Callable[[Any], Commits | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -14,8 +15,10 @@ from horovod.torch import optimizer as horovod_optimizer
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.parameters import Slot, named_of
-from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Stats
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Slot, named_of
 from gradcomp.horovod.compression import SPARSE, Compression
 from gradcomp.networks.horovod import version
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
         """The type of Horovod's distributed optimizer: a subclass of the given optimizer's class, with these members."""
 
         compression: Compression
-        stats: Callable[[], dict[str, Any]]
+        stats: Callable[[], Stats]
         synchronize: Callable[[], None]
         skip_synchronize: Callable[[], Any]
 
@@ -40,20 +43,28 @@ def DistributedOptimizer(
     seed: int = 0,
     **stock_options: Any,
 ) -> CompressedOptimizer:
-    """Make a stock hvd.DistributedOptimizer with compression. It has .compression and .stats() added.
-
-    It sends no carriers unless this version of Horovod is untested.
-
-    optimizer: the one to wrap; its learning rates are used, and its momentum is taken over.
-    named_parameters: usually model.named_parameters(); Horovod's names by default.
-    compression: "name:knob=value", a compressor, or "auto"; "topk" by default.
-    scaler: the GradScaler that scales the loss, if one does.
-    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes; 25 by default.
-    seed: the seed of random draws, equal on all ranks; 0 by default.
-    stock_options: any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes its
-    own buckets.
+    """Make a stock hvd.DistributedOptimizer with compression, without carriers unless this version of Horovod is untested.
 
     The method that reduces a gradient is replaced in this one object. Horovod's class is not changed.
+
+    Args:
+        optimizer: The one to wrap; its learning rates are used, and its momentum is taken over.
+        named_parameters: Usually model.named_parameters(); Horovod's names by default.
+        compression: "name:knob=value", a compressor, or "auto".
+        scaler: The GradScaler that scales the loss, if one does.
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        seed: The seed of random draws, equal on all ranks.
+        stock_options: Any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes
+            its own buckets.
+
+    Returns:
+        Horovod's optimizer. It has .compression, the handle of the exchange, and .stats() added.
+
+    Raises:
+        ValueError: The spec or an option is wrong, or the op cannot be compressed.
+
+    Example:
+        >>> optimizer = gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01")
     """
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError("the optimizer is a hvd.DistributedOptimizer already; pass the one that it was made of")
@@ -70,16 +81,18 @@ def DistributedOptimizer(
     options = {"process_set": process_set, "optimizer": optimizer, "scaler": scaler, "bucket_mb": bucket_mb, "seed": seed}
     door = Compression(compression, named, **options)
     if op == hvd.Sum:
-        door._session.note_sums()
+        door._session.view.sums = True
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
     if carrier_free():
-        stock._allreduce_grad_async = _carrier_free_reduction(door._session, process_set, op, stock)
+        scale = 1.0 if op == hvd.Average else float(process_set.size())
+        door._session.door = reduction = _CarrierFree(door._session.door, stock)
+        stock._allreduce_grad_async = functools.partial(reduction.start, door._session, scale)
     else:
         warnings.warn(
             f"Horovod {version()} is untested (tested: 0.28.1); falling back to the slower carrier route",
             stacklevel=2,
         )
-    door._session.training.note_optimizer(stock)  # it is another object than the one that it was made of
+    door._session.view.note_optimizer(stock, door._session.compressor)  # it is another object than the one that it was made of
     stock.compression = door
     stock.stats = door.stats
     return cast("CompressedOptimizer", stock)
@@ -91,39 +104,36 @@ def carrier_free() -> bool:
     return reduction is not None and list(inspect.signature(reduction).parameters) == ["self", "p"]
 
 
-def _carrier_free_reduction(
-    session: Session, process_set: hvd.ProcessSet, op: Any, stock: Any
-) -> Callable[[Tensor], tuple[Callable[[], Tensor], None]]:
-    """Make a replacement for the stock optimizer's reduction of one gradient. It returns a function for the result.
+class _CarrierFree(Door):
+    """The door without carriers: it takes the place of the stock optimizer's reduction of one gradient.
 
-    Gradients are held until the ranks have met in step(), since steps have the same order on all ranks. stock: the
-    optimizer. The method that is replaced still reduces gradients that are not worth compressing.
+    Gradients are held until the ranks have met in step(), since steps have the same order on all ranks. The method that is
+    replaced still reduces gradients that are not worth compressing.
     """
 
-    begun: dict[Tensor, int] = {}
-    own = weakref.ref(stock)  # the optimizer has the session
+    def __init__(self, door: Door, optimizer: Any):
+        super().__init__(door.unknown, door.unused)
+        self._optimizer = weakref.ref(optimizer)  # which has the session
+        self._begun: dict[Tensor, int] = {}
 
-    def by_stock(slot: Slot) -> None:
-        optimizer = own()
-        assert optimizer is not None
-        begun[slot.parameter] = type(optimizer)._allreduce_grad_async(optimizer, slot.parameter)[0]
-
-    def start(p: Tensor) -> tuple[Callable[[], Tensor], None]:
+    def start(self, session: Session, scale: float, p: Tensor) -> tuple[Callable[[], Tensor], None]:
+        """Start the reduction of a gradient. Return a function that waits for it. scale: the op's result over the mean."""
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             raise session.failed(ValueError(SPARSE))
-        session.mark_ready(session.slot(p), hold=True)
+        session.ready(session.slot(p), hold=True)
+        return functools.partial(self._finish, session, scale, p), None
 
-        def result() -> Tensor:
-            session.finish_step(1.0 if op == hvd.Average else float(process_set.size()))
-            if session.stock is not None:
-                return cast("Tensor", hvd.synchronize(begun.pop(p)))
-            begun.clear()  # what a failed step left
-            assert p.grad is not None
-            return p.grad
+    def _finish(self, session: Session, scale: float, p: Tensor) -> Tensor:
+        session.finish(scale)
+        if session.stock is not None:
+            return cast("Tensor", hvd.synchronize(self._begun.pop(p)))
+        self._begun.clear()  # a failed step left them
+        assert p.grad is not None
+        return p.grad
 
-        return result, None
-
-    session.by_stock = by_stock
-    return start
+    def start_stock_allreduce(self, slot: Slot) -> None:
+        optimizer, parameter = self._optimizer(), slot.parameter
+        assert optimizer is not None and parameter is not None
+        self._begun[parameter] = type(optimizer)._allreduce_grad_async(optimizer, parameter)[0]

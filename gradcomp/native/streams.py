@@ -16,12 +16,12 @@ class Streams:
     """
 
     def __init__(self, device: torch.device):
-        self._device, self._has_streams = device, device.type == "cuda"
+        self._device, self.has_streams = device, device.type == "cuda"
         self._busy: dict[int, Any] = {}
 
     def note(self) -> None:
         """Note that the current stream has work on the bucket: it made a gradient."""
-        if not self._has_streams:
+        if not self.has_streams:
             return
         handle = extension.current_stream(self._device.index)
         if handle not in self._busy:
@@ -29,7 +29,7 @@ class Streams:
 
     def join(self) -> None:
         """Make the current stream wait for the others. It alone then has work on the bucket."""
-        if not self._has_streams:
+        if not self.has_streams:
             return
         current = torch.cuda.current_stream(self._device)
         for stream in self._busy.values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from gradcomp.core.requests import Gather, Payload, Reduce, Reply, Request, Send, World
 from gradcomp.networks import Answer
 from gradcomp.networks.alltoall import check_senders
@@ -79,11 +81,19 @@ class Board:
 
 
 class MemoryNetwork:
-    """One rank's access to the board."""
+    """One rank's access to the board. Its ranks are always there, and their hosts are known before they meet."""
+
+    ready = True
+    device = torch.device("cpu")
 
     def __init__(self, board: Board, rank: int, ranks_per_host: int):
-        self._board = board
+        self._board = self.generation = board
+        self.hosts: tuple[int, ...] | None = None
+        self.meeting, self.host = "", f"host {rank // ranks_per_host}"
         self.world = World(rank, board.world, tuple(rank // ranks_per_host for rank in range(board.world)))
+
+    def prepare(self) -> None:
+        """Do nothing: the meeting needs no preparation."""
 
     def start(self, request: Request, name: str) -> Answer:
         return partial(self._board.post(name, self.world.rank, request).reply, self.world.rank)

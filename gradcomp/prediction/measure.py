@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.by_layer import ByLayer
-from gradcomp.core.compressor import Compressor, Layer
+from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import World
+from gradcomp.engine.optimizer_view import FixedRates
+from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.slots import Slots, TensorSlot
 from gradcomp.engine.stages.feedback import Feedback
-from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.prediction.recording_network import Part, RecordingNetwork
 from gradcomp.spec import make
 
@@ -106,11 +108,11 @@ def _steps(
     spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float, device: torch.device, effort: Effort
 ) -> list[tuple[tuple[str, ...], list[list[Part]]]]:
     """Return the parts of each bucket, step by step."""
-    layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
-    updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
-    targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
-    compressor, rates = without_warmup(make(spec)), lambda names: (RATE,) * len(names)
-    reducer = Reducer(compressor, layers, network, bucket_mb, 0, targets=targets, rates=rates)
+    slots = {name: TensorSlot(name, grad.shape, device) for name, grad in grads.items()}
+    for name, slot in slots.items():
+        slot.update = torch.empty_like(grads[name]).view(-1)
+    view = FixedRates(Slots([*slots.values()]), RATE)
+    reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb), view)
     bucket_of = {name: bucket.index for bucket in reducer.buckets for name in bucket.layout.names}
     counted: list[dict[int, list[Part]]] = []
     began = 0.0
@@ -122,7 +124,7 @@ def _steps(
         network.parts = {}
         for name in reversed(list(grads)):
             network.begin(bucket_of[name])
-            reducer.mark_ready(name, grads[name])
+            reducer.ready(slots[name], grads[name])
         reducer.start_all()
         while reducer.advance():
             pass

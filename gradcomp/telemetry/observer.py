@@ -8,17 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.clock import Seconds, StepClock
+from gradcomp.engine.reducer import Reducer, StepObserver
+from gradcomp.engine.session import Session
 from gradcomp.engine.stages.feedback import Residual
 from gradcomp.engine.stages.health import OLD, PART, Health
-from gradcomp.engine.steps.reducer import Reducer
-from gradcomp.engine.steps.step_clock import Seconds, StepClock
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
@@ -43,27 +44,18 @@ class Intervals:
         return f"a comparison every {self.compare} steps, a check of the replicas every {self.check}"
 
 
-class Watched(Protocol):
-    """The exchange that an observer watches: a session, or a rank of a Simulation."""
-
-    @property
-    def spec(self) -> str: ...
-    @property
-    def reducer(self) -> Reducer: ...
-
-
-class Observer:
+class Observer(StepObserver):
     """An observer of one rank. On a GPU, figures are read one step later, so that no step waits for the device.
 
-    weights: all parameters, by name; None where there are none. steps_follow: decides whether this rank's weights are stepped
-    after the exchange.
+    watched: a weak proxy of the session, which has the observer. weights: all parameters, by name; None where there are none.
+    steps_follow: decides whether this rank's weights are stepped after the exchange.
     """
 
     def __init__(
         self,
         writers: Sequence[Writer],
         intervals: Intervals,
-        watched: Watched,
+        watched: Session,
         weights: Mapping[str, Tensor] | None = None,
         steps_follow: Callable[[], bool] = lambda: True,
     ):

@@ -11,7 +11,7 @@ from one_rank import net, plain, sgd
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.reducer import Reducer
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 SPECS = ["topk", "sdagc", "orq:levels=5,feedback=true", "gtopk", "gs_sgd", "topk; *bias=dense:feedback=true"]

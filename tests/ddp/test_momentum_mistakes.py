@@ -124,7 +124,7 @@ def test_settings_that_change_before_the_step_are_named() -> None:
         optimizer.param_groups[0]["dampening"] = 0.1
         optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"SGD has settings now .* dampening.*the update that it steps with was made before"):
+    with pytest.raises(RuntimeError, match=r"SGD's settings now.* dampening.*the update that it steps with was made before"):
         train(SPEC, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9), body)
 
 
@@ -163,7 +163,7 @@ def test_leaving_adam_in_mid_training_drops_directions() -> None:
         if step == 20:
             optimizer.param_groups[0]["amsgrad"] = True
         grads = {name: 1e-3 * torch.randn(shape) for name, shape in shapes.items()}
-        with pytest.warns(UserWarning, match="AdamW has settings now") if step == 20 else contextlib.nullcontext():
+        with pytest.warns(UserWarning, match="AdamW's settings now") if step == 20 else contextlib.nullcontext():
             updates = simulation.step([grads])
         if step >= 20:
             assert all(update.abs().max() < 0.1 for update in updates.values()), "a direction came as a gradient"

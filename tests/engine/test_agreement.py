@@ -6,18 +6,18 @@ import re
 
 import pytest
 
-from gradcomp.engine.sessions import agreement
+from gradcomp.engine import meeting
 
 TERMS = {"spec": "topk", "seed": "0", "names": "a, b"}
 
 
 def test_all_records_have_one_size() -> None:
-    sizes = {agreement.record(TERMS | {"names": "x" * n}).numel() for n in (0, 1, 111, 112, 113, 100_000)}
+    sizes = {meeting.record(TERMS | {"names": "x" * n}).numel() for n in (0, 1, 111, 112, 113, 100_000)}
     assert len(sizes) == 1
 
 
 def test_ranks_that_agree_pass() -> None:
-    agreement.check(TERMS, [agreement.record(TERMS)] * 3)
+    meeting.check_terms(TERMS, [meeting.record(TERMS)] * 3)
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -25,11 +25,11 @@ def test_ranks_that_differ_are_told_where(term: str) -> None:
     odd = TERMS | {term: "other"}
     for own in (TERMS, odd):  # every rank comes to the same sentence
         with pytest.raises(ValueError, match=re.escape(f"{term}: rank 0 has {TERMS[term]!r}, rank 2 has 'other'")):
-            agreement.check(own, [agreement.record(t) for t in (TERMS, TERMS, odd)])
+            meeting.check_terms(own, [meeting.record(t) for t in (TERMS, TERMS, odd)])
 
 
 def test_a_difference_beyond_the_shown_text_is_found() -> None:
     long = "x" * 500
-    records = [agreement.record(TERMS | {"names": long + end}) for end in "ab"]
+    records = [meeting.record(TERMS | {"names": long + end}) for end in "ab"]
     with pytest.raises(ValueError, match=r"names: .*digest"):
-        agreement.check(TERMS, records)
+        meeting.check_terms(TERMS, records)

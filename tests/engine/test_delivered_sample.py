@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.optimizers.delivered_sample import DeliveredSample
-from gradcomp.engine.parameters import Slot
-from gradcomp.engine.plan import plan
-from gradcomp.spec import make
+from gradcomp.engine.changed_gradients import UpdateSample
+from gradcomp.engine.slots import ParameterSlot
 
 SIZES = {"largest": 5000, "a": 30, "b": 20, "c": 10, "d": 5, "e": 3}
 
@@ -21,17 +18,15 @@ def updates(nonzero: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("nonzero", SIZES)
 def test_a_clip_is_found_in_some_steps(nonzero: str) -> None:
-    slots = {name: Slot(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()}
-    (planned,) = plan({name: slot.layer for name, slot in slots.items()}, 25, make("topk"))
-    bucket = Bucket(0, *planned, seed=0)
-    sample = DeliveredSample(slots)
+    slots = {name: ParameterSlot(name, nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()}
+    sample = UpdateSample([*slots.values()])
     for _ in range(8):
-        bucket.grads = updates(nonzero)
+        delivered = updates(nonzero)
         for name, slot in slots.items():
-            slot.parameter.grad = bucket.grads[name]
-        sample.keep([bucket], None)
+            slot.parameter.grad = delivered[name]
+        sample.keep(delivered, None)
         sample.check("direction")  # nothing has changed
-        sample.keep([bucket], None)
+        sample.keep(delivered, None)
         for slot in slots.values():
             assert slot.parameter.grad is not None
             slot.parameter.grad.mul_(0.5)

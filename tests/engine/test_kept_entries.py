@@ -6,20 +6,20 @@ import pytest
 import torch
 from devices import HAS_GPU
 
-from gradcomp.engine.parameters import Slot
-from gradcomp.engine.sessions.kept_entries import GRADIENTS, KeptEntries
+from gradcomp.engine.changed_gradients import GRADIENTS, GradientSample
+from gradcomp.engine.slots import ParameterSlot
 
 
-def slots(count: int, device: str = "cpu") -> list[Slot]:
+def slots(count: int, device: str = "cpu") -> list[ParameterSlot]:
     made = []
     for i in range(count):
         parameter = torch.nn.Parameter(torch.zeros(3, 50, device=device))
         parameter.grad = torch.randn(3, 50, device=device)
-        made.append(Slot(f"layer{i}", parameter))
+        made.append(ParameterSlot(f"layer{i}", parameter))
     return made
 
 
-def step(kept: KeptEntries, layers: list[Slot], changed: int | None = None) -> None:
+def step(kept: GradientSample, layers: list[ParameterSlot], changed: int | None = None) -> None:
     for slot in layers:
         kept.keep(slot)
     if changed is not None:
@@ -32,14 +32,14 @@ def step(kept: KeptEntries, layers: list[Slot], changed: int | None = None) -> N
 @pytest.mark.parametrize("count", [1, 3, 10, 11])
 def test_every_layer_has_its_turn(count: int) -> None:
     for changed in range(count):
-        kept, layers = KeptEntries(count), slots(count)
+        kept, layers = GradientSample(count), slots(count)
         with pytest.raises(RuntimeError, match=f"the gradient of 'layer{changed}' was changed between backward"):
             for _ in range(-(-count // GRADIENTS)):
                 step(kept, layers, changed)
 
 
 def test_a_change_of_all_gradients_is_found_in_its_own_step() -> None:
-    kept, layers = KeptEntries(100), slots(100)
+    kept, layers = GradientSample(100), slots(100)
     for _ in range(5):
         step(kept, layers)
     for slot in layers:
@@ -63,15 +63,15 @@ def test_gradients_that_stay_are_never_complained_of(kind: str, dtype: torch.dty
     }
     parameter = torch.nn.Parameter(torch.zeros_like(grads[kind]))
     parameter.grad = grads[kind]
-    kept = KeptEntries(1)
+    kept = GradientSample(1)
     for _ in range(3):
-        step(kept, [Slot("w", parameter)])
+        step(kept, [ParameterSlot("w", parameter)])
 
 
 def test_other_entries_are_kept_in_the_next_step() -> None:
     """A change of one row, in every step, is found in the end."""
     parameter = torch.nn.Parameter(torch.zeros(100, 8))
-    kept, slot = KeptEntries(1), Slot("w", parameter)
+    kept, slot = GradientSample(1), ParameterSlot("w", parameter)
     with pytest.raises(RuntimeError, match="was changed"):
         for _ in range(100):
             parameter.grad = torch.randn(100, 8)
@@ -83,12 +83,12 @@ def test_other_entries_are_kept_in_the_next_step() -> None:
 def test_a_type_that_nobody_compresses_is_left_to_the_refusal_that_follows() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex128))
     parameter.grad = torch.ones(3, dtype=torch.complex128)
-    step(KeptEntries(1), [Slot("w", parameter)])
+    step(GradientSample(1), [ParameterSlot("w", parameter)])
 
 
 def test_a_gradient_that_was_replaced_or_removed_is_found() -> None:
     for new in (torch.zeros(3, 50), None):
-        kept, layers = KeptEntries(1), slots(1)
+        kept, layers = GradientSample(1), slots(1)
         kept.keep(layers[0])
         layers[0].parameter.grad = new
         with pytest.raises(RuntimeError, match="was changed"):
@@ -96,7 +96,7 @@ def test_a_gradient_that_was_replaced_or_removed_is_found() -> None:
 
 
 def test_a_failed_step_leaves_nothing() -> None:
-    kept, layers = KeptEntries(1), slots(1)
+    kept, layers = GradientSample(1), slots(1)
     kept.keep(layers[0])
     layers[0].parameter.grad *= 2  # type: ignore[operator]
     kept.discard()
@@ -105,7 +105,7 @@ def test_a_failed_step_leaves_nothing() -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="there is no GPU: kept entries on one are NOT checked")
 def test_on_a_gpu_a_change_is_found_a_step_later_and_nobody_waits() -> None:
-    kept, layers = KeptEntries(2), slots(2, "cuda")
+    kept, layers = GradientSample(2), slots(2, "cuda")
     step(kept, layers)
     torch.cuda.set_sync_debug_mode("error")
     try:

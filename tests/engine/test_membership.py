@@ -103,7 +103,7 @@ def test_a_commit_from_before_a_change_restores_the_spec(spec: str) -> None:
     steps(ranks, 2)
     commit(ranks)
     wanted = [rank.residual for rank in ranks]
-    together(ranks, lambda rank: rank.session.change(make_feedback(spec)))
+    together(ranks, lambda rank: rank.session.replace(make_feedback(spec)))
     steps(ranks, 2)
     for rank in ranks:
         rank.commits.roll_back()

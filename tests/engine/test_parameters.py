@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradcomp.engine.parameters import Parameters, Slot, named_of
+from gradcomp.engine.slots import Parameters, ParameterSlot, named_of
 from gradcomp.spec import make
 
 
@@ -16,8 +16,8 @@ def parameter(*shape: int) -> torch.nn.Parameter:
 def test_contiguous_gradients_are_handed_over_where_they_lie() -> None:
     p = parameter(3, 4)
     p.grad = torch.randn(3, 4)
-    slot = Slot("p", p)
-    assert slot.open().data_ptr() == p.grad.data_ptr()
+    slot = ParameterSlot("p", p)
+    assert slot.read().data_ptr() == p.grad.data_ptr()
     before = p.grad
     slot.close()
     assert p.grad is before
@@ -26,8 +26,8 @@ def test_contiguous_gradients_are_handed_over_where_they_lie() -> None:
 def test_channels_last_costs_no_copy() -> None:
     p = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     p.grad = torch.randn_like(p)
-    slot = Slot("p", p)
-    handed = slot.open()
+    slot = ParameterSlot("p", p)
+    handed = slot.read()
     assert handed.is_contiguous() and handed.data_ptr() == p.grad.data_ptr()
     assert torch.equal(handed.view(-1), p.grad.permute(0, 2, 3, 1).reshape(-1))
 
@@ -40,8 +40,8 @@ def test_channels_last_costs_no_copy() -> None:
 def test_gradients_laid_out_otherwise_are_copied_and_replaced(grad: torch.Tensor) -> None:
     p = parameter(3, 4)
     p.grad = grad
-    slot = Slot("p", p)
-    handed = slot.open()
+    slot = ParameterSlot("p", p)
+    handed = slot.read()
     assert torch.equal(handed, grad)
     handed.mul_(2)
     slot.close()

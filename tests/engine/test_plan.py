@@ -8,8 +8,8 @@ from torch import nn
 
 import gradcomp
 from gradcomp.core.compressor import Layer
-from gradcomp.engine.parameters import Parameters
 from gradcomp.engine.plan import MOST_ENTRIES, Plan, plan
+from gradcomp.engine.slots import Parameters
 from gradcomp.messages import payload
 from gradcomp.messages.sparse import CODECS
 from gradcomp.native import extension, kernels

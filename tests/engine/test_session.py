@@ -1,39 +1,78 @@
-"""The session of one model: a change of spec that comes at the wrong time."""
+"""The session of one model: the phases in which events are refused, and what follows a failure."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from gradcomp.engine.parameters import Parameters
-from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.steps.options import Options
+from gradcomp.engine.phases import REFUSED, Door, Phase
+from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Parameters
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 
 
-class Alone(MemoryNetwork):
-    """A connection of one rank."""
-
-    def __init__(self) -> None:
-        super().__init__(Board(1), 0, 1)
-        self.hosts, self.device, self.generation, self.host = None, torch.device("cpu"), object(), "here"
-        self.meeting, self.ready = "", True
-
-    def prepare(self) -> None:
-        """Nothing is to be prepared."""
+def made(spec: str = "topk:ratio=0.1", optimizer: Any = None, **door: Any) -> tuple[Session, torch.nn.Parameter]:
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    given = None if optimizer is None else optimizer([parameter], 0.1, 0.9)
+    options = Options(given)
+    return Session(make(spec), Parameters([("p", parameter)]), MemoryNetwork(Board(1), 0, 1), options, Door(**door)), parameter
 
 
-def test_a_change_in_the_middle_of_a_step_is_refused() -> None:
+def in_phase(phase: Phase) -> Session:
+    """A session that has come to a phase."""
+    session, parameter = made(optimizer=torch.optim.SGD)
+    parameter.grad = torch.randn(100)
+    if phase is not Phase.UNMET:
+        session.meet()
+    if phase in (Phase.BACKWARD, Phase.DELIVERED):
+        session.ready(session.slot(parameter))
+    if phase is Phase.DELIVERED:
+        session.finish()
+    if phase is Phase.FAILED:
+        session.failed(ValueError("the network is gone"))
+    assert session.phase is phase
+    return session
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("event", REFUSED)
+def test_an_event_is_refused_in_the_phases_of_its_row(event: str, phase: Phase) -> None:
+    session = in_phase(phase)
+    if phase in REFUSED[event]:
+        with pytest.raises(RuntimeError) as error:
+            session.refuse(event)
+        assert ("the network is gone" in str(error.value)) == (phase is Phase.FAILED)
+    else:
+        session.refuse(event)
+
+
+@pytest.mark.parametrize("ends_in_backward", [True, False])
+def test_after_a_failure_a_door_says_what_is_left_to_do(ends_in_backward: bool) -> None:
+    session, parameter = made(ends_in_backward=ends_in_backward)
+    session.failed(ValueError("the network is gone"))
+    parameter.grad = torch.randn(100)
+    for call in (session.finish, lambda: session.ready(session.slot(parameter))):
+        with pytest.raises(RuntimeError, match="refuses further steps") as error:
+            call()  # type: ignore[operator]
+        assert ("load_state_dict" in str(error.value)) != ends_in_backward
+    session.load_state_dict(made()[0].state_dict())
+    session.ready(session.slot(parameter))
+    session.finish()
+
+
+def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the_residual_over() -> None:
     """Gradients that were handed over would be forgotten, and the ranks' weights drift apart."""
-    p = torch.nn.Parameter(torch.zeros(100))
-    session = Session(make("topk:ratio=0.1"), Parameters([("p", p)]), Alone(), Options(None, None, 25, 0), "unknown", "")
+    session, parameter = made()
     for _ in range(2):
-        p.grad = torch.randn(100)
-        session.mark_ready(session.slot(p))
+        parameter.grad = torch.randn(100)
+        session.ready(session.slot(parameter))
         with pytest.raises(RuntimeError, match=r"change\(\) came in the middle of a step"):
-            session.change(make("dense"))
-        session.finish_step()
-    waiting = session.residual()["p"].clone()
-    session.change(make("dense"))
-    assert torch.equal(session.residual()["p"], waiting) and waiting.any()
+            session.refuse("change()")
+        session.finish()
+    residual = session.residual()["p"].clone()
+    session.replace(make("dense"))
+    assert torch.equal(session.residual()["p"], residual) and residual.any()

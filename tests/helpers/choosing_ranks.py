@@ -7,11 +7,11 @@ from typing import Any
 import threads
 import torch
 from rank_clock import CLOCK
-from threads import Rank
+from threads import Rank, StockDoor
 
 from gradcomp import auto
 from gradcomp.auto import LOOKS, Chooser
-from gradcomp.core.requests import Reduce, Request, bytes_of
+from gradcomp.core.requests import Request, bytes_of
 from gradcomp.networks import Answer
 from gradcomp.spec import Auto
 
@@ -47,12 +47,7 @@ class Link:
 
             return wait
 
-        def mean(slot: Any) -> None:
-            grad = rank.parameter.grad
-            assert grad is not None
-            grad.copy_(network.start(Reduce(grad.clone(), 1 / network.world.size), "stock")())
-
-        network.start, rank.session.by_stock = slow, mean
+        network.start, rank.session.door = slow, StockDoor(rank)
 
 
 def begun(link: Link, loss: str) -> list[Rank]:
@@ -61,7 +56,7 @@ def begun(link: Link, loss: str) -> list[Rank]:
     for rank in ranks:
         link.under(rank)
         knobs = Auto(loss)
-        rank.session.choose_in(Chooser(rank.session, knobs, (torch.float32,)), str(knobs))
+        rank.session.set_chooser(Chooser(rank.session, knobs, (torch.float32,)), str(knobs))
     return ranks
 
 

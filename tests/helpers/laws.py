@@ -45,11 +45,11 @@ def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> N
     before = residuals(simulation)
     update = simulation.step(grads)
     after = residuals(simulation)
-    for name, shape in simulation._shapes.items():
+    for name, slot in simulation._slots.items():
         wanted = mean(before, name) + mean(grads, name)
         found = mean(after, name) + update[name].double().cpu()
         sizes = [part[name].abs().double().cpu() for part in (*before, *grads, *after, *[update] * world)]
-        rounding = 2.0**-23 * sum(sizes, torch.zeros(shape)) + 1e-44 * world
-        full = sum((part[name].abs() >= LARGEST for part in after), torch.zeros(shape, dtype=torch.bool))
+        rounding = 2.0**-23 * sum(sizes, torch.zeros(slot.shape)) + 1e-44 * world
+        full = sum((part[name].abs() >= LARGEST for part in after), torch.zeros(slot.shape, dtype=torch.bool))
         assert (((wanted - found).abs() <= rounding) | full).all(), f"{name}: {(wanted - found).abs().max()}"
     return update

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.requests import Reduce, Request, World
-from gradcomp.engine.parameters import Parameters
-from gradcomp.engine.sessions.commits import Commits
-from gradcomp.engine.sessions.session import Session
-from gradcomp.engine.steps.options import Options
+from gradcomp.engine.commits import Commits
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Parameters
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import Round
 from gradcomp.spec import make
@@ -82,8 +83,7 @@ class Rank:
         self.parameter = torch.nn.Parameter(torch.zeros(SHAPE))
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
         network: Any = self.network
-        options = Options(None, None, 25, 0)
-        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, options, "unknown {shape}", "")
+        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, Options(), Door())
         self.commits = Commits(self.session)
         self._draws = torch.Generator().manual_seed(rank + 100 * generation.ranks)
         self.given, self.came = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
@@ -92,14 +92,27 @@ class Rank:
         """Exchange a drawn gradient, and return the update."""
         self.parameter.grad = torch.randn(SHAPE, generator=self._draws)
         self.given += self.parameter.grad
-        self.session.mark_ready(self.session.slot(self.parameter))
-        self.session.finish_step(scale)
+        self.session.ready(self.session.slot(self.parameter))
+        self.session.finish(scale)
         self.came += self.parameter.grad
         return self.parameter.grad
 
     @property
     def residual(self) -> Tensor:
         return self.session.residual()["w"]
+
+
+class StockDoor(Door):
+    """The door of a rank whose network takes the part of stock Horovod."""
+
+    def __init__(self, rank: Rank):
+        super().__init__()
+        self._rank = rank
+
+    def start_stock_allreduce(self, slot: Any) -> None:
+        grad, network = self._rank.parameter.grad, self._rank.network
+        assert grad is not None
+        grad.copy_(network.start(Reduce(grad.clone(), 1 / network.world.size), "stock")())
 
 
 def start(ranks: int, spec: str, hosts: list[str] | None = None) -> list[Rank]:

@@ -29,7 +29,7 @@ TERMS = {
     "shapes": "parameter shapes: ",
     "layout": "parameter shapes: ",
     "count": "parameter names: rank 0 has '4: ",
-    "state": "a state of 3 ranks was loaded on rank 1, but nobody loaded that of ranks 0, 2",
+    "state": "a state of 3 ranks was loaded on rank 1, but no rank loaded that of ranks 0, 2",
 }
 
 
@@ -96,7 +96,7 @@ def program() -> dict[Any, Any]:
     ranks.start_anew()
     for (name, door), (model, optimizer, data) in runs.items():
         if odd:
-            optimizer.compression._session._compressor = gradcomp.make("topk:ratio=0.5")
+            optimizer.compression._session.compressor = gradcomp.make("topk:ratio=0.5")
         again = small_net.refused(lambda m=model, o=optimizer, d=data: small_net.train(m, o, d, 1))  # type: ignore[misc]
         found["again", name, door] = again
         hvd.barrier()

@@ -29,7 +29,7 @@ MOMENTUM_FAULTS = (
     Fault(
         "what waits of a frozen layer moves it",
         "gradcomp/engine",
-        "if not self._parameters[name].requires_grad]",
+        "if not each.requires_grad]",
         "if False]",
         ("test_frozen.py",),
     ),

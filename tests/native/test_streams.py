@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Layer
-from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.slots import Slots, TensorSlot
 from gradcomp.native import extension
 from gradcomp.native.streams import Streams
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -108,8 +109,8 @@ def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
     device: Device, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first kernel of a bucket runs on the stream of the last gradient, the rest on that of step()."""
-    layers = {name: Layer(8, torch.device("cpu"), 1) for name in "abc"}
-    reducer = Reducer(make(spec), layers, MemoryNetwork(Board(1), 0, 1), 25, 0)
+    slots = {name: TensorSlot(name, (8,), torch.device("cpu")) for name in "abc"}
+    reducer = Reducer(make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options(), OptimizerView(Slots([*slots.values()])))
     (bucket,) = reducer.buckets
     bucket.streams = Streams(GPU)  # its arrays lie in main memory all the same
     read_on: list[Any] = []
@@ -122,8 +123,8 @@ def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
     monkeypatch.setattr(bucket, "collect", noted)
     hooks, stepping = [Stream(handle) for handle in (1, 2, 3)], Stream(4)
     for device.current, name in zip(hooks, "abc", strict=True):
-        reducer.mark_ready(name, Tensor([1.0] * 8))
+        reducer.ready(slots[name], Tensor([1.0] * 8))
     assert read_on == [(3, [1, 2])]
     device.current = stepping
-    reducer.finish_step()
+    reducer.finish()
     assert stepping.waited_for == [3] and bucket.streams._busy == {}

@@ -39,7 +39,7 @@ class Feedback(Wrapper):
     """A wrapper with error feedback: entries that a step does not send are added to the next step's gradient.
 
     A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
-    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OwnMomentum).
+    adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OptimizerView).
     With feedback=false nothing waits, as in some papers: the residual only holds what a step is to send.
     """
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradcomp.core.compressor import Layer
 from gradcomp.core.requests import Request, World
+from gradcomp.engine.optimizer_view import FixedRates
+from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.slots import Slots, TensorSlot
 from gradcomp.engine.stages.health import INTERVAL
-from gradcomp.engine.steps.reducer import Reducer
 from gradcomp.native import extension
 from gradcomp.networks import Answer
 from gradcomp.prediction.measure import gradients
@@ -93,22 +94,22 @@ def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -
     """Take steps on one of some ranks, and return the costs of those that count."""
     device, world = torch.device("cpu"), World(0, ranks, tuple(range(ranks)))
     grads = gradients(shapes, device)
-    layers = {name: Layer(grad.numel(), device, grad.dim()) for name, grad in grads.items()}
-    updates = {name: torch.empty_like(grad).view(-1) for name, grad in grads.items()}
-    targets = lambda bucket: [updates[name] for name in bucket.layout.names]  # noqa: E731
+    slots = {name: TensorSlot(name, grad.shape, device) for name, grad in grads.items()}
+    for name, slot in slots.items():
+        slot.update = torch.empty_like(grads[name]).view(-1)
     network, real = Instant(world), extension.native
     native = extension.native = Native(real)
     outside, inside, calls = [], [], Counter[str]()
     try:
-        rates = (RATE,) * len(layers)
-        reducer = Reducer(make(spec), layers, network, bucket_mb, 0, targets=targets, rates=lambda names: rates[: len(names)])
+        view = FixedRates(Slots([*slots.values()]), RATE)
+        reducer = Reducer(make(spec), slots, network, Options(bucket_mb=bucket_mb), view)
         for step in range(SETTLING + count):
             native.clear()
             network.seconds = 0.0
             began = time.perf_counter()
             for name in reversed(grads):
-                reducer.mark_ready(name, grads[name])
-            reducer.finish_step()
+                reducer.ready(slots[name], grads[name])
+            reducer.finish()
             spent = time.perf_counter() - began
             if step >= SETTLING:
                 inside.append(native.seconds)

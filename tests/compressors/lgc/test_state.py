@@ -10,8 +10,9 @@ from learned_codes import SHAPES, draw, learned, spec_of, state_after_learning, 
 import gradcomp
 from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
-from gradcomp.core.compressor import Layer
-from gradcomp.engine.steps.reducer import Reducer
+from gradcomp.engine.optimizer_view import FixedRates
+from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.slots import Slots, TensorSlot
 from gradcomp.native.memory import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
 
@@ -136,24 +137,16 @@ def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
 
 def test_a_falling_learning_rate_refreshes_the_code() -> None:
     """A door knows the rates by its optimizer= argument."""
-    rate, board = [0.1], Board(1)
-    layers = {name: Layer(torch.Size(shape).numel(), torch.device("cpu"), len(shape)) for name, shape in SHAPES.items()}
+    slots = {name: TensorSlot(name, shape, torch.device("cpu")) for name, shape in SHAPES.items()}
+    view = FixedRates(Slots([*slots.values()]), 0.1)
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
-    reducer = Reducer(
-        compressor,
-        layers,
-        MemoryNetwork(board, 0, 1),
-        25,
-        0,
-        rates=lambda names: (rate[0],) * len(names),
-        deliver=lambda bucket, update: None,
-    )
+    reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options(), view)
     phases = []
     for step in range(7 + DELAY + 5):
-        rate[0] = 0.1 if step < 7 else 0.01
+        view.rate = 0.1 if step < 7 else 0.01
         for name, grad in draw(step, 1)[0].items():
-            reducer.mark_ready(name, grad.flatten())
-        reducer.finish_step()
+            reducer.ready(slots[name], grad.flatten())
+        reducer.finish()
         phases.append(reducer.stats()["phase"])
     assert phases == ["dense"] + ["learn"] * 4 + ["code"] * (2 + DELAY) + ["learn"] * 4 + ["code"]
 

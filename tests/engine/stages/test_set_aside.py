@@ -13,6 +13,7 @@ from specs import ALL
 from torch import Tensor, nn
 
 import gradcomp
+from gradcomp.engine.optimizer_view import OptimizerView
 
 SHAPES = {"a": (400,), "b": (30, 20)}
 
@@ -70,15 +71,25 @@ def test_rounding_moves_a_frozen_layer_by_no_more_than_one_step_does(spec: str) 
     torch.testing.assert_close(run.waits() + moved, before, rtol=1e-5, atol=1e-6)
 
 
+class Freezing(OptimizerView):
+    """The view of a rank that freezes some layers."""
+
+    layers = frozenset[str]()
+
+    def _frozen_layers(self, rank: int) -> frozenset[str]:
+        return self.layers
+
+
 @pytest.mark.parametrize("spec", ["topk:ratio=0.05", "topk:ratio=0.05,by_host=true"])
 def test_nothing_is_lost_if_one_rank_of_a_host_freezes_a_layer(spec: str) -> None:
     """Beside what this rank set aside, its residual holds what is left of its neighbours' gradients."""
     for freezing in (0, 1):
         simulation = gradcomp.Simulation(spec, SHAPES, 4, ranks_per_host=2)
+        view = simulation._reducers[freezing].view = Freezing(simulation._view.slots)
         draws = torch.Generator().manual_seed(0)
         for step in range(12):
             frozen = 4 <= step < 9
-            simulation._reducers[freezing]._frozen = lambda names, frozen=frozen: [names.index("b")] if frozen else []
+            view.layers = frozenset("b" if frozen else "")
             grads = [{name: torch.randn(shape, generator=draws) for name, shape in SHAPES.items()} for _ in range(4)]
             if frozen:
                 grads[freezing]["b"].zero_()
@@ -94,9 +105,8 @@ def test_a_step_that_fails_loses_nothing_of_it(kind: Callable[..., Any], steps: 
     run.freeze()
     before = run.waits()
     simulation = run.simulation
-    simulation._update = simulation._layout.views(simulation._update_array.take())
     for reducer in simulation._reducers:
-        reducer.mark_ready("a", torch.randn(400))
+        reducer.ready(simulation._slots["a"], torch.randn(400))
         reducer.start_all()
     for reducer in simulation._reducers:
         reducer.abort()

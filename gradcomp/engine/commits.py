@@ -1,15 +1,14 @@
-"""The commits of a session, for a training that rolls back: copies of what waits, in main memory."""
+"""The commits of a session, for Horovod's elastic mode: copies of its state in main memory."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from gradcomp.engine.sessions.membership import Snapshot
-from gradcomp.engine.sessions.session import Session
+from gradcomp.engine.session import Session, Snapshot
 
 
 class Commits:
-    """The last two commits of a session.
+    """The last two commits of a session, for a training that rolls back.
 
     Ranks may differ by one commit where one of them fails while the others commit. A rank that is ahead goes back by one.
     """
@@ -19,7 +18,7 @@ class Commits:
         self._kept: deque[Snapshot] = deque(maxlen=2)
 
     def commit(self) -> None:
-        """Keep a copy of what waits."""
+        """Keep a copy of the session's state in main memory."""
         self._kept.append(self._session.snapshot())
 
     def roll_back(self) -> None:

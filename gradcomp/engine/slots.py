@@ -1,8 +1,8 @@
-"""A model's parameters for the doors: each has a name, and a gradient that is read and written in place."""
+"""Slots: the places of a model that an exchange reads gradients from and writes updates to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,76 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Slot:
-    """One parameter. Its entries are numbered in the order of its memory, so that channels-last costs no copy."""
+    """A layer's place in a model: an exchange reads its gradient here, and writes its update here.
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter):
-        self.name = name
-        self.parameter = parameter
-        self.layer = Layer(parameter.numel(), parameter.device, parameter.dim())
-        self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
-        self._row_major = self.order == list(range(parameter.dim()))
-        self._copy: Tensor | None = None
+    name, layer: of the parameter. shape: of its gradient. parameter: the parameter itself, if there is one. order: of the
+    dimensions in memory.
+    """
+
+    def __init__(self, name: str, shape: Sequence[int], device: torch.device, parameter: torch.nn.Parameter | None = None):
+        self.name, self.shape, self.parameter = name, torch.Size(shape), parameter
+        self.layer = Layer(self.shape.numel(), device, len(self.shape))
+        self.order = list(range(len(self.shape)))
+
+    def read(self) -> Tensor:
+        """Return the gradient as a contiguous array."""
+        raise NotImplementedError(f"the gradient of {self.name!r} is handed in")
+
+    def write(self, grad: Tensor) -> Tensor:
+        """Return the array that gets the update of this gradient."""
+        return grad
 
     def describe(self) -> str:
         """Describe the properties that must be equal on all ranks."""
-        order = [dim for dim in self.order if self.parameter.shape[dim] > 1]
-        return f"{self.name} {tuple(self.parameter.shape)} {order} {self.parameter.device.type}"
+        return f"{self.name} {self.shape_text} {self.layer.device.type}"
 
     @property
     def shape_text(self) -> str:
         """Describe the shape, and the order of memory if it is not row-major."""
-        order = [dim for dim in self.order if self.parameter.shape[dim] > 1]
-        return f"{tuple(self.parameter.shape)}" + (f" in order {order}" if order != sorted(order) else "")
+        return f"{tuple(self.shape)}"
 
-    def open(self) -> Tensor:
+    def flat(self, shaped: Tensor) -> Tensor:
+        """Put a tensor of the parameter's shape in the order of entries. It is copied where it must be."""
+        return shaped.reshape(-1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """Shape a flat array like the parameter."""
+        return flat.view(self.shape)
+
+
+class TensorSlot(Slot):
+    """A slot of a plain tensor, whose gradient is handed in. update: the array for the update; the gradient by default."""
+
+    update: Tensor | None = None
+
+    def write(self, grad: Tensor) -> Tensor:
+        return grad if self.update is None else self.update
+
+
+class ParameterSlot(Slot):
+    """The slot of a parameter's gradient. Entries are numbered in the order of its memory: channels-last costs no copy."""
+
+    parameter: torch.nn.Parameter
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter):
+        super().__init__(name, parameter.shape, parameter.device, parameter)
+        self.order = sorted(range(parameter.dim()), key=lambda dim: -parameter.stride()[dim])
+        self._row_major = self.order == list(range(parameter.dim()))
+        self._copy: Tensor | None = None
+
+    @property
+    def _order_of_memory(self) -> list[int]:
+        return [dim for dim in self.order if self.shape[dim] > 1]
+
+    def describe(self) -> str:
+        return f"{self.name} {tuple(self.shape)} {self._order_of_memory} {self.parameter.device.type}"
+
+    @property
+    def shape_text(self) -> str:
+        order = self._order_of_memory
+        return super().shape_text + (f" in order {order}" if order != sorted(order) else "")
+
+    def read(self) -> Tensor:
         """Return the gradient as a contiguous array. It is copied if its memory has another order than the parameter's."""
         grad = self.parameter.grad
         assert grad is not None
@@ -49,73 +97,49 @@ class Slot:
         return ordered if self._copy is None else self._copy
 
     def close(self) -> None:
-        """Give the copy that open() made, if any, to the parameter as its gradient."""
+        """Give the copy that read() made, if any, to the parameter as its gradient."""
         if self._copy is not None:
             self.parameter.grad, self._copy = self._reordered(self._copy), None
 
     def flat(self, shaped: Tensor) -> Tensor:
-        """Put a tensor of the parameter's shape in the order of the parameter's memory. It is copied where it must be."""
         return shaped.permute(self.order).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """Shape a flat array like the parameter. Its entries are in the order of the parameter's memory."""
-        return self._reordered(flat.view([self.parameter.shape[dim] for dim in self.order]))
+        return self._reordered(flat.view([self.shape[dim] for dim in self.order]))
 
     def _reordered(self, ordered: Tensor) -> Tensor:
         return ordered.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
-class Parameters:
-    """All parameters that are trained, in the given order. A tied parameter, which has two names, counts once.
+class Slots:
+    """The slots of a model, in order.
 
     without_gradient: the parameters that need no gradient at set-up, with their names.
     """
 
-    def __init__(self, named: NamedParameters):
-        seen: set[int] = set()
-        names: set[str] = set()
-        self.slots: list[Slot] = []
-        self.without_gradient: list[tuple[str, torch.nn.Parameter]] = []
-        for name, parameter in checked(named):
-            if name in names:
-                raise ValueError(f"named_parameters has two parameters called {name!r}; give each its own name")
-            names.add(name)
-            if not parameter.requires_grad:
-                self.without_gradient.append((name, parameter))
-            elif id(parameter) not in seen:
-                self.slots.append(Slot(name, parameter))
-            seen.add(id(parameter))
-        self.layers: Mapping[str, Layer] = {slot.name: slot.layer for slot in self.slots}
-        self._by_id = {id(slot.parameter): slot for slot in self.slots}
-        self._last = 0
+    slots: Sequence[Slot]
+
+    def __init__(self, slots: Sequence[Slot], without_gradient: Sequence[tuple[str, torch.nn.Parameter]] = ()):
+        self.slots, self.without_gradient = slots, without_gradient
+        self.layers: Mapping[str, Layer] = {slot.name: slot.layer for slot in slots}
+        self.parameters = {slot.name: slot.parameter for slot in slots if slot.parameter is not None}
+        self._by_id = {id(slot.parameter): slot for slot in slots if slot.parameter is not None}
 
     def slot(self, parameter: Tensor) -> Slot | None:
         """Find the slot of a parameter."""
         return self._by_id.get(id(parameter))
 
-    def of_gradient(self, grad: Tensor) -> Slot | None:
-        """Find the slot of a gradient. The search begins on both sides of the last one found."""
-        count = len(self.slots)
-        for distance in range(1, count + 1):
-            for at in ((self._last - distance) % count, (self._last + distance) % count):
-                if self.slots[at].parameter.grad is grad:
-                    self._last = at
-                    return self.slots[at]
-        return None
-
-    @property
-    def any_sparse(self) -> bool:
-        """True if any gradient is sparse."""
-        return any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self.slots)
+    def close(self) -> None:
+        """Give the parameters the copies of their gradients that were read."""
 
     @property
     def types(self) -> set[torch.dtype]:
         """Return the types of the parameters."""
-        return {slot.parameter.dtype for slot in self.slots}
+        return {parameter.dtype for parameter in self.parameters.values()}
 
     def bytes_in(self, widest: torch.dtype) -> int:
         """Count the bytes of all gradients, each in its own type or in this one if that is narrower."""
-        return sum(slot.layer.size * min(slot.parameter.dtype.itemsize, widest.itemsize) for slot in self.slots)
+        return sum(each.numel() * min(each.dtype.itemsize, widest.itemsize) for each in self.parameters.values())
 
     @property
     def shapes(self) -> dict[str, str]:
@@ -129,6 +153,48 @@ class Parameters:
             "parameter names": f"{len(self.slots)}: " + ", ".join(self.layers),
             "parameter shapes": f"{size} entries: " + ", ".join(slot.describe() for slot in self.slots),
         }
+
+
+class Parameters(Slots):
+    """The slots of all parameters that are trained. A tied parameter, which has two names, counts once."""
+
+    slots: Sequence[ParameterSlot]
+
+    def __init__(self, named: NamedParameters):
+        seen: set[int] = set()
+        names: set[str] = set()
+        slots: list[ParameterSlot] = []
+        without_gradient: list[tuple[str, torch.nn.Parameter]] = []
+        for name, parameter in checked(named):
+            if name in names:
+                raise ValueError(f"named_parameters has two parameters called {name!r}; give each its own name")
+            names.add(name)
+            if not parameter.requires_grad:
+                without_gradient.append((name, parameter))
+            elif id(parameter) not in seen:
+                slots.append(ParameterSlot(name, parameter))
+            seen.add(id(parameter))
+        super().__init__(slots, without_gradient)
+        self._last = 0
+
+    def close(self) -> None:
+        for slot in self.slots:
+            slot.close()
+
+    def of_gradient(self, grad: Tensor) -> ParameterSlot | None:
+        """Find the slot of a gradient. The search begins on both sides of the last one found."""
+        count = len(self.slots)
+        for distance in range(1, count + 1):
+            for at in ((self._last - distance) % count, (self._last + distance) % count):
+                if self.slots[at].parameter.grad is grad:
+                    self._last = at
+                    return self.slots[at]
+        return None
+
+    @property
+    def any_sparse(self) -> bool:
+        """True if any gradient is sparse."""
+        return any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in self.slots)
 
 
 def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) -> list[tuple[str, torch.nn.Parameter]]:

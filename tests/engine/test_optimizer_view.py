@@ -12,8 +12,13 @@ from torch.optim import SGD
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from gradcomp.engine.context import UNKNOWN
-from gradcomp.engine.optimizers.check import OptimizerCheck, check_momentum, rates_of
-from gradcomp.engine.parameters import Parameters
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Parameters
+from gradcomp.engine.taken_momentum import check_momentum
+from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 
 
@@ -27,15 +32,21 @@ def give_gradients(model: torch.nn.Module) -> None:
             parameter.grad = torch.ones_like(parameter)
 
 
-def checked(model: torch.nn.Module, given: torch.optim.Optimizer | None = None) -> tuple[OptimizerCheck, list[Any]]:
-    found: list[Any] = []
-    check = OptimizerCheck(Parameters(model.named_parameters()), given, found.append)
-    check.note_exchange()
-    return check, found
+def viewed(model: torch.nn.Module, given: torch.optim.Optimizer | None = None, spec: str = "topk") -> Session:
+    """A session of a model, whose gradients have been exchanged."""
+    network = MemoryNetwork(Board(1), 0, 1)
+    session = Session(make(spec), Parameters(model.named_parameters()), network, Options(given), Door())
+    session.view.note_exchange()
+    return session
 
 
-def exchange_and_step(check: OptimizerCheck, optimizer: torch.optim.Optimizer) -> None:
-    check.note_exchange()
+def found(session: Session) -> list[torch.optim.Optimizer]:
+    """The optimizers of the session's parameters that have stepped."""
+    return [optimizer for optimizer, known in session.view._known.items() if known.trains]
+
+
+def exchange_and_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    session.view.note_exchange()
     optimizer.step()
 
 
@@ -49,63 +60,57 @@ def test_a_momentum_that_would_act_twice_is_refused() -> None:
 
 def test_the_optimizer_is_found_at_its_first_step() -> None:
     model, other = network(), network()
-    alive, found = checked(model)
+    session = viewed(model)
     SGD(other.parameters(), lr=1).step()
-    assert not found
+    assert not found(session)
     own = SGD(model.parameters(), lr=1)
     own.step()
     own.step()
-    assert found == [own]
-    assert alive.exchanged
+    assert found(session) == [own]
 
 
 def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_weight() -> None:
     model = network()
     give_gradients(model)
     before = model[0].weight.detach().clone()
-
-    def refuse(optimizer: Any) -> None:
-        raise ValueError("refused")
-
-    check = OptimizerCheck(Parameters(model.named_parameters()), None, refuse)
-    check.note_exchange()
-    optimizer = SGD(model.parameters(), lr=1)
+    session = viewed(model, spec="topk:momentum=0.5")
+    optimizer = SGD(model.parameters(), lr=1, momentum=0.9)
     for _ in range(2):
-        with pytest.raises(ValueError, match="refused"):
+        with pytest.raises(ValueError, match="would act twice"):
             optimizer.step()
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].weight, before) and not found(session)
 
 
 def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much() -> None:
     """hvd.DistributedOptimizer makes another object, with the same groups until a state is loaded."""
     model = network()
     given, part, whole = (SGD(each.parameters(), lr=rate) for each, rate in ((model, 1.0), (model[0], 2.0), (model, 3.0)))
-    check, found = checked(model, given)
+    session = viewed(model, given)
+    view = session.view
     part.step()
-    assert check.optimizer is given and check.rates(["0.weight"]) == (1.0,)
-    exchange_and_step(check, whole)
-    assert check.optimizer is whole and found == [part, whole] and check.rates(["0.weight"]) == (3.0,)
+    assert view.optimizer is given and rates(view, "0.weight") == (1.0,)
+    exchange_and_step(session, whole)
+    assert view.optimizer is whole and found(session) == [part, whole] and rates(view, "0.weight") == (3.0,)
 
 
 def test_sessions_come_and_go_while_optimizers_step() -> None:
     """If a hook were removed while torch goes through its hooks, the step would break."""
-    ended: list[Any] = [checked(network())[0] for _ in range(3)]
+    ended: list[Any] = [viewed(network()) for _ in range(3)]
     handle = register_optimizer_step_pre_hook(lambda *_: ended.clear())
     hooks = len(_global_optimizer_pre_hooks)
     model = network()
-    alive, found = checked(model)
+    session = viewed(model)
     optimizer = SGD(model.parameters(), lr=1)
     optimizer.step()
     handle.remove()
     gc.collect()
-    assert found == [optimizer]
+    assert found(session) == [optimizer]
     assert len(_global_optimizer_pre_hooks) == hooks - 1
-    assert alive.exchanged
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="optimizer= has none of the model's parameters; pass the optimizer that trains them"):
-        checked(network(), SGD(network().parameters(), lr=1))
+        viewed(network(), SGD(network().parameters(), lr=1))
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -113,15 +118,15 @@ def test_a_parameter_unfrozen_later_is_found_once_it_has_a_gradient(given: bool)
     model = network()
     model[0].weight.requires_grad_(False)
     optimizer = SGD(model.parameters(), lr=1)
-    check, _ = checked(model, optimizer if given else None)
+    session = viewed(model, optimizer if given else None)
     give_gradients(model)
-    exchange_and_step(check, optimizer)
+    exchange_and_step(session, optimizer)
     model[0].weight.requires_grad_(True)
-    exchange_and_step(check, optimizer)
+    exchange_and_step(session, optimizer)
     give_gradients(model)
     before = model[1].weight.detach().clone()
     with pytest.raises(RuntimeError, match=r"^'0.weight' of shape \(2, 2\) was unfrozen or added .* the replicas drift apart"):
-        exchange_and_step(check, optimizer)
+        exchange_and_step(session, optimizer)
     assert torch.equal(model[1].weight, before)
 
 
@@ -129,121 +134,147 @@ def test_a_parameter_unfrozen_later_is_found_once_it_has_a_gradient(given: bool)
 def test_a_parameter_added_later_is_found_once_it_has_a_gradient(given: bool) -> None:
     model, added = network(), torch.nn.Linear(3, 1)
     optimizer = SGD(model.parameters(), lr=1)
-    check, _ = checked(model, optimizer if given else None)
+    session = viewed(model, optimizer if given else None)
     give_gradients(model)
-    exchange_and_step(check, optimizer)
+    exchange_and_step(session, optimizer)
     optimizer.add_param_group({"params": added.parameters()})
-    exchange_and_step(check, optimizer)
+    exchange_and_step(session, optimizer)
     give_gradients(added)
     with pytest.raises(RuntimeError, match=r"^a parameter of shape \(1, 3\) was unfrozen or added"):
-        exchange_and_step(check, optimizer)
+        exchange_and_step(session, optimizer)
 
 
 def test_a_session_that_was_replaced_leaves_the_steps_of_the_next_one_alone() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     first = SGD(model.parameters(), lr=1)
-    old, _ = checked(model, first)
+    old = viewed(model, first)
     give_gradients(model)
     exchange_and_step(old, first)
     model[0].weight.requires_grad_(True)
     second = SGD(model.parameters(), lr=1)
-    new, found = checked(model)
+    new = viewed(model)
     give_gradients(model)
     exchange_and_step(new, second)
-    assert old.optimizer is first and found == [second]
+    assert old.view.optimizer is first and found(new) == [second]
 
 
 def test_every_optimizer_of_the_parameters_is_checked_before_it_changes_any() -> None:
     model = network()
-    alive, found = checked(model)
+    session = viewed(model)
     parts = [SGD(part.parameters(), lr=1) for part in model]
     for optimizer in (*parts, *parts):
         optimizer.step()
-    assert found == parts
-    assert alive.exchanged
+    assert found(session) == parts
 
 
 def test_parameters_that_were_exchanged_from_the_start_may_come_to_an_optimizer_later() -> None:
     model = network()
     head = SGD(model[1].parameters(), lr=1)
-    check, found = checked(model, head)
+    session = viewed(model, head)
     give_gradients(model)
-    exchange_and_step(check, head)
+    exchange_and_step(session, head)
     head.add_param_group({"params": model[0].parameters()})
-    exchange_and_step(check, head)
+    exchange_and_step(session, head)
     whole = SGD(model.parameters(), lr=1)
-    exchange_and_step(check, whole)
-    assert check.optimizer is whole and found == [whole]
+    exchange_and_step(session, whole)
+    assert session.view.optimizer is whole and found(session) == [head, whole]
 
 
 def test_a_model_with_a_session_of_its_own_may_join_an_optimizer() -> None:
     model, other = network(), network()
     optimizer = SGD(model.parameters(), lr=1)
-    check, _ = checked(model, optimizer)
-    others, _ = checked(other)
+    session = viewed(model, optimizer)
+    others = viewed(other)
     give_gradients(model)
-    exchange_and_step(check, optimizer)
+    exchange_and_step(session, optimizer)
     optimizer.add_param_group({"params": other.parameters()})
     give_gradients(other)
-    exchange_and_step(check, optimizer)
-    assert others.exchanged
+    exchange_and_step(session, optimizer)
+    assert others.view.exchanged
 
 
 def test_an_optimizer_that_was_found_may_go() -> None:
     model = network()
-    alive, found = checked(model)
+    session = viewed(model)
     optimizer = SGD(model.parameters(), lr=1)
     optimizer.step()
-    assert found.pop() is optimizer
+    assert found(session) == [optimizer]
     left = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert left() is None
-    assert alive.exchanged
+    assert left() is None and not found(session)
 
 
 def test_another_models_parameters_in_the_same_optimizer_are_none_of_its_business() -> None:
     model, other = network(), network()
     optimizer = SGD([*model.parameters(), *other.parameters()], lr=1)
-    check, _ = checked(model, optimizer)
+    session = viewed(model, optimizer)
     give_gradients(model)
     give_gradients(other)
-    exchange_and_step(check, optimizer)
-    assert check.optimizer is optimizer
+    exchange_and_step(session, optimizer)
+    assert session.view.optimizer is optimizer
+
+
+def rates(view: OptimizerView, *names: str) -> tuple[float, ...]:
+    every = view.rates()
+    assert every is not None
+    return tuple(every[name] for name in names)
 
 
 def test_rates_are_those_of_the_moment() -> None:
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
-    optimizer = SGD(groups, lr=0.1)
-    rates = rates_of(optimizer, model.named_parameters())
-    names = ["0.weight", "1.bias"]
-    assert rates(names) == (0.5, 0.1)
+    optimizer, names = SGD(groups, lr=0.1), ("0.weight", "1.bias")
+    view = OptimizerView(Parameters(model.named_parameters()), optimizer)
+    assert rates(view, *names) == (0.5, 0.1)
     optimizer.param_groups[0]["lr"] = 0.25
-    assert rates(names) == (0.25, 0.1)
+    assert rates(view, *names) == (0.25, 0.1)
     state = optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.125
     optimizer.load_state_dict(state)  # replaces the groups
     optimizer.param_groups[1]["lr"] = 0.0625
-    assert rates(names) == (0.125, 0.0625)
+    assert rates(view, *names) == (0.125, 0.0625)
     optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
-    assert rates(names) == (0.125, 0.5)
+    assert rates(view, *names) == (0.125, 0.5)
     few = SGD(model[0].parameters(), lr=0.1)
-    rates = rates_of(few, model.named_parameters())
-    assert rates(names) == (0.1, UNKNOWN)
+    view = OptimizerView(Parameters(model.named_parameters()), few)
+    assert rates(view, *names) == (0.1, UNKNOWN)
     few.add_param_group({"params": model[1].parameters(), "lr": 0.5})
-    assert rates(names) == (0.1, 0.5)
+    assert rates(view, *names) == (0.1, 0.5)
 
 
 def test_the_checks_of_a_session_end_once_another_one_exchanges_its_parameters() -> None:
     """An attach() that is refused after its session was made must not silence the session before."""
     model = network()
     give_gradients(model)
-    first, found = checked(model)
-    second = OptimizerCheck(Parameters(model.named_parameters()), None, lambda optimizer: None)
-    optimizer = SGD(model.parameters(), lr=1)
+    first = viewed(model)
+    second = Session(first.compressor, first.slots, first.network, Options(), Door())
+    optimizer, other = SGD(model.parameters(), lr=1), SGD(model.parameters(), lr=1)
     exchange_and_step(first, optimizer)
-    assert found == [optimizer]
-    exchange_and_step(second, SGD(model.parameters(), lr=1))
-    assert len(found) == 1
+    assert found(first) == [optimizer]
+    exchange_and_step(second, other)
+    assert found(first) == [optimizer] and found(second) == [other]
+
+
+LEFT = "without moments that the exchange takes over"
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "tolerates", "named"),
+    [
+        (lambda params: SGD(params, 0.1, momentum=0.9), True, "moments of SGD"),
+        (lambda params: SGD(params, 0.1), True, "without momentum"),
+        (lambda params: torch.optim.AdamW(params), True, "moments of Adam"),
+        (lambda params: SGD(params, 0.1, momentum=0.9, dampening=0.1), False, LEFT),
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), False, LEFT),
+        (lambda params: torch.optim.RMSprop(params), False, LEFT),
+        (lambda params: SGD([*params, torch.nn.Parameter(torch.ones(1))], 0.1), False, LEFT),
+        (lambda params: None, False, "unknown before its first step"),
+    ],
+)
+def test_where_entries_may_wait(make_optimizer: Any, tolerates: bool, named: str) -> None:
+    """auto offers candidates with a residual only there, and ranks that differ are told so."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    view = OptimizerView(Parameters([("w", parameter)]), make_optimizer([parameter]))
+    assert view.tolerates_delay == tolerates and view.terms == {"optimizer": named}

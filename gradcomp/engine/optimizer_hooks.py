@@ -1,19 +1,23 @@
-"""Calls around every step of any optimizer, in a fixed order: first all checks, then whatever acts on what they find."""
+"""Calls around every step of any optimizer: first all checks, then all acts."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class StepListener(Protocol):
-    """Something that is called around every step of any optimizer, as long as it lives. turn: the lowest is called first."""
+    """A listener to every step of any optimizer, as long as it lives: a session, or a simulation."""
 
-    turn: ClassVar[int]
+    # Its view of the optimizer that it belongs to.
+    view: Any
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step, before any listener acts."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Act before a step. closure: step() got one."""
@@ -22,20 +26,18 @@ class StepListener(Protocol):
         """Act after a step that raised no error."""
 
 
-W = TypeVar("W", bound=StepListener)
-
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def add(listener: StepListener) -> None:
+def listen(listener: StepListener) -> None:
     """Call a listener around every step from now on."""
     _register_once()
     _listeners.add(listener)
 
 
-def all_of(kind: type[W]) -> list[W]:
-    """List the listeners of a class that live."""
-    return [each for each in list(_listeners) if isinstance(each, kind)]
+def listeners() -> list[StepListener]:
+    """List all listeners that live."""
+    return list(_listeners)
 
 
 @functools.cache
@@ -47,10 +49,13 @@ def _register_once() -> None:
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     closure = any(each is not None for each in (*args[1:], options.get("closure")))
-    for each in sorted(_listeners, key=lambda listener: listener.turn):
+    every = listeners()
+    for each in every:
+        each.check_step(optimizer)
+    for each in every:
         each.before_step(optimizer, closure)
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    for each in list(_listeners):
+    for each in listeners():
         each.after_step()

@@ -1,0 +1,296 @@
+"""The meeting of all ranks before they exchange gradients: they compare terms, share state, and learn their hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import struct
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.requests import Field, Gather, Purpose, Request, Send
+from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.state import Place, scale_state
+from gradcomp.messages import payload as payloads
+from gradcomp.messages import structure
+from gradcomp.networks import Connection
+from gradcomp.networks.waits import in_words
+
+log = logging.getLogger("gradcomp")
+
+T = TypeVar("T")
+# A flow yields where it is about to wait for the other ranks. Flows of ranks in one process then go on in lock-step.
+Flow = Generator[None, None, T]
+
+# The first bytes of a record.
+MAGIC = b"gradcomp"
+# Bytes of a term's entry in a record: the digest of its text, and the beginning of the text.
+_DIGEST = 16
+_TEXT = 112
+_ENTRY = _DIGEST + _TEXT
+
+
+def run(flow: Flow[T]) -> T:
+    """Run a flow of one rank to its end, and return its result. It blocks where it waits for other ranks."""
+    try:
+        while True:
+            next(flow)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+class Facts(NamedTuple):
+    """A rank's facts, which may differ between ranks.
+
+    steps: the steps that it has done. ranks: the number of ranks that shared its residual; 0 = the residual is empty yet.
+    rank: its number among them. loaded: 1 if a state was loaded since the last meeting. met: 1 if it has met others before.
+    name: a random name for the meeting.
+    """
+
+    steps: int = 0
+    ranks: int = 0
+    rank: int = 0
+    loaded: int = 0
+    met: int = 0
+    name: int = 0
+
+
+_FACTS = struct.Struct(f"<{len(Facts._fields)}q")
+_HEAD = len(MAGIC) + _FACTS.size
+
+
+def record(terms: Mapping[str, str], facts: Facts = Facts()) -> Tensor:  # noqa: B008 - it never changes
+    """Make a rank's record, of fixed size: its facts, and for each term a digest of its text and the text's beginning."""
+    entries = b"".join(
+        hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest() + text.encode()[:_TEXT].ljust(_TEXT)
+        for text in terms.values()
+    )
+    return torch.frombuffer(bytearray(MAGIC + _FACTS.pack(*facts) + entries), dtype=torch.uint8)
+
+
+def check_terms(terms: Mapping[str, str], records: Sequence[Tensor]) -> list[Facts]:
+    """Raise an error that names every term in which a rank differs from rank 0. Return the facts of all ranks.
+
+    All ranks hold the same records, so that all raise the same error.
+    """
+    every = [bytes(record.tolist()) for record in records]
+    for rank, text in enumerate(every):
+        if not text.startswith(MAGIC):
+            raise ValueError(
+                f"rank {rank} sent other bytes than its terms to the meeting of all ranks: call attach(), change() and "
+                "load_state_dict() on all ranks at the same step, with the same version of gradcomp"
+            )
+    differences = []
+    for i, term in enumerate(terms):
+        begin = _HEAD + i * _ENTRY
+        entries = [text[begin : begin + _ENTRY] for text in every]
+        other = next((rank for rank, entry in enumerate(entries) if entry != entries[0]), None)
+        if other is not None:
+            differences.append(f"{term}: rank 0 has {_readable(entries[0])}, rank {other} has {_readable(entries[other])}")
+    if differences:
+        raise ValueError(
+            "the ranks do not agree and cannot exchange gradients; make these equal on all ranks: " + "; ".join(differences)
+        )
+    return [Facts(*_FACTS.unpack(text[len(MAGIC) : _HEAD])) for text in every]
+
+
+def _readable(entry: bytes) -> str:
+    digest, text = entry[:_DIGEST], entry[_DIGEST:].decode(errors="replace").strip()
+    return f"{text!r}" + (f" (digest {digest.hex()[:8]})" if len(text) > _TEXT - 8 else "")
+
+
+class Owner(NamedTuple):
+    """The place at which a residual was made; of 0 ranks before the first meeting.
+
+    scaled_for: the world size that the residual is scaled for. loaded: it was loaded since the last meeting.
+    """
+
+    place: Place = Place(0, 0)
+    scaled_for: int = 0
+    loaded: bool = False
+
+
+class Membership:
+    """One rank among the others. owner: the owner of its residual."""
+
+    def __init__(self, network: Connection):
+        self._network = network
+        self._met_in: object = None  # the network's generation in which the ranks met last
+        self._ever_met = False
+        self.owner = Owner()
+
+    @property
+    def has_met(self) -> bool:
+        """True if the ranks have met since the network was last initialised."""
+        return self._met_in is self._network.generation
+
+    @property
+    def place(self) -> Place | None:
+        """Return this rank's place; None before the network is initialised."""
+        return Place(self._network.world.rank, self._network.world.size) if self._network.ready else None
+
+    @property
+    def saved_place(self) -> Place:
+        """Return the place under which a saved share of this rank's residual is read again."""
+        place = self.owner.place
+        if place.ranks == self.owner.scaled_for and place.ranks:
+            return place
+        here = self.place or Place(0, 1)  # a rank outside its process set trains by itself
+        return Place(here.rank, self.owner.scaled_for or here.ranks)
+
+    def part(self) -> None:
+        """Make the ranks meet again before their next exchange."""
+        self._met_in = None
+
+    def compare(
+        self, terms: Mapping[str, str], steps: int, leader: int | None, go_back: Callable[[int], bool]
+    ) -> Flow[Meeting]:
+        """Begin a meeting: wait for the other ranks, and check that all terms are equal. See Session.meet().
+
+        steps: the steps that this rank has done. The rest of the meeting is settle().
+        """
+        generation, owner = self._network.generation, self.owner
+        self._network.prepare()
+        meeting = Meeting(self._network, generation)
+        facts = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met))
+        others = yield from meeting.compare(terms, facts, leader)
+        if meeting.joins:
+            self.owner = Owner()
+        elif others.steps != steps and not go_back(others.steps) and steps:
+            rank = self._network.world.rank
+            log.warning(
+                "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d", rank, steps, others.steps
+            )
+        return meeting
+
+    def settle(self, meeting: Meeting, reducer: Reducer, sums: bool) -> Flow[None]:
+        """End a meeting: share the state, and scale the residual to the number of ranks. sums: updates are sums, not means."""
+        rank, size, _ = self._network.world
+        yield from meeting.share(reducer)
+        if self.owner.scaled_for not in (0, size) and not sums:
+            scale_state(reducer, size / self.owner.scaled_for)
+        self.owner = Owner(Place(rank, size), size)
+        self._met_in, self._ever_met = meeting.generation, True
+
+    def note_loaded(self, of: Place, ranks: int) -> None:
+        """Note the owner of a residual that was loaded. ranks: of the state, if this rank's place is unknown."""
+        place = self.place
+        self.restore(Owner(of, place.ranks if place else ranks, loaded=True))
+
+    def restore(self, owner: Owner) -> None:
+        """Note the owner of a residual that replaced this rank's. The ranks then meet again."""
+        self.owner, self._met_in = owner, None
+
+
+class Meeting:
+    """One meeting. All ranks make the same calls in the same order.
+
+    generation: the network's, at the beginning. facts: every rank's, once they have compared their terms. leader: the rank
+    whose state the others adopt where they differ. joins: this rank is new to a training that goes on, and its loaded state
+    counts for nothing.
+    """
+
+    def __init__(self, network: Connection, generation: object):
+        self._network, self._rank, self.generation = network, network.world.rank, generation
+        self.facts: list[Facts] = []
+        self.leader = 0
+        self.joins = False
+
+    def compare(self, terms: Mapping[str, str], own: Facts, leader: int | None = None) -> Flow[Facts]:
+        """Check that the terms are equal on all ranks, and that no share of a residual is missing. Return the leader's facts.
+
+        leader: the rank to follow; by default the first of those that have done the most steps.
+        """
+        own = own._replace(name=secrets.randbits(62))
+        self.facts = check_terms(terms, (yield from self._gather(record(terms, own), "agreement")))
+        if leader is not None and self.facts[leader].met:
+            self.joins = not own.met
+            self.facts = [each if each.met else Facts(name=each.name) for each in self.facts]
+        steps = [facts.steps for facts in self.facts]
+        self.leader = steps.index(max(steps)) if leader is None else leader
+        self._check_shares()
+        return self.facts[self.leader]
+
+    def of_leader(self, own: str) -> Flow[str]:
+        """Return the leader's text on all ranks."""
+        lengths = yield from self._gather(torch.tensor([len(own.encode())]), "text")
+        text = yield from self._send(own.encode(), int(lengths[self.leader]), "text of the leader")
+        return text.decode()
+
+    def share(self, reducer: Reducer) -> Flow[None]:
+        """Compare the state that all ranks must share. Where it differs, all ranks adopt the leader's."""
+        own = structure.write(_shared_state(reducer))
+        host, digest = (
+            int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+            for text in (self._network.host.encode(), own)
+        )
+        replies = yield from self._gather(torch.tensor([host, digest, len(own)]), "hosts")
+        hosts, digests, sizes = zip(*[reply.tolist() for reply in replies], strict=True)
+        if len({*digests}) > 1:
+            _adopt(reducer, structure.read((yield from self._send(own, sizes[self.leader], "state"))))
+        self._network.hosts = hosts
+        self._network.meeting = f"{self.facts[0].name:x}"
+
+    def _check_shares(self) -> None:
+        """Refuse a loaded state of which a rank's share is missing. Name the ranks that left and took theirs along."""
+        ranks = max(facts.ranks for facts in self.facts)
+        missing = sorted({*range(ranks)} - {facts.rank for facts in self.facts if facts.ranks == ranks})
+        loaded = [rank for rank, facts in enumerate(self.facts) if facts.loaded]
+        steps = {facts.steps for facts in self.facts if facts.steps or facts.loaded}
+        if loaded and missing:
+            raise ValueError(
+                f"a state of {ranks} ranks was loaded on {in_words(loaded)}, but no rank loaded that of {in_words(missing)}; "
+                "call load_state_dict() on every rank with the rank's own state, or with the list of all ranks' states"
+            )
+        if loaded and len(steps) > 1:
+            every = ", ".join(str(facts.steps) for facts in self.facts)
+            raise ValueError(
+                f"the ranks loaded states of different steps: {every}; load states that all ranks saved after the same step"
+            )
+        if missing and self._rank == self.leader:
+            log.warning(
+                "gradcomp: %s of %d left; the gradients that waited in the residual there are lost. The other ranks go on "
+                "after step %d",
+                in_words(missing),
+                ranks,
+                self.facts[self.leader].steps,
+            )
+
+    def _send(self, own: bytes, size: int, name: str) -> Flow[bytes]:
+        """Send the leader's bytes to all ranks."""
+        form, device = (Field("bytes", torch.uint8, size),), self._network.device
+        payload = payloads.empty(form, device)
+        leads = self._rank == self.leader
+        if leads:
+            payload["bytes"].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        outgoing = dict.fromkeys(self._network.world.others, payload) if leads else {}
+        request = Send(outgoing, () if leads else (self.leader,), form, device, Purpose.MEETING)
+        received = yield from self._ask(request, name)
+        return own if leads else received[self.leader]["bytes"].cpu().numpy().tobytes()
+
+    def _gather(self, tensor: Tensor, name: str) -> Flow[list[Tensor]]:
+        request = Gather(payloads.wrap(tensor.to(self._network.device)), Purpose.MEETING)
+        replies = yield from self._ask(request, name)
+        return [reply["bytes"].cpu() for reply in replies]
+
+    def _ask(self, request: Request, name: str) -> Flow[Any]:
+        answer = self._network.start(request, name)
+        yield
+        return answer()
+
+
+def _shared_state(reducer: Reducer) -> dict[str, Any]:
+    """Copy the state that all ranks must share."""
+    return {"steps": reducer.steps_done, "buckets": [bucket.save_shared() for bucket in reducer.buckets]}
+
+
+def _adopt(reducer: Reducer, shared: Mapping[str, Any]) -> None:
+    """Continue with the shared state of another rank."""
+    reducer.steps_done = shared["steps"]
+    for bucket, theirs in zip(reducer.buckets, shared["buckets"], strict=True):
+        bucket.load_shared(theirs)

@@ -1,0 +1,442 @@
+"""The exchange's view of the optimizer that trains its parameters: rates, momentum, checks, and the acts around its steps."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.core.requests import World
+from gradcomp.engine import optimizer_hooks
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.changed_gradients import UpdateSample
+from gradcomp.engine.context import UNKNOWN, AdamStep, Momentum, StepContext
+from gradcomp.engine.delivery import Delivery, LossScale
+from gradcomp.engine.slots import Slots, check_optimizer
+from gradcomp.engine.taken_momentum import AdamMoments, LoadedMoments, SgdMomentum, check_momentum, steps_as_known
+from gradcomp.native.memory import Memory
+
+log = logging.getLogger("gradcomp")
+
+# Names of frozen layers in a log line.
+MOST_NAMES = 3
+
+_UNAPPLIED = (
+    "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
+    "the momentum: added to the next gradient, or dropped, it would spoil the training. To accumulate gradients, run all "
+    "backward passes but the last within no_sync(), or use Horovod's backward_passes_per_step. If updates are dropped, or if "
+    "gradients of several losses meet, write momentum=0 into the spec; under auto, loss=low"
+)
+_CLOSURE = (
+    "step(closure) cannot work with momentum=auto: the closure would exchange gradients within the step. Call the closure "
+    "before, and step() without it, or write momentum=0 into the spec; under auto, loss=low"
+)
+_OTHER_KIND = (
+    "{name} steps with updates that were made for {old}. Write momentum=0 into the spec before the kind of optimizer changes: "
+    'change("SPEC,momentum=0")'
+)
+_SETTINGS = (
+    "momentum=auto does not support {name}'s settings now: dampening, amsgrad, or several momenta or betas, for example. "
+    '{outcome}. Call change("SPEC,momentum=0") between two steps, before such a change: it hands the moments over'
+)
+_ANEW = "Its moments begin anew, and the residual of Adam's directions is dropped"
+_MADE_BEFORE = "But the update that it steps with was made before"
+_WITHOUT = (
+    "{name} steps without an exchange: its gradients come from no_sync() or from the model without DistributedDataParallel, or "
+    "it steps a second time. With momentum=auto the exchange has the momentum: such a step would do without it, or nothing at "
+    "all. Let the last backward pass before each step exchange its gradients, outside no_sync(). To train on without "
+    'exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks first'
+)
+_UNKNOWN = (
+    "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
+    "lost: pass optimizer= to gradcomp.ddp.attach() or gradcomp.horovod.Compression"
+)
+
+
+@dataclass
+class _Known:
+    """An optimizer's parameters, as far as the session knows them.
+
+    foreign: ids of those that the session never had. count: all of them. trains: some are the session's own.
+    not_exchanged: those that came too late.
+    """
+
+    foreign: set[int]
+    count: int = -1
+    trains: bool = False
+    not_exchanged: list[torch.nn.Parameter] = field(default_factory=list)
+
+
+class OptimizerView:
+    """The exchange's view of an optimizer.
+
+    optimizer: the source of learning rates; None if none was given. An optimizer that trains as much as this one replaces it:
+    hvd.DistributedOptimizer makes another object. The one that acts is the last that stepped and trains all of the slots'
+    parameters, or else the source.
+
+    is_told: all ranks knew the optimizer before their first exchange. exchanged: gradients have been exchanged. replaced:
+    another session has exchanged gradients of the same parameters since, or this one has ended. sums: updates are sums over the
+    ranks, not means. skips_optimizer: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
+    """
+
+    # The next step of the optimizer must apply the updates; in a simulation it may step with other gradients.
+    applies_updates = True
+
+    def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, ranks: int = 1):
+        """ranks: the number of ranks that share the view, as those of a simulation do."""
+        self.slots, self.optimizer, self.scaler = slots, optimizer, scaler
+        self.loss_scale = None if scaler is None else LossScale(scaler)
+        self.is_told = optimizer is not None
+        self.exchanged = self.replaced = self.sums = self.skips_optimizer = False
+        self._acts: weakref.ref[torch.optim.Optimizer] | None = None
+        self._groups: tuple[Any, list[int], dict[str, int | None]] = None, [], {}  # whose, their sizes, each layer's number
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._ids = {id(parameter) for parameter in slots.parameters.values()}
+        self._trained: tuple[Any, list[int], bool] = None, [], False
+        self._loaded = LoadedMoments(slots, ranks)
+        self._kinds = SgdMomentum(self._loaded, slots), AdamMoments(self._loaded)
+        self._kind: SgdMomentum | AdamMoments | None = None
+        self._sample = UpdateSample(slots.slots)
+        self._pending = self._delivered = False  # an update that no step has applied yet; one that holds momentum
+        self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
+        self._drives = self.applies_updates
+        self._resumed = False  # moments were loaded, and no optimizer has been known since
+        self.left = False  # the moments were here when leave() was called
+        self._frozen: frozenset[str] = frozenset()
+        if optimizer is not None:
+            check_optimizer(optimizer)
+            if not self._trained_by(optimizer):
+                raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
+            self._read_rates(optimizer)
+
+    # The optimizer: which one, and its facts.
+
+    @property
+    def acting(self) -> torch.optim.Optimizer | None:
+        """The optimizer that applies the updates; None if it is unknown, or applies another session's."""
+        if self.replaced:
+            return None
+        return (None if self._acts is None else self._acts()) or self.optimizer
+
+    @property
+    def is_linear(self) -> bool:
+        """True if the acting optimizer moves weights by multiples of its updates."""
+        return isinstance(self.acting, torch.optim.SGD) and steps_as_known(type(self.acting))
+
+    @property
+    def taken(self) -> bool:
+        """True if updates hold the momentum."""
+        return self._kind is not None
+
+    @property
+    def tolerates_delay(self) -> bool:
+        """True if entries may wait without loss: the optimizer was given, and its momentum, if any, is taken over."""
+        acting = self.acting
+        return self.is_told and acting is not None and (self._kind_of(acting) is not None or self._has_no_momentum(acting))
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """Describe the optimizer's kind of moments, which must be equal on all ranks: others would exchange other things."""
+        acting = self.acting
+        kind = None if acting is None else self._kind_of(acting)
+        if not self.is_told:
+            text = "unknown before its first step"
+        elif kind is not None:
+            text = f"moments of {kind.name}"
+        else:
+            text = f"without {'momentum' if self._has_no_momentum(acting) else 'moments that the exchange takes over'}"
+        return {"optimizer": text}
+
+    def rates(self) -> dict[str, float] | None:
+        """Return the current learning rates by layer; None where no optimizer is known.
+
+        The rate is UNKNOWN for a parameter that the optimizer does not have, and where it lies on a device, for which the host
+        would have to wait.
+        """
+        if (acting := self.acting) is None:
+            return None
+        groups = acting.param_groups
+        sizes = [len(group["params"]) for group in groups]
+        if self._groups[0] is None or self._groups[0]() is not acting or self._groups[1] != sizes:
+            # The groups' numbers, since load_state_dict() of an optimizer replaces the groups.
+            numbers = {id(each): i for i, group in enumerate(groups) for each in group["params"]}
+            own = {name: numbers.get(id(each)) for name, each in self.slots.parameters.items()}
+            self._groups = weakref.ref(acting), sizes, own
+        given = [group["lr"] for group in groups]
+        known = [UNKNOWN if isinstance(each, Tensor) and each.is_cuda else float(each) for each in given]
+        return {name: UNKNOWN if number is None else known[number] for name, number in self._groups[2].items()}
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Decide whether the session exchanges a parameter's gradient."""
+        return id(parameter) in self._ids
+
+    def check_momentum(self, compressor: Compressor) -> None:
+        """Refuse a compressor whose momentum would act twice."""
+        if self.optimizer is not None:
+            check_momentum(compressor, self.optimizer)
+
+    # A step of the exchange.
+
+    def context(
+        self, layouts: Sequence[Layout], memory: Memory, world: World, uses_rates: bool, takes_momentum: bool
+    ) -> StepContext:
+        """Make the context of a step. layouts: of its buckets. takes_momentum: all buckets apply the optimizer's."""
+        momenta = self._momenta(layouts, world.size) if takes_momentum else {}
+        rates = self.rates() if uses_rates else None
+        scales = {} if self.loss_scale is None else {device: self.loss_scale.on(device) for _, _, device in layouts}
+        frozen = self._frozen_layers(world.rank)
+        follows = rates is not None and (bool(momenta) or self.is_linear)
+        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales)
+
+    def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[Layout, Momentum | AdamStep]:
+        """Take the momentum over for a step's buckets. Return nothing if it is left to the optimizer, or is 0."""
+        self.show()
+        if self.update_waits:
+            self._delivered = False
+            raise RuntimeError(_UNAPPLIED)
+        optimizer = self._known_optimizer()
+        self._delivered = self._resumed = self.left = False
+        before, self._kind = self._kind, None if optimizer is None else self._kind_of(optimizer)
+        if optimizer is None or self._kind is None:
+            if optimizer is not None and before is not None:
+                warnings.warn(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW), stacklevel=2)
+            return {}
+        share, skipped = 1 / (ranks if self.sums else 1), self._pending and self._has_failed()
+        if isinstance(self._kind, AdamMoments):
+            return {each: self._kind.for_step(optimizer, each, share, skipped, self.is_told) for each in layouts}
+        return {each: self._kind.for_step(optimizer, each, share, skipped) for each in layouts}
+
+    def _frozen_layers(self, rank: int) -> frozenset[str]:
+        """Find the frozen layers. Log each once: it was frozen since the exchange was set up."""
+        frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
+        if new := sorted(frozen - self._frozen):
+            self._frozen |= frozen
+            names = ", ".join(map(repr, new[:MOST_NAMES])) + (f" and {n} more" if (n := len(new) - MOST_NAMES) > 0 else "")
+            log.info(
+                "gradcomp: rank %d: frozen now: %s. Their residuals wait until they are unfrozen. Freeze them on all ranks: "
+                "the gradients of other ranks move them on all",
+                rank,
+                names,
+            )
+        return frozen
+
+    def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
+        """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
+        self._pending, self._delivered, self._delivery = True, self.taken, (delivery, step)
+        if self.applies_updates and self.taken:
+            updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
+            self._sample.keep(updates, delivery.loss_scale(buckets[0]))
+
+    def _has_failed(self) -> bool:
+        """Decide whether the last step has failed. This waits for a device if there is one."""
+        return self._delivery is not None and self._delivery[0].has_failed(self._delivery[1])
+
+    # Between two steps.
+
+    @property
+    def update_waits(self) -> bool:
+        """True if an update that holds momentum waits for the optimizer's step. This waits for a device if there is one."""
+        return self._delivered and self.applies_updates and not self._has_failed()
+
+    def forget_update(self) -> None:
+        """Forget the last step's update: no step of the optimizer is to apply it."""
+        self._pending = self._delivered = False
+        self._sample.discard()
+
+    def note_loaded(self, moments: bool) -> None:
+        """Note that a state was loaded: no update waits any more. moments: the state has some."""
+        self.show()
+        self.forget_update()
+        self._resumed = moments
+
+    def leave(self) -> None:
+        """Leave the momentum to the optimizer from now on."""
+        self.show()
+        self.left |= self._kind is not None or self._resumed
+        self._kind, self._pending, self._delivered = None, False, False
+
+    def arrays_to_hand_back(self) -> tuple[str, ...]:
+        """List the arrays of a bucket that the optimizer gets back where a spec leaves its momentum to it."""
+        optimizer = self._known_optimizer() if self._drives else None
+        kind = None if optimizer is None else self._kind_of(optimizer)
+        return () if kind is None else tuple(kind.arrays.values())
+
+    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: int, ranks: int) -> float:
+        """Give the optimizer its moments back. Return the factor that makes the residual one of gradients.
+
+        means: over the ranks, by array and by layer, flat. steps: those of Adam.
+        """
+        self.left = self._resumed = False
+        optimizer = self.acting
+        kind = None if optimizer is None else self._kind_of(optimizer)
+        assert optimizer is not None and kind is not None
+        group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+        for slot in self.slots.slots:
+            if slot.parameter is not None and slot.layer.size:  # others have no bucket
+                kept = [slot.shaped(means[array][slot.name]).clone() for array in kind.arrays.values()]
+                group = group_of[id(slot.parameter)]
+                optimizer.state[slot.parameter] = kind.state(group, slot.parameter, kept, steps, ranks if self.sums else 1)
+        return kind.share_of_gradients(optimizer)
+
+    # A step of the optimizer.
+
+    def note_exchange(self) -> None:
+        """Note that gradients are exchanged. Another session's view of the same parameters ends with the first ones."""
+        if self.exchanged:
+            return
+        self.exchanged = True
+        for other in self._others():
+            if other.exchanged:
+                other.replaced |= bool(other._ids & self._ids)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
+        """Note the optimizer that will apply the updates, before its first step."""
+        self.is_told = True
+        self._meet(optimizer, compressor)
+        self._note_acting(optimizer)
+
+    def check_step(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> bool:
+        """Check an optimizer that is about to step. Return whether it trains some of the session's parameters."""
+        if not self.exchanged or self.replaced:
+            return False
+        self._meet(optimizer, compressor)
+        known = self._known[optimizer]
+        self._update(known, optimizer)
+        if known.trains:
+            self._note_acting(optimizer)
+        return known.trains
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Hide from an optimizer that is about to step what its updates hold. Its step may call another one."""
+        kind = self._kind
+        if kind is None or kind.hides or optimizer is not self.acting:
+            return
+        if closure:
+            raise RuntimeError(_CLOSURE)
+        if self._kind_of(optimizer) is not kind:
+            text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
+            raise RuntimeError(text.format(name=type(optimizer).__name__, old=kind.name, outcome=_MADE_BEFORE))
+        gradients = (each.grad for each in _parameters_of(optimizer))
+        if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
+            raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
+        scaled = getattr(optimizer, "found_inf", None) is not None  # fused=True under a GradScaler
+        if self.applies_updates and not scaled:
+            self._sample.check(kind.holds)
+        self._drives = True
+        self._loaded.clear()
+        kind.hide(optimizer, self._pending)
+        self._pending = self._delivered = False
+
+    def show(self) -> None:
+        """Show what was hidden, also after a step that raised an error."""
+        if self._kind is not None:
+            self._kind.show()
+
+    def refuse_unexchanged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a gradient of a parameter that was unfrozen or added too late: no rank exchanges it."""
+        for parameter in self._known[optimizer].not_exchanged:
+            if parameter.requires_grad and parameter.grad is not None:
+                frozen = self.slots.without_gradient
+                name = next((repr(name) for name, each in frozen if each is parameter), "a parameter")
+                raise RuntimeError(
+                    f"{name} of shape {tuple(parameter.shape)} was unfrozen or added after the ranks' exchange was set up: its "
+                    "gradient stays on this rank, and the replicas drift apart. It must be in the model and in the optimizer, "
+                    "and unfrozen, when hvd.DistributedOptimizer, or DistributedDataParallel and attach(), are called. Freeze "
+                    "it right after these calls, by requires_grad_(False), until it is to train"
+                )
+
+    def _meet(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
+        if optimizer in self._known:
+            return
+        if trained := self._trained_by(optimizer):
+            check_momentum(compressor, optimizer)
+        if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
+            self._read_rates(optimizer)
+        else:
+            self._known[optimizer] = _Known(self._foreign(optimizer))
+
+    def _note_acting(self, optimizer: torch.optim.Optimizer) -> None:
+        if (self._acts is None or self._acts() is not optimizer) and self._trained_by(optimizer) == self._ids:
+            self._acts = weakref.ref(optimizer)
+
+    def _read_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the learning rates from an optimizer. Parameters that it has beyond the given one's were added since."""
+        assert self.optimizer is not None
+        first = self._known.get(self.optimizer)
+        self._known[optimizer] = _Known(self._foreign(optimizer) if first is None else first.foreign)
+        self.optimizer = optimizer
+
+    def _foreign(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        frozen = {id(parameter) for _, parameter in self.slots.without_gradient}
+        return {id(each) for each in _parameters_of(optimizer)} - self._ids - frozen
+
+    def _update(self, known: _Known, optimizer: torch.optim.Optimizer) -> None:
+        """Look through the parameters of an optimizer whose number of them has changed."""
+        if known.count == sum(len(group["params"]) for group in optimizer.param_groups):
+            return
+        every = [*_parameters_of(optimizer)]
+        known.count, known.trains = len(every), any(map(self.owns, every))
+        others = [other for other in self._others() if other.applies_updates and not other.replaced]
+        known.not_exchanged = [
+            each
+            for each in every
+            if id(each) not in known.foreign and not self.owns(each) and not any(other.owns(each) for other in others)
+        ]
+
+    def _others(self) -> list[OptimizerView]:
+        return [each.view for each in optimizer_hooks.listeners() if each.view is not self]
+
+    def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ids of the session's parameters that an optimizer has."""
+        return {id(each) for each in _parameters_of(optimizer)} & self._ids
+
+    def _known_optimizer(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer if it is known. Refuse to go on without it where moments were loaded."""
+        if (acting := self.acting) is None and self._resumed:
+            raise RuntimeError(_UNKNOWN)
+        return acting
+
+    def _kind_of(self, optimizer: torch.optim.Optimizer) -> SgdMomentum | AdamMoments | None:
+        """Return the kind of momentum to take over.
+
+        None if the optimizer is none of those known here, has several momenta, or trains other parameters than these.
+        """
+        if not (steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
+            return None
+        return next((kind for kind in self._kinds if kind.fits(optimizer)), None)
+
+    def _has_no_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        if not isinstance(optimizer, torch.optim.SGD) or not steps_as_known(type(optimizer)):
+            return False
+        return self._trains_just_these(optimizer) and not any(group["momentum"] for group in optimizer.param_groups)
+
+    def _trains_just_these(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Compare the optimizer's parameters with the slots'. Others may be frozen."""
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        if self._trained[0] is not optimizer or self._trained[1] != counts:
+            every = {id(each): each for each in _parameters_of(optimizer)}
+            others = any(each.requires_grad for key, each in every.items() if key not in self._ids)
+            self._trained = optimizer, counts, not others and self._ids <= every.keys()
+        return self._trained[2]
+
+
+class FixedRates(OptimizerView):
+    """A view without an optimizer: all layers have the same learning rate."""
+
+    def __init__(self, slots: Slots, rate: float):
+        super().__init__(slots)
+        self.rate = rate
+
+    def rates(self) -> dict[str, float]:
+        return dict.fromkeys(self.slots.layers, self.rate)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,61 @@
+"""The phases of a session, and the events that each of them refuses: all that affects the state machine is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from gradcomp.engine.slots import Slot
+
+_FAILED = (
+    "gradcomp refuses further steps on this rank, since a step failed in its middle ({reason}): its gradients were not "
+    "exchanged, and entries that it had taken from the residual are lost. Start all ranks again from their last states"
+)
+# Horovod allows this beside: DistributedDataParallel does not survive a backward pass that failed.
+OR_LOAD = (
+    "; or, if the step failed on all ranks, call compression.load_state_dict() on all with a state from before, and then "
+    "optimizer.load_state_dict(optimizer.state_dict()), with which Horovod forgets the step"
+)
+_IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
+_WAITS = "{event} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
+UNFINISHED = "backward() ended before all gradients were exchanged"
+
+
+class Phase(Enum):
+    """A phase of a session: before the meeting of all ranks; between two steps; from a step's first gradient to its updates;
+    until the optimizer has applied updates that hold its momentum; after a step that failed.
+    """
+
+    UNMET, IDLE, BACKWARD, DELIVERED, FAILED = "unmet", "idle", "backward", "delivered", "failed"
+
+
+# The phases in which an event is refused, and the message. A network that is initialised anew returns every session to UNMET.
+# A gradient leads to BACKWARD, the end of a step to IDLE or DELIVERED, the optimizer's step from DELIVERED to IDLE. A meeting
+# leads from UNMET to IDLE, an error in a step to FAILED, and load_state_dict() and a rollback from any phase to UNMET.
+REFUSED: Mapping[str, Mapping[Phase, str]] = {
+    "a gradient": {Phase.FAILED: _FAILED},
+    "the end of a step": {Phase.FAILED: _FAILED},
+    "the optimizer's step": {Phase.FAILED: _FAILED, Phase.BACKWARD: UNFINISHED},
+    "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP, Phase.DELIVERED: _WAITS},
+    "watch()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
+    "state_dict()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
+    "commit()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
+}
+
+
+@dataclass
+class Door:
+    """A door: its messages for the user, and its kind of step.
+
+    unknown: the message for a gradient of no known parameter, with {shape} for its shape. unused: advice for a user who trains
+    without the exchange. ends_in_backward: a step ends in backward, and not in the optimizer's step().
+    """
+
+    unknown: str = "a gradient of shape {shape} belongs to no known parameter"
+    unused: str = ""
+    ends_in_backward: bool = False
+
+    def start_stock_allreduce(self, slot: Slot) -> None:
+        """Start the stock framework's exchange of a gradient, for a door that hands gradients in before it knows who does."""
+        raise RuntimeError(f"no exchange takes the gradient of {slot.name!r}: the door starts no stock exchange")

@@ -1,0 +1,321 @@
+"""Buckets of gradients, and the only loop that drives a compressor.
+
+ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish() advances all buckets to
+their updates, round by round, in bucket order. It never runs one to its end while others wait: ranks may start their buckets in
+different orders, and would then block each other.
+"""
+
+from __future__ import annotations
+
+import numbers
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Compressor
+from gradcomp.core.requests import Reply, bytes_of
+from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
+from gradcomp.engine.clock import StepClock
+from gradcomp.engine.context import StepContext
+from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.plan import plan
+from gradcomp.engine.slots import Slot
+from gradcomp.native.memory import Memory, Update
+from gradcomp.networks import Network
+
+# Seeds stay below this, so that kernels can add a bucket's number to one.
+LARGEST_SEED = 2**62
+
+
+class StepObserver:
+    """An observer of one rank's steps, which looks at nothing. Telemetry's looks. Buckets may come in any order."""
+
+    def before(self, bucket: Bucket) -> None:
+        """Look at a bucket before its gradients are added to its residual."""
+
+    def collected(self, bucket: Bucket) -> None:
+        """Look at a bucket before its exchange."""
+
+    def delivered(self, bucket: Bucket, update: Update) -> None:
+        """Look at a bucket's mean update."""
+
+    def step_done(self, reducer: Reducer) -> None:
+        """Look at a step that has ended. Requests may begin here, the same on all ranks."""
+
+    def discard(self) -> None:
+        """Forget a step that will not end."""
+
+    def conclude(self) -> None:
+        """Wait for the replies to what began in step_done()."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that a door passes on from its user.
+
+    optimizer: the source of learning rates; its momentum is taken over. scaler: the GradScaler of the loss.
+    bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws; later buckets add
+    their index. observer: looks at every step, if there is one. telemetry: the joint acts of the observers of all ranks.
+    auto: the chooser of other compressors, if there is one. memory: the lender of scratch and updates, a new one by default.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    scaler: Any = None
+    bucket_mb: float = 25
+    seed: int = 0
+    observer: StepObserver | None = None
+    telemetry: str = "off"
+    auto: str = "off"
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        seed: Any = self.seed
+        if not isinstance(seed, numbers.Integral) or not abs(int(seed)) < LARGEST_SEED:
+            raise ValueError(f"seed={seed!r} must be a whole number between -2**62 and 2**62")
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """Describe the options that must be equal on all ranks."""
+        return {"seed": str(self.seed), "bucket_mb": str(self.bucket_mb), "telemetry": self.telemetry, "auto": self.auto}
+
+
+class Stats(TypedDict, total=False):
+    """Figures of the last step on this rank. A compressor may add figures of its own.
+
+    health: of each bucket's residual, at the last measurement. steps: done. overlap: exchanges overlap with backward.
+    bytes_dense: of the gradients as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of it as goes to
+    other hosts. compression: bytes_dense / bytes_sent; None before the first step. auto: the choice, and its reason.
+    """
+
+    health: list[dict[str, Any]]
+    steps: int
+    buckets: int
+    overlap: bool
+    bytes_dense: int
+    bytes_sent: int
+    bytes_between_hosts: int
+    compression: float | None
+    auto: dict[str, Any]
+
+
+class Reducer:
+    """All buckets of one model on one rank.
+
+    slots: by the layers' names. view: of the optimizer. observer: looks at every step.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        slots: Mapping[str, Slot],
+        network: Network,
+        options: Options,
+        view: OptimizerView,
+        observer: StepObserver | None = None,
+    ):
+        self.network, self.slots, self.view = network, slots, view
+        self.layers = {name: slot.layer for name, slot in slots.items()}
+        self.observer = observer or StepObserver()
+        need = compressor.traits.rates
+        if need == "needed" and view.rates() is None:
+            raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
+        self._uses_rates, self._rates_noted = need != "unused", False
+        self.memory = options.memory or Memory()
+        seed = int(options.seed)
+        planned = plan(self.layers, options.bucket_mb, compressor)
+        self.buckets = [Bucket(i, *each, seed=seed + i) for i, each in enumerate(planned)]
+        self._layouts = [bucket.layout for bucket in self.buckets]
+        # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
+        self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets)
+        if not self.takes_momentum:
+            view.leave()
+        # Entries wait, or a momentum of the spec's stays, from step to step.
+        self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
+        self.delivery = Delivery(self.buckets, slots, view.loss_scale)
+        self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
+        self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
+        self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
+        self.clock = StepClock()
+        self._context: StepContext | None = None  # of the step under way
+
+    @property
+    def keeps_residual(self) -> bool:
+        """True if unsent entries of any bucket stay from step to step."""
+        return any(bucket.keeps_residual for bucket in self.buckets)
+
+    def ready(self, slot: Slot, grad: Tensor | None = None) -> None:
+        """Note a layer's gradient, and start its bucket if it is the last one.
+
+        grad: contiguous, by default the slot's. It must not change before its update is delivered.
+        """
+        if grad is None:
+            grad = slot.read()
+        name = slot.name
+        if grad.dtype not in GRADIENT_TYPES:
+            check_type(grad, f"the gradient of {name!r}")
+        bucket = self._bucket_of[name]
+        if bucket is None:  # a layer without entries
+            return
+        grads = bucket.grads
+        if not grads:
+            self.clock.note_gradient()
+        elif name in grads:
+            raise RuntimeError(
+                f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
+            )
+        grads[name] = grad
+        if bucket.streams.has_streams:
+            bucket.streams.note()
+        if len(grads) == len(bucket.layout.names):
+            self.clock.note_full_bucket(len(self.buckets))
+            self._start(bucket)
+
+    def start_all(self, scale: float = 1.0) -> None:
+        """Start every bucket that has not started. A layer without a gradient gets one of zeros.
+
+        scale: the gradients are then scale times the mean update.
+        """
+        self.scale = scale
+        self.clock.note_last_gradient()
+        for bucket in self.buckets:
+            if bucket.running is None:
+                self._start(bucket)
+
+    def advance(self) -> bool:
+        """Advance all running buckets by one round: wait for their replies, and start their next requests.
+
+        Return False once every update is delivered.
+        """
+        running = [bucket for bucket in self.buckets if bucket.answer is not None]
+        for bucket in running:
+            assert bucket.answer is not None
+            bucket.streams.join()
+            asked, reply = time.perf_counter(), bucket.answer()
+            replied = self.clock.note_reply(asked)
+            self._resume(bucket, reply)
+            self.clock.note_encoded(replied)
+        return bool(running)
+
+    def finish(self, scale: float = 1.0) -> None:
+        """Finish all exchanges of the step. The gradients are then scale times the mean update."""
+        self.start_all(scale)
+        while self.advance():
+            pass
+        self.end_step()
+        self.conclude()
+
+    def finishing(self, scale: float) -> Generator[None, None, None]:
+        """Finish all exchanges of the step in lock-step with other ranks: each waits for the others wherever this yields."""
+        self.start_all(scale)
+        yield
+        while self.advance():
+            yield
+        self.end_step()
+        yield
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Wait for the replies that the observer has asked for, outside the step's time."""
+        self.observer.conclude()
+        self.clock.restart()
+
+    def end_step(self) -> None:
+        """End the step after all its updates are delivered: take them back if it failed, and count it."""
+        delivered = time.perf_counter()
+        self.delivery.add_back(self.buckets, self.scale, self._step)
+        if self.takes_momentum and self.buckets:
+            self.view.note_delivered(self.buckets, self.delivery, self._step)
+        for bucket in self.buckets:
+            bucket.forget_grads()
+        self._context = None
+        self._step, self.steps_done = self._step + 1, self.steps_done + 1
+        self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
+        self._sent = self._sent_between_hosts = 0
+        self.clock.note_encoded(delivered)
+        self.clock.note_end()
+        self.observer.step_done(self)
+
+    def note_stock_step(self, sent: int) -> None:
+        """Count a step that the stock framework has exchanged, with so many bytes."""
+        self.clock.note_last_gradient()
+        self._step, self.steps_done = self._step + 1, self.steps_done + 1
+        self.bytes_sent = self.bytes_between_hosts = sent
+        self.clock.note_end()
+
+    def note_rates(self) -> None:
+        """Note the rates that the last step's residuals were found under, if the optimizer was unknown then."""
+        if not self._rates_noted and self.view.is_linear and (rates := self.view.rates()) is not None:
+            self._rates_noted = True
+            for bucket in self.buckets:
+                bucket.note_rates(tuple([rates[name] for name in bucket.layout.names]))
+
+    def abort(self) -> None:
+        """Discard the running step after a failure of the network."""
+        self._sent = self._sent_between_hosts = 0
+        for bucket in self.buckets:
+            if bucket.running is not None:
+                bucket.running.close()
+            bucket.running = bucket.answer = None
+            bucket.forget_grads()
+        self._context = None
+        self._step += 1  # its verdicts are not the next step's
+        self.clock = StepClock()
+        self.observer.discard()
+
+    def _start(self, bucket: Bucket) -> None:
+        began = time.perf_counter()
+        bucket.complete()
+        if self._context is None:
+            world = self.network.world
+            self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
+        self.observer.before(bucket)
+        acc = bucket.collect(self._context)
+        self.observer.collected(bucket)
+        bucket.round, bucket.running = 0, bucket.exchange(acc, self.network.world)
+        self._resume(bucket, None)
+        self.clock.note_encoded(began)
+
+    def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
+        assert bucket.running is not None
+        try:
+            request = bucket.running.send(reply)
+        except StopIteration as end:
+            bucket.running = bucket.answer = None
+            if not isinstance(end.value, Update):
+                raise TypeError(
+                    f"{bucket.compressor} returned a {type(end.value).__name__}; an exchange returns an Update"
+                ) from None
+            self.observer.delivered(bucket, end.value)
+            self._deliver(bucket, end.value)
+            self.memory.give_back(end.value)
+        else:
+            self._sent += bytes_of(request)
+            self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
+            self.clock.note_request()
+            bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
+            bucket.round += 1
+
+    def _deliver(self, bucket: Bucket, update: Update) -> None:
+        self.delivery.write(bucket, update, self.scale, self._step)
+
+    def stats(self) -> Stats:
+        """Return figures of the last step."""
+        dense = 4 * sum(layer.size for layer in self.layers.values())
+        own = {name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()}
+        stats: Stats = {
+            "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
+            "steps": self.steps_done,
+            "buckets": len(self.buckets),
+            "overlap": not any(bucket.traits.whole_model for bucket in self.buckets),
+            "bytes_dense": dense,
+            "bytes_sent": self.bytes_sent,
+            "bytes_between_hosts": self.bytes_between_hosts,
+            "compression": dense / self.bytes_sent if self.bytes_sent else None,
+        }
+        stats.update(own)  # type: ignore[typeddict-item]
+        return stats

@@ -1,0 +1,448 @@
+"""A session: one model's exchanges on one rank, behind a door, from its first step to its last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp import _version
+from gradcomp.core.compressor import Compressor
+from gradcomp.engine import optimizer_hooks, state
+from gradcomp.engine.changed_gradients import GradientSample
+from gradcomp.engine.meeting import Flow, Membership, Owner, run
+from gradcomp.engine.missing_exchange import MissingExchange
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.phases import OR_LOAD, REFUSED, UNFINISHED, Door, Phase
+from gradcomp.engine.reducer import Options, Reducer, StepObserver
+from gradcomp.engine.return_moments import average_moments, moments_to_return, return_moments
+from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.unknown_scaler import UnknownScaler
+from gradcomp.networks import Connection
+
+
+class Turns:
+    """The turns of a session, in which auto replaces the compressor. All ranks take them before the same steps."""
+
+    @property
+    def due(self) -> bool:
+        """True if a turn comes before the next exchange. It is equal on all ranks."""
+        return False
+
+    def take(self) -> None:
+        """Take the turn. No gradient of the step was handed over yet."""
+
+    def note_step(self) -> None:
+        """Note a finished step."""
+
+    def restart(self, spec: str) -> Compressor:
+        """Begin anew in a meeting: the ranks may be others, or go on from another state. Return the spec's compressor."""
+        raise NotImplementedError
+
+
+class Snapshot(NamedTuple):
+    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
+
+    compressor: Compressor
+    share: dict[str, Any]
+    owner: Owner
+
+
+class Session:
+    """One model's exchanges on one rank. reducer: of the present compressor. turns: of auto."""
+
+    reducer_class: type[Reducer] = Reducer
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        slots: Slots,
+        network: Connection,
+        options: Options,
+        door: Door,
+        view: OptimizerView | None = None,
+    ):
+        self.slots, self.network, self.options, self.door, self.compressor = slots, network, options, door, compressor
+        self.view = view or OptimizerView(slots, options.optimizer, options.scaler)
+        self.turns: Turns | None = None
+        self._by_name = {slot.name: slot for slot in slots.slots}
+        self._membership = Membership(network)
+        self._step_in: object = None  # the network's generation in which the step under way began; None between steps
+        self._failure: tuple[object, str] | None = None  # the generation in which a step failed, and the error's text
+        self._held: dict[str, Slot] = {}
+        self._stock: torch.dtype | None = None
+        self._sample = GradientSample(len(slots.slots))
+        self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
+        self.reducer = self._make_reducer(compressor)
+        self._listen()
+
+    def _listen(self) -> None:
+        optimizer_hooks.listen(self)
+
+    def _make_reducer(self, compressor: Compressor) -> Reducer:
+        self.view.check_momentum(compressor)
+        return self.reducer_class(compressor, self._by_name, self.network, self.options, self.view, self.options.observer)
+
+    # The phase.
+
+    @property
+    def phase(self) -> Phase:
+        """The present phase. This waits for a device if an update waits for the optimizer."""
+        here = self.network.generation
+        if self._failure is not None and self._failure[0] is here:
+            return Phase.FAILED
+        if self._step_in is not None:
+            return Phase.BACKWARD
+        if self.view.update_waits:
+            return Phase.DELIVERED
+        return Phase.IDLE if self.has_met else Phase.UNMET
+
+    def refuse(self, event: str) -> None:
+        """Raise an error if the present phase refuses an event."""
+        phase = self.phase
+        if (message := REFUSED[event].get(phase)) is None:
+            return
+        reason = "" if self._failure is None else self._failure[1]
+        if phase is Phase.FAILED and not self.door.ends_in_backward:
+            message += OR_LOAD
+        raise RuntimeError(message.format(event=event, reason=reason))
+
+    @property
+    def has_met(self) -> bool:
+        """True if the ranks have met since the network was last initialised."""
+        return self._membership.has_met
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Note that this rank's step failed, and return the error. Further steps are refused until the ranks meet again."""
+        self._membership.part()
+        self._discard_step()
+        self._failure = self.network.generation, f"{type(error).__name__}: {error}"
+        self.view.note_exchange()  # its steps are refused from now on, also before the first exchange
+        return error
+
+    def recover(self) -> None:
+        """Discard the step under way, and allow steps again after one that failed."""
+        self._discard_step()
+        self._failure = None
+
+    def _discard_step(self) -> None:
+        """Discard the step under way. The entries that it has taken from the residual are lost."""
+        self.reducer.abort()
+        self._sample.discard()
+        self._held.clear()
+        self._step_in = None
+
+    # A step.
+
+    @property
+    def spec(self) -> str:
+        return str(self.compressor)
+
+    @property
+    def stock(self) -> torch.dtype | None:
+        """The widest type in which the stock framework is to exchange the gradients, past this session; None: the session does.
+
+        Ranks that have not met since the network was initialised meet within the session.
+        """
+        return self._stock if self._stock is not None and self.options.observer is None and self.has_met else None
+
+    @property
+    def _turn_is_due(self) -> bool:
+        return self.turns is not None and self.turns.due
+
+    def slot(self, parameter: Tensor) -> Slot:
+        """Find the slot of a parameter. Refuse an unknown parameter."""
+        slot = self.slots.slot(parameter)
+        if slot is None:
+            raise self.failed(ValueError(self.door.unknown.format(shape=tuple(parameter.shape))))
+        return slot
+
+    def begin(self, hold: bool = False) -> None:
+        """Begin a step, or go on with it. hold: meet the other ranks, and take a turn with them, in finish()."""
+        here = self.network.generation
+        if self._step_in is here:
+            return
+        if self._failure is not None:
+            self.refuse("a gradient")
+            self._failure = None
+        if self._step_in is not None:  # the network was initialised anew
+            self._discard_step()
+        if not hold:
+            self._take_turn()
+        self._step_in = here
+        self.view.note_exchange()
+        if self.stock is not None:
+            self.reducer.clock.note_gradient()
+
+    def ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
+        """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
+
+        grad: the gradient in the order of the parameter's memory; by default the parameter's own.
+        hold: keep the gradient for finish() if the ranks have to meet first, or to take a turn, for which they wait there.
+        """
+        hold = hold and (not self.has_met or self._turn_is_due)
+        if self._step_in is not self.network.generation:
+            self.begin(hold)
+        if grad is None and (hold or self.stock is None):  # the stock framework writes sums into the gradient
+            self._sample.keep(slot)
+        if hold:
+            self._held[slot.name] = slot
+        else:
+            self._hand_over(slot, grad)
+
+    def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        """Note several complete gradients of a step that has begun."""
+        self.meet()
+        try:
+            for slot, grad in zip(slots, grads, strict=True):
+                self.reducer.ready(slot, grad)
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
+        self.meet()
+        try:
+            if self.stock is None:
+                self.reducer.ready(slot, grad)
+            else:
+                self.door.start_stock_allreduce(slot)
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    def finish(self, scale: float = 1.0) -> None:
+        """Finish the step: the gradients are then scale times the mean update. Only the first call in a step acts."""
+        if self._failure is not None:
+            self.refuse("the end of a step")
+        if self._step_in is None:
+            return
+        self._release()
+        if self.stock is None:
+            with self._noting_failure():
+                self.reducer.finish(scale)
+        self._end_step(scale)
+
+    def finishing(self, scale: float = 1.0) -> Flow[None]:
+        """Finish the step under way, in lock-step with other ranks. See finish()."""
+        self._release()
+        with self._noting_failure():
+            yield from self.reducer.finishing(scale)
+        self._end_step(scale)
+
+    def _release(self) -> None:
+        """Hand over the gradients that were held until the ranks have met."""
+        with self._noting_failure():
+            self._sample.check()
+        if self._held:
+            self.meet()
+            self._take_turn()
+        held, self._held = self._held, {}
+        for slot in held.values():
+            self._hand_over(slot)
+
+    def _end_step(self, scale: float) -> None:
+        if self.stock is not None:
+            self.reducer.note_stock_step(self.slots.bytes_in(self.stock))
+        elif self.network.world.size > 1:  # the scale is 1 for a mean, and for one rank it says nothing
+            self.view.sums = scale != 1.0
+        self._step_in = None
+        self.slots.close()
+        if self.turns is not None:
+            self.turns.note_step()
+
+    def _take_turn(self) -> None:
+        if self._turn_is_due:
+            self.meet()
+            if self.turns is not None and self.turns.due:  # the meeting may have restarted them
+                with self._noting_failure():
+                    self.turns.take()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Note a failure, so that further steps are refused."""
+        try:
+            yield
+        except BaseException as error:
+            self.failed(error)
+            raise
+
+    # The optimizer's step. optimizer_hooks calls these three.
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step."""
+        if not self.view.check_step(optimizer, self.compressor):
+            return
+        if self._failure is not None:
+            self.refuse("the optimizer's step")
+        if self._step_in is not None and self.door.ends_in_backward:
+            raise self.failed(RuntimeError(UNFINISHED))
+        self.reducer.note_rates()
+        if self.reducer.keeps_state or self.view.taken:
+            self._scaler.look()
+        self.view.refuse_unexchanged(optimizer)
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Take the momentum out of an optimizer that is about to step. Horovod's step() first ends the exchange."""
+        if self._step_in is None:
+            self.view.before_step(optimizer, closure)
+        self._missing.before_step(optimizer, self.spec)
+
+    def after_step(self) -> None:
+        """Show the optimizer's values again."""
+        self.view.show()
+        self._missing.after_step()
+
+    # Between two steps.
+
+    def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:
+        """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.
+
+        leader: the rank whose state the others adopt where they differ; by default the first with the most steps.
+        go_back: called with the leader's steps on a rank that has done others. It restores a state after as many, if it can.
+        """
+        if not self.has_met:
+            run(self.meeting(leader, go_back))
+
+    def meeting(
+        self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False, follows: bool = True
+    ) -> Flow[None]:
+        """Meet in lock-step with other ranks. See meet(). follows: under auto, adopt the leader's compressor."""
+        meeting = yield from self._membership.compare(self._terms(), self.reducer.steps_done, leader, go_back)
+        if meeting.joins:
+            state.scale_state(self.reducer, 0.0)
+        if follows and self.turns is not None:  # ranks that are new to a training have another compressor
+            self._stock = None
+            compressor = self.turns.restart((yield from meeting.of_leader(self.spec)))
+            if str(compressor) != self.spec:
+                self.reducer, self.compressor = state.carry(self.reducer, self._make_reducer(compressor)), compressor
+        yield from self._membership.settle(meeting, self.reducer, self.view.sums)
+
+    def _terms(self) -> dict[str, str]:
+        """Describe all that must be equal on all ranks."""
+        own = {"gradcomp's version": _version.VERSION, "spec": self.spec if self.turns is None else self.options.auto}
+        return own | self.options.terms | self.view.terms | self.slots.terms()
+
+    def watch(self, observer: StepObserver, telemetry: str) -> None:
+        """Tell an observer of all steps. The ranks meet again: what their observers do together must be equal."""
+        self.refuse("watch()")
+        before = self.options
+        self.observe(observer, telemetry)
+        if self.has_met:
+            self._membership.part()
+            try:
+                self.meet()
+            except BaseException:
+                self.observe(before.observer, before.telemetry)
+                raise
+
+    def observe(self, observer: StepObserver | None, telemetry: str) -> None:
+        """Tell an observer of all steps. See watch()."""
+        self.options = replace(self.options, observer=observer, telemetry=telemetry)
+        self.reducer.observer = observer or StepObserver()
+
+    def set_chooser(self, turns: Turns | None, auto: str) -> None:
+        """Choose compressors in turns from now on, or no longer. auto: the chooser, which the ranks compare when they meet."""
+        self.turns, self.options = turns, replace(self.options, auto=auto)
+
+    def replace(self, compressor: Compressor | None, stock: torch.dtype | None = None, *, drops: bool = False) -> None:
+        """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before.
+
+        compressor: None keeps the present one. stock: the type in which the stock framework is to exchange gradients that are
+        not watched, in place of the compressor. drops: the residual is empty, and the compressor need not keep one.
+        """
+        if compressor is not None:
+            run(self.replacing(compressor, drops=drops))
+        self._stock = stock
+
+    def replacing(self, compressor: Compressor, *, drops: bool = False) -> Flow[None]:
+        """Replace the compressor in lock-step with other ranks. See replace()."""
+        old, before = self.reducer, self.compressor
+        compressor = compressor if drops else state.successor(compressor, old)
+        new = state.carry(old, self._make_reducer(compressor))
+        returned = moments_to_return(self.view, old, new)
+        self.reducer, self.compressor = new, compressor
+        if self.has_met or returned:
+            try:
+                yield from self.meeting(follows=False)
+                if returned:
+                    means = average_moments(self.view, old, returned)
+                    yield
+                    return_moments(self.view, means(), self.reducer)
+            except BaseException as error:
+                self.reducer, self.compressor = old, before
+                if not isinstance(error, ValueError):  # which all ranks get
+                    self.failed(error)
+                raise
+        self._stock = None
+
+    # The state.
+
+    def residual(self) -> dict[str, Tensor]:
+        """Copy this rank's residual, by name, in the parameters' shapes."""
+        flat = state.residuals(self.reducer)
+        return {slot.name: slot.shaped(flat[slot.name]) for slot in self.slots.slots}
+
+    def share(self) -> dict[str, Any]:
+        """Copy this rank's share of a state."""
+        return state.save_share(self.reducer, self.slots.shapes, sums=self.view.sums)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy all that this rank's next step depends on."""
+        self.refuse("state_dict()")
+        place = self._membership.saved_place
+        return state.pack(self.spec, place.ranks, {place.rank: self.share()})
+
+    def load_state_dict(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> None:
+        """Continue from a state, or from the list of all ranks' states. The ranks meet at once if they have met before.
+
+        make: makes the compressor of the state's spec, with which the session then continues; by default it keeps its own.
+        """
+        run(self.loading(saved, make))
+
+    def loading(self, saved: Any, make: Callable[[str], Compressor] | None = None) -> Flow[None]:
+        """Load a state in lock-step with other ranks. See load_state_dict()."""
+        spec = self.spec if make is None else state.spec_of(saved) or self.spec
+        loaded = state.States(saved, spec)
+        taken = loaded.take(self._membership.place)
+        reducer, compressor = self.reducer, self.compressor
+        if make is not None and spec != self.spec:
+            compressor = make(spec)
+            reducer = self._make_reducer(compressor)
+        shapes, adam = self.slots.shapes, taken.adam
+        load = state.load_shares(reducer, shapes, taken.shares, loaded.steps, taken.factor, adam=adam)
+        meets_again = self.has_met or self.phase is Phase.FAILED
+        yield
+        self._go_on_from(load, reducer, compressor)
+        self._membership.note_loaded(taken.of, loaded.ranks)
+        self.view.sums = loaded.sums
+        if meets_again:
+            with self._noting_failure():
+                yield from self.meeting()
+
+    def snapshot(self) -> Snapshot:
+        """Copy to main memory what restore() needs."""
+        self.refuse("commit()")
+        shapes, sums = self.slots.shapes, self.view.sums
+        share = state.save_share(self.reducer, shapes, sums=sums, copy=state.to_main_memory)
+        return Snapshot(self.compressor, state.in_main_memory(share), self._membership.owner)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
+        share, reducer = snapshot.share, self.reducer
+        if snapshot.compressor is not self.compressor:  # change() came after the commit
+            reducer = self._make_reducer(snapshot.compressor)
+        load = state.load_shares(reducer, self.slots.shapes, {0: share}, share["steps"], trusted=True)
+        self._go_on_from(load, reducer, snapshot.compressor)
+        self._membership.restore(snapshot.owner)
+        self.view.sums = share["sums"]
+
+    def _go_on_from(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
+        self.recover()
+        self.reducer, self.compressor, self._stock = reducer, compressor, None
+        load()
+        self.view.note_loaded(any(bucket.moments() for bucket in reducer.buckets))
