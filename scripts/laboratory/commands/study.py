@@ -13,7 +13,7 @@ from laboratory.harness.measured import Lab, Training
 from laboratory.machine import ROOT
 from laboratory.refusal import Refused
 from laboratory.report import results
-from laboratory.study import plots, summary
+from laboratory.study import summary
 from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings
@@ -105,7 +105,7 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
         print(f"\n{summary.markdown(task, lines)}\n")
         trained = f"{parameters:,} parameters, {chosen.ranks} ranks of {own.batch}, {own.steps} steps"
         of_task = f"-{task}" if len(settled) > 1 else ""
-        plots.draw(task, trained, lines, results.path_of(chosen, "compare", f"{of_task}.png"))
+        summary.draw(task, trained, lines, results.path_of(chosen, "compare", f"{of_task}.png"))
     if len(commits) > 1:
         print(f"lab study: the trainings are of {len(commits)} commits: {', '.join(sorted(commits))}", file=sys.stderr)
     if not tasks:

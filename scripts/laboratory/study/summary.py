@@ -1,4 +1,4 @@
-"""Figures of a study: scores against dense's over the same seeds, bytes, steps to a loss, curves."""
+"""The figures, table and picture of a study: scores against dense's over the same seeds, bytes, steps to a loss, curves."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from laboratory import stats
 from laboratory.harness.records import Record
+from laboratory.report import plots, tables
 from laboratory.report.tables import figure
-from laboratory.report.tables import markdown as markdown_table
 from laboratory.tasks.table import TASKS
 
 # The share of dense's steps after which its training loss is the goal of the others.
@@ -126,4 +127,31 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
             "" if dense else figure(line["times_at_most"], "{:.2f} x", "never"),
         ]
         rows.append([*cells, figure(line.get("squared_error"), "{:.3f}", "")] if with_errors else cells)
-    return f"{task}: {kind.about}; {'/'.join(map(str, seeds))} seeds\n\n{markdown_table(rows)}"
+    return f"{task}: {kind.about}; {'/'.join(map(str, seeds))} seeds\n\n{tables.markdown(rows)}"
+
+
+def draw(task: str, settings: str, lines: Sequence[Line], path: Path) -> None:
+    """Draw two panels. A spec has its colour and mark in both."""
+    height = 4.6 + 0.2 * math.ceil(len(lines) / 2)
+    picture, (left, right) = plots.pyplot().subplots(1, 2, figsize=(11, height), layout="constrained")
+    for i, line in enumerate(lines):
+        colour, mark, dashes = plots.style(i, line["spec"])
+        if line["score"] is not None:
+            at, error = line["bytes_sent"] / 1e6, line["score_error"]
+            left.errorbar(at, line["score"], error, color=colour, fmt=mark, capsize=3)
+        curve = line["curve"]
+        sent = [bytes_ / 1e6 for bytes_ in curve["bytes"]]
+        drawn = {"color": colour, "marker": mark, "linestyle": dashes, "markersize": 3, "linewidth": 1.2}
+        right.plot(sent, plots.gaps(curve["loss"]), label=f"{line['spec']}  ({line['compression']:,.0f} x)", **drawn)
+    left.set_ylabel(f"{TASKS[task].score_name} (mean, standard error)")
+    right.set_ylabel("training loss (mean of 10 steps)")
+    losses = [loss for line in lines for loss in line["curve"]["loss"] if loss]
+    if losses and max(losses) > 10 * min(losses):
+        right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xlabel("MB sent by a rank")
+        plots.grid(axes)
+    picture.suptitle(f"{task}: {settings}")
+    plots.legend_below(picture, markerscale=1.8, handlelength=4)
+    plots.save(picture, path)
