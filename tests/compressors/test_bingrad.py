@@ -47,9 +47,3 @@ def test_partly_biased_has_one_level_of_a_known_size(kind: str, level: float, er
     assert float(update.abs().mean()) == pytest.approx(level, abs=0.01)
     assert len(update.abs().unique()) == 40
     assert error_of(update, value) == pytest.approx(error, abs=0.01)
-
-
-def test_its_spec() -> None:
-    for bad in ("form=c", "threshold=median"):
-        with pytest.raises(ValueError, match="bingrad: "):
-            gradcomp.make(f"bingrad:{bad}")

@@ -226,9 +226,6 @@ def test_flush_sends_everything() -> None:
 
 def test_its_spec() -> None:
     assert gradcomp.make("sdagc:lam=3.3,momentum=0.9") == Feedback(Sdagc(lam=3.3), momentum=0.9)
-    for bad in ("lam=-1", "lam=nan", "density=1", "scope=all", "small=no", "sam=1", "cap=0", "wire=morse", "lr_revision=x"):
-        with pytest.raises(ValueError, match=f"sdagc: {bad} must be"):
-            gradcomp.make(f"sdagc:{bad}")
     with pytest.raises(ValueError, match=r"momentum=0\.9 acts on top of sdagc:sam=0\.9's own momentum 0\.9"):
         gradcomp.make("sdagc:sam=0.9,momentum=0.9")
     with pytest.raises(ValueError, match="needs the learning rates: pass optimizer="):

@@ -10,8 +10,6 @@ import reference
 import torch
 
 import gradcomp
-from gradcomp.compressors.topk import TopK
-from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.exchanges.split import Partition
 
 
@@ -83,10 +81,3 @@ def test_the_ratio_holds_per_bucket() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.1", {"large": (1000,), "small": (1000,)}, 1, bucket_mb=0.004)
     update = simulation.step([{"large": torch.full((1000,), 9.0), "small": torch.ones(1000)}])
     assert update["large"].count_nonzero() == update["small"].count_nonzero() == 100
-
-
-def test_its_spec() -> None:
-    assert gradcomp.make("topk:ratio=0.01,momentum=0.9") == Feedback(TopK(ratio=0.01), momentum=0.9)
-    for bad in ("topk:ratio=0", "topk:ratio=1.1", "topk:ratio=-1", "topk:ratio=nan", "topk:wire=morse", "topk:route=ring"):
-        with pytest.raises(ValueError, match=r"topk: (ratio|wire|route)=\S+ must"):
-            gradcomp.make(bad)

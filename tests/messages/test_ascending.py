@@ -1,4 +1,4 @@
-"""Places in few bits: they come out as they went in, in as many bytes as was said."""
+"""Ascending indices in few bits: they come out as they went in, in as many bytes as was said."""
 
 from __future__ import annotations
 
