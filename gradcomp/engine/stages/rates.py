@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,11 +75,6 @@ class RateCorrection(Stage):
             theirs = saved.table_or_empty(shares.own[0].layers, "rate")
             known = {name: saved.number(theirs, name) for name in layout.names if name in theirs}
         return copy
-
-    def note(self, state: Any, layout: Layout, rates: Callable[[tuple[str, ...]], Rates]) -> None:
-        """Note the rates of the last step, where they were unknown then."""
-        if state.rates is None:
-            state.rates = rates(layout.names)
 
 
 def _factor(state: RatesState, rates: Rates) -> float:
