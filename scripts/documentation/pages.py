@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,14 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = "docs"
 COPIES = "repository"
 
-# A link in Markdown, its text aside: ](target#anchor). Titles are not used.
-_LINK = re.compile(r"(\]\()([^)\s]+)(\))")
-_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+# Code in Markdown, which is left alone, or a link, its text aside: ](target#anchor). Titles are not used.
+_LINK = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\((?P<target>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
 
 
 def links(markdown: str) -> Iterator[str]:
     """List the targets of a page's links, without those in code."""
-    yield from (found[2] for found in _LINK.finditer(_CODE.sub("", markdown)))
+    yield from (found["target"] for found in _LINK.finditer(markdown) if found["target"])
 
 
 def is_inside(target: str) -> bool:
@@ -66,22 +65,14 @@ def rewritten(path: str, markdown: str) -> str:
     """Return a page with links to the site's places."""
 
     def replace(found: re.Match[str]) -> str:
-        target = found[2]
-        if not is_inside(target):
+        target = found["target"]
+        if not target or not is_inside(target):
             return found[0]
         file, mark, anchor = target.partition("#")
         there = posixpath.relpath(place(linked(path, file)), posixpath.dirname(place(path)) or ".")
-        return f"{found[1]}{there}{mark}{anchor}{found[3]}"
+        return f"]({there}{mark}{anchor})"
 
-    def with_code(text: str, change: Callable[[str], str]) -> str:
-        ends = [(found.start(), found.end()) for found in _CODE.finditer(text)]
-        parts, last = [], 0
-        for begin, end in ends:
-            parts += [change(text[last:begin]), text[begin:end]]
-            last = end
-        return "".join([*parts, change(text[last:])])
-
-    return with_code(markdown, lambda text: _LINK.sub(replace, text))
+    return _LINK.sub(replace, markdown)
 
 
 def in_folder(folder: str) -> list[str]:
