@@ -33,7 +33,7 @@ examples:
 
 # A worker reads numbers of steps from a named pipe, which also reaches an emulated host, and prints the mean seconds of a step.
 BEGIN = """
-import sys, time
+import os, sys, time
 checkout, spec, layers, orders = sys.argv[1:]
 sys.path.insert(0, checkout)
 import torch, gradcomp
@@ -81,6 +81,8 @@ while count := share(int(lines.readline() or 0) if rank == 0 else 0):
         step()
     if rank == 0:
         print("@seconds", (time.perf_counter() - began) / count, flush=True)
+share(0)  # no rank leaves before the others are done
+os._exit(0)  # torch's threads and the process end in no fixed order, and now and then abort it
 """
 
 
