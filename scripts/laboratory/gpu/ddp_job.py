@@ -48,6 +48,7 @@ def main() -> None:
     if rank == 0:
         ranks.report({"backend": options.backend, **result})
     dist.destroy_process_group()
+    os._exit(0)  # torch's threads and this process end in no fixed order, and now and then abort it after all is done
 
 
 if __name__ == "__main__":
