@@ -45,7 +45,7 @@ class Feedback(Wrapper):
 
     feedback: bool = knob(
         True,
-        "true: entries not sent wait for the next step; false, the default of what rounds but sign: they are lost",
+        "send unsent entries in later steps; default false for quantisers except sign",
         default_of=lambda made: made.inner.traits.fed_back,
     )
     momentum: float | str = knob(
