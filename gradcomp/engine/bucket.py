@@ -29,11 +29,13 @@ GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Bucket:
     """Layers that are exchanged together.
 
-    feedback: the wrapper around the compressor; None around an exact one, each step of which starts from the gradients alone.
+    feedback: the wrapper around the compressor; None around an exact one, each step of which starts from the gradients
+    alone.
 
-    residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so far.
-    grads: the gradients that are ready. running: the exchange under way. answer: waits for the reply to the latest request.
-    round: requests made so far. streams: those with work on the bucket. residual_factor: that of the last accumulation.
+    residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
+    far. grads: the gradients that are ready. count: the number of layers. running: the exchange under way. answer: waits
+    for the reply to the latest request. round: requests made so far. streams: those with work on the bucket.
+    residual_factor: that of the last accumulation.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -47,6 +49,7 @@ class Bucket:
         self.steps, self.residual_factor = 0, 0.0
         self._accumulation: Accumulation | None = None
         self.grads: dict[str, Tensor] = {}
+        self.count = len(layout.names)
         self.running: Steps | None = None
         self.answer: Answer | None = None
         self.round = 0
@@ -86,7 +89,7 @@ class Bucket:
     def complete(self) -> None:
         """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""
         self.streams.join()
-        if len(self.grads) == len(self.layout.names):
+        if len(self.grads) == self.count:
             return
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
             if name not in self.grads:

@@ -57,10 +57,12 @@ class AdamStep(NamedTuple):
 class StepContext:
     """The facts of a step that do not depend on its gradients. All buckets of the step read the same ones.
 
-    memory: the lender of scratch. ranks: the number of ranks in the exchange. layer_rates: the learning rates by layer; None
-    where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that it was
-    found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by layout, the
-    optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale of the loss as one float there.
+    memory: the lender of scratch. ranks: the number of ranks in the exchange. layer_rates: the learning rates by layer;
+    None where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that
+    it was found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by
+    a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale
+    of the loss as one float there. bucket_rates: those of each bucket, made at the first question; steps with the same
+    rates share them.
     """
 
     memory: Memory
@@ -68,13 +70,19 @@ class StepContext:
     layer_rates: Mapping[str, float] | None = None
     follows_rates: bool = False
     frozen_layers: frozenset[str] = frozenset()
-    momenta: Mapping[Layout, Momentum | AdamStep] = field(default_factory=dict)
+    momenta: Mapping[str, Momentum | AdamStep] = field(default_factory=dict)
     loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
+    bucket_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def rates(self, layout: Layout) -> Rates:
         """Return the learning rate of each layer of a bucket."""
-        known = self.layer_rates
-        return None if known is None else tuple([known[name] for name in layout.names])
+        known, first = self.layer_rates, layout.names[0]
+        if known is None:
+            return None
+        found = self.bucket_rates.get(first)
+        if found is None:
+            found = self.bucket_rates[first] = tuple([known[name] for name in layout.names])
+        return found
 
     def own_rates(self, layout: Layout) -> Rates:
         """Return the rates that the residual is to keep; None where the optimizer does not allow it."""
@@ -82,7 +90,7 @@ class StepContext:
 
     def momentum(self, layout: Layout) -> Momentum | AdamStep | None:
         """Return the optimizer's momentum for a bucket that applies it."""
-        return self.momenta.get(layout) if self.momenta else None
+        return self.momenta.get(layout.names[0]) if self.momenta else None
 
     def frozen(self, layout: Layout) -> Sequence[int]:
         """Return the numbers of a bucket's frozen layers."""

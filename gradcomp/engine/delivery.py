@@ -47,6 +47,7 @@ class Delivery:
 
     def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot], loss_scale: LossScale | None = None):
         self._slots = [[slots[name] for name in bucket.layout.names] for bucket in buckets]
+        self._in_place = all(type(slot).write is Slot.write for each in self._slots for slot in each)
         self._loss_scale = loss_scale
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
@@ -59,7 +60,8 @@ class Delivery:
         return self._loss_scale.on(bucket.layout.device)
 
     def _targets(self, bucket: Bucket) -> list[Tensor]:
-        return [slot.write(grad) for slot, grad in zip(self._slots[bucket.index], bucket.ordered_grads, strict=True)]
+        slots, grads = self._slots[bucket.index], bucket.ordered_grads
+        return grads if self._in_place else [slot.write(grad) for slot, grad in zip(slots, grads, strict=True)]
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.

@@ -97,6 +97,8 @@ class OptimizerView:
         self.exchanged = self.replaced = self.sums = self.skips_optimizer = False
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
         self._groups: tuple[Any, list[int], dict[str, int | None]] = None, [], {}  # whose, their sizes, each layer's number
+        self._rates: tuple[list[float], dict[str, float]] = [], {}  # of the groups, and of the layers
+        self._shared: tuple[object, dict[str, tuple[float, ...]]] = None, {}  # the last step's, and its buckets'
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._ids = {id(parameter) for parameter in slots.parameters.values()}
         self._trained: tuple[Any, list[int], bool] = None, [], False
@@ -168,10 +170,12 @@ class OptimizerView:
             # The groups' numbers, since load_state_dict() of an optimizer replaces the groups.
             numbers = {id(each): i for i, group in enumerate(groups) for each in group["params"]}
             own = {name: numbers.get(id(each)) for name, each in self.slots.parameters.items()}
-            self._groups = weakref.ref(acting), sizes, own
+            self._groups, self._rates = (weakref.ref(acting), sizes, own), ([], {})
         given = [group["lr"] for group in groups]
         known = [UNKNOWN if isinstance(each, Tensor) and each.is_cuda else float(each) for each in given]
-        return {name: UNKNOWN if number is None else known[number] for name, number in self._groups[2].items()}
+        if self._rates[0] != known:
+            self._rates = known, {name: UNKNOWN if i is None else known[i] for name, i in self._groups[2].items()}
+        return self._rates[1]
 
     def owns(self, parameter: Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""
@@ -193,9 +197,11 @@ class OptimizerView:
         scales = {} if self.loss_scale is None else {device: self.loss_scale.on(device) for _, _, device in layouts}
         frozen = self._frozen_layers(world.rank)
         follows = rates is not None and (bool(momenta) or self.is_linear)
-        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales)
+        if self._shared[0] is not rates:
+            self._shared = rates, {}
+        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self._shared[1])
 
-    def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[Layout, Momentum | AdamStep]:
+    def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[str, Momentum | AdamStep]:
         """Take the momentum over for a step's buckets. Return nothing if it is left to the optimizer, or is 0."""
         self.show()
         if self.update_waits:
@@ -210,8 +216,8 @@ class OptimizerView:
             return {}
         share, skipped = 1 / (ranks if self.sums else 1), self._pending and self._has_failed()
         if isinstance(self._kind, AdamMoments):
-            return {each: self._kind.for_step(optimizer, each, share, skipped, self.is_told) for each in layouts}
-        return {each: self._kind.for_step(optimizer, each, share, skipped) for each in layouts}
+            return {each.names[0]: self._kind.for_step(optimizer, each, share, skipped, self.is_told) for each in layouts}
+        return {each.names[0]: self._kind.for_step(optimizer, each, share, skipped) for each in layouts}
 
     def _frozen_layers(self, rank: int) -> frozenset[str]:
         """Find the frozen layers. Log each once: it was frozen since the exchange was set up."""
@@ -432,10 +438,12 @@ class FixedRates(OptimizerView):
 
     def __init__(self, slots: Slots, rate: float):
         super().__init__(slots)
-        self.rate = rate
+        self.rate, self._fixed = rate, dict.fromkeys(slots.layers, rate)
 
     def rates(self) -> dict[str, float]:
-        return dict.fromkeys(self.slots.layers, self.rate)
+        if self._fixed and next(iter(self._fixed.values())) != self.rate:
+            self._fixed = dict.fromkeys(self.slots.layers, self.rate)
+        return self._fixed
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:

@@ -171,7 +171,7 @@ class Reducer:
         grads[name] = grad
         if bucket.streams.has_streams:
             bucket.streams.note()
-        if len(grads) == len(bucket.layout.names):
+        if len(grads) == bucket.count:
             self.clock.note_full_bucket(len(self.buckets))
             self._start(bucket)
 

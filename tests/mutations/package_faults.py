@@ -117,7 +117,7 @@ PACKAGE_FAULTS = (
         "gradcomp/engine",
         "return self._met_in is self._network.generation",
         "return self._met_in is not None",
-        ("test_agreement.py", "test_parameters.py"),
+        ("test_agreement.py", "test_slots.py"),
     ),
     Fault(
         "a channels-last gradient is written to a copy that nobody reads",
@@ -266,7 +266,7 @@ PACKAGE_FAULTS = (
         "gradcomp/engine",
         "        if self._failure is not None and self._failure[0] is here:",
         "        if self._failure is not None and self._failure[0] is not here:",
-        ("test_membership.py", "test_alone.py"),
+        ("test_membership.py", "test_failures.py"),
     ),
     Fault(
         "a verdict of a discarded step counts for the next one",

@@ -1,4 +1,4 @@
-"""Kept entries: every layer has its turn, equal gradients pass whatever they hold, and a GPU's answer comes a step later."""
+"""Samples of gradients and updates: every layer has its turn, equal ones pass, and a GPU's answer comes a step later."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from devices import HAS_GPU
 
-from gradcomp.engine.changed_gradients import GRADIENTS, GradientSample
+from gradcomp.engine.changed_gradients import GRADIENTS, GradientSample, UpdateSample
 from gradcomp.engine.slots import ParameterSlot
 
 
@@ -114,3 +114,32 @@ def test_on_a_gpu_a_change_is_found_a_step_later_and_nobody_waits() -> None:
         torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(RuntimeError, match="the gradient of 'layer0' was changed"):
         step(kept, layers)
+
+
+SIZES = {"largest": 5000, "a": 30, "b": 20, "c": 10, "d": 5, "e": 3}
+
+
+def updates(nonzero: str) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(size) if name == nonzero else torch.zeros(size) for name, size in SIZES.items()}
+
+
+@pytest.mark.parametrize("nonzero", SIZES)
+def test_a_clip_is_found_in_some_steps(nonzero: str) -> None:
+    slots = {name: ParameterSlot(name, torch.nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()}
+    sample = UpdateSample([*slots.values()])
+    for _ in range(8):
+        delivered = updates(nonzero)
+        for name, slot in slots.items():
+            slot.parameter.grad = delivered[name]
+        sample.keep(delivered, None)
+        sample.check("direction")  # nothing has changed
+        sample.keep(delivered, None)
+        for slot in slots.values():
+            assert slot.parameter.grad is not None
+            slot.parameter.grad.mul_(0.5)
+        try:
+            sample.check("direction")
+        except RuntimeError as error:
+            assert "Adam's directions" in str(error)
+            return
+    pytest.fail("none of 8 steps has found it")
