@@ -133,3 +133,26 @@ def test_a_new_rank_has_no_velocity_of_sgd() -> None:
     assert "sgd" not in after["2"]["layers"]
     for name, each in after["0"]["layers"]["sgd"]["velocity"].items():
         torch.testing.assert_close(each, 1.5 * before["0"]["layers"]["sgd"]["velocity"][name])
+
+
+def test_a_training_that_took_torchs_moments_over_is_resumed_to_the_bit() -> None:
+    """The share of torch's own second moment in a rank's noise is saved, too."""
+    spec, half, trained = "topk:ratio=0.2", *train(None, "adamw")[:2]
+    made_of = []
+    for _ in range(2):
+        model = copy.deepcopy(half)
+        optimizer = made("adamw", model)
+        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+        made_of.append((model, optimizer, simulation_of(spec, model, optimizer, 2)))
+    (model, optimizer, first), (other, again, second) = made_of
+    for number in range(20):
+        if number == 14:  # behind the first comparison
+            other.load_state_dict(model.state_dict())
+            again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            second.load_state_dict(first.state_dict())
+        for own, by, simulation in ((model, optimizer, first), (other, again, second))[: 1 + (number >= 14)]:
+            for name, update in simulation.step(drawn(number, 2, own)).items():
+                own.get_parameter(name).grad = update.clone()
+            by.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
