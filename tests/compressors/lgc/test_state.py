@@ -173,8 +173,8 @@ def test_entries_that_waited_start_with_fresh_momentum() -> None:
     before = {}
     for step in range(18):
         update = simulation.step(draw(step))["a.weight"]
-        own = simulation._reducers[1].buckets[0].state
-        velocity = simulation._reducers[1].buckets[0].layout.views(own.velocity)["a.weight"].view_as(update)
+        bucket = simulation._reducers[1].buckets[0]
+        velocity = bucket.layout.views(bucket.states["sgd"].velocity)["a.weight"].view_as(update)
         sent = update != 0
         waited = sent & ~before.get("sent", sent)
         assert (velocity[sent & ~waited] != 0).all()
