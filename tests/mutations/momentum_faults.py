@@ -10,7 +10,7 @@ MOMENTUM_FAULTS = (
         "gradcomp/engine",
         "adam.share * state.noise.lengthening",
         "adam.share",
-        ("test_noise.py", "ddp/test_adam.py"),
+        ("test_noise.py", "ddp/test_momentum.py"),
     ),
     Fault(
         "a gradient that is not finite spoils what is known of the ranks' noise",
@@ -66,7 +66,10 @@ MOMENTUM_FAULTS = (
         "gradcomp/exchanges",
         "acc.mask.note_all(update[:1].isfinite())",
         "pass",
-        ("test_own_momentum.py",),
+        (
+            "test_own_momentum.py",
+            "test_momentum.py",
+        ),
     ),
     Fault(
         "Adam's direction has the first moment also where an entry waited",
@@ -87,6 +90,9 @@ MOMENTUM_FAULTS = (
         "gradcomp/engine",
         'HIDDEN = ("momentum", "weight_decay")',
         'HIDDEN = ("momentum",)',
-        ("test_own_momentum.py",),
+        (
+            "test_own_momentum.py",
+            "test_momentum.py",
+        ),
     ),
 )

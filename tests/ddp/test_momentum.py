@@ -1,4 +1,4 @@
-"""momentum=auto with Adam under DDP: directions, loss scales, and clips after the exchange."""
+"""momentum=auto under DDP: with everything sent, training is torch's own with SGD, and the mean of directions with Adam."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import ranks
 import sgd_twin
 import torch
 import torch.distributed as dist
-from adam_twin import SETTINGS
 from sgd_twin import SPEC, STEPS, Two, gradients
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +29,38 @@ def prepared(optimizer_of: Any, spec: str = SPEC, **options: Any) -> tuple[Two, 
     optimizer = optimizer_of(model)
     gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer, **options)
     return model, wrapped, optimizer
+
+
+def train_sgd(case: str, leaves: bool = False) -> list[Tensor]:
+    """Train with known gradients. leaves: leave the momentum to the optimizer from the middle on, for three steps."""
+    model = Two()
+    wrapped = DistributedDataParallel(model)
+    optimizer = sgd_twin.sgd(model, case)
+    handle = gradcomp.ddp.attach(wrapped, SPEC, optimizer=optimizer)
+    after_step = sgd_twin.schedule(case, optimizer)
+    for step in range(STEPS):
+        if leaves and step in (4, 7):
+            handle.change(f"{SPEC},momentum=0" if step == 4 else SPEC)
+        optimizer.zero_grad()
+        wrapped(gradients(dist.get_rank(), step)).backward()
+        optimizer.step()
+        after_step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def uneven(spec: str | None) -> list[Tensor]:
+    """One rank has more batches than the other, which goes on exchanging without a step of its own."""
+    model = Two()
+    wrapped = DistributedDataParallel(model)
+    optimizer = sgd_twin.sgd(model, "momentum alone")
+    if spec is not None:
+        gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer)
+    with wrapped.join():
+        for step in range(6 + 3 * dist.get_rank()):
+            optimizer.zero_grad()
+            wrapped(gradients(dist.get_rank(), step)).backward()
+            optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
 
 
 def train(case: str) -> list[Tensor]:
@@ -109,10 +140,12 @@ def clipped(optimizer_of: Any, longest: float, spec: str = SPEC) -> list[str]:
     return [str(each.message) for each in seen]
 
 
-def program() -> dict[str, Any]:
+def program() -> dict[Any, Any]:
     ranks.join()
-    found: dict[str, Any] = {case: train(case) for case in SETTINGS}
-    found["scaled"], found["found"], found["left"] = train_scaled(), train_found(), train_left()
+    found: dict[Any, Any] = {("adam", case): train(case) for case in adam_twin.SETTINGS}
+    found |= {("sgd", case): train_sgd(case) for case in sgd_twin.SETTINGS}
+    found["sgd", "left"], found["uneven"] = train_sgd("nesterov", leaves=True), (uneven(SPEC), uneven(None))
+    found["adam", "scaled"], found["found"], found["left"] = train_scaled(), train_found(), train_left()
     adam, sgd = (lambda model: adam_twin.made(model, "adamw")), (lambda model: sgd_twin.sgd(model, "nesterov"))
     found["clips"] = {
         "adam": clipped(adam, 1.0),
@@ -128,10 +161,23 @@ def program() -> dict[str, Any]:
 outcomes = ranks.once(lambda: ranks.launch(program, RANKS))
 
 
-@pytest.mark.parametrize("case", [*SETTINGS, "scaled"])
-def test_training_is_by_the_mean_of_the_ranks_directions(case: str) -> None:
+@pytest.mark.parametrize("case", [*sgd_twin.SETTINGS, "left"])
+def test_training_with_sgd_is_torchs_own(case: str) -> None:
+    """Also where the momentum is left to the optimizer for some steps."""
     for found in outcomes():
-        adam_twin.check(found[case], "adamw" if case == "scaled" else case, RANKS)
+        sgd_twin.check(found["sgd", case], "nesterov" if case == "left" else case, RANKS)
+
+
+def test_a_rank_without_batches_exchanges_on() -> None:
+    for found in outcomes():
+        for own, wanted in zip(*found["uneven"], strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [*adam_twin.SETTINGS, "scaled"])
+def test_training_with_adam_is_by_the_mean_of_the_ranks_directions(case: str) -> None:
+    for found in outcomes():
+        adam_twin.check(found["adam", case], "adamw" if case == "scaled" else case, RANKS)
 
 
 def test_an_optimizer_that_was_not_given_is_found() -> None:
