@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradcomp
 from gradcomp.messages.sparse import Codec
 from gradcomp.native import extension
-from laboratory.host.resnet import resnet50
+from laboratory.commands.host import resnet50
 
 # Launches in a step, for each bucket.
 MOST = 30

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laboratory.accuracy.page import DOORS, cluster
+from laboratory.commands.accuracy import DOORS, cluster
 from laboratory.harness import records
 from laboratory.report.tables import markdown
 

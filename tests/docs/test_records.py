@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT
 
 from documentation import step_times
-from laboratory.accuracy import page
+from laboratory.commands import accuracy
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -88,5 +88,5 @@ def test_what_the_results_say_of_single_steps() -> None:
 
 def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:
     tasks = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["tasks"]
-    made = page.page(tasks, "../benchmarks/results/accuracy.json")
+    made = accuracy.page(tasks, "../benchmarks/results/accuracy.json")
     assert (ROOT / "docs" / "time-to-accuracy.md").read_text() == made, "scripts/lab accuracy --report makes it"

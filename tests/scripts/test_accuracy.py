@@ -11,8 +11,8 @@ import torch
 from gradcomp import auto
 from gradcomp.spec import LOSSES
 from laboratory import machine
-from laboratory.accuracy import page, summary
-from laboratory.accuracy.plan import ADDED_UP, LAUNCHES, RATES, TRAININGS, Plan
+from laboratory.commands import accuracy
+from laboratory.commands.accuracy import ADDED_UP, LAUNCHES, RATES, TRAININGS, Plan
 from laboratory.harness import measured
 from laboratory.harness.measured import Lab, Training
 from laboratory.harness.ways import DDP, HOROVOD, refuse
@@ -52,13 +52,13 @@ def test_each_way_is_trained_once_a_seed_and_accumulation_with_several_rates() -
         ("library", [(10, 9.0), (20, 7.0)], 6.0, None),
     ],
 )
-def test_batches_to_a_score(task: str, curve: summary.Curve, wanted: float, batches: float | None) -> None:
-    assert summary.batches_to(task, curve, wanted) == batches
+def test_batches_to_a_score(task: str, curve: accuracy.Curve, wanted: float, batches: float | None) -> None:
+    assert accuracy.batches_to(task, curve, wanted) == batches
 
 
 def test_the_goal_is_nearly_denses_end() -> None:
-    assert summary.goal("mlp", [(10, 20.0), (20, 50.0)]) == pytest.approx(49.5)
-    assert summary.goal("library", [(10, 20.0), (20, 9.9)]) == pytest.approx(10.0)
+    assert accuracy.goal("mlp", [(10, 20.0), (20, 50.0)]) == pytest.approx(49.5)
+    assert accuracy.goal("library", [(10, 20.0), (20, 9.9)]) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +75,19 @@ def test_the_goal_is_nearly_denses_end() -> None:
     ],
 )
 def test_autos_curve_is_that_of_the_way_that_loses_most(way: str, curve: str) -> None:
-    assert summary.chosen({"way": way}) == curve
+    assert accuracy.chosen({"way": way}) == curve
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_way_of_auto_has_a_curve(loss: str) -> None:
     trained = {way for _, way in PLAN.trained()}
     for way in auto.candidates(loss, (torch.float32, torch.bfloat16), True, True):
-        assert summary.chosen({"way": str(way)}) in trained
+        assert accuracy.chosen({"way": str(way)}) in trained
 
 
 def test_auto_chooses_again_and_again() -> None:
     """After 300 batches, then after 600 more, then after 1200."""
-    assert [summary.choices(batches) for batches in (1, 299, 301, 899, 901, 2101)] == [1, 1, 2, 2, 3, 4]
+    assert [accuracy.choices(batches) for batches in (1, 299, 301, 899, 901, 2101)] == [1, 1, 2, 2, 3, 4]
 
 
 def keep(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_cluster_on_which_others_win_is_said() -> None:
         {"door": DDP, "way": "stock", "seconds": 10.0},
         {"door": HOROVOD, "way": "sdagc", "seconds": 12.0},
     ]
-    said = page.verdict({"hosts": 4, "rate": "none", "lines": lines})
+    said = accuracy.verdict({"hosts": 4, "rate": "none", "lines": lines})
     assert said == "- 4 hosts, unshaped: `sdagc`, Horovod takes 12 s, 1.20 of the 10 s of `stock`, DDP, **which wins**"
 
 
@@ -163,7 +163,7 @@ def test_a_cluster_on_which_others_win_is_said() -> None:
 )
 def test_ways_that_never_get_there_are_said(own: float | None, other: float | None, said: str) -> None:
     lines = [{"door": DDP, "way": "stock", "seconds": other}, {"door": DDP, "way": "sdagc", "seconds": own}]
-    assert page.verdict({"hosts": 4, "rate": "none", "lines": lines}) == f"- 4 hosts, unshaped: {said}"
+    assert accuracy.verdict({"hosts": 4, "rate": "none", "lines": lines}) == f"- 4 hosts, unshaped: {said}"
 
 
 def test_nothing_trained_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the page of claims was NOT compared with results: scikit-learn is not installed")
 
-from laboratory.study import summary
+from laboratory.commands import study
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "claims.md"
@@ -19,14 +19,14 @@ STUDIES = sorted(
 
 def test_the_page_names_the_results_that_the_script_makes() -> None:
     script = (ROOT / "scripts" / "claims").read_text()
-    assert STUDIES and all(f"  {study.removeprefix('study-')})" in script for study in STUDIES)
+    assert STUDIES and all(f"  {name.removeprefix('study-')})" in script for name in STUDIES)
 
 
-@pytest.mark.parametrize("study", STUDIES)
-def test_the_page_holds_the_table_of_its_results(study: str) -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / f"{study}.json").read_text())
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_page_holds_the_table_of_its_results(name: str) -> None:
+    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     for task, found in content["tasks"].items():
-        table = summary.markdown(task, found["lines"]).partition("\n\n")[2]
+        table = study.markdown(task, found["lines"]).partition("\n\n")[2]
         assert table in PAGE.read_text(), f"docs/claims.md needs this table:\n{table}"
 
 

@@ -17,7 +17,7 @@ import pytest
 from clusters import need_cluster
 
 from laboratory import ranks
-from laboratory.accuracy.plan import LAUNCHES, TRAININGS, Plan
+from laboratory.commands.accuracy import LAUNCHES, TRAININGS, Plan
 from laboratory.harness import measured, records, rounds, ways
 from laboratory.harness.measured import Lab, Rounds, Training
 from laboratory.main import main

@@ -10,8 +10,8 @@ import torch
 
 from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.native import extension
-from laboratory.host import costs
-from laboratory.host.resnet import resnet50, shrunk
+from laboratory.commands import host
+from laboratory.commands.host import resnet50, shrunk
 from laboratory.main import main
 
 # accumulate; take and pack; add and settle; spread (design: the path of a gradient).
@@ -24,10 +24,10 @@ BUCKETS = 5
 @pytest.mark.parametrize("spec", ["dense", "half", "topk", "topk:momentum=0.9", "sdagc", "orq", "bingrad"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_bucket_makes_at_most_four_native_calls(spec: str, ranks: int, one_thread: None) -> None:
-    assert costs.SETTLING + STEPS < INTERVAL
+    assert host.SETTLING + STEPS < INTERVAL
     before = extension.native
-    small = shrunk(resnet50(), costs.SMALLER)
-    found = costs.steps(spec, small, costs.BUCKET_MB / costs.SMALLER, ranks, STEPS)
+    small = shrunk(resnet50(), host.SMALLER)
+    found = host.steps(spec, small, host.BUCKET_MB / host.SMALLER, ranks, STEPS)
     assert found.buckets == BUCKETS and len(small) == 161
     assert 0 < sum(found.calls.values()) <= MOST_CALLS * BUCKETS, found.calls
     assert not any(name.endswith("_scratch") for name in found.calls)  # sizes are asked for once
@@ -36,7 +36,7 @@ def test_a_bucket_makes_at_most_four_native_calls(spec: str, ranks: int, one_thr
 
 def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     threads, smaller = torch.get_num_threads(), shrunk(resnet50(), 100)
-    monkeypatch.setattr(costs, "resnet50", lambda: smaller)
+    monkeypatch.setattr(host, "resnet50", lambda: smaller)
     assert main(["host", "--specs", "topk;dense", "--ranks", "2", "--steps", "3", "--name", "try", "--out", str(tmp_path)]) == 0
     assert torch.get_num_threads() == threads
     result = json.loads((tmp_path / "host-try.json").read_text())

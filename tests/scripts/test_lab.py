@@ -22,19 +22,7 @@ LABORATORY = SCRIPTS / "laboratory"
 # From the ground up: a file imports from its own room and from those before it.
 ROOMS = [
     *("__init__", "cluster", "refusal", "machine", "options", "report", "timing", "stats", "ranks", "tasks"),
-    *(
-        "kernels",
-        "host",
-        "harness",
-        "study",
-        "accuracy",
-        "soak",
-        "gpu",
-        "drawings",
-        "demo",
-        "commands",
-        "main",
-    ),
+    *("kernels", "harness", "soak", "gpu", "drawings", "demo", "commands", "main"),
 ]
 
 # Lines of a file, at most.

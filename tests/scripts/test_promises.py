@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from laboratory.accuracy.page import cluster
+from laboratory.commands.accuracy import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

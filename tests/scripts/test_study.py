@@ -20,9 +20,9 @@ pytest.importorskip("matplotlib", reason="the study was NOT tested: matplotlib i
 
 
 from laboratory import stats
+from laboratory.commands import study
 from laboratory.harness import settings
 from laboratory.main import main
-from laboratory.study import summary
 from laboratory.tasks import texts, training
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
         "c": {seed: record(98.0, [math.nan] * 100, 8) for seed in (0, 1)},
         "unfinished": {0: record(98.0, falling, 8)},
     }
-    dense, a, b, c = summary.summarize("mlp", records)
+    dense, a, b, c = study.summarize("mlp", records)
     assert (dense["score"], dense["worse_at_most"], dense["times_the_steps"]) == (99, 0, 1)
     assert (a["worse_than_dense"], a["compression"], a["bytes_sent"]) == (2, 50, 800)
     assert a["worse_at_most"] == pytest.approx(2 + 2.919986 / math.sqrt(3), abs=1e-5)  # worse by 1, 2, 3; t of 2 degrees
@@ -119,7 +119,7 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
     assert a["curve"]["bytes"][-1] == 800
     assert (b["seeds"], b["worse_at_most"], b["steps_to_loss"]) == ([0, 1], 0, None)
     assert c["curve"]["loss"] == [None] * 5
-    table = summary.markdown("mlp", [dense, a, b]).splitlines()
+    table = study.markdown("mlp", [dense, a, b]).splitlines()
     assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x ", " 1.12 x "]
     assert table[-1].endswith("| never | never |")
 
@@ -129,27 +129,27 @@ def test_the_bound_of_the_steps_comes_from_leaving_seeds_out() -> None:
         return record(98.0, [100.0 + steps - step for step in range(1, 101)], 8)
 
     dense = {seed: slower(0) for seed in range(3)}
-    one = summary.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 9))}})[1]
+    one = study.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 9))}})[1]
     assert one["steps_to_loss"] == 85  # later by the mean, 5
     pseudo = [3 * 85 - 2 * each for each in (80 + 7, 80 + 6, 80 + 3)]  # later by 6.5, 5.5, 3: whole steps
     assert one["times_at_most"] == pytest.approx(stats.upper_bound(pseudo) / 80, abs=1e-6)
-    late = summary.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 38))}})[1]
+    late = study.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 38))}})[1]
     assert late["steps_to_loss"] == 95 and late["times_at_most"] is None  # without the first it never gets there
 
 
 @pytest.mark.slow
 def test_a_study_that_is_asked_to_end_leaves_no_process(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "scripts" / "lab"), *command(tmp_path, "conv", jobs=2), "--set", "steps=1000000"]
-    study = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        waits_until(lambda: len(list((tmp_path / "cache").glob("*.json"))) == 0 and len(session_of(study.pid)) >= 4)
-        study.terminate()
-        assert study.wait(30) == 130
-        waits_until(lambda: not session_of(study.pid))
+        waits_until(lambda: len(list((tmp_path / "cache").glob("*.json"))) == 0 and len(session_of(running.pid)) >= 4)
+        running.terminate()
+        assert running.wait(30) == 130
+        waits_until(lambda: not session_of(running.pid))
     finally:
-        for pid in session_of(study.pid):
+        for pid in session_of(running.pid):
             os.kill(pid, signal.SIGKILL)
-        study.wait(10)
+        running.wait(10)
 
 
 def session_of(leader: int) -> list[int]:
@@ -170,15 +170,15 @@ def waits_until(true: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_the_error_column_of_older_records_is_shown() -> None:
     records = {spec: {seed: record(98.0, [1.0], 4) for seed in (0, 1)} for spec in ("dense", "a")}
-    lines = summary.summarize("mlp", records)
-    assert "squared error" not in summary.markdown("mlp", lines)
-    head, _, dense, a = summary.markdown("mlp", [lines[0], lines[1] | {"squared_error": 0.75}]).splitlines()[2:]
+    lines = study.summarize("mlp", records)
+    assert "squared error" not in study.markdown("mlp", lines)
+    head, _, dense, a = study.markdown("mlp", [lines[0], lines[1] | {"squared_error": 0.75}]).splitlines()[2:]
     assert head.endswith("| relative squared error |") and dense.endswith("|  |") and a.endswith("| 0.750 |")
 
 
 def test_a_higher_perplexity_is_worse() -> None:
     records = {spec: {seed: record(score, [1.0], 4) for seed in (0, 1)} for spec, score in (("dense", 4.0), ("a", 5.0))}
-    assert summary.summarize("library", records)[1]["worse_than_dense"] == 1
+    assert study.summarize("library", records)[1]["worse_than_dense"] == 1
 
 
 @pytest.mark.parametrize(("freedom", "value"), [(1, 6.313752), (2, 2.919986), (4, 2.131847), (9, 1.833113), (30, 1.697261)])

@@ -18,10 +18,10 @@ pytest.importorskip("PIL", reason="the tasks were NOT tested: Pillow is not inst
 
 from PIL import Image
 
+from laboratory.commands import study
 from laboratory.harness.measured import Training
 from laboratory.harness.simulated import train
 from laboratory.main import main
-from laboratory.study import summary
 from laboratory.tasks import cifar, nets, prepared, texts, training
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings
@@ -50,7 +50,7 @@ def test_two_steps_of_every_task_through_the_command_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(texts, "LIBRARY_BYTES", 8000)
-    monkeypatch.setattr(summary, "draw", lambda *given: None)
+    monkeypatch.setattr(study, "draw", lambda *given: None)
     # With less than eight channels, the backward of a channels-last convolution in torch 2.13 writes beyond its memory on
     # processors that have AVX2 and no AVX-512.
     small = "steps=2,batch=2,cifar.width=8,cifar-large.width=8,shakespeare.width=32,library.width=32,shakespeare.depth=1"

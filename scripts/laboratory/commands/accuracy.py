@@ -3,21 +3,95 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from gradcomp.auto import AGAIN
 from laboratory import options
-from laboratory.accuracy import page, summary
-from laboratory.accuracy.plan import LAUNCHES, TRAININGS, Plan
-from laboratory.harness import measured, settings
-from laboratory.harness.measured import Lab
+from laboratory.harness import measured, settings, ways
+from laboratory.harness.measured import Lab, Rounds, Training, load
+from laboratory.harness.ways import DDP, HOROVOD, POWERSGD_FROM
 from laboratory.machine import ROOT
+from laboratory.refusal import Refused
 from laboratory.report import results
+from laboratory.report.tables import figure, markdown
 from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
+from laboratory.tasks.task import Settings
 
 PAGE = ROOT / "docs" / "time-to-accuracy.md"
 RECORDS = ROOT / "benchmarks" / "results" / "accuracy"
+
+# The ways of gradcomp, and the two that choose among them.
+OWN = ("topk", "sdagc", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0")
+CHOOSING = ("auto", "auto:loss=high")
+# The ways that auto may choose beside those.
+CHOSEN = ("half",)
+
+# What a user of each door would have in their place.
+ADDED_UP = "bf16:steps=4"
+RIVALS = {
+    DDP: ("stock", "bf16", ADDED_UP, "powersgd:rank=1", "powersgd:rank=4"),
+    HOROVOD: ("stock", "fp16", "grace:ratio=0.01", "dgc:ratio=0.01"),
+}
+
+# The learning rates that are tried where gradients of several batches are added up, as multiples of the task's.
+RATES = (1, 2, 4)
+
+# The ranks of a training, and the batches between two scores.
+RANKS, EVERY = 4, 25
+
+# The folders of the records, below that of all.
+TRAININGS, LAUNCHES = "courses", "launches"
+
+# A launch: rounds, the steps of a turn, and its seconds.
+ROUNDS, STEPS, TURN = 5, 8, 1.2
+
+# The part of dense's final score that counts as reached.
+NEARLY = 0.99
+
+# The curves of ways that auto names otherwise, and the ways that it may choose, from the one that loses least.
+STOCK = {"stock": "stock", "stock in bf16": "bf16", "dense": "stock"}
+LOSING = ["stock", "bf16", "half", *(f"orq:levels={levels},momentum=0" for levels in (9, 5)), "topk", "sdagc"]
+
+# A curve: batches, and the score after them, averaged over the seeds.
+Curve = list[tuple[int, float]]
+
+DOORS = {"ddp": "DDP", "horovod": "Horovod"}
+NEVER, UNTRAINED = "never", "-"
+
+# Older records also have so many hosts, overloaded, on which predictions were checked.
+CROWD = 16
+UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
+
+INTRODUCTION = f"""\
+# Time to accuracy
+
+How long a training takes until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one, by every way to exchange
+gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accuracy` makes this page.
+
+Where links are slow, ways with few bytes win by their steps. On fast links they win, if at all, because their scores rise
+faster in these short trainings. Do not expect that of a long one: compare [step times](results.md#step-times) there.
+
+- **Scores** come from whole trainings on {RANKS} real ranks of one machine, with the score of held-out data after every
+  {EVERY} batches. One seed's accuracy on CIFAR has a [standard error of 0.7 points](claims.md#pictures): differences below two
+  points may be chance. Where a way never gets there, its final score stands in brackets.
+- **Seconds** are batches times the seconds of a batch, which are measured on emulated clusters with links of the given rate,
+  where all ways take turns. A cluster of 8 hosts trains with the same batch in all, half as large on each; its scores are
+  those of {RANKS} ranks.
+- `{ADDED_UP}` adds up the gradients of four batches before it exchanges them in bf16, with the best of three learning
+  rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook: it compresses from
+  step {POWERSGD_FROM} on, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the authors' Deep
+  Gradient Compression with their own code. gradcomp's specs are used as they come.
+- `auto` counts with what choosing cost. Its scores are those of the way that it chose.
+- All hosts share one machine of two cores, so all messages cost processor time that real network cards would not."""
+
 
 EXAMPLES = """\
 examples:
@@ -60,10 +134,246 @@ def run(chosen: argparse.Namespace) -> int:
             measured.complete(plan.launches(), chosen.records / LAUNCHES, lab)
         if chosen.only:
             return 0
-    tasks = {task: summary.figures(plan, task, chosen.records) for task in plan.tasks}
+    tasks = {task: figures(plan, task, chosen.records) for task in plan.tasks}
     path = results.path_of(chosen, None)
-    chosen.page.write_text(page.page(tasks, os.path.relpath(path, chosen.page.parent)))
+    chosen.page.write_text(page(tasks, os.path.relpath(path, chosen.page.parent)))
     print(f"written: {chosen.page}")
     scores = {task: TASKS[task].score_name for task in plan.tasks}
     results.save(chosen, path, {"hosts": plan.hosts, "rates": plan.rates, "scores": scores, "tasks": tasks})
     return 0
+
+
+class Plan(NamedTuple):
+    """Everything that decides the trainings and launches. data: the name of each task's prepared file. seeds: of trainings."""
+
+    tasks: list[str]
+    hosts: list[int]
+    rates: list[str]
+    seeds: int
+    data: dict[str, str]
+
+    def clusters(self) -> list[tuple[int, str]]:
+        """List the clusters: hosts and rate."""
+        return list(itertools.product(self.hosts, self.rates))
+
+    def settings(self, task: str, ranks: int, rate: float = 1.0) -> Settings:
+        """Return a task's settings. All ranks together have the same batch, however many they are.
+
+        Nothing is clipped: the ways would clip different things.
+        """
+        own = TASKS[task].defaults
+        return own._replace(clip=0.0, batch=own.batch * RANKS // ranks, lr=own.lr * rate)
+
+    def trainings(self) -> list[Training]:
+        """List the trainings seed by seed."""
+        return [
+            own
+            for seed in range(self.seeds)
+            for task in self.tasks
+            for door, way in self.trained()
+            for own in self.trainings_of(task, door, way, seed)
+        ]
+
+    def trained(self) -> list[tuple[str, str]]:
+        """List the ways that are trained, and their doors. A way that both doors have learns alike by both."""
+        ours = [(DDP, way) for way in (*RIVALS[DDP], *OWN, *CHOSEN)]
+        return ours + [(HOROVOD, way) for way in RIVALS[HOROVOD] if way not in RIVALS[DDP]]
+
+    def trainings_of(self, task: str, door: str, way: str, seed: int) -> list[Training]:
+        """List the trainings of a way: one for each learning rate that is tried."""
+        return [
+            Training(task, way, seed, RANKS, self.settings(task, RANKS, rate), door, EVERY, self.data.get(task, ""))
+            for rate in (RATES if way == ADDED_UP else (1,))
+        ]
+
+    def launches(self) -> list[Rounds]:
+        """List the launches."""
+        every = itertools.product(self.tasks, RIVALS, self.clusters())
+        return [self.launch(task, door, *cluster) for task, door, cluster in every]
+
+    def launch(self, task: str, door: str, hosts: int, rate: str) -> Rounds:
+        """Return the launch that times all ways of a door on one cluster."""
+        every = ["none", *RIVALS[door], *OWN, *CHOOSING]
+        settings, data = self.settings(task, hosts), self.data.get(task, "")
+        return Rounds("cluster", hosts, rate, task, settings, every, ROUNDS, STEPS, TURN, door, data=data)
+
+
+def figures(plan: Plan, task: str, folder: Path) -> dict[str, Any]:
+    """Return all figures of a task: how each way learns, and for each cluster the lines of both doors."""
+    learnt = curves(plan, task, folder)
+    wanted = goal(task, learnt["stock"][1])
+    clusters: list[dict[str, Any]] = []
+    records = [load(own, folder / TRAININGS) for own in plan.trainings() if own.task == task]
+    for hosts, rate in plan.clusters():
+        lines: list[dict[str, Any]] = []
+        for door in (DDP, HOROVOD):
+            record = load(plan.launch(task, door, hosts, rate), folder / LAUNCHES)
+            records.append(record)
+            of_door = {line["way"]: line for line in record["lines"]} if record else {}
+            none = of_door.pop("none", None)
+            lines += [{"door": door, **cell(task, line, learnt, wanted)} for line in of_door.values()]
+            if none:
+                lines.append({"door": door, "way": "none", "ms": none["ms"]["median"], "seconds": None})
+        if lines:
+            clusters.append({"hosts": hosts, "rate": rate, "lines": lines})
+    return {
+        "settings": plan.settings(task, RANKS)._asdict(),
+        "seeds": plan.seeds,
+        "dense": learnt["stock"][1][-1][1],
+        "goal": wanted,
+        "curves": {way: curve for way, (_, curve) in learnt.items()},
+        "rates": {way: rate for way, (rate, _) in learnt.items()},
+        "commits": sorted({record["commit"] for record in records if record is not None}),
+        "clusters": clusters,
+    }
+
+
+def cell(task: str, line: Mapping[str, Any], learnt: Mapping[str, tuple[float, Curve]], wanted: float) -> dict[str, Any]:
+    """Return a way's figures on one cluster. auto's choosing is part of its seconds."""
+    way, ms = str(line["way"]), float(line["ms"]["median"])
+    found: dict[str, Any] = {"way": way, "ms": ms, "over": line["over"]}
+    extra = 0.0
+    if way in CHOOSING:
+        found["chosen"] = line["auto"]["way"]
+        extra = line["auto"]["cost_seconds"]  # of one choice
+        way = chosen(line["auto"])
+    if way not in learnt:
+        return found | {"batches": None, "score": None, "seconds": None}
+    rate, curve = learnt[way]
+    batches = batches_to(task, curve, wanted)
+    found |= {"batches": batches, "score": curve[-1][1]}
+    if ways.passes(way) > 1:
+        found["lr"] = rate
+    return found | {"seconds": None if batches is None else choices(batches) * extra + batches * ms / 1000}
+
+
+def curves(plan: Plan, task: str, folder: Path) -> dict[str, tuple[float, Curve]]:
+    """Return the learning rate and the curve of each way that was trained: of several rates, those with the best end."""
+    found: dict[str, tuple[float, Curve]] = {}
+    for door, way in plan.trained():
+        by_rate: dict[float, list[list[list[float]]]] = {}
+        for seed in range(plan.seeds):
+            for own in plan.trainings_of(task, door, way, seed):
+                if record := load(own, folder / TRAININGS):
+                    by_rate.setdefault(own.settings.lr, []).append(record["scores"])
+        means = {rate: [mean(points) for points in zip(*each, strict=True)] for rate, each in by_rate.items()}
+        if means:
+            best = max if TASKS[task].higher_is_better else min
+            found[way] = best(means.items(), key=lambda made: made[1][-1][1])
+    if "stock" not in found:
+        raise Refused(f"{task} was not trained with stock DDP yet, which all other ways are compared with")
+    return found
+
+
+def mean(points: Sequence[Sequence[float]]) -> tuple[int, float]:
+    """Average a point of several seeds: batches, seconds and score."""
+    return int(points[0][0]), statistics.fmean(score for _, _, score in points)
+
+
+def goal(task: str, dense: Curve) -> float:
+    """Return the score that counts as reached."""
+    final = dense[-1][1]
+    return final * NEARLY if TASKS[task].higher_is_better else final / NEARLY
+
+
+def batches_to(task: str, found: Curve, wanted: float) -> float | None:
+    """Return the batches after which a curve reaches a score, on a line between two scores. None if it never does."""
+    sign = 1 if TASKS[task].higher_is_better else -1
+    before, was = 0, None
+    for batch, score in found:
+        if sign * score >= sign * wanted:
+            if was is None or score == was:
+                return float(batch)
+            return before + (batch - before) * (wanted - was) / (score - was)
+        before, was = batch, score
+    return None
+
+
+def chosen(auto: Mapping[str, Any]) -> str:
+    """Return the way of the curve that stands for auto's choice: of several, the one that loses most.
+
+    A way between hosts learns like the same one between ranks.
+    """
+    way = str(auto["way"])
+    specs = [re.sub(r" in \d+ layers$", "", part) for part in way.split("; ")]
+    parts = [re.sub(r"by_host=true(,|$)", "", spec).rstrip(":,") for spec in specs]
+    return max((STOCK.get(part, part) for part in parts), key=LOSING.index)
+
+
+def choices(batches: float) -> int:
+    """Return how often auto chooses in so many batches: again after AGAIN, and then after twice as many each time."""
+    return 1 + int(math.log2(batches / AGAIN + 1))
+
+
+def cluster(hosts: int, rate: str) -> str:
+    """Name a cluster."""
+    found = re.fullmatch(r"([0-9.]+)([a-z]+)", rate)
+    return f"{hosts} hosts, " + (f"{found[1]} {UNITS.get(found[2], found[2])}" if found else "unshaped")
+
+
+def name(line: Mapping[str, Any]) -> str:
+    """Name a way and its door."""
+    rate = f", lr {line['lr']:g}" if "lr" in line else ""
+    return f"`{line['way']}`{rate}, {DOORS[line['door']]}"
+
+
+def best(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the line that reaches the goal first."""
+    reached = [line for line in lines if line["seconds"] is not None]
+    return min(reached, key=lambda line: float(line["seconds"]), default=None)
+
+
+def verdict(cells: Mapping[str, Any]) -> str:
+    """Say what won on a cluster, and how far the best of gradcomp's and of the others are apart."""
+    own = best([line for line in cells["lines"] if line["way"] in (*OWN, *CHOOSING)])
+    other = best([line for line in cells["lines"] if line["way"] not in (*OWN, *CHOOSING)])
+    where = cluster(cells["hosts"], cells["rate"])
+    if own is None or other is None:
+        reached = own or other
+        if reached is None:
+            return f"- {where}: no way reaches the goal"
+        whose = "no other way does" if other is None else "**no way of gradcomp does**"
+        return f"- {where}: {name(reached)} takes {reached['seconds']:.0f} s; {whose}"
+    ratio = own["seconds"] / other["seconds"]
+    how = f"{ratio:.2f} of the {other['seconds']:.0f} s of {name(other)}"
+    return f"- {where}: {name(own)} takes {own['seconds']:.0f} s, {how}{', **which wins**' if ratio > 1 else ''}"
+
+
+def table(every: Sequence[Mapping[str, Any]], score: str) -> str:
+    """Write a task's table. The best of each cluster is bold."""
+    ways = {(line["door"], line["way"]): line for cells in every for line in cells["lines"] if line["way"] != "none"}
+    rows = [["way", score, *(cluster(cells["hosts"], cells["rate"]) for cells in every)]]
+    for key in sorted(ways, key=lambda key: key[0] != DDP):
+        lines = [next((line for line in cells["lines"] if (line["door"], line["way"]) == key), None) for cells in every]
+        final = ways[key]["score"] if ways[key]["way"] not in CHOOSING else None
+        seconds = [_seconds(line, best(cells["lines"])) for line, cells in zip(lines, every, strict=True)]
+        rows.append([name(ways[key]), figure(final, "{:.2f}", ""), *seconds])
+    return markdown(rows)
+
+
+def _seconds(line: Mapping[str, Any] | None, first: Mapping[str, Any] | None) -> str:
+    if line is None or line["score"] is None:
+        return UNTRAINED
+    if line["seconds"] is None:
+        which = f"{line['chosen']}, " if "chosen" in line else ""
+        return f"{NEVER} ({which}{line['score']:.2f})"
+    text = f"{line['seconds']:.0f} s"
+    text = f"**{text}**" if first is line else text
+    return f"{text} ({line['chosen']})" if "chosen" in line else text
+
+
+def page(tasks: Mapping[str, Mapping[str, Any]], result: str) -> str:
+    """Write the page. result: the file with all figures."""
+    parts = [INTRODUCTION]
+    for task, found in tasks.items():
+        settings, about = found["settings"], TASKS[task].about
+        trained = f"{settings['steps']} steps of {RANKS} x {settings['batch']}, {TASKS[task].optimizer}, {found['seeds']} seeds"
+        trained = trained.replace("1 seeds", "one seed")
+        what = f"dense ends at {found['dense']:.2f} ({TASKS[task].score_name}), and {found['goal']:.2f} counts as reached"
+        parts.append(f"## {task}\n\n{about[0].upper()}{about[1:]}; {trained}; {what}.")
+        clusters = [cells for cells in found["clusters"] if cells["hosts"] != CROWD]
+        parts.append("\n".join(verdict(cells) for cells in clusters))
+        parts.append(table(clusters, TASKS[task].score_name))
+    commits = sorted({commit for found in tasks.values() for commit in found["commits"]})
+    parts.append(f"All figures: [{result.rpartition('/')[2]}]({result}). Commits: {', '.join(commits)}.")
+    return "\n\n".join(parts) + "\n"

@@ -1,19 +1,45 @@
-"""Measure what a step of ResNet-50 costs the host beside its kernels: Python, the binding, and native calls."""
+"""Measure what a step of ResNet-50 costs the host beside its kernels: Python, the binding, and native calls.
+
+A reducer takes steps on a network that answers at once, with the native calls timed. The time outside native calls is Python's.
+A model with layers a ten thousandth as large makes the same calls with nearly no work, so its native calls take the binding's
+time. The kernels take the rest of the time with whole layers.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from gradcomp.core.requests import Request, World
+from gradcomp.engine.optimizer_view import FixedRates
+from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.slots import Slots, TensorSlot
+from gradcomp.engine.stages.health import INTERVAL
+from gradcomp.native import extension
+from gradcomp.networks import Answer
+from gradcomp.prediction.measure import gradients
+from gradcomp.prediction.recording_network import RecordingNetwork
+from gradcomp.spec import make
 from laboratory import machine, options
-from laboratory.host import costs
 from laboratory.report import results
 from laboratory.report.tables import columns
+from laboratory.timing import Spread
+
+Shapes = dict[str, tuple[int, ...]]
 
 SPECS = "dense;half;topk;sdagc;orq;bingrad"
+BUCKET_MB = 25.0
+# The layers of the small model are so much smaller.
+SMALLER = 10_000
+# Steps before those that count: capacities have settled then, and memory is kept.
+SETTLING = 20
+RATE = 0.1
 
 EXAMPLES = """\
 example:
@@ -35,11 +61,11 @@ def run(chosen: argparse.Namespace) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        lines = [costs.of_resnet(spec, chosen.ranks, chosen.steps) for spec in chosen.specs]
+        lines = [of_resnet(spec, chosen.ranks, chosen.steps) for spec in chosen.specs]
     finally:
         torch.set_num_threads(before)
     print(table(lines))
-    settings = {"ranks": chosen.ranks, "steps": chosen.steps, "bucket_mb": costs.BUCKET_MB}
+    settings = {"ranks": chosen.ranks, "steps": chosen.steps, "bucket_mb": BUCKET_MB}
     path = results.path_of(chosen, machine.slug(machine.cpu_name()))
     results.save(chosen, path, {"settings": settings, "lines": lines})
     return 0
@@ -54,3 +80,135 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         row = [line["spec"], str(line["buckets"]), f"{line['calls_a_bucket']:.1f}", *(f"{each:.2f}" for each in figures)]
         rows.append([*row, f"{line['kernels_ms']:.0f}"])
     return columns(rows)
+
+
+def of_resnet(spec: str, ranks: int, count: int) -> dict[str, Any]:
+    """Return what a step costs. Steps of the whole model, beside those of the small one, give the kernels' time."""
+    small = steps(spec, shrunk(resnet50(), SMALLER), BUCKET_MB / SMALLER, ranks, count)
+    large = steps(spec, resnet50(), BUCKET_MB, ranks, max(3, count // 20))
+    return {
+        "spec": spec,
+        "buckets": small.buckets,
+        "calls_a_bucket": sum(small.calls.values()) / small.buckets,
+        "calls": dict(small.calls),
+        "python_ms": {name: 1e3 * value for name, value in small.outside._asdict().items()},
+        "binding_ms": {name: 1e3 * value for name, value in small.native._asdict().items()},
+        "kernels_ms": 1e3 * max(0.0, large.native.median - small.native.median),
+    }
+
+
+class Native:
+    """The extension, with its calls counted and timed. To be put in its place."""
+
+    def __init__(self, real: Any):
+        self._real = real
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.seconds, self.calls = 0.0, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if not callable(found):
+            return found
+        timed = self.__dict__[name] = self._timed(name, found)
+        return timed
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            found = function(*arguments, **options)
+            self.seconds += time.perf_counter() - began
+            self.calls[name] += 1
+            return found
+
+        return timed
+
+
+class Instant(RecordingNetwork):
+    """A network that answers at once, as if all ranks had sent the same. seconds: that making the answers took."""
+
+    def __init__(self, world: World):
+        super().__init__(world, lambda: None)
+        self.seconds = 0.0
+
+    def start(self, request: Request, name: str) -> Answer:
+        """Make the answer."""
+        began = time.perf_counter()
+        reply = self._reply(request)
+        self.seconds += time.perf_counter() - began
+        return lambda: reply
+
+
+class Costs(NamedTuple):
+    """Of a step: its buckets, its seconds outside native calls and in them, and the native calls by name.
+
+    calls: the most of a step, but for those that measure the health of residuals (every INTERVAL).
+    """
+
+    buckets: int
+    outside: Spread
+    native: Spread
+    calls: Counter[str]
+
+
+def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -> Costs:
+    """Take steps on one of some ranks, and return the costs of those that count."""
+    device, world = torch.device("cpu"), World(0, ranks, tuple(range(ranks)))
+    grads = gradients(shapes, device)
+    slots = {name: TensorSlot(name, grad.shape, device) for name, grad in grads.items()}
+    for name, slot in slots.items():
+        slot.update = torch.empty_like(grads[name]).view(-1)
+    network, real = Instant(world), extension.native
+    native = extension.native = Native(real)
+    outside, inside, calls = [], [], Counter[str]()
+    try:
+        view = FixedRates(Slots([*slots.values()]), RATE)
+        reducer = Reducer(make(spec), slots, network, Options(bucket_mb=bucket_mb), view)
+        for step in range(SETTLING + count):
+            native.clear()
+            network.seconds = 0.0
+            began = time.perf_counter()
+            for name in reversed(grads):
+                reducer.ready(slots[name], grads[name])
+            reducer.finish()
+            spent = time.perf_counter() - began
+            if step >= SETTLING:
+                inside.append(native.seconds)
+                outside.append(spent - native.seconds - network.seconds)
+                if (step + 1) % INTERVAL:
+                    calls |= native.calls
+    finally:
+        extension.native = real
+    return Costs(len(reducer.buckets), Spread.of(outside), Spread.of(inside), calls)
+
+
+def resnet50(width: int = 64) -> Shapes:
+    """Return names and shapes. width: of the first block; 64 as published."""
+    shapes: Shapes = {}
+
+    def convolution(name: str, channels: int, out: int, size: int) -> None:
+        norm = name.replace("conv", "bn") if "conv" in name else f"{name[:-1]}1"
+        shapes[f"{name}.weight"] = (out, channels, size, size)
+        shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (out,)
+
+    convolution("conv1", 3, width, 7)
+    channels = width
+    for layer, blocks in enumerate((3, 4, 6, 3)):
+        inside = width * 2**layer
+        for block in range(blocks):
+            name = f"layer{layer + 1}.{block}"
+            convolution(f"{name}.conv1", channels, inside, 1)
+            convolution(f"{name}.conv2", inside, inside, 3)
+            convolution(f"{name}.conv3", inside, 4 * inside, 1)
+            if block == 0:
+                convolution(f"{name}.downsample.0", channels, 4 * inside, 1)
+            channels = 4 * inside
+    classes = 1000 * width // 64
+    return shapes | {"fc.weight": (classes, channels), "fc.bias": (classes,)}
+
+
+def shrunk(shapes: Shapes, by: int) -> Shapes:
+    """Divide the entries of each layer, and keep its dimensions' number."""
+    return {name: (max(1, math.prod(shape) // by), *(1 for _ in shape[1:])) for name, shape in shapes.items()}

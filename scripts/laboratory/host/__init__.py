@@ -1,1 +1,0 @@
-"""The cost of a step on the host beside its kernels: Python, and the binding."""

@@ -1,1 +1,0 @@
-"""Studies: the tables and pictures of trainings over many seeds."""
