@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradcomp
 from gradcomp.native import kernels
-from laboratory.tasks import digits, nets
+from laboratory.tasks import digits
 
 KINDS = ("normal", "laplace", "t3", "skewed", "real")
 GROUPS = (512, 2048)
@@ -51,7 +51,7 @@ def drawn(kind: str) -> list[Named]:
     """Gradients, each to be compressed as one bucket."""
     if kind == "real":
         pytest.importorskip("sklearn", reason="errors on real gradients were NOT tested: scikit-learn is not installed")
-        return gradients_of(digits.model(0, 256)) + gradients_of(nets.conv(0, 16))
+        return gradients_of(digits.model(0, 256)) + gradients_of(digits.conv(0, 16))
     n = 128 * 512
     generator = torch.Generator().manual_seed(1)
     normal = torch.randn(4, n, generator=generator)

@@ -22,7 +22,7 @@ from laboratory.commands import study
 from laboratory.harness.measured import Training
 from laboratory.harness.simulated import train
 from laboratory.main import main
-from laboratory.tasks import cifar, nets, prepared, texts, training
+from laboratory.tasks import cifar, prepared, texts, training
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings
 from laboratory.tasks.texts import LENGTH, Transformer
@@ -152,7 +152,7 @@ def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None
 def test_nets_have_the_sizes_that_the_table_says(name: str, parameters: int) -> None:
     own = TASKS[name].defaults
     with torch.device("meta"):
-        model = Transformer(0, own.width, own.depth) if own.beta2 else nets.residual(0, own.width, own.depth)
+        model = Transformer(0, own.width, own.depth) if own.beta2 else cifar.residual(0, own.width, own.depth)
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert f"{parameters / 1e6:.1f} million parameters" in TASKS[name].about
 

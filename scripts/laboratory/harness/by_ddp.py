@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from laboratory.harness import ways
 from laboratory.harness.simulated import clip as shorten
-from laboratory.harness.trainee import Fitted
+from laboratory.harness.ways import Fitted
 
 # The hook starts later reductions of a bucket from gloo's threads. With several buckets their order differs between ranks, and
 # gloo adds up tensors of different buckets, or aborts. So it gets one bucket, of up to so many megabytes.
@@ -78,25 +78,19 @@ class Sent:
 
 
 def _clipped(hook: Any, longest: float) -> Any:
+    """Wrap a hook. DistributedDataParallel knows torch's by name and refuses some on gloo, which can reduce their types."""
+
     def clipped(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        shorten((bucket.buffer(),), longest)  # the bucket has the whole gradient of this rank
+        shorten((bucket.buffer(),), longest)  # with a length to keep, the bucket has the whole gradient of this rank
         found: torch.futures.Future[Tensor] = hook(state, bucket)
         return found
 
     return clipped
 
 
-def _stock(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
-
-
-# DistributedDataParallel knows these hooks by name and refuses them on gloo, which can reduce both types.
-def _bf16(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
-
-
-def _fp16(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return default_hooks.fp16_compress_hook(None, bucket)  # type: ignore[arg-type]
-
-
-_HOOKS = {"stock": _stock, "bf16": _bf16, "fp16": _fp16, "powersgd": powerSGD_hook.powerSGD_hook}
+_HOOKS = {
+    "stock": default_hooks.allreduce_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "powersgd": powerSGD_hook.powerSGD_hook,
+}

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradcomp.horovod
 from laboratory.harness import projects, ways
-from laboratory.harness.trainee import Fitted
+from laboratory.harness.ways import Fitted
 
 
 class Door:

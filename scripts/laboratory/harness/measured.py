@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -17,7 +19,6 @@ from laboratory import machine, ranks
 from laboratory.harness import records, rounds, simulated
 from laboratory.harness.records import Record
 from laboratory.harness.ways import DDP, HOROVOD, SIMULATED, environment
-from laboratory.report.progress import TimeLeft
 from laboratory.tasks import prepared
 from laboratory.tasks.task import Settings
 
@@ -124,11 +125,6 @@ def perform(measured: Measured, lab: Lab) -> dict[str, Any]:
     return raw if isinstance(measured, Training) else rounds.summary(raw, measured.later is not None)
 
 
-def work(measured: Measured) -> float:
-    """Estimate how long it takes, in any unit."""
-    return measured.settings.steps if isinstance(measured, Training) else measured.rounds * len(measured.ways)
-
-
 def load(measured: Measured, folder: Path) -> Record | None:
     """Find the record; None if there is none."""
     return records.find(folder, measured.stem(), measured.key())
@@ -136,24 +132,23 @@ def load(measured: Measured, folder: Path) -> Record | None:
 
 def keep(measured: Measured, folder: Path, lab: Lab) -> Record:
     """Measure, and write the record."""
-    return records.write(
-        folder, measured.stem(), type(measured).__name__.lower(), measured.key(), lab.command, perform(measured, lab)
-    )
+    kind = type(measured).__name__.lower()
+    return records.write(folder, measured.stem(), kind, measured.key(), lab.command, perform(measured, lab))
 
 
 def complete(every: Sequence[Measured], folder: Path, lab: Lab) -> None:
     """Measure what has no record. Simulations share the cores as `lab.jobs` says; real ranks need them alone."""
     missing = [each for each in every if load(each, folder) is None]
-    finished, left = len(every) - len(missing), TimeLeft(map(work, missing))
+    finished, began = len(every) - len(missing), time.monotonic()
     print(f"{len(every)} measurements, {finished} of them finished", flush=True)
     alone = [each for each in missing if isinstance(each, Rounds) or each.door != SIMULATED]
     shared = [each for each in missing if each not in alone]
     with ranks.termination_interrupts():
-        for ended in (_simulations(shared, folder, lab), _one_by_one(alone, folder, lab)):
-            for each, record in ended:
-                finished += 1
-                score = f"  score {record['scores'][-1][2]:.2f}" if isinstance(each, Training) else ""
-                print(f"{finished} of {len(every)}  {each.label()}{score}, {left.after(work(each))}", flush=True)
+        ended = itertools.chain(_simulations(shared, folder, lab), _one_by_one(alone, folder, lab))
+        for done, (each, record) in enumerate(ended, 1):
+            score = f"  score {record['scores'][-1][2]:.2f}" if isinstance(each, Training) else ""
+            left = (time.monotonic() - began) / done * (len(missing) - done) / 60
+            print(f"{finished + done} of {len(every)}  {each.label()}{score}, {left:.0f} min left", flush=True)
 
 
 Ended = Iterator[tuple[Measured, Record]]

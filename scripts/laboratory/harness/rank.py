@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laboratory import ranks
 from laboratory.cluster.network import INTERFACE
 from laboratory.harness.measured import Measured, Rounds, Training
-from laboratory.harness.trainee import Door, Trainee
-from laboratory.harness.ways import is_spec
+from laboratory.harness.ways import Door, Fitted, is_spec, passes
 from laboratory.tasks import prepared, training
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import Job, Settings
+from laboratory.tasks.task import Batch, Job, Settings
 from laboratory.timing import rotated
 
 # The part of the batches before the first score on the way: no training is nearly as good as dense's end by then.
@@ -30,6 +33,32 @@ WARM_UP, CHOOSING = 2, 500
 
 # Where the kernel counts the bytes that an emulated host's interface has sent.
 SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+
+
+class Trainee:
+    """One way's training on this rank. loss: of the last step, of this rank. passes: the batches of a step."""
+
+    def __init__(self, way: str, fitted: Fitted, batches: Iterator[Batch], loss_of: Callable[[Tensor, Tensor], Tensor]):
+        self.way, self.fitted, self.passes = way, fitted, passes(way)
+        self._batches, self._loss_of = batches, loss_of
+        self.loss = 0.0
+
+    def step(self) -> float:
+        """Train a step. Return its seconds, without those that make the batches."""
+        batches = [next(self._batches) for _ in range(self.passes)]
+        began = time.perf_counter()
+        self.fitted.optimizer.zero_grad()
+        self.loss = sum(self._pass(x, y, left) for left, (x, y) in zip(reversed(range(self.passes)), batches, strict=True))
+        self.fitted.optimizer.step()
+        return time.perf_counter() - began
+
+    def _pass(self, x: Tensor, y: Tensor, left: int) -> float:
+        """Run a batch's forward and backward. left: batches of the step after this one."""
+        model: Any = self.fitted.model
+        with model.no_sync() if left else contextlib.nullcontext():
+            loss = self._loss_of(model(x), y) / self.passes
+            loss.backward()
+        return float(loss.detach())
 
 
 class Rank:
@@ -139,7 +168,7 @@ def turn_of(trainee: Trainee, door: Door, steps: int) -> tuple[list[float], floa
     before = interface_bytes()
     seconds = [trainee.step() / trainee.passes for _ in range(steps)]
     sent = interface_bytes() - before
-    trainee.rest()
+    trainee.fitted.optimizer.zero_grad()  # leave the gradients' memory to the next trainee
     *means, sent_mean = door.means([*seconds, sent], f"times {steps}")
     return means, sent_mean
 

@@ -11,8 +11,8 @@ from laboratory.report.tables import columns, figure
 from laboratory.stats import median_bounds
 from laboratory.timing import Spread
 
-# The ways that a user has without gradcomp, and that no way should be slower than.
-RIVALS = ("stock", "bf16")
+# The ways that every other is compared with: no exchange, and those that a user has without gradcomp.
+RIVALS = ("none", "stock", "bf16")
 # The rounds that a way is compared in.
 PARTS = {"over": "", "over_before": ", before the change", "over_after": ", after it"}
 
@@ -40,11 +40,8 @@ def summary(raw: Mapping[str, Any], changes: bool = False) -> dict[str, Any]:
             "ms_of_rounds": [1000 * median for median in medians[way]],
             "bytes_per_step": each["bytes"],
             "compression": raw["bytes_dense"] / each["bytes"] if each["bytes"] else None,
-            "ratio_to_none": None,
             "loss": each["loss"],
         }
-        if "none" in medians:
-            line["ratio_to_none"] = Spread.of([a / b for a, b in zip(medians[way], medians["none"], strict=True)])._asdict()
         rivals = [rival for rival in RIVALS if rival in means and rival != way]
         line |= {part: {rival: over(means[way][of], means[rival][of]) for rival in rivals} for part, of in parts.items()}
         line |= {name: each[name] for name in ("auto", "interface_bytes_per_step") if name in each}
@@ -75,18 +72,16 @@ def table(run: Mapping[str, Any]) -> str:
     """Write the table of a summary."""
     rivals = [rival for rival in RIVALS if any(rival in line["over"] for line in run["lines"])]
     parts = {part: said for part, said in PARTS.items() if any(part in line for line in run["lines"])}
-    heading = ["", "ms a step", "min..max", "x none", "of rounds", "bytes a step", "compression"]
+    heading = ["", "ms a step", "min..max", "bytes a step", "compression"]
     compared = [f"x {rival}, at most{said}" for said in parts.values() for rival in rivals]
     counted = any("interface_bytes_per_step" in line for line in run["lines"])
     rows = [[*heading, *(["on a host's interface"] if counted else []), *compared]]
     for line in run["lines"]:
-        ms, ratio = line["ms"], line["ratio_to_none"]
+        ms = line["ms"]
         row = [
             line["way"],
             f"{ms['median']:.0f}",
             f"{ms['low']:.0f}..{ms['high']:.0f}",
-            f"{ratio['median']:.2f}" if ratio else "-",
-            f"{ratio['low']:.2f}..{ratio['high']:.2f}" if ratio else "-",
             figure(line["bytes_per_step"], "{:,}"),
             figure(line["compression"], "{:.0f} x"),
         ]

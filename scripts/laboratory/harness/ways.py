@@ -1,12 +1,14 @@
-"""Ways to exchange gradients that are no specs of gradcomp: what users have without it, and two published projects."""
+"""Ways to exchange gradients: which there are beside specs of gradcomp, and what a door makes of a way."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
 
 from gradcomp.handle import beginning_of
 from laboratory import options
@@ -106,3 +108,31 @@ def several(text: str) -> list[str]:
 def environment(projects: Path | None) -> dict[str, str]:
     """Return the variable that names the folder of the published projects to the ranks."""
     return {PROJECTS: os.fspath(projects.resolve())} if projects else {}
+
+
+class Fitted(NamedTuple):
+    """A model and an optimizer that exchange gradients in some way.
+
+    bytes_sent: by this rank in the last step; None if unknown. stats: gradcomp's, if it is at work.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    bytes_sent: Callable[[], int | None]
+    stats: Callable[[], Mapping[str, Any]] = dict
+
+
+class Door(Protocol):
+    """The ranks behind a door, and what fits a way to a model."""
+
+    rank: int
+    size: int
+
+    def means(self, own: list[float], name: str) -> list[float]:
+        """Return the means of figures over the ranks."""
+
+    def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int, clip: float) -> Fitted:
+        """Fit a way to a model and its optimizer. clip: the longest gradient of a rank, if the way can clip; 0: any length."""
+
+    def end(self) -> None:
+        """Leave the ranks, when all of them are done."""

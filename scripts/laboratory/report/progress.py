@@ -1,10 +1,9 @@
-"""Progress of long work: one line in place on a terminal, else a line every few seconds; and the time that is left."""
+"""Progress of long work: one line in place on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 
 # Cells of a progress bar.
 WIDTH = 30
@@ -39,16 +38,3 @@ def bar(share: float | None) -> str:
         return ""
     full = int(WIDTH * share)
     return f"[{'#' * full}{'.' * (WIDTH - full)}] "
-
-
-class TimeLeft:
-    """An estimate from the pace so far. `work`: the size of every piece, in any unit."""
-
-    def __init__(self, work: Iterable[float]):
-        self._began, self._done, self._left = time.monotonic(), 0.0, sum(work)
-
-    def after(self, work: float) -> str:
-        """Say how long the rest takes, now that a piece of this size is done."""
-        self._done += work
-        self._left -= work
-        return f"{(time.monotonic() - self._began) / self._done * self._left / 60:.0f} min left"

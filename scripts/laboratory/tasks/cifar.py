@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from laboratory.refusal import Refused
-from laboratory.tasks import nets
-from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source
+from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source, shares
 
 # The height and width of a picture, the black pixels around it that a shift can uncover, and the shifts in each direction.
 SIDE, MARGIN, SHIFTS = 32, 4, 9
@@ -24,6 +23,9 @@ DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]) * 255
 
 # Test pictures that are classified at once.
 CHUNK = 250
+
+# Stages of the residual net.
+STAGES = 4
 
 
 def decode(content: bytes) -> Arrays:
@@ -73,22 +75,49 @@ def augmented(views: Tensor, chosen: Tensor, shifts: Tensor, mirrored: Tensor) -
 
 
 def batches(views: Tensor, labels: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
-    """Yield this rank's share of every batch, without end.
+    """Yield this rank's share of every batch, without end. All ranks draw the shifts and mirrors of all."""
+    generator, own = torch.Generator().manual_seed(seed), slice(rank * batch, (rank + 1) * batch)
+    for chosen in shares(len(labels), rank, ranks, batch, generator):
+        shifts = torch.randint(SHIFTS, (ranks * batch, 2), generator=generator)[own]
+        mirrored = torch.randint(2, (ranks * batch,), generator=generator).bool()[own]
+        yield normalised(augmented(views, chosen, shifts, mirrored)), labels[chosen]
 
-    All ranks draw the same order, shifts and mirrors, and take different parts of them.
+
+class Block(nn.Module):
+    """Two convolutions with batch normalisation, and a shortcut past them."""
+
+    def __init__(self, channels: int, to: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, to, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(to)
+        self.conv2 = nn.Conv2d(to, to, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(to)
+        same = channels == to and stride == 1
+        resized = nn.Sequential(nn.Conv2d(channels, to, 1, stride, bias=False), nn.BatchNorm2d(to))
+        self.shortcut = nn.Identity() if same else resized
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(inside + self.shortcut(x))
+
+
+def residual(seed: int, width: int, depth: int) -> nn.Sequential:
+    """Make a net from colour pictures to ten classes: four stages of `depth` residual blocks.
+
+    The first convolution halves the pictures. A stage has twice the channels of the one before, on pictures half as large.
     """
-    generator = torch.Generator().manual_seed(seed)
-    together = batch * ranks
-    if together > len(labels):
-        raise Refused(f"{ranks} ranks of {batch} pictures are more than the {len(labels)} to train on; lower one")
-    own = slice(rank * batch, (rank + 1) * batch)
-    while True:
-        order = torch.randperm(len(labels), generator=generator)
-        for first in range(0, len(order) - together + 1, together):
-            shifts = torch.randint(SHIFTS, (together, 2), generator=generator)
-            mirrored = torch.randint(2, (together,), generator=generator).bool()
-            chosen = order[first : first + together][own]
-            yield normalised(augmented(views, chosen, shifts[own], mirrored[own])), labels[chosen]
+    torch.manual_seed(seed)
+    channels = [width, *(width << stage for stage in range(STAGES) for _ in range(depth))]
+    strides = [2 if i and i % depth == 0 else 1 for i in range(STAGES * depth)]
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, 2, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        *(Block(a, b, each) for a, b, each in zip(channels[:-1], channels[1:], strides, strict=True)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels[-1], 10),
+    )
 
 
 def accuracy(model: nn.Module, arrays: Arrays) -> float:
@@ -107,7 +136,7 @@ def job(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     The simulated ranks share one model, so the running statistics of its batch normalisation see the batches of all ranks. On a
     cluster each rank keeps its own. The statistics of a training batch are one rank's, as on a cluster.
     """
-    model = nets.residual(seed, settings.width, settings.depth)
+    model = residual(seed, settings.width, settings.depth)
     views = windows(arrays["train_x"])
     parts = [batches(views, arrays["train_y"], rank, ranks, settings.batch, seed) for rank in range(ranks)]
     return Job(model, parts, functional.cross_entropy, lambda: 100 * accuracy(model, arrays))

@@ -19,14 +19,24 @@ from laboratory.tasks.task import Arrays, Source
 
 def prepare(task: str, source: Source, data: Path | None, folder: Path) -> str:
     """Prepare a task's data in a folder unless they are there. Return the file's name. `data`: the folder given by --data."""
-    raw = source.raw(_found(task, source, data))
+    path = None
+    if source.file is not None:
+        wanted = f"{source.file} ({source.content})"
+        if data is None:
+            raise Refused(f"--tasks {task} needs --data FOLDER: a folder with {wanted}; add --data, or leave {task} out")
+        path = data / source.file
+        if not path.is_file():
+            raise Refused(
+                f"--data {str(data)!r} has no {wanted}, which --tasks {task} needs; put it there, or leave {task} out"
+            )
+    raw = source.raw(path)
     name = f"{source.name}-{hashlib.sha256(raw).hexdigest()[:12]}.pt"
-    path = place(folder, name)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(name + ".part")
+    made = place(folder, name)
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        part = made.with_name(name + ".part")
         torch.save(source.decode(raw), part)
-        part.replace(path)
+        part.replace(made)
     return name
 
 
@@ -46,16 +56,3 @@ def load(path: Path) -> Arrays:
     """Load a prepared file. The last one stays in memory for the runs that follow."""
     arrays: Arrays = torch.load(path, weights_only=True)
     return arrays
-
-
-def _found(task: str, source: Source, data: Path | None) -> Path | None:
-    """Return the path of a source's file; None for a source without one."""
-    if source.file is None:
-        return None
-    wanted = f"{source.file} ({source.content})"
-    if data is None:
-        raise Refused(f"--tasks {task} needs --data FOLDER: a folder with {wanted}; add --data, or leave {task} out")
-    path = data / source.file
-    if not path.is_file():
-        raise Refused(f"--data {str(data)!r} has no {wanted}, which --tasks {task} needs; put it there, or leave {task} out")
-    return path

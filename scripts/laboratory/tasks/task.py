@@ -1,4 +1,4 @@
-"""The types of the tasks' table: settings, a task for all seeds, a job for one seed, and the source of a task's data."""
+"""The parts of a task: settings, a job for one seed, the source of its data, and the shares of ranks in a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from laboratory.refusal import Refused
 
 Batch = tuple[Tensor, Tensor]
 Arrays = dict[str, Tensor]
@@ -90,3 +93,14 @@ class Task(NamedTuple):
     source: Source | None = None
     optimizer: Literal["sgd", "adamw"] = "sgd"
     schedule: Literal["linear", "cosine"] = "linear"
+
+
+def shares(count: int, rank: int, ranks: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield this rank's share of every batch of pictures, without end. All ranks draw one order and take different parts."""
+    together = batch * ranks
+    if together > count:
+        raise Refused(f"{ranks} ranks of {batch} pictures are more than the {count} to train on; lower one")
+    while True:
+        order = torch.randperm(count, generator=generator)
+        for first in range(rank * batch, rank * batch + count - together + 1, together):
+            yield order[first : first + batch]
