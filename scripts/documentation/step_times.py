@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from laboratory.commands.accuracy import DOORS, cluster
-from laboratory.harness import records
+from laboratory.harness.measured import records
 from laboratory.report.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ HOSTS = (4, 8)
 def launches(task: str, door: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """Read the lines of every launch, by hosts and rate."""
     found = {}
-    for record in records.every(RECORDS / "launches"):
+    for record in records(RECORDS / "launches"):
         key = record["key"]
         if (key["task"], key["door"]) == (task, door) and key["hosts"] in HOSTS:
             found[key["hosts"], key["rate"]] = record["lines"]
@@ -46,7 +46,7 @@ def steps(task: str, door: str) -> str:
 def scores() -> str:
     """Write the final scores of every way, each with the best learning rate that was tried."""
     found: dict[str, dict[str, list[float]]] = {}
-    for record in records.every(RECORDS / "courses"):
+    for record in records(RECORDS / "courses"):
         key = record["key"]
         if not key.get("rate") and key["task"] in TASKS:
             found.setdefault(key["way"], {}).setdefault(key["task"], []).append(record["scores"][-1][2])

@@ -18,7 +18,7 @@ from clusters import need_cluster
 
 from laboratory import ranks
 from laboratory.commands.accuracy import LAUNCHES, TRAININGS, Plan
-from laboratory.harness import measured, records, rounds, ways
+from laboratory.harness import measured, rounds, ways
 from laboratory.harness.measured import Lab, Rounds, Training
 from laboratory.main import main
 from laboratory.refusal import Refused
@@ -204,7 +204,7 @@ def test_real_ranks_lose_what_simulated_ones_do(door: str, way: str, clip: float
 def test_records_of_older_commits_are_read() -> None:
     """All that the page of times to accuracy needs is found, by the keys of today."""
     folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy"
-    found = [*records.every(folder / TRAININGS), *records.every(folder / LAUNCHES)]
+    found = [*measured.records(folder / TRAININGS), *measured.records(folder / LAUNCHES)]
     assert len(found) >= 60 and all({"key", "commit"} <= record.keys() for record in found)
     data = {record["key"]["task"]: record["key"]["data"] for record in found}
     plan = Plan(list(data), [4, 8], ["100mbit", "1gbit", "10gbit", "none"], 1, data)

@@ -23,7 +23,8 @@ from laboratory import stats
 from laboratory.commands import study
 from laboratory.harness import settings
 from laboratory.main import main
-from laboratory.tasks import texts, training
+from laboratory.tasks import texts
+from laboratory.tasks.task import linear_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,9 +190,9 @@ def test_a_bound_is_one_sided_by_students_t(freedom: int, value: float) -> None:
 
 
 def test_the_learning_rate_rises_stays_and_falls() -> None:
-    rates = [training.linear_rate(step, 100, 0.05) for step in (1, 5, 60, 80, 100)]
+    rates = [linear_rate(step, 100, 0.05) for step in (1, 5, 60, 80, 100)]
     assert rates == pytest.approx([0.2, 1, 1, 0.55, 0.1])
-    assert training.linear_rate(1, 1, 0.05) == pytest.approx(0.1)
+    assert linear_rate(1, 1, 0.05) == pytest.approx(0.1)
 
 
 def test_ranks_read_different_text() -> None:

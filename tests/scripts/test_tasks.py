@@ -22,9 +22,9 @@ from laboratory.commands import study
 from laboratory.harness.measured import Training
 from laboratory.harness.simulated import train
 from laboratory.main import main
-from laboratory.tasks import cifar, prepared, texts, training
+from laboratory.tasks import cifar, prepared, texts
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import Settings
+from laboratory.tasks.task import Settings, cosine_rate, optimizer_of
 from laboratory.tasks.texts import LENGTH, Transformer
 
 WITH_DATA = [name for name, task in TASKS.items() if task.source is not None]
@@ -115,19 +115,19 @@ def test_what_decides_a_training_is_in_its_key() -> None:
 
 
 def test_a_cosine_rises_and_falls() -> None:
-    rates = [training.cosine_rate(step, 100, 0.1) for step in (1, 5, 10, 55, 100)]
+    rates = [cosine_rate(step, 100, 0.1) for step in (1, 5, 10, 55, 100)]
     assert rates == pytest.approx([0.1, 0.5, 1, 0.505, 0.01])
-    assert training.cosine_rate(1, 1, 0.5) == training.cosine_rate(1, 9, 0) == 1
+    assert cosine_rate(1, 1, 0.5) == cosine_rate(1, 9, 0) == 1
 
 
 def test_a_task_decides_the_optimizer() -> None:
     model = torch.nn.Linear(2, 2)
     own = TASKS["cifar"].defaults
-    plain, kept = (training.optimizer_of(TASKS["cifar"], own, model, momentum).param_groups[0] for momentum in (0.0, 0.9))
+    plain, kept = (optimizer_of(TASKS["cifar"], own, model, momentum).param_groups[0] for momentum in (0.0, 0.9))
     assert (plain["momentum"], plain["weight_decay"]) == (0.9, 0.0005)
     assert (kept["momentum"], kept["weight_decay"]) == (0, pytest.approx(0.005))
     for momentum in (0.0, 0.9):
-        adamw = training.optimizer_of(TASKS["library"], TASKS["library"].defaults, model, momentum)
+        adamw = optimizer_of(TASKS["library"], TASKS["library"].defaults, model, momentum)
         assert isinstance(adamw, torch.optim.AdamW)
         assert (adamw.param_groups[0]["betas"], adamw.param_groups[0]["weight_decay"]) == ((0.9, 0.95), 0.1)
 
@@ -139,7 +139,7 @@ def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None
     for momentum in (0.0, 0.9):
         model = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
         torch.nn.init.ones_(model.weight)
-        optimizer = training.optimizer_of(TASKS["cifar"], own, model, momentum)
+        optimizer = optimizer_of(TASKS["cifar"], own, model, momentum)
         for _ in range(1000):
             model.weight.grad = torch.zeros_like(model.weight)
             optimizer.step()

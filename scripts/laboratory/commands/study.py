@@ -13,8 +13,7 @@ from typing import Any
 
 from laboratory import options, stats
 from laboratory.harness import measured, settings, ways
-from laboratory.harness.measured import Lab, Training
-from laboratory.harness.records import Record
+from laboratory.harness.measured import Lab, Record, Training
 from laboratory.machine import ROOT
 from laboratory.refusal import Refused
 from laboratory.report import plots, results, tables
@@ -28,6 +27,9 @@ GOAL_AT = 0.8
 
 # Steps between two points of a curve in the result file.
 POINTS = 20
+
+# Colours, marks and lines of specs in a picture. Marks and lines differ where colours repeat.
+COLOURS, MARKS, DASHES = 10, "osD^vPX*<>h", ("-", "--", ":")
 
 Line = dict[str, Any]
 BySeed = dict[int, Record]
@@ -240,14 +242,15 @@ def draw(task: str, settings: str, lines: Sequence[Line], path: Path) -> None:
     height = 4.6 + 0.2 * math.ceil(len(lines) / 2)
     picture, (left, right) = plots.pyplot().subplots(1, 2, figsize=(11, height), layout="constrained")
     for i, line in enumerate(lines):
-        colour, mark, dashes = plots.style(i, line["spec"])
+        colour = "black" if line["spec"] == "dense" else f"C{i % COLOURS}"
+        mark, dashes = MARKS[i % len(MARKS)], DASHES[i // COLOURS % len(DASHES)]
         if line["score"] is not None:
             at, error = line["bytes_sent"] / 1e6, line["score_error"]
             left.errorbar(at, line["score"], error, color=colour, fmt=mark, capsize=3)
         curve = line["curve"]
         sent = [bytes_ / 1e6 for bytes_ in curve["bytes"]]
         drawn = {"color": colour, "marker": mark, "linestyle": dashes, "markersize": 3, "linewidth": 1.2}
-        right.plot(sent, plots.gaps(curve["loss"]), label=f"{line['spec']}  ({line['compression']:,.0f} x)", **drawn)
+        right.plot(sent, curve["loss"], label=f"{line['spec']}  ({line['compression']:,.0f} x)", **drawn)
     left.set_ylabel(f"{TASKS[task].score_name} (mean, standard error)")
     right.set_ylabel("training loss (mean of 10 steps)")
     losses = [loss for line in lines for loss in line["curve"]["loss"] if loss]
@@ -258,5 +261,6 @@ def draw(task: str, settings: str, lines: Sequence[Line], path: Path) -> None:
         axes.set_xlabel("MB sent by a rank")
         plots.grid(axes)
     picture.suptitle(f"{task}: {settings}")
-    plots.legend_below(picture, markerscale=1.8, handlelength=4)
+    below: Any = {"loc": "outside lower center", "ncols": 2, "fontsize": "small", "frameon": False}
+    picture.legend(markerscale=1.8, handlelength=4, **below)
     plots.save(picture, path)

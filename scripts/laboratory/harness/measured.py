@@ -1,7 +1,11 @@
-"""Two measurements, a training by one way and rounds in which ways take turns, and the loop that completes them."""
+"""Two measurements, a training by one way and rounds in which ways take turns; their records, and the loop that completes them.
+
+A record is a file with the key of what was measured, which decides the outcome, its origin, and figures.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -16,11 +20,16 @@ from typing import Any, NamedTuple
 import torch
 
 from laboratory import machine, ranks
-from laboratory.harness import records, rounds, simulated
-from laboratory.harness.records import Record
+from laboratory.harness import rounds, simulated
 from laboratory.harness.ways import DDP, HOROVOD, SIMULATED, environment
+from laboratory.report import results
 from laboratory.tasks import prepared
 from laboratory.tasks.task import Settings
+
+Record = dict[str, Any]
+
+# The names of a key in older records, those of accuracy's trainings and launches, and what these keys held that today's do not.
+OLDER_KEYS, OLDER_SETTINGS = ("course", "launch"), ("predicts", "processor")
 
 # How ranks on this machine alone are started, by door.
 LAUNCHERS = {HOROVOD: "horovodrun", DDP: "torchrun"}
@@ -127,13 +136,29 @@ def perform(measured: Measured, lab: Lab) -> dict[str, Any]:
 
 def load(measured: Measured, folder: Path) -> Record | None:
     """Find the record; None if there is none."""
-    return records.find(folder, measured.stem(), measured.key())
+    wanted = json.loads(json.dumps(measured.key()))
+    return next((record for record in records(folder, measured.stem()) if record["key"] == wanted), None)
+
+
+def records(folder: Path, stem: str = "") -> Iterator[Record]:
+    """Read the records of a folder whose files' names begin so, in today's form."""
+    for path in sorted(folder.glob(f"{stem}*.json")):
+        record = results.read(path)
+        assert record is not None
+        for name in OLDER_KEYS:
+            if name in record:
+                key = {of: value for of, value in record.pop(name).items() if of not in OLDER_SETTINGS}
+                record = {"key": key, **record.pop("run", {}), **record}
+        yield record
 
 
 def keep(measured: Measured, folder: Path, lab: Lab) -> Record:
     """Measure, and write the record."""
-    kind = type(measured).__name__.lower()
-    return records.write(folder, measured.stem(), kind, measured.key(), lab.command, perform(measured, lab))
+    figures, key = perform(measured, lab), measured.key()
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
+    record = {"what": type(measured).__name__.lower(), **machine.origin(lab.command), "key": key, **figures}
+    results.write(folder / f"{measured.stem()}-{digest}.json", record)
+    return record
 
 
 def complete(every: Sequence[Measured], folder: Path, lab: Lab) -> None:

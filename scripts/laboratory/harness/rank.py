@@ -20,9 +20,9 @@ from laboratory import ranks
 from laboratory.cluster.network import INTERFACE
 from laboratory.harness.measured import Measured, Rounds, Training
 from laboratory.harness.ways import Door, Fitted, is_spec, passes
-from laboratory.tasks import prepared, training
+from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import Batch, Job, Settings
+from laboratory.tasks.task import Batch, Job, Settings, momentum_of, optimizer_of, rate_of
 from laboratory.timing import rotated
 
 # The part of the batches before the first score on the way: no training is nearly as good as dense's end by then.
@@ -74,8 +74,8 @@ class Rank:
     def trainee(self, way: str, clip: float = 0.0) -> Trainee:
         """Make a way's own model, optimizer and batches."""
         model = copy.deepcopy(self.job.model)  # a new one takes three times as long
-        kept = training.momentum_of(way) if is_spec(way) else 0.0
-        optimizer = training.optimizer_of(self.task, self.settings, model, kept)
+        kept = momentum_of(way) if is_spec(way) else 0.0
+        optimizer = optimizer_of(self.task, self.settings, model, kept)
         fitted = self.door.fit(way, model, optimizer, self._seed, clip)
         return Trainee(way, fitted, self._job().batches[self.door.rank], self.job.loss)
 
@@ -107,7 +107,7 @@ def train(rank: Rank, own: Training) -> dict[str, Any]:
     scores: list[tuple[int, float, float]] = []
     seconds = 0.0
     for batch in range(trainee.passes, steps + 1, trainee.passes):
-        trainee.fitted.optimizer.param_groups[0]["lr"] = training.rate_of(rank.task, own.settings, batch)
+        trainee.fitted.optimizer.param_groups[0]["lr"] = rate_of(rank.task, own.settings, batch)
         seconds += trainee.step()
         losses.append(trainee.loss)
         sent.append(trainee.fitted.bytes_sent())

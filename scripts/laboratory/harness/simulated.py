@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from laboratory.tasks import prepared, training
+from laboratory.tasks import prepared
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import Job, Settings
+from laboratory.tasks.task import Job, Settings, momentum_of, optimizer_of, rate_of
 
 if TYPE_CHECKING:
     from laboratory.harness.measured import Training
@@ -25,14 +25,14 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
     arrays = prepared.load(prepared.place(folder, own.data)) if own.data else {}
     job = task.make(settings, own.seed, own.ranks, arrays)
     named = dict(job.model.named_parameters())
-    optimizer = training.optimizer_of(task, settings, job.model, training.momentum_of(own.way))
+    optimizer = optimizer_of(task, settings, job.model, momentum_of(own.way))
     shapes = {name: tuple(each.shape) for name, each in named.items()}
     known: Any = {"optimizer": optimizer, "named_parameters": list(named.items())}
     simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
     losses: list[float] = []
     sent: list[int] = []
     for step in range(1, settings.steps + 1):
-        optimizer.param_groups[0]["lr"] = training.rate_of(task, settings, step)
+        optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
         own_losses, grads = zip(*gradients(job, list(named.values()), settings), strict=True)
         losses.append(round(sum(loss / own.ranks for loss in own_losses), 6))
         for name, update in simulation.step([dict(zip(named, each, strict=True)) for each in grads]).items():
