@@ -61,8 +61,8 @@ class StepContext:
     None where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that
     it was found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by
     a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale
-    of the loss as one float there. bucket_rates: those of each bucket, made at the first question; steps with the same
-    rates share them.
+    of the loss as one float there. bucket_rates: those of a bucket by its layers, made at the first question; steps with the
+    same rates share them, also across a change of the buckets.
     """
 
     memory: Memory
@@ -72,16 +72,16 @@ class StepContext:
     frozen_layers: frozenset[str] = frozenset()
     momenta: Mapping[str, Momentum | AdamStep] = field(default_factory=dict)
     loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
-    bucket_rates: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    bucket_rates: dict[tuple[str, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def rates(self, layout: Layout) -> Rates:
         """Return the learning rate of each layer of a bucket."""
-        known, first = self.layer_rates, layout.names[0]
+        known, names = self.layer_rates, layout.names
         if known is None:
             return None
-        found = self.bucket_rates.get(first)
+        found = self.bucket_rates.get(names)
         if found is None:
-            found = self.bucket_rates[first] = tuple([known[name] for name in layout.names])
+            found = self.bucket_rates[names] = tuple([known[name] for name in names])
         return found
 
     def own_rates(self, layout: Layout) -> Rates:

@@ -98,7 +98,7 @@ class OptimizerView:
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
         self._groups: tuple[Any, list[int], dict[str, int | None]] = None, [], {}  # whose, their sizes, each layer's number
         self._rates: tuple[list[float], dict[str, float]] = [], {}  # of the groups, and of the layers
-        self._shared: tuple[object, dict[str, tuple[float, ...]]] = None, {}  # the last step's, and its buckets'
+        self._shared: tuple[object, dict[tuple[str, ...], tuple[float, ...]]] = None, {}  # the last step's, and its buckets'
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._ids = {id(parameter) for parameter in slots.parameters.values()}
         self._trained: tuple[Any, list[int], bool] = None, [], False
