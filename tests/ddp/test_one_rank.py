@@ -1,0 +1,403 @@
+"""DDP on one rank, in the test's own process: each use of momentum=auto trains as torch alone does, or is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import gradcomp
+from gradcomp.engine.reducer import Reducer
+from gradcomp.native import kernels
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+SPEC = "topk:ratio=1,wire=exact"
+# The optimizer keeps its momentum.
+LEFT = f"{SPEC},momentum=0"
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, 0.02, momentum=0.9, nesterov=True, weight_decay=0.05)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)
+
+
+both = pytest.mark.parametrize("optimizer_of", [sgd, adamw])
+
+
+class Run:
+    """A training alone in DDP, with gradcomp where there is a spec."""
+
+    def __init__(self, optimizer_of: Any, spec: str | None = SPEC, given: bool = True, scaler: Any = None, **options: Any):
+        torch.manual_seed(1)
+        self.plain = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.model = DistributedDataParallel(self.plain, **options)
+        self.optimizer = optimizer_of(self.plain.parameters())
+        if spec is not None:
+            self.handle = gradcomp.ddp.attach(self.model, spec, optimizer=self.optimizer if given else None, scaler=scaler)
+
+    def loss(self, at: int, model: nn.Module | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(at)
+        x, y = torch.randn(6, 7, generator=generator), torch.randn(6, 3, generator=generator)
+        error: Tensor = ((self.model if model is None else model)(x) - y).square().mean()
+        return error
+
+    def train(self, steps: range = range(12), body: Body | None = None) -> Run:
+        for step in steps:
+            (body or plain)(self, step)
+        return self
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The shares of the state that the rank keeps."""
+        return self.handle.state_dict()["of_rank"]["0"]["layers"]
+
+
+Body = Callable[[Run, int], None]
+
+
+def plain(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    run.optimizer.step()
+
+
+def same(training: Callable[[str | None], Run], spec: str = SPEC) -> None:
+    """Compare a training's weights with those of torch alone."""
+    ours, theirs = (training(each).plain for each in (spec, None))
+    for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+def without_exchange(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step, run.model if step < 3 else run.plain).backward()
+    run.optimizer.step()
+
+
+def in_no_sync(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    with contextlib.nullcontext() if step < 3 else run.model.no_sync():
+        run.loss(step).backward()
+    run.optimizer.step()
+
+
+def twice(run: Run, step: int) -> None:
+    plain(run, step)
+    run.optimizer.step()
+
+
+def close(run: Run, step: int) -> None:
+    plain(run, step)
+    run.optimizer.step(lambda: 0.0)
+
+
+def accumulate(run: Run, step: int, exchanges: int = 2) -> None:
+    run.optimizer.zero_grad()
+    for part in range(2):
+        with contextlib.nullcontext() if part >= 2 - exchanges else run.model.no_sync():
+            (run.loss(2 * step + part) / 2).backward()
+    run.optimizer.step()
+
+
+def accumulate_alone(run: Run, step: int) -> None:
+    accumulate(run, step, exchanges=1)
+
+
+def drop(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step % 3:
+        run.optimizer.step()
+
+
+@both
+@pytest.mark.parametrize("spec, body", [(SPEC, plain), (SPEC, accumulate_alone), (LEFT, accumulate), (LEFT, drop)])
+def test_a_training_alone_is_torchs_own(optimizer_of: Any, spec: str, body: Body) -> None:
+    same(lambda spec: Run(optimizer_of, spec).train(body=body), spec)
+
+
+@both
+@pytest.mark.parametrize(
+    "body, sentence",
+    [
+        (without_exchange, r"steps without an exchange.*no_sync\(\).*SPEC,momentum=0"),
+        (in_no_sync, r"steps without an exchange.*no_sync\(\).*SPEC,momentum=0"),
+        (twice, r"steps without an exchange.*no_sync\(\).*SPEC,momentum=0"),
+        (accumulate, r"has not applied the last one's update.*no_sync\(\).*momentum=0"),
+        (drop, r"has not applied the last one's update.*no_sync\(\).*momentum=0"),
+        (close, r"step\(closure\) cannot work with momentum=auto"),
+    ],
+)
+def test_exchanges_and_steps_must_take_turns(optimizer_of: Any, body: Body, sentence: str) -> None:
+    """Otherwise Adam would do nothing, and SGD would lose its momentum and weight decay."""
+    with pytest.raises(RuntimeError, match=sentence):
+        Run(optimizer_of).train(body=body)
+
+
+@pytest.fixture
+def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step's failure be unknown until somebody waits for the device."""
+    if getattr(request, "param", True):
+        monkeypatch.setattr(kernels, "may_have_failed", lambda verdicts, step: True)
+
+
+@both
+@pytest.mark.usefixtures("on_gpu")
+def test_an_update_that_is_not_applied_is_refused_on_a_gpu(optimizer_of: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"has not applied the last one's update"):
+        Run(optimizer_of).train(body=accumulate)
+
+
+@both
+@pytest.mark.parametrize("on_gpu", [False, True], indirect=True)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_failed_need_not_be_applied(optimizer_of: Any, scaled: bool, on_gpu: None) -> None:
+    """A GradScaler skips it, or the user's own check of the gradients does. Then change() may come, too."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    run = Run(optimizer_of, scaler=scaler)
+    for step in range(8):
+        run.optimizer.zero_grad()
+        error = (float("inf") if step in (3, 7) else 1.0) * run.loss(step)
+        (error if scaler is None else scaler.scale(error)).backward()
+        if scaler is not None:
+            scaler.step(run.optimizer)
+            scaler.update()
+        elif all(bool(each.grad.isfinite().all()) for each in run.plain.parameters()):  # type: ignore[union-attr]
+            run.optimizer.step()
+    run.handle.change(LEFT)
+    assert all(bool(each.isfinite().all()) for each in run.plain.parameters())
+
+
+@both
+def test_a_step_of_zeros_without_an_exchange_leaves_the_training_alone(optimizer_of: Any) -> None:
+    """hvd.broadcast_optimizer_state() makes one. Neither the momentum nor the weight decay acts in it."""
+
+    def body(run: Run, step: int) -> None:
+        plain(run, step)
+        for parameter in run.plain.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        run.optimizer.step()
+
+    same(lambda spec: Run(optimizer_of, spec).train(body=plain if spec is None else body))
+
+
+def resumed(optimizer_of: Any, given: bool, spec: str | None) -> Run:
+    """Train 20 steps, and go on with new objects for 5."""
+    first, run = Run(optimizer_of, spec).train(range(20)), Run(optimizer_of, spec, given)
+    run.plain.load_state_dict(first.plain.state_dict())
+    if spec is not None:
+        run.handle.load_state_dict(first.handle.state_dict())
+    run.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    return run.train(range(20, 25))
+
+
+@both
+def test_a_resumed_training_needs_its_optimizer(optimizer_of: Any) -> None:
+    """Unknown in the first step, the optimizer would begin anew: what was loaded would be dropped without a word."""
+    same(lambda spec: resumed(optimizer_of, True, spec))
+    with pytest.raises(RuntimeError, match=r"the loaded state holds .* pass optimizer="):
+        resumed(optimizer_of, False, SPEC)
+    run = Run(optimizer_of, given=False)
+    run.handle.load_state_dict(Run(optimizer_of).train(range(3)).handle.state_dict())
+    with pytest.raises(RuntimeError, match=r"the loaded state holds .* pass optimizer="):
+        run.handle.change(LEFT)
+
+
+def test_a_state_without_moments_needs_no_optimizer() -> None:
+    same(lambda spec: resumed(lambda parameters: torch.optim.SGD(parameters, 0.05), False, spec))
+
+
+@both
+@pytest.mark.parametrize("by", ["load_state_dict", "snapshot and restore"])
+def test_a_rollback_in_mid_step_is_torchs_own(optimizer_of: Any, by: str) -> None:
+    def training(spec: str | None) -> Run:
+        """Go back by two steps in the middle of a step, and do them again."""
+        run = Run(optimizer_of, spec).train(range(4))
+        session: Any = None if spec is None else run.handle._session
+        kept = copy.deepcopy((run.plain.state_dict(), run.optimizer.state_dict()))
+        if session is not None:
+            ours = session.state_dict() if by == "load_state_dict" else session.snapshot()
+        run.train(range(4, 6))
+        run.optimizer.zero_grad()
+        run.loss(99).backward()  # and an error of the user's own before step()
+        run.plain.load_state_dict(kept[0])
+        run.optimizer.load_state_dict(kept[1])
+        if session is not None:
+            (session.load_state_dict if by == "load_state_dict" else session.restore)(ours)
+        return run.train(range(4, 12))
+
+    same(training)
+
+
+def test_moments_that_are_loaded_again_have_their_own_step_count() -> None:
+    """Torch's state of step 5, loaded into a training at step 60, goes on with the corrections of step 6."""
+    fresh = Run(adamw, None).train(range(5))
+
+    def training(spec: str | None) -> Run:
+        run = Run(adamw, spec)
+        for steps in (range(5, 60), range(60, 62)):
+            run.plain.load_state_dict(fresh.plain.state_dict())
+            run.optimizer.load_state_dict(copy.deepcopy(fresh.optimizer.state_dict()))
+            run.train(steps)
+        return run
+
+    same(training)
+
+
+@both
+@pytest.mark.parametrize("reason", ["unknown", "other settings"])
+def test_moments_that_the_optimizer_made_itself_stay(optimizer_of: Any, reason: str) -> None:
+    """An unknown optimizer, or one with settings that are left to it, has moments of its own when the spec changes."""
+    key, (odd, usual) = ("dampening", (0.3, 0)) if optimizer_of is sgd else ("amsgrad", (True, False))
+
+    def prepared(parameters: Any) -> Optimizer:
+        optimizer = optimizer_of(parameters)
+        optimizer.param_groups[0]["nesterov"] = False
+        if reason == "other settings":
+            optimizer.param_groups[0][key] = odd
+        return optimizer
+
+    def training(spec: str | None) -> Run:
+        steps = 1 if reason == "unknown" else 4
+        run = Run(prepared, spec, given=reason == "other settings").train(range(steps))
+        run.optimizer.param_groups[0][key] = usual
+        if spec is not None:
+            run.handle.change(LEFT)
+        return run.train(range(steps, 10))
+
+    same(training)
+
+
+class SignAdam(torch.optim.Adam):
+    """A subclass that steps in its own way."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad.sign()
+
+
+class Renamed(torch.optim.AdamW):
+    """A subclass that steps as its base does."""
+
+
+def test_a_subclass_with_its_own_step_gets_gradients() -> None:
+    same(lambda spec: Run(lambda parameters: SignAdam(parameters, 0.01), spec).train())
+    assert "adam" not in Run(lambda parameters: SignAdam(parameters, 0.01)).train().layers
+    assert Run(lambda parameters: Renamed(parameters, 0.01)).train().layers["adam"]["second"]
+
+
+@both
+def test_a_change_between_exchange_and_step_is_refused(optimizer_of: Any) -> None:
+    run = Run(optimizer_of).train(range(3))
+    run.loss(3).backward()
+    with pytest.raises(RuntimeError, match=r"change\(\) came between an exchange and optimizer.step\(\)"):
+        run.handle.change(LEFT)
+    run.optimizer.step()
+    run.handle.change(LEFT)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optimizer_of_another_kind_is_refused(given: bool) -> None:
+    run = Run(sgd, given=given).train(range(4))
+    run.optimizer = adamw(run.plain.parameters())
+    with pytest.raises(RuntimeError, match=r"AdamW steps with updates that were made for SGD.*momentum=0"):
+        run.train(range(4, 12))
+
+
+def test_settings_that_change_before_the_step_are_named() -> None:
+    run = Run(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
+    run.loss(0).backward()
+    run.optimizer.param_groups[0]["dampening"] = 0.1
+    with pytest.raises(RuntimeError, match=r"SGD's settings now.* dampening.*the update that it steps with was made before"):
+        run.optimizer.step()
+
+
+@both
+def test_of_two_optimizers_the_one_that_steps_is_asked(optimizer_of: Any) -> None:
+    """Alternating optimizers of one kind must not leave a momentum that acts twice."""
+    run = Run(optimizer_of)
+    first, other = run.optimizer, optimizer_of(run.plain.parameters())
+    for step in range(12):
+        run.optimizer = other if 4 <= step < 8 else first
+        plain(run, step)
+        assert not run.optimizer.state, "torch has no momentum beside the exchange's"
+
+
+def test_freezing_after_attach_keeps_the_momentum() -> None:
+    run = Run(adamw, find_unused_parameters=True)
+    run.plain[0].weight.requires_grad_(False)
+    plain(run, 0)
+    assert run.layers["adam"]["second"] and not run.optimizer.state
+
+
+def test_leaving_adam_in_mid_training_drops_directions() -> None:
+    run = Run(adamw, None)
+    named = list(run.plain.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in named}
+    simulation = gradcomp.Simulation("topk:ratio=0.1", shapes, 1, optimizer=run.optimizer, named_parameters=named)
+    for step in range(30):
+        if step == 20:
+            run.optimizer.param_groups[0]["amsgrad"] = True
+        grads = {name: 1e-3 * torch.randn(shape) for name, shape in shapes.items()}
+        with pytest.warns(UserWarning, match="AdamW's settings now") if step == 20 else contextlib.nullcontext():
+            updates = simulation.step([grads])
+        if step >= 20:
+            assert all(update.abs().max() < 0.1 for update in updates.values()), "a direction came as a gradient"
+        for name, parameter in named:
+            parameter.grad = updates[name].clone()
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_fused_optimizer_under_a_scaler(known: bool) -> None:
+    def fused(kind: Any, **settings: Any) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        run = Run(lambda parameters: kind(parameters, lr=0.01, fused=True, **settings), scaler=scaler if known else None)
+        scaler.scale(run.loss(0)).backward()
+        scaler.step(run.optimizer)
+
+    with pytest.raises(RuntimeError, match="fused=False"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the unknown scaler
+        fused(torch.optim.AdamW)
+    if known:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fused(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Hold that nothing is left to the collector of cycles, which may come dozens of changes later."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize(
+    "spec", ["topk", "sdagc", "orq:levels=5,feedback=true", "gtopk", "gs_sgd", "topk; *bias=dense:feedback=true"]
+)
+def test_a_residual_ends_with_its_spec(spec: str) -> None:
+    others = {id(each) for each in gc.get_objects() if type(each) is Reducer}
+    run = Run(sgd, spec).train(range(1))
+    (before,) = (weakref.ref(each) for each in gc.get_objects() if type(each) is Reducer and id(each) not in others)
+    run.handle.change("topk:ratio=0.5")
+    plain(run, 1)
+    assert before() is None
