@@ -66,33 +66,27 @@ MOMENTUM_FAULTS = (
         "gradcomp/exchanges",
         "acc.mask.note_all(update[:1].isfinite())",
         "pass",
-        (
-            "test_own_momentum.py",
-            "test_momentum.py",
-        ),
+        ("test_moments.py", "test_momentum.py"),
     ),
     Fault(
         "Adam's direction has the first moment also where an entry waited",
         "gradcomp/engine",
         "mask=None if self.adds_gradients else self.mask,",
         "mask=None,",
-        ("test_masking.py", "test_adam.py"),
+        ("test_masking.py", "test_moments.py"),
     ),
     Fault(
         "Adam steps a second time after the exchange has stepped in its place",
         "gradcomp/engine",
         "                parameter.grad = None\n",
         "",
-        ("test_adam.py",),
+        ("test_moments.py",),
     ),
     Fault(
         "the weight decay is applied by both, the exchange and SGD",
         "gradcomp/engine",
         'HIDDEN = ("momentum", "weight_decay")',
         'HIDDEN = ("momentum",)',
-        (
-            "test_own_momentum.py",
-            "test_momentum.py",
-        ),
+        ("test_moments.py", "test_momentum.py"),
     ),
 )
