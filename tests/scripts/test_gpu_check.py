@@ -89,14 +89,6 @@ def test_a_failed_command_shows_its_end_and_the_log_keeps_the_rest(tmp_path: Pat
     assert "line 10\n" in (tmp_path / "log").read_text()
 
 
-def test_a_long_log_loses_its_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "MOST_LOG", 1000)
-    long, short = "print('begin' + 5000 * 'x' + 'end')", "print('short')"
-    run_all(tmp_path, *(Stage("s", lambda c, text=text: {"": c.command([PYTHON, "-c", text])}, 30) for text in (long, short)))  # type: ignore[misc]
-    log = (tmp_path / "log").read_text()
-    assert len(log) < 1300 and "... and so on ..." in log and "xend\n" in log and log.endswith("\nshort\n")
-
-
 def test_the_whole_check_has_a_limit_too(tmp_path: Path) -> None:
     def slow(clock: Clock) -> Record:
         time.sleep(0.2)

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from laboratory import options
+from laboratory import options, ranks
 from laboratory.machine import ROOT
 from laboratory.refusal import Refused
 from laboratory.report import results
-from laboratory.report.progress import Progress
 from laboratory.soak.driver import HOSTS, NETWORKS, Driver
 from laboratory.soak.judge import judge
 from laboratory.soak.plan import ENTRIES, SPECS, Plan
@@ -65,20 +64,16 @@ def run(chosen: argparse.Namespace) -> int:
 def soak(network: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """Run one network's ranks to the end, judge them, and say how."""
     folder = Path(chosen.cache).resolve() / "-".join(filter(None, (chosen.name, network)))
-    with Driver(folder, network, chosen.seed, chosen.steps, chosen.duration) as driver:
-        NETWORKS[network](driver, chosen.ranks)
+    driver = Driver(folder, network, chosen.seed, chosen.steps, chosen.duration)
+    with ranks.termination_interrupts():
+        try:
+            NETWORKS[network](driver, chosen.ranks)
+        finally:
+            driver.kill_all()
     torch.set_num_threads(1)  # the sums are small, and threads that wait for each other take longer on a busy machine
-    progress, steps = Progress(), driver.lines[-1]["step"]
-    verdicts = judge(
-        Plan(chosen.seed, chosen.steps),
-        chosen.ranks,
-        driver.lines,
-        driver.troubles,
-        folder,
-        driver.left_over,
-        lambda step: progress(f"{network}: adding up the gradients of step {step:,} of {steps:,}", step / (steps + 1)),
-    )
-    progress.end()
+    print(f"{network}: adding up the gradients of all steps", flush=True)
+    plan = Plan(chosen.seed, chosen.steps)
+    verdicts = judge(plan, chosen.ranks, driver.lines, driver.troubles, folder, driver.left_over)
     words = {True: "holds", False: "FAILS", None: "not judged"}
     print(
         "\n".join([f"\n{network}", *(f"  {words[each.holds]:10}  {each.name}: {each.said}" for each in verdicts)]), flush=True
@@ -86,7 +81,7 @@ def soak(network: str, chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "verdicts": [verdict._asdict() for verdict in verdicts],
         "ranks": chosen.ranks,
-        "steps": steps,
+        "steps": driver.lines[-1]["step"],
         "seconds": round(driver.seconds),
         "troubles": [{key: value for key, value in each.items() if key != "time"} for each in driver.troubles],
     }

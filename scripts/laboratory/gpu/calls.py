@@ -13,15 +13,13 @@ CALLS = {"kernels": "build, tests, times", "ranks": "DDP, Horovod, NCCL", "tools
 # Seconds of all stages of a call. With its start and end it then takes less than nine minutes.
 TOTAL = 520.0
 
-# Tests of whole steps, of kernels and of laws, as work.tests() wants them.
-WANTED: tuple[tuple[str, ...], ...] = (("tests/test_cuda.py",), ("tests/kernels",), ("tests/test_laws.py",))
-WANTED_DRY: tuple[tuple[str, ...], ...] = (
+# Tests of whole steps, of kernels and of laws, as work.tests() wants them; and fewer for a dry run.
+WANTED = ("tests/test_cuda.py",), ("tests/kernels",), ("tests/test_laws.py",)
+WANTED_DRY = (
     ("tests/native/test_streams.py",),
     ("tests/kernels/test_delivery.py",),
     ("tests/test_laws.py", "test_conservation", "dense"),
 )
-# Processes that share the GPU for the tests, where tests are many.
-WORKERS = 8
 TOOLS = {"memcheck": 110.0, "racecheck": 110.0, "synccheck": 90.0}
 PARTS = ("passes", "sparse", "above", "sketches", "levels")
 
@@ -43,9 +41,9 @@ def kernels(gpu: Gpu | None, device: str) -> list[Stage]:
     return [
         Stage("steps", partial(work.tests, device=device, wanted=first), 80),
         Stage("kernels", partial(work.kernels, device=device, size=size, rounds=rounds), 90),
-        Stage("tests", partial(work.tests, device=device, wanted=of_kernels, most_workers=WORKERS), 150),
+        Stage("tests", partial(work.tests, device=device, wanted=of_kernels, most_workers=8), 150),
         Stage("kernels-large", partial(work.kernels, device=device, size=large, rounds=max(2, rounds // 3)), 90),
-        Stage("laws", partial(work.tests, device=device, wanted=of_laws, most_workers=WORKERS), 120),
+        Stage("laws", partial(work.tests, device=device, wanted=of_laws, most_workers=8), 120),
     ]
 
 

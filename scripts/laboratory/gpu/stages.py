@@ -26,8 +26,6 @@ RUNNING = "running"
 TAIL = 20
 # Seconds for a killed process to end. A process that hangs in a driver does not end, and must not hold up the other stages.
 ENDING = 10
-# Bytes of a stage's log that are kept, half of them from its end. A larger file might not come back from the machine.
-MOST_LOG = 1_000_000
 
 
 class Impossible(Exception):
@@ -101,16 +99,6 @@ class Clock:
         """Return all that the stage's commands have said."""
         return self._since(self._begin)
 
-    def shorten(self) -> None:
-        """Cut the middle out of the stage's log if it is long."""
-        data = self._log.read_bytes()[self._begin :]
-        if len(data) > MOST_LOG:
-            half = MOST_LOG // 2
-            with self._log.open("r+b") as log:
-                log.seek(self._begin + half)
-                log.write(b"\n... and so on ...\n" + data[-half:])
-                log.truncate()
-
     def _since(self, begin: int) -> str:
         return self._log.read_bytes()[begin:].decode(errors="replace")
 
@@ -133,7 +121,6 @@ def run(
         clock = Clock(min(began + stage.limit, end), log, environment)
         after([*records, {"name": stage.name, "status": RUNNING}])  # remains if the whole call is ended
         record = _outcome(stage, clock, lacking)
-        clock.shorten()
         if stage.required and record["status"] != "ok":
             lacking = lacking or stage.name
         records.append({"name": stage.name, **record, "seconds": round(time.monotonic() - began, 1)})
@@ -167,29 +154,22 @@ class Output:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write the result, and say how the last stage ended."""
-        results.write(self.result, result(self._call, records, self._found))
+        """Write the result without the folders of the machine, and say how the last stage ended."""
+        machine_figures: Record = records[0].get("figures", {})
+        content = {
+            "what": "gpu_check",
+            "call": self._call,
+            "device": self._found._asdict() if self._found else {"name": "none: a dry run on the CPU, no result of a GPU"},
+            **machine.origin(f"scripts/gpu_check {self._call}" + ("" if self._found else " --dry-run")),
+            "versions": machine_figures.get("versions", {}),
+            "stages": [*records],
+        }
+        text = json.dumps(content)
+        for folder, name in ((machine.ROOT, "."), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
+            text = text.replace(f"{folder}/", f"{name}/")
+        results.write(self.result, json.loads(text))
         last = records[-1]
         if last["status"] != RUNNING:
             self._say(f"{last['name']:<17} {last['status']:<10} {last['seconds']:>6.1f} s")
             if "reason" in last:
                 self._say("  " + last["reason"].replace("\n", "\n  "))
-
-
-def result(call: str, records: Sequence[Record], found: Gpu | None) -> Record:
-    """Return the content of the result file, without the folders of the machine."""
-    first: Record = next((record.get("figures", {}) for record in records if record["name"] == "machine"), {})
-    text = json.dumps(
-        {
-            "what": "gpu_check",
-            "call": call,
-            "device": found._asdict() if found else {"name": "none: a dry run on the CPU, no result of a GPU"},
-            **machine.origin(f"scripts/gpu_check {call}" + ("" if found else " --dry-run")),
-            "versions": first.get("versions", {}),
-            "stages": [*records],
-        }
-    )
-    for folder, name in ((machine.ROOT, "."), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
-        text = text.replace(f"{folder}/", f"{name}/")
-    content: Record = json.loads(text)
-    return content

@@ -91,22 +91,14 @@ def counted(clock: Clock, device: str, part: str, size: str) -> Record:
 
 def read_counters(text: str) -> list[Record]:
     """Read ncu's table: a row of names, one of units, and one for each kernel. Its messages stand before it."""
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    rows = csv.DictReader(io.StringIO("\n".join(lines[start:])))
-    return [_kernel(row) for row in rows if (row["ID"] or "").strip().isdecimal()]
+    _, first, rest = text.partition('"ID"')
+    return [_kernel(row) for row in csv.DictReader(io.StringIO(first + rest)) if (row["ID"] or "").isdecimal()]
 
 
 def _kernel(row: dict[str, str]) -> Record:
     # Without namespaces, and the casts of template arguments, the first parenthesis begins the parameters.
     name = re.sub(r"\(anonymous namespace\)::|<unnamed>::|gradcomp::|cuda::|^void ", "", row["Kernel Name"])
     name = re.sub(r"\([a-z ]+\)(?=[\w-])", "", name).partition("(")[0]
-    counters = {key: _number(value) for key, value in row.items() if key and "__" in key and value}
-    return {"kernel": name, "grid": row.get("Grid Size"), "block": row.get("Block Size"), **counters}
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return text
+    plain = {key: row[key].replace(",", "") for key in COUNTERS if key in row}
+    counters = {key: float(text) if re.fullmatch(r"[\d.]+", text) else text for key, text in plain.items()}
+    return {"kernel": name, "grid": row["Grid Size"], "block": row["Block Size"], **counters}

@@ -35,11 +35,6 @@ UNTIL_GONE = 10.0
 # Names of this machine, each of which Horovod takes for a host. It never returns to one where a process died.
 HOSTS = ["localhost", "127.0.0.1", "127.1", "127.0.1"]
 LATER_HOSTS = ["0x7f.1", "0x7f.0.1"]
-# The shares of a soak after which its ranks change. Horovod: one is killed, one joins, one leaves, one joins.
-KILLED, JOINED, LEFT, JOINED_AGAIN = 0.2, 0.35, 0.5, 0.65
-# DDP: one is killed, and all start again; then one less; then all.
-KILLED_IN_DDP, ONE_LESS, ALL_AGAIN = 0.2, 0.4, 0.6
-MOST_RESTARTS = 3
 
 
 class Driver:
@@ -65,14 +60,9 @@ class Driver:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._output = folder / "output"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes]
 
-    def __enter__(self) -> Driver:
-        self._opened = contextlib.ExitStack()
-        self._opened.enter_context(ranks.termination_interrupts())
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def kill_all(self) -> None:
         """Kill all that still runs, and what it starts meanwhile."""
         self._progress.end()
         until = time.monotonic() + UNTIL_GONE
@@ -80,9 +70,6 @@ class Driver:
             for pid in left:
                 _send(pid, signal.SIGKILL)
             time.sleep(LOOK)
-        if self._process is not None:
-            self._process.wait()
-        self._opened.close()
 
     @property
     def seconds(self) -> float:
@@ -106,16 +93,11 @@ class Driver:
 
     def train_until(self, share: float, count: int) -> None:
         """Watch the ranks, and pause some, until this share is over and so many ranks have begun together and logged steps."""
-        assert self._process is not None
         first, what = len(self.lines), f"{count} ranks were {share:.0%} through"
         while not (self.share >= share and self._have_trained(first, count)):
             if self._process.poll() is not None:
                 self._fail(f"ended with status {self._process.returncode} before {what}")
-            if time.monotonic() - self._moved > MOST_WITHOUT_PROGRESS:
-                self._fail(f"made no step for {MOST_WITHOUT_PROGRESS:.0f} s before {what}")
-            time.sleep(LOOK)
-            self._look()
-            self._pause()
+            self._watch(f"made no step for {MOST_WITHOUT_PROGRESS:.0f} s before {what}")
 
     def _have_trained(self, first: int, count: int) -> bool:
         begun = {line["pid"]: line["time"] for line in self.lines[first:] if line.get("ranks") == count and "begins" in line}
@@ -123,23 +105,21 @@ class Driver:
 
     def end_ranks(self) -> None:
         """Ask the ranks to end after their next commit, and wait until their launcher has ended."""
-        assert self._process is not None
-        process = self._process
         (self.folder / STOP).touch()
-        until = time.monotonic() + MOST_WITHOUT_PROGRESS
-        while process.poll() is None and time.monotonic() < until:
-            time.sleep(LOOK)
-            self._look()
-            self._pause()
-        if process.returncode != 0:
-            self._fail(f"were to end, but have status {process.returncode}")
+        while self._process.poll() is None:
+            self._watch("were to end, and did not")
+        if self._process.returncode != 0:
+            self._fail(f"were to end, but have status {self._process.returncode}")
         until = time.monotonic() + UNTIL_GONE
         while (left := len(self._alive())) and time.monotonic() < until:
             time.sleep(LOOK)
         self.left_over += left
 
-    def _look(self) -> None:
-        """Read what the ranks have logged since the last look."""
+    def _watch(self, stuck: str) -> None:
+        """Read what the ranks have logged, and pause one or let it go on. stuck: said where they stand still."""
+        if time.monotonic() - self._moved > MOST_WITHOUT_PROGRESS:
+            self._fail(stuck)
+        time.sleep(LOOK)
         for path in self.folder.glob("log-*.jsonl"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -151,22 +131,21 @@ class Driver:
                 self._latest[line["pid"]] = {**self._latest.get(line["pid"], {}), **line}
                 self._step = max(self._step, line.get("step", 0))
                 self._moved = time.monotonic()
-        spec = self.lines[-1].get("spec", "").partition(";")[0] if self.lines else "starting"
-        self._progress(f"{self.label}: step {self._step:,} of {self.steps:,}  {spec}", min(0.99, self.share))
+        self._progress(f"{self.label}: step {self._step:,} of {self.steps:,}", min(0.99, self.share))
+        self._pause()
 
     def kill_one(self) -> str:
         """Kill one rank where it stands. Return the name of its host, as Horovod knows it."""
         pid = self.random.choice(self._members())
         self.note("kill", pid)
         _send(pid, signal.SIGKILL)
-        return str(self._latest[pid].get("host"))
+        return str(self._latest[pid]["host"])
 
     def note(self, kind: str, pid: int | None = None, seconds: float = 0.0) -> None:
         """Note a trouble."""
         self.troubles.append({"time": time.monotonic(), "step": self._step, "kind": kind, "pid": pid, "seconds": seconds})
 
     def _pause(self) -> None:
-        """Stop a rank by SIGSTOP, or let it go on."""
         now = time.monotonic()
         if now < self._next_pause:
             return
@@ -205,7 +184,7 @@ def _send(pid: int, number: signal.Signals) -> None:
 
 
 def horovod(driver: Driver, count: int) -> None:
-    """Run a soak under horovodrun, in its elastic mode."""
+    """Run a soak under horovodrun, in its elastic mode: one is killed, one joins, one leaves, one joins."""
     hosts = HOSTS[:count]
     script = driver.folder / "hosts.sh"
     script.write_text(f"#!/bin/sh\ncat '{driver.folder}/hosts'\n")
@@ -215,15 +194,15 @@ def horovod(driver: Driver, count: int) -> None:
     options += ["--network-interface", "lo", "--start-timeout", "120", "--elastic-timeout", "120"]
     job = [sys.executable, "-m", "laboratory.soak.job", "horovod", *driver.arguments]
     driver.start([sys.executable, "-m", "horovod.runner.launch", "-np", str(count), *options, *job], count)
-    driver.train_until(KILLED, count)
+    driver.train_until(0.2, count)
     hosts.remove(driver.kill_one())
-    driver.train_until(JOINED, count - 1)
+    driver.train_until(0.35, count - 1)
     hosts.append(LATER_HOSTS[0])
     offer(driver, hosts, "join")
-    driver.train_until(LEFT, count)
+    driver.train_until(0.5, count)
     hosts.pop(driver.random.randrange(count))
     offer(driver, hosts, "leave")
-    driver.train_until(JOINED_AGAIN, count - 1)
+    driver.train_until(0.65, count - 1)
     offer(driver, [*hosts, LATER_HOSTS[1]], "join")
     driver.train_until(1.0, count)
     driver.end_ranks()
@@ -238,28 +217,19 @@ def offer(driver: Driver, hosts: Sequence[str], kind: str) -> None:
 
 
 def ddp(driver: Driver, count: int) -> None:
-    """Run a soak under torchrun, which starts the ranks again: after a death, and with other numbers of them."""
-    launch(driver, count)
-    driver.train_until(KILLED_IN_DDP, count)
-    driver.kill_one()
-    driver.train_until(ONE_LESS, count)
-    driver.end_ranks()
-    launch(driver, count - 1)
-    driver.train_until(ALL_AGAIN, count - 1)
-    driver.end_ranks()
-    launch(driver, count)
-    driver.train_until(1.0, count)
-    driver.end_ranks()
-
-
-def launch(driver: Driver, count: int) -> None:
-    """Start torchrun with the job's ranks."""
-    driver.note(f"launch of {count} ranks")
-    options = [f"--nproc-per-node={count}", f"--max-restarts={MOST_RESTARTS}", "--rdzv-backend=c10d"]
-    job = ["-m", "laboratory.soak.job", "ddp", *driver.arguments]
-    words = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-endpoint=localhost:0", *job]
-    # Otherwise torch's own store keeps the dead ranks' addresses, and gloo's restarted ranks call those.
-    driver.start(words, count, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    """Run a soak under torchrun: one is killed, and all start again; then one less; then all."""
+    for ranks_now, end in ((count, 0.4), (count - 1, 0.6), (count, 1.0)):
+        driver.note(f"launch of {ranks_now} ranks")
+        options = [f"--nproc-per-node={ranks_now}", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        job = ["-m", "laboratory.soak.job", "ddp", *driver.arguments]
+        # Otherwise torch's own store keeps the dead ranks' addresses, and gloo's restarted ranks call those.
+        apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        driver.start([sys.executable, "-m", "torch.distributed.run", *options, *job], ranks_now, **apart)
+        if end == 0.4:
+            driver.train_until(0.2, count)
+            driver.kill_one()
+        driver.train_until(end, ranks_now)
+        driver.end_ranks()
 
 
 NETWORKS = {"horovod": horovod, "ddp": ddp}

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +20,8 @@ from laboratory.soak.plan import BUCKET_MB, ENTRIES, Net, Plan, counted, flat
 
 # The file in the folder that ends the training.
 STOP = "stop"
-# Records and states of a rank that others may still go back to.
+# Records of a process that others may still go back to.
 KEPT = 2
-# The folder of a state under DDP, without its step.
-STATE = "state-"
 
 
 class Rank:
@@ -39,7 +36,6 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1.0)
         self.given = torch.zeros(ENTRIES, dtype=torch.float64)
         self._commits: dict[int, Tensor] = {}
-        self._records: list[Path] = []
         self._log = (folder / f"log-{os.getpid()}.jsonl").open("a", buffering=1)
 
     def go_on(self, step: int, ranks: int) -> None:
@@ -73,20 +69,20 @@ class Rank:
                 times.clear()
                 yield step, spec
 
-    def keep(self, step: int, rank: int, ranks: int, residual: dict[str, Tensor], **more: Any) -> dict[str, Any]:
-        """Write what the judge needs of this rank if the training goes on, or ends, after this step. Return it."""
-        record: dict[str, Any] = {"step": step, "rank": rank, "ranks": ranks, "pid": os.getpid(), "given": self.given.clone()}
+    def keep(self, step: int, rank: int, ranks: int, residual: dict[str, Tensor], **more: Any) -> None:
+        """Write what the judge, and a training that goes on after this step, need of this rank."""
+        record: dict[str, Any] = {"step": step, "rank": rank, "ranks": ranks, "pid": os.getpid(), "given": self.given}
         record |= {"residual": flat(list(residual.values())), "weights": flat(list(self.model.parameters())), **more}
-        self._commits[step] = record["given"]
-        path = self.folder / f"record-{os.getpid()}-{step:08}.pt"
+        path = self._record(step)
         torch.save(record, path.with_suffix(".new"))
         path.with_suffix(".new").rename(path)
-        if path not in self._records:
-            self._records.append(path)
-        while len(self._records) > KEPT:
-            self._records.pop(0).unlink(missing_ok=True)
-            del self._commits[min(self._commits)]
-        return record
+        self._commits[step] = self.given.clone()
+        for old in sorted(self._commits)[:-KEPT]:
+            self._record(old).unlink()
+            del self._commits[old]
+
+    def _record(self, step: int) -> Path:
+        return self.folder / f"record-{os.getpid()}-{step:08}.pt"
 
     def is_to_stop(self) -> bool:
         """Tell whether the driver has asked for the end. For rank 0 alone: others may see the file a step later."""
@@ -152,67 +148,47 @@ def ddp(rank: Rank) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    plan, scaler, optimizer = rank.plan, rank.scaler, rank.optimizer
+    scaler, optimizer = rank.scaler, rank.optimizer
     number, ranks = dist.get_rank(), dist.get_world_size()
-    states = newest(rank.folder)
-    step, spec = (states[0]["step"], states[0]["gradcomp"]["spec"]) if states else (0, plan.spec(0))
+    records = newest(rank.folder)
+    first: dict[str, Any] = records[0] if records else {"step": 0, "spec": rank.plan.spec(0), "history": []}
+    history = [*first["history"], [first["step"], ranks]]
     model = DistributedDataParallel(rank.model, bucket_cap_mb=BUCKET_MB)
-    handle = gradcomp.ddp.attach(model, spec, optimizer=optimizer, scaler=scaler, bucket_mb=BUCKET_MB, seed=plan.seed)
-    history: list[list[int]] = []
-    if states:
-        for each, name in ((model, "model"), (optimizer, "optimizer"), (scaler, "scaler")):
-            each.load_state_dict(states[0][name])
-        handle.load_state_dict([state["gradcomp"] for state in states])
-        history, spec = states[0]["history"], states[0]["spec"]
-    history = [*history, [step, ranks]]
-    rank.go_on(step, ranks)
-    if states and number == 0:  # the sum of all, whatever their number
-        rank.given = torch.stack([state["given"] for state in states]).sum(0)
+    options: Any = {"scaler": scaler, "bucket_mb": BUCKET_MB, "seed": rank.plan.seed}
+    handle = gradcomp.ddp.attach(model, first["spec"], optimizer=optimizer, **options)
+    rank.go_on(first["step"], ranks)
+    if records:
+        torch.nn.utils.vector_to_parameters(first["weights"], model.parameters())
+        optimizer.load_state_dict(first["optimizer"])
+        scaler.load_state_dict(first["scaler"])
+        handle.load_state_dict([record["gradcomp"] for record in records])
+        if number == 0:  # the sum of all, whatever their number
+            rank.given = torch.stack([record["given"] for record in records]).sum(0)
 
     def take_step(drawn: Tensor) -> None:
         optimizer.zero_grad()
         scaler.scale(model(drawn)).backward()
         scaler.step(optimizer)
 
-    commits = rank.train(step, spec, (number, ranks), take_step, handle.change)
-    for step, spec in commits:
+    for step, spec in rank.train(first["step"], first["spec"], (number, ranks), take_step, handle.change):
         answer = torch.tensor([rank.is_to_stop()])
         dist.broadcast(answer, 0)
-        record = rank.keep(step, number, ranks, handle.residual(), history=history, final=bool(answer))
-        state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        state |= {
-            "scaler": scaler.state_dict(),
-            "step": step,
-            "spec": spec,
-            "history": history,
-            "given": record["given"],
-            "gradcomp": handle.state_dict(),
-        }
-        save(rank.folder, step, number, state)
+        states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "gradcomp": handle.state_dict()}
+        rank.keep(step, number, ranks, handle.residual(), history=history, final=bool(answer), spec=spec, **states)
         if answer:
             break
     dist.barrier()
     dist.destroy_process_group()
 
 
-def save(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:
-    """Save a rank's state. Rank 0 removes those that all ranks have left behind."""
-    place = folder / f"{STATE}{step:08}"
-    place.mkdir(exist_ok=True)
-    torch.save(state, place / f"{rank}.new")
-    (place / f"{rank}.new").rename(place / f"{rank}.pt")
-    if rank == 0:
-        for old in sorted(folder.glob(f"{STATE}*"))[:-KEPT]:
-            shutil.rmtree(old)
-
-
 def newest(folder: Path) -> list[Any]:
-    """Load the newest state that all ranks have saved; an empty list if there is none."""
-    for place in sorted(folder.glob(f"{STATE}*"), reverse=True):
-        states = [torch.load(file, weights_only=True) for file in place.glob("*.pt")]
-        if states and len(states) == states[0]["gradcomp"]["ranks"]:
-            return states
-    return []
+    """Load the records of the newest step that all ranks have recorded; an empty list if there is none."""
+    found: dict[tuple[int, int], dict[int, Any]] = {}
+    for path in sorted(folder.glob("record-*.pt"), key=lambda path: path.stat().st_mtime):
+        record = torch.load(path, weights_only=True)
+        found.setdefault((record["step"], record["ranks"]), {})[record["rank"]] = record
+    whole = [key for key, records in found.items() if len(records) == key[1]]
+    return [*found[max(whole)].values()] if whole else []
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +47,8 @@ def judge(
     troubles: Sequence[Mapping[str, Any]],
     folder: Path,
     left_over: int,
-    tell: Callable[[int], object] = lambda step: None,
 ) -> list[Verdict]:
-    """Judge a soak by its logs and its records. count: of ranks at the start and at the end. tell: called with each step."""
+    """Judge a soak by its logs and its records. count: of ranks at the start and at the end."""
     records = [torch.load(path, weights_only=True) for path in sorted(folder.glob("record-*.pt"))]
     last = sorted((record for record in records if record["final"]), key=lambda record: record["rank"])
     final = [record for record in last if record["step"] == max(each["step"] for each in last)]
@@ -61,28 +60,26 @@ def judge(
         Verdict("processes left over", left_over == 0, f"{left_over} outlived their launchers"),
     ]
     if whole:
-        verdicts += [replicas(final), conservation(plan, final, records, tell)]
+        verdicts += [replicas(final), conservation(plan, final, records)]
     return verdicts
 
 
 def flat(lines: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Judge memory, open files and threads within every process."""
     stretches = [each for each in stretches_of(lines) if len(each) >= LEAST_LINES]
-    names = {"rss_kb": "memory", "fds": "open files", "threads": "threads"}
+    bounds = {
+        "memory": ("rss_kb", MORE_MEMORY_KB, "kB"),
+        "open files": ("fds", 0, "files"),
+        "threads": ("threads", 0, "threads"),
+    }
     if not stretches:
-        return [Verdict(name, None, f"no process logged {LEAST_LINES} lines in a row") for name in names.values()]
+        return [Verdict(name, None, f"no process logged {LEAST_LINES} lines in a row") for name in bounds]
     verdicts = []
-    for key, name in names.items():
-        pairs = [quarters([line[key] for line in each]) for each in stretches]
-        if key == "rss_kb":
-            holds = all(late <= early + MORE_MEMORY_KB for early, late in pairs)
-            worst = max(late - early for early, late in pairs)
-            said = f"at most {worst / 1024:+.1f} MB from the second quarter to the last, of {pairs[0][1] / 1024:.0f} MB"
-        else:
-            holds = all(early == late for early, late in pairs)
-            worst = max(abs(late - early) for early, late in pairs)
-            said = f"differ by {worst:g} at most between the second quarter and the last"
-        verdicts.append(Verdict(name, holds, f"{said}; {len(pairs)} stretches of processes"))
+    for name, (key, most, unit) in bounds.items():
+        grown = [quarters([line[key] for line in each]) for each in stretches]
+        changes = [late - early if most else abs(late - early) for early, late in grown]
+        said = f"at most {max(changes):+g} {unit} from the second quarter to the last; {len(grown)} stretches of processes"
+        verdicts.append(Verdict(name, max(changes) <= most, said))
     return verdicts
 
 
@@ -138,17 +135,14 @@ def replicas(final: Sequence[Mapping[str, Any]]) -> Verdict:
     return Verdict("replicas", not different, said)
 
 
-def conservation(
-    plan: Plan, final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], tell: Callable[[int], object]
-) -> Verdict:
+def conservation(plan: Plan, final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> Verdict:
     """Judge whether the updates, the residuals, and the residuals of ranks that left are the gradients of all steps.
 
     An entry's error may be DEVIATIONS times what roundings add up to: each is at most half the last bit of the largest numbers
     that stand there. At an entry with spikes these are the spikes.
     """
     steps, history = final[0]["step"], final[0]["history"]
-    ranks = ranks_of(history, steps)
-    known = known_sum(plan, ranks, tell)
+    known = known_sum(plan, ranks_of(history, steps))
     lost, leavers = lost_with(final, records, history)
     waits = torch.stack([own["residual"].double() for own in final]).mean(0)
     error = (waits - final[0]["weights"].double() + lost - known).abs()
