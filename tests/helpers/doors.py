@@ -1,19 +1,37 @@
-"""The doors to Horovod as tests compare them: an optimizer in Horovod alone, and with gradcomp by either of two ways."""
+"""The doors to gradcomp as tests compare them: DDP, two for Horovod, and Horovod alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import ranks
 import torch
+import torch.distributed as dist
 from small_net import examples
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 
 # Horovod without gradcomp; stock hvd.DistributedOptimizer(compression=Compression(...)); gradcomp's own DistributedOptimizer.
 ALONE, COMPRESSION, OWN = "alone", "Compression", "DistributedOptimizer"
 DOORS = (COMPRESSION, OWN)
+DDP = "ddp"
+EVERY = (DDP, *DOORS)
+
+
+def join(door: str) -> None:
+    """Make torch's group of these ranks, or Horovod's."""
+    import horovod.torch as hvd
+
+    (ranks.join if door == DDP else hvd.init)()
+
+
+def rank(door: str) -> int:
+    import horovod.torch as hvd
+
+    return dist.get_rank() if door == DDP else hvd.rank()
 
 
 def wrapped(
@@ -59,3 +77,32 @@ def batches(seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
     import horovod.torch as hvd
 
     return examples(hvd.rank(), seed, size)
+
+
+class Training:
+    """A model in training with SGD by a door, with the handle that its session has."""
+
+    def __init__(self, door: str, model: nn.Module, spec: Any, *, bucket_mb: float = 25, scaler: Any = None, **options: Any):
+        self.model, self._is_ddp = model, door == DDP
+        self.whole: Any = model
+        if door == DDP:
+            options.pop("prefix", None)
+            self.optimizer: Any = torch.optim.SGD(model.parameters(), options.pop("lr", 0.02), options.pop("momentum", 0))
+            self.whole = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
+            given = {"optimizer": self.optimizer, "scaler": scaler, "bucket_mb": bucket_mb}
+            self.handle: Any = gradcomp.ddp.attach(self.whole, spec, **given)
+        else:
+            self.optimizer = sgd(door, model, spec, bucket_mb=bucket_mb, scaler=scaler, **options)
+            self.handle = self.optimizer.compression
+
+    def apply(self, scaling: Any, unscales: bool = True) -> None:
+        """Finish a step under a GradScaler, as Horovod's and torch's documentation say."""
+        if self._is_ddp:
+            scaling.step(self.optimizer)
+        else:
+            self.optimizer.synchronize()
+            if unscales:
+                scaling.unscale_(self.optimizer)
+            with self.optimizer.skip_synchronize():
+                scaling.step(self.optimizer)
+        scaling.update()

@@ -1,0 +1,222 @@
+"""Loss scaling by every door: whatever the scale does, the updates and the residual add up to all gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import choices
+import doors
+import known_gradients
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from doors import DDP, EVERY, OWN, Training
+from known_gradients import BUCKET_MB, SHAPES, Model
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+
+pytestmark = pytest.mark.slow
+
+# Specs with their momentum.
+SPECS = {
+    "topk:ratio=0.01": 0.0,
+    "topk:ratio=0.01,route=tree": 0.0,
+    "topk:ratio=0.02,route=split": 0.0,
+    "sdagc:lam=2": 0.0,
+    "gs_sgd": 0.0,
+    "orq:sigmas=2.5,feedback=true": 0.0,
+    "sign:momentum=0.5": 0.5,
+}
+# All doors deliver in the same way. The slower ones train a few specs.
+CASES = [(OWN, spec) for spec in SPECS] + [(doors.COMPRESSION, spec) for spec in [*SPECS][::3]]
+CASES += [(DDP, spec) for spec in ("topk:ratio=0.01", "sdagc:lam=2", "orq:sigmas=2.5,feedback=true")]
+# These have no residual, and a skipped step is lost, as in DDP alone.
+WITHOUT_FEEDBACK = [(DDP, "dense"), (DDP, "topk:ratio=1,wire=exact,feedback=false")]
+# The candidates that auto takes.
+CHOSEN = {"growth": ("stock", "topk"), "back growth": ("topk", "stock"), "overflow": ("topk",)}
+every_door = pytest.mark.parametrize("door", EVERY)
+count = itertools.count()
+
+
+def scaled(door: str, spec: str, interval: int, overflows: bool) -> dict[str, Any]:
+    scaling, prefix = known_gradients.scaler(interval), f"{next(count)}."
+    run = Training(door, Model(doors.rank(door)), spec, prefix=prefix, lr=1.0, bucket_mb=BUCKET_MB, scaler=scaling)
+    known_gradients.train(run.model, run.whole, scaling, overflows, lambda: run.apply(scaling))
+    residual = {name.removeprefix(prefix): left for name, left in run.handle.residual().items()}
+    return {"weights": weights(run.model), "residual": residual, "scale": scaling.get_scale()}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def all_specs(door: str) -> dict[str, Any]:
+    doors.join(door)
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for spec in (spec for of_case, spec in CASES + WITHOUT_FEEDBACK if of_case == door):
+            found[f"{spec} growth"] = scaled(door, spec, 20, False)
+            if (door, spec) in CASES:
+                found[f"{spec} overflow"] = scaled(door, spec, 1000, True)
+        for name, chosen in CHOSEN.items() if door == DDP else ():
+            with choices.chosen(*chosen):
+                overflows = name == "overflow"
+                found[name] = scaled(door, "auto:loss=high", 1000 if overflows else 20, overflows)
+    found["said"] = [str(each.message) for each in said if "GradScaler" in str(each.message)]
+    return found
+
+
+outcomes = ranks.once(lambda door: ranks.launch(all_specs, 2, door))
+
+
+@pytest.mark.parametrize("door, spec", CASES + WITHOUT_FEEDBACK)
+def test_a_scale_that_grows_changes_nothing(door: str, spec: str) -> None:
+    found = [own[f"{spec} growth"] for own in outcomes(door)]
+    assert found[0]["scale"] == 2.0**19
+    known_gradients.check(found, False, SPECS.get(spec, 0.0))
+
+
+@pytest.mark.parametrize("door, spec", CASES)
+def test_the_residual_keeps_a_skipped_step_whole(door: str, spec: str) -> None:
+    found = [own[f"{spec} overflow"] for own in outcomes(door)]
+    assert found[0]["scale"] == 2.0**15
+    known_gradients.check(found, True, SPECS[spec])
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_choice_of_auto_changes_nothing(name: str) -> None:
+    """It goes to and fro while the scale grows; or has taken topk when a step is skipped."""
+    known_gradients.check([own[name] for own in outcomes(DDP)], name == "overflow")
+
+
+@every_door
+def test_a_known_scaler_is_not_warned_about(door: str) -> None:
+    assert all(own["said"] == [] for own in outcomes(door))
+
+
+def unknown(door: str, spec: str, momentum: float) -> list[str]:
+    doors.join(door)
+    scaling = known_gradients.scaler(20)
+    run = Training(door, Model(doors.rank(door)), spec, lr=1.0, momentum=momentum)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(3):
+            run.model.zero_grad()
+            scaling.scale(run.whole(step)).backward()
+            run.apply(scaling, unscales=False)
+    return [f"{Path(each.filename).name}: {each.message}" for each in said if "GradScaler" in str(each.message)]
+
+
+@every_door
+def test_an_unknown_scaler_is_warned_of_once_where_there_is_a_residual(door: str) -> None:
+    called = "gradcomp.ddp.attach" if door == DDP else "gradcomp.horovod.Compression"
+    for said in ranks.launch(unknown, 2, door, "topk:ratio=0.01", 0.0):
+        assert len(said) == 1 and "Pass scaler=scaler to" in said[0] and called in said[0]
+        assert door == DDP or said[0].startswith("doors.py: ")  # the line that calls the scaler's step()
+    if door == DDP:
+        assert ranks.launch(unknown, 2, door, "orq", 0.0) == [[], []]
+        for said in ranks.launch(unknown, 2, door, "orq", 0.9):  # the velocity is rounded, and it stays
+            assert sum("does not know its scale" in each for each in said) == 1
+
+
+def refusal() -> str:
+    doors.join(OWN)
+    try:
+        doors.sgd(OWN, nn.Linear(2, 2), "topk", scaler=65536.0)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_number_for_the_scaler_gets_a_sentence() -> None:
+    sentence = "scaler= is a float, whose scale cannot be read; pass the training's torch.amp.GradScaler"
+    assert ranks.launch(refusal, 1) == [sentence]
+
+
+def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:
+    """Sum the updates that a model in 16 bits is given, in float64: the weights themselves are too coarse."""
+    ranks.join()
+    plain, scaling = nn.Linear(40, 30).to(dtype), torch.amp.GradScaler("cpu", init_scale=8.0)
+    whole = DistributedDataParallel(plain)
+    handle = gradcomp.ddp.attach(whole, "topk:ratio=0.02", scaler=scaling)
+    given, sums = torch.zeros(2, 30, 40, dtype=torch.float64)
+    for step in range(40):
+        whole.zero_grad()
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + dist.get_rank())).to(dtype)
+        # The gradient of a sum of outputs: x summed over the batch, the same for each output.
+        scaling.scale(whole(x).sum()).backward()
+        mine = torch.autograd.grad(nn.functional.linear(x, plain.weight).sum(), plain.weight)[0].double()
+        assert plain.weight.grad is not None
+        given += plain.weight.grad.double() / 8
+        sums += mine
+    return {"given": given, "sums": sums, "residual": handle.residual()["weight"].double()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_to_16_bits_loses_nothing(dtype: torch.dtype) -> None:
+    found = ranks.launch(in_16_bits, 2, dtype)
+    residual, sums = (torch.stack([each[name] for each in found]).mean(0) for name in ("residual", "sums"))
+    for own in found:
+        torch.testing.assert_close(own["given"] + residual, sums, rtol=1e-5, atol=1e-4)
+
+
+# Loss scaling, accumulation, a clip and momentum in one training.
+RANKS, STEPS, PASSES, LR, MOMENTUM = 2, 12, 3, 0.1, 0.9
+# In place of a clip_grad_norm_ by 20, as the pages say. The gradients' norms are around 21: some are cut.
+CLIP = 20.0
+CLIPPED = f"topk:ratio=1,wire=exact,clip={CLIP * math.sqrt(RANKS)},clip_by=model"
+
+
+def all_at_once(door: str) -> dict[str, Tensor]:
+    doors.join(door)
+    scaling = known_gradients.scaler(4)
+    options = {"bucket_mb": BUCKET_MB} if door == DDP else {"backward_passes_per_step": PASSES}
+    run = Training(door, Model(doors.rank(door)), CLIPPED, lr=LR, momentum=MOMENTUM, scaler=scaling, **options)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        for i in range(PASSES):
+            with run.whole.no_sync() if door == DDP and i + 1 < PASSES else contextlib.nullcontext():
+                scaling.scale(run.whole(PASSES * step + i) / PASSES).backward()
+        run.apply(scaling)
+    assert scaling.get_scale() == 2.0 ** (16 + STEPS // 4), "the scale was to grow"
+    return weights(run.model)
+
+
+def by_hand() -> tuple[dict[str, Tensor], int]:
+    """Train in float64. Return the weights, and the number of gradients that were cut."""
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    velocity, cut = {name: torch.zeros_like(weight) for name, weight in found.items()}, 0
+    for step in range(STEPS):
+        mean = {name: torch.zeros_like(weight) for name, weight in found.items()}
+        for rank in range(RANKS):
+            own = {name: sum(one(name, rank, PASSES * step + i) for i in range(PASSES)) / PASSES for name in SHAPES}
+            norm = math.sqrt(sum(float(grad.square().sum()) for grad in own.values()))
+            cut += norm > CLIP
+            for name, grad in own.items():
+                mean[name] += grad * min(1.0, CLIP / norm) / RANKS
+        for name in SHAPES:
+            velocity[name] = MOMENTUM * velocity[name] + mean[name]
+            found[name] -= LR * velocity[name]
+    return found, cut
+
+
+def one(name: str, rank: int, at: int) -> Tensor:
+    return known_gradients.gradient(name, rank, at).double()
+
+
+@every_door
+def test_scaled_accumulated_and_clipped_steps_are_those_by_hand(door: str) -> None:
+    wanted, cut = by_hand()
+    assert 0 < cut < RANKS * STEPS
+    for own in ranks.launch(all_at_once, RANKS, door):
+        for name, weight in wanted.items():
+            torch.testing.assert_close(own[name].double(), weight, rtol=1e-4, atol=1e-5)
