@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-import time
 from pathlib import Path
 
 import torch
 
-from gradcomp.prediction import baselines, workload
+from gradcomp.prediction import measure, workload
 from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
-from gradcomp.prediction.predict import can_predict, measured, predict, processor
-from gradcomp.prediction.profile import profile_here, shipped
+from gradcomp.prediction.predict import learns, predict, processor
+from gradcomp.prediction.profile import H100, profile_here
 from gradcomp.spec import names
 
 EXAMPLES = """\
@@ -47,22 +45,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", default="50us", help="of a message between hosts (default: 50us)")
     parser.add_argument("--inside", default="40Gbit/s", help="bandwidth inside a host (default: 40Gbit/s)")
     parser.add_argument("--latency-inside", default="10us", help="of a message inside a host (default: 10us)")
-    for name, what in (
-        ("forward", "the forward pass"),
-        ("backward", "the backward pass"),
-        ("optimizer", "the optimizer's step"),
-    ):
-        parser.add_argument(f"--{name}", default="0s", required=name != "optimizer", help=f"time of {what}, like 30ms")
-    parser.add_argument(
-        "--specs",
-        nargs="+",
-        action="extend",
-        metavar="SPEC",
-        help="separated by spaces; quote a spec that has rules for layers (default: every compressor's default)",
-    )
+    parser.add_argument("--forward", required=True, help="time of the forward pass, like 30ms")
+    parser.add_argument("--backward", required=True, help="time of the backward pass")
+    parser.add_argument("--optimizer", default="0s", help="time of the optimizer's step (default: 0s)")
     parser.add_argument("--bucket-mb", type=float, default=25, help="(default: 25)")
-    _add_place(parser)
-    parser.add_argument("--profile", metavar="NAME", help=f"predict for another machine: {', '.join(['a file', *shipped()])}")
+    _add_shared(parser)
+    parser.add_argument("--profile", metavar="NAME", help=f"predict for another machine: its file, or {H100}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
@@ -70,52 +58,41 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command that writes a profile."""
     parser.epilog, parser.formatter_class = PROFILE_EXAMPLES, argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--specs", nargs="+", action="extend", metavar="SPEC", help="(default: every compressor's default, and the baselines)"
-    )
-    _add_place(parser)
+    _add_shared(parser)
 
 
-def _add_place(parser: argparse.ArgumentParser) -> None:
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    specs = "separated by spaces; quote a spec that has rules for layers (default: every compressor's default)"
+    parser.add_argument("--specs", nargs="+", action="extend", metavar="SPEC", help=specs)
     parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
 
 
-def run_profile(chosen: argparse.Namespace) -> None:
-    """Measure this machine, and write its profile."""
-    _set_threads(chosen.threads)
-    device = workload.device_named(chosen.device or "cpu")
-    specs = [*baselines.NAMES, *names()] if chosen.specs is None else [spec.strip() for spec in chosen.specs]
-    known = [spec for spec in specs if spec != baselines.NONE and can_predict(spec)]
-    found = profile_here(
-        known, processor(device), lambda spec, shapes, world: measured(spec, shapes, world, 1e6, device), _tell
-    )
-    chosen.file.write_text(json.dumps(found.json(), indent=1) + "\n")
-    print(f"written: {chosen.file}")
-
-
-def _set_threads(threads: int) -> None:
-    if threads < 1:
-        raise ValueError(f"--threads {threads} must be at least 1")
-    torch.set_num_threads(threads)
+def _begin(chosen: argparse.Namespace) -> list[str] | None:
+    """Set torch's threads. Return the specs."""
+    if chosen.threads < 1:
+        raise ValueError(f"--threads {chosen.threads} must be at least 1")
+    torch.set_num_threads(chosen.threads)
+    return None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
 
 
 def run(chosen: argparse.Namespace) -> None:
     """Predict, print the table, and write the figures if asked."""
-    _set_threads(chosen.threads)
-    forward, backward, optimizer = (
-        seconds_of(getattr(chosen, name), f"--{name}") for name in ("forward", "backward", "optimizer")
+    specs = _begin(chosen)
+    forward, backward, optimizer, latency, latency_inside = (
+        seconds_of(getattr(chosen, name), f"--{name.replace('_', '-')}")
+        for name in ("forward", "backward", "optimizer", "latency", "latency_inside")
     )
-    inside = bandwidth_of(chosen.inside, "--inside"), seconds_of(chosen.latency_inside, "--latency-inside")
+    bandwidth, inside = bandwidth_of(chosen.bandwidth, "--bandwidth"), bandwidth_of(chosen.inside, "--inside")
     found = predict(
         workload.load(chosen.model),
         chosen.ranks,
         hosts=chosen.hosts,
-        link=Link(bandwidth_of(chosen.bandwidth, "--bandwidth"), seconds_of(chosen.latency, "--latency"), *inside),
+        link=Link(bandwidth, latency, inside, latency_inside),
         forward=forward,
         backward=backward,
         optimizer=optimizer,
-        specs=None if chosen.specs is None else [spec.strip() for spec in chosen.specs],
+        specs=specs,
         bucket_mb=chosen.bucket_mb,
         device=chosen.device,
         profile=chosen.profile,
@@ -126,13 +103,14 @@ def run(chosen: argparse.Namespace) -> None:
         chosen.json.write_text(json.dumps(found.json(), indent=1) + "\n")
 
 
-_last = -math.inf
+def run_profile(chosen: argparse.Namespace) -> None:
+    """Measure this machine, and write its profile."""
+    specs, device = _begin(chosen) or names(), workload.device_for(None, chosen.device)
+    known = [spec for spec in specs if spec != measure.NONE and not learns(spec)]
+    chosen.file.write_text(profile_here(known, processor(device), device, _tell).text())
+    print(f"written: {chosen.file}")
 
 
 def _tell(text: str, share: float) -> None:
-    """Show progress: twice a second in one place of a terminal, and as a line now and then in a file."""
-    global _last
-    pause, start, end = (0.5, "\r", "\r") if sys.stderr.isatty() else (10.0, "", "\n")
-    if time.monotonic() - _last > pause:
-        _last = time.monotonic()
-        print(f"{start}{100 * share:3.0f} %  {text:40}", end=end, file=sys.stderr, flush=True)
+    """Show progress."""
+    print(f"{100 * share:3.0f} %  {text}", file=sys.stderr, flush=True)

@@ -1,41 +1,28 @@
-"""Measures a spec here: one rank's steps with random gradients on a recording network, bucket by bucket."""
+"""Measures a spec or a baseline here: one rank's steps with random gradients on a recording network, bucket by bucket."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor
-from gradcomp.core.requests import World
+from gradcomp.core.requests import Reduce, World
 from gradcomp.engine.optimizer_view import FixedRates
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.slots import Slots, TensorSlot
 from gradcomp.engine.stages.feedback import Feedback
-from gradcomp.prediction.recording_network import Part, RecordingNetwork
+from gradcomp.prediction.recording_network import Bucket, Part, RecordingNetwork
 from gradcomp.spec import make
 
-
-class Effort(NamedTuple):
-    """The steps of a measurement. settling: those before the ones that count, since capacities follow counts some steps later.
-
-    counted: those that count, at least. seconds: time for more.
-    """
-
-    settling: int = 12
-    counted: int = 3
-    seconds: float = 0.5
-
-
-EFFORT = Effort()
-# Enough to see messages, where a profile has the seconds.
-MESSAGES = Effort(counted=1, seconds=0.0)
+# Steps before those that count, since capacities follow counts some steps later; steps that count; and seconds for more.
+SETTLING, COUNTED, SECONDS = 12, 3, 0.5
 
 # The learning rate of all layers.
 RATE = 0.1
@@ -43,17 +30,30 @@ RATE = 0.1
 # Of a large world, a gather's reply holds as many payloads as fit these bytes; the rest of the time follows from two sizes.
 HELD = 32e6
 
+# DistributedDataParallel's buckets in bytes: the first one that backward fills, and the others.
+FIRST, OTHERS = 2**20, 25 * 2**20
 
-class Bucket(NamedTuple):
-    """The layers of a bucket, in the order of the model, and its parts."""
+# The baselines without gradcomp: no exchange, DDP's own reduction, its hooks to half precision, and accumulation.
+NONE, STOCK, HALVES = "none", "stock", {"bf16": torch.bfloat16, "fp16": torch.float16}
+BASELINES = (STOCK, *HALVES, "accumulate:steps=4")
 
-    names: tuple[str, ...]
-    parts: tuple[Part, ...]
+# Does a step, and fills the network's parts.
+DoStep = Callable[[], None]
 
 
-def device_wait(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits for the device."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+def accumulated(spec: str) -> int:
+    """Return the backward passes of a step that accumulates; 0 for other specs. Refuse a wrong number."""
+    if not spec.startswith("accumulate"):
+        return 0
+    match = re.fullmatch(r"accumulate:steps=([1-9][0-9]*)", spec)
+    if match is None:
+        raise ValueError(f"{spec!r} is no way to exchange gradients; write for example {BASELINES[-1]}")
+    return int(match[1])
+
+
+def is_baseline(spec: str) -> bool:
+    """Decide whether a spec is a baseline. Refuse an accumulation with a wrong number."""
+    return spec in (NONE, STOCK, *HALVES) or accumulated(spec) > 0
 
 
 def gradients(
@@ -76,22 +76,22 @@ def measure(
     world: World,
     bucket_mb: float,
     device: torch.device,
-    effort: Effort | None = None,
     types: Mapping[str, torch.dtype] | None = None,
+    seconds: float = 0.0,
 ) -> list[Bucket]:
-    """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them."""
-    grads, effort = gradients(shapes, device, types), effort or EFFORT
-    network = RecordingNetwork(world, device_wait(device), HELD)
-    every = _steps(spec, grads, network, bucket_mb, device, effort)
-    if not any(0 < part.payloads < world.size for _, steps in every for parts in steps for part in parts):
-        return [Bucket(names, _means(steps)) for names, steps in every]
-    network = RecordingNetwork(world, device_wait(device), HELD / 4, least=1)
-    fewer = _steps(spec, grads, network, bucket_mb, device, effort)
-    found = []
-    for (names, steps), (_, short) in zip(every, fewer, strict=True):
-        parts = zip(_means(steps), _means(short), strict=True)
-        found.append(Bucket(names, tuple(_extended(*each, world.size) for each in parts)))
-    return found
+    """Let a rank do some steps, as after a warm-up. Return its buckets, in the order in which backward fills them.
+
+    types: of gradients by layer, float32 by default. seconds: of the steps that count, at least.
+    """
+    grads = gradients(shapes, device, types)
+    every = _steps(spec, grads, RecordingNetwork(world, device, HELD), bucket_mb, seconds)
+    if all(part.payloads in (0, world.size) for bucket in every for part in bucket.parts):
+        return every
+    fewer = _steps(spec, grads, RecordingNetwork(world, device, HELD / 4, least=1), bucket_mb, seconds)
+    return [
+        Bucket(long.names, tuple(_extended(*each, world.size) for each in zip(long.parts, short.parts, strict=True)))
+        for long, short in zip(every, fewer, strict=True)
+    ]
 
 
 def without_warmup(compressor: Compressor) -> Compressor:
@@ -104,24 +104,37 @@ def without_warmup(compressor: Compressor) -> Compressor:
     return compressor
 
 
-def _steps(
-    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float, device: torch.device, effort: Effort
-) -> list[tuple[tuple[str, ...], list[list[Part]]]]:
-    """Return the parts of each bucket, step by step."""
-    slots = {name: TensorSlot(name, grad.shape, device) for name, grad in grads.items()}
+def _steps(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float, seconds: float) -> list[Bucket]:
+    """Do steps on a network."""
+    if is_baseline(spec):
+        plan, do_step = _baseline(spec, grads, network)
+    else:
+        plan, do_step = _reducer(spec, grads, network, bucket_mb)
+    counted: list[dict[int, list[Part]]] = []
+    began, step = 0.0, 0
+    while len(counted) < COUNTED or time.perf_counter() - began < seconds:
+        if step == SETTLING:
+            began = time.perf_counter()
+        network.parts = {}
+        do_step()
+        if step >= SETTLING:
+            counted.append(network.parts)
+        step += 1
+    return [Bucket(names, _means([parts[i] for parts in counted])) for i, names in enumerate(plan)]
+
+
+def _reducer(
+    spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float
+) -> tuple[list[tuple[str, ...]], DoStep]:
+    """Make a reducer. Return the layers of each bucket, and a function that does a step."""
+    slots = {name: TensorSlot(name, grad.shape, grad.device) for name, grad in grads.items()}
     for name, slot in slots.items():
         slot.update = torch.empty_like(grads[name]).view(-1)
     view = FixedRates(Slots([*slots.values()]), RATE)
     reducer = Reducer(without_warmup(make(spec)), slots, network, Options(bucket_mb=bucket_mb), view)
     bucket_of = {name: bucket.index for bucket in reducer.buckets for name in bucket.layout.names}
-    counted: list[dict[int, list[Part]]] = []
-    began = 0.0
-    for step in range(10**6):
-        if step == effort.settling:
-            began = time.perf_counter()
-        if step >= effort.settling + effort.counted and time.perf_counter() - began >= effort.seconds:
-            break
-        network.parts = {}
+
+    def do_step() -> None:
         for name in reversed(list(grads)):
             network.begin(bucket_of[name])
             reducer.ready(slots[name], grads[name])
@@ -130,9 +143,45 @@ def _steps(
             pass
         network.close()
         reducer.end_step()
-        if step >= effort.settling:
-            counted.append(network.parts)
-    return [(bucket.layout.names, [parts[bucket.index] for parts in counted]) for bucket in reducer.buckets]
+
+    return [bucket.layout.names for bucket in reducer.buckets], do_step
+
+
+def _baseline(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork) -> tuple[list[tuple[str, ...]], DoStep]:
+    """Return the layers of each bucket of DistributedDataParallel, and a function that computes a step as its hooks do."""
+    plan = [] if spec == NONE else _ddp_buckets(grads)
+    flats = [torch.cat([grads[name].view(-1) for name in names]) for names in plan]
+
+    def do_step() -> None:
+        for i, names in enumerate(plan):
+            network.begin(i)
+            views = list(zip(flats[i].split([grads[name].numel() for name in names]), names, strict=True))
+            for view, name in views:
+                view.copy_(grads[name].view(-1))
+            sent = flats[i].to(HALVES.get(spec, flats[i].dtype))
+            network.start(Reduce(sent, 1 / network.world.size), spec)()
+            if sent is not flats[i]:
+                flats[i].copy_(sent)
+            for view, name in views:
+                grads[name].view(-1).copy_(view)
+            network.close()
+
+    return plan, do_step
+
+
+def _ddp_buckets(grads: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Group layers as DistributedDataParallel does, from the last one on. A bucket's gradients have one type."""
+    closed: list[list[str]] = []
+    open_: dict[torch.dtype, list[str]] = {}
+    limits: dict[torch.dtype, int] = {}
+    for name in reversed(list(grads)):
+        form = grads[name].dtype
+        names = open_.setdefault(form, [])
+        names.append(name)
+        if sum(grads[each].nbytes for each in names) >= limits.get(form, FIRST):
+            closed.append(open_.pop(form))
+            limits[form] = OTHERS
+    return [tuple(names) for names in (*closed, *open_.values())]
 
 
 def _means(steps: Sequence[Sequence[Part]]) -> tuple[Part, ...]:

@@ -4,53 +4,24 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradcomp.core.requests import World
-from gradcomp.prediction import baselines, measure, timeline, workload
-from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
-from gradcomp.prediction.measure import Bucket
-from gradcomp.prediction.profile import Profile, load
+from gradcomp.prediction import measure, workload
+from gradcomp.prediction.link import Link, Work, bandwidth_of, seconds_of, step_of
+from gradcomp.prediction.profile import load
+from gradcomp.prediction.recording_network import Bucket
 from gradcomp.prediction.result import Line, Prediction
-from gradcomp.prediction.timeline import Work
 from gradcomp.spec import make, names
 
 # Why a compressor that learns is left out.
 LEARNS = "it sends other messages once it has learned, which a few steps do not show; train with it for a while to time it"
 
-# About so many computations are timed for a baseline.
-COMPUTATIONS = 25
-
 # More ranks than any cluster has: each takes some memory here.
 MOST_RANKS = 65_536
-
-
-class Cluster(NamedTuple):
-    """Ranks, spread evenly over hosts, and the hosts' link."""
-
-    ranks: int
-    hosts: int
-    link: Link
-
-    @property
-    def world(self) -> World:
-        """Return the world of rank 0."""
-        given: dict[str, Any] = {"ranks": self.ranks, "hosts": self.hosts}
-        for name, number in given.items():
-            if isinstance(number, bool) or not isinstance(number, Integral) or not 1 <= int(number) <= MOST_RANKS:
-                raise ValueError(f"{name}={number!r} must be a whole number, at least 1 and at most {MOST_RANKS}")
-        if self.ranks % self.hosts:
-            raise ValueError(f"{self.ranks} ranks cannot be spread evenly over {self.hosts} hosts; give a divisor of the ranks")
-        return World(0, self.ranks, tuple(rank // (self.ranks // self.hosts) for rank in range(self.ranks)))
-
-    def __str__(self) -> str:
-        return f"{self.ranks} ranks on {self.hosts} hosts, {self.link}"
-
 
 # Called with the work under way, and the share that is done.
 Tell = Callable[[str, float], None]
@@ -99,46 +70,41 @@ def predict(
     Raises:
         ValueError: An argument is wrong, or two contradict each other.
     """
-    machine = None if profile is None else _machine(profile, device, loss)
-    shapes, types = workload.shapes_of(model), workload.types_of(model)
-    of_host = link if isinstance(link, Link) else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
-    cluster = Cluster(ranks, ranks if hosts is None else hosts, of_host)
-    work = _work_of(model, shapes, forward, backward, optimizer, loss)
-    wanted, left_out = _wanted([specs] if isinstance(specs, str) else specs, shapes, machine)
-    place = workload.device_named(device) if device is not None else workload.device_of({} if machine else model)
-    world, lines = cluster.world, []
+    if profile is not None and device is not None:
+        raise ValueError("device says where kernels are timed here, and a profile has their times; give one of them")
+    if profile is not None and loss is not None:
+        raise ValueError("loss= measures steps of this machine; with profile=, pass forward= and backward= of the profile's")
+    machine = None if profile is None else load(profile)
+    shapes = workload.shapes_of(model)
+    types = {name: p.dtype for name, p in model.named_parameters()} if isinstance(model, nn.Module) else None
+    link = link if isinstance(link, Link) else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
+    hosts = ranks if hosts is None else hosts
+    world, work = _world(ranks, hosts), workload.work_of(model, shapes, forward, backward, optimizer, loss)
+    asked = [*measure.BASELINES, *names()] if specs is None else [specs] if isinstance(specs, str) else specs
+    left_out = {spec: LEARNS for spec in asked if learns(spec)}
+    if machine is not None:
+        only = f"the profile of {machine.machine} has only times of {', '.join(machine.costs)}"
+        left_out = {spec: only for spec in asked if spec not in left_out and machine.lacks(spec, shapes)} | left_out
+    place = workload.device_for(model, device if machine is None else "cpu")
+    always = (measure.NONE, measure.STOCK, *measure.HALVES)
+    wanted = [spec for spec in dict.fromkeys((*always, *asked)) if spec not in left_out]
+    lines = []
     for done, spec in enumerate(wanted):
         if tell is not None:
             tell(f"{spec}, {ranks} ranks", done / len(wanted))
-        effort = measure.EFFORT if machine is None else measure.MESSAGES
-        buckets = measured(spec, shapes, world, bucket_mb, place, types, effort)
+        seconds = measure.SECONDS if machine is None else 0.0
+        buckets = measure.measure(spec, shapes, world, bucket_mb, place, types, seconds)
         if machine is not None:
             buckets = machine.priced(spec, buckets, shapes, world)
-        lines.append(_line(spec, work, buckets, cluster.link, world))
+        lines.append(_line(spec, work, buckets, link, world))
     where = f"kernels timed on this {processor(place)}" if machine is None else str(machine)
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
-    return Prediction(str(cluster), where, total, lines, left_out)
+    return Prediction(f"{ranks} ranks on {hosts} hosts, {link}", where, total, lines, left_out)
 
 
-def measured(
-    spec: str,
-    shapes: Mapping[str, Sequence[int]],
-    world: World,
-    bucket_mb: float,
-    device: torch.device,
-    types: workload.Types | None = None,
-    effort: measure.Effort | None = None,
-) -> list[Bucket]:
-    """Measure the buckets of a spec or a baseline on this machine."""
-    effort = effort or measure.EFFORT
-    if baselines.is_baseline(spec):
-        return baselines.measure(spec, shapes, device, types, effort.seconds / COMPUTATIONS)
-    return measure.measure(spec, shapes, world, bucket_mb, device, effort, types)
-
-
-def can_predict(spec: str) -> bool:
-    """Decide whether a few steps show all messages. Refuse an unknown spec."""
-    return baselines.is_baseline(spec) or not make(spec).traits.learns
+def learns(spec: str) -> bool:
+    """Decide whether a few steps do not show all messages. Refuse an unknown spec."""
+    return not measure.is_baseline(spec) and make(spec).traits.learns
 
 
 def processor(device: torch.device) -> str:
@@ -148,55 +114,19 @@ def processor(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def _machine(profile: str | Path, device: Any, loss: object) -> Profile:
-    """Read the profile. Refuse arguments that speak of this machine."""
-    if device is not None:
-        raise ValueError("device says where kernels are timed here, and a profile has their times; give one of them")
-    if loss is not None:
-        raise ValueError("loss= measures steps of this machine; with profile=, pass forward= and backward= of the profile's")
-    return load(profile)
-
-
-def _wanted(specs: Sequence[str] | None, shapes: workload.Shapes, machine: Profile | None) -> tuple[list[str], dict[str, str]]:
-    """Return the specs and baselines to predict, and those that are left out, with the reason."""
-    wanted = [*baselines.NAMES, *names()] if specs is None else list(specs)
-    left_out = {spec: LEARNS for spec in wanted if not can_predict(spec)}
-    for spec in wanted:
-        if machine is not None and spec not in left_out and (lacks := machine.missing(spec, shapes)):
-            left_out[spec] = lacks
-    always = [baselines.NONE, baselines.STOCK, *baselines.HALVES]
-    return [spec for spec in dict.fromkeys([*always, *wanted]) if spec not in left_out], left_out
+def _world(ranks: int, hosts: int) -> World:
+    """Return the world of rank 0, with the ranks spread evenly over the hosts."""
+    for name, number in (("ranks", ranks), ("hosts", hosts)):
+        if isinstance(number, bool) or not hasattr(number, "__index__") or not 1 <= number <= MOST_RANKS:
+            raise ValueError(f"{name}={number!r} must be a whole number, at least 1 and at most {MOST_RANKS}")
+    if ranks % hosts:
+        raise ValueError(f"{ranks} ranks cannot be spread evenly over {hosts} hosts; give a divisor of the ranks")
+    return World(0, ranks, tuple(rank // (ranks // hosts) for rank in range(ranks)))
 
 
 def _line(spec: str, work: Work, buckets: Sequence[Bucket], link: Link, world: World) -> Line:
     """Predict one way's step."""
-    step, passes = timeline.step(work, buckets, link, world), baselines.accumulated(spec)
+    step, passes = step_of(work, buckets, link, world), max(1, measure.accumulated(spec))
     sent = sum(part.message.bytes for bucket in buckets for part in bucket.parts if part.message is not None)
     more = (passes - 1) * (work.forward + work.backward)
     return Line(spec, (step.seconds + more) / passes, step.encoding / passes, step.waiting / passes, sent // passes)
-
-
-def _work_of(
-    model: nn.Module | Mapping[str, Sequence[int]],
-    shapes: workload.Shapes,
-    forward: float | None,
-    backward: float | None,
-    optimizer: torch.optim.Optimizer | float,
-    loss: Callable[[], Tensor] | None,
-) -> Work:
-    """Return the computing of a step, given or measured."""
-    seconds = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    if loss is not None:
-        if forward is not None or backward is not None or seconds:
-            raise ValueError(
-                "with loss=, all times are measured: leave forward= and backward= out, and pass the optimizer itself"
-            )
-        if not isinstance(model, nn.Module):
-            raise TypeError("loss= trains the model for some steps; pass the model, not its shapes")
-        return workload.measured(model, loss, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
-    if forward is None or backward is None:
-        raise ValueError("pass forward= and backward= in seconds, or loss=, with which they are measured here")
-    if seconds is None:
-        raise ValueError("the step of optimizer= is measured with loss= only; with forward= and backward=, pass its seconds")
-    workload.check_times(forward=forward, backward=backward, optimizer=seconds)
-    return workload.given(shapes, forward, backward, seconds)

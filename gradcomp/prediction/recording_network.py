@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,15 +38,27 @@ class Part(NamedTuple):
     payloads: int = 0
 
 
-class RecordingNetwork:
-    """The network. wait: waits until the device has done its work, so that seconds can be read.
+class Bucket(NamedTuple):
+    """The layers of a bucket, in the order of the model, and its parts."""
 
-    most: the most bytes in a reply to a gather. least: the payloads that it holds all the same. parts: of each bucket, in the
-    last step.
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class RecordingNetwork:
+    """The network. parts: of each bucket, in the last step.
+
+    most: the most bytes in a reply to a gather. least: the payloads that it holds all the same.
     """
 
-    def __init__(self, world: World, wait: Callable[[], None], most: float = math.inf, least: int = 2):
-        self.world, self._wait, self._most, self._least = world, wait, most, least
+    def __init__(self, world: World, device: torch.device, most: float = math.inf, least: int = 2):
+        self.world, self._device, self._most, self._least = world, device, most, least
         self.parts: dict[int, list[Part]] = {}
         self._since = 0.0
         self._bucket = 0
@@ -55,13 +67,17 @@ class RecordingNetwork:
     def begin(self, bucket: int) -> None:
         """Begin to compute for a bucket, until the next message."""
         self._bucket = bucket
-        self._wait()
+        wait(self._device)
         self._since = time.perf_counter()
 
     def start(self, request: Request, name: str) -> Answer:
         """Record a request."""
-        bucket = self._bucket
-        self._record(message_of(request))
+        bucket, kind = self._bucket, type(request).__name__.lower()
+        message = Message(kind, bytes_of(request))
+        if isinstance(request, Send):
+            to = {rank: payload.bytes.numel() for rank, payload in request.payloads.items()}
+            message = Message(kind, message.bytes, to, tuple(request.senders), payloads.size(request.form))
+        self._record(message)
         reply = self._reply(request)
 
         def answer() -> Reply:
@@ -78,7 +94,7 @@ class RecordingNetwork:
             self._record(None)
 
     def _record(self, message: Message | None) -> None:
-        self._wait()
+        wait(self._device)
         part = Part(time.perf_counter() - self._since, message, self._received or 0)
         self.parts.setdefault(self._bucket, []).append(part)
         self._received = None
@@ -96,15 +112,3 @@ class RecordingNetwork:
                     # Ranks exchange entries of each other's parts, and this rank's part may not have those places: none at all.
                     like = payloads.read(form, torch.zeros(payloads.size(form), dtype=torch.uint8, device=device))
                 return dict.fromkeys(senders, like)
-
-
-def message_of(request: Request) -> Message:
-    """Describe a request's message."""
-    match request:
-        case Gather():
-            return Message("gather", bytes_of(request))
-        case Reduce():
-            return Message("reduce", bytes_of(request))
-        case Send(own, senders, form):
-            to = {rank: payload.bytes.numel() for rank, payload in own.items()}
-            return Message("send", bytes_of(request), to, tuple(senders), payloads.size(form))

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from gradcomp.prediction.baselines import HALVES, NONE, STOCK
+from gradcomp.prediction.measure import HALVES, NONE, STOCK, is_baseline
 
 # A way is advised if it is this much faster than stock DDP or bf16.
 WORTH = 1.03
@@ -31,10 +29,6 @@ class Line:
     encoding: float
     waiting: float
     bytes: int
-
-    def speedup(self, other: Line) -> float:
-        """Return how many times faster this is than another."""
-        return other.seconds / self.seconds
 
 
 @dataclass(frozen=True)
@@ -67,21 +61,20 @@ class Prediction:
     def advice(self) -> str:
         """Say in a sentence what to use. A step without communication, and one that trains differently, are no candidates."""
         stock, half = self[STOCK], min((self[name] for name in HALVES), key=lambda line: line.seconds)
+        halved = stock.seconds / half.seconds
         # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
-        takes_half = half.bytes < stock.bytes and half.speedup(stock) > WORTH
+        takes_half = half.bytes < stock.bytes and halved > WORTH
         simple, how = (half, f"use {half.spec}") if takes_half else (stock, "stay dense")
-        own = [
-            line for line in self.lines if line.spec not in (NONE, STOCK, *HALVES) and not line.spec.startswith("accumulate")
-        ]
+        own = [line for line in self.lines if not is_baseline(line.spec)]
         if not own:
-            subject = "" if takes_half else f"{half.spec} is "
-            return f"{how}: {subject}{half.speedup(stock):.2f} x as fast as stock. No spec was predicted."
+            return f"{how}: {'' if takes_half else f'{half.spec} is '}{halved:.2f} x as fast as stock. No spec was predicted."
         best = min(own, key=lambda line: line.seconds)
-        if best.speedup(simple) <= WORTH:
-            return f"{how}: the fastest spec, {best.spec}, would be {best.speedup(simple):.2f} x as fast."
+        gain = simple.seconds / best.seconds
+        if gain <= WORTH:
+            return f"{how}: the fastest spec, {best.spec}, would be {gain:.2f} x as fast."
         return (
-            f"{best.spec}: {best.speedup(stock):.2f} x as fast as stock, {best.speedup(half):.2f} x as {half.spec}, and "
-            f"{best.seconds / self[NONE].seconds:.2f} x the time of no communication."
+            f"{best.spec}: {stock.seconds / best.seconds:.2f} x as fast as stock, {half.seconds / best.seconds:.2f} x as "
+            f"{half.spec}, and {best.seconds / self[NONE].seconds:.2f} x the time of no communication."
         )
 
     def json(self) -> dict[str, Any]:
@@ -89,23 +82,22 @@ class Prediction:
         return {**asdict(self), "advice": self.advice}
 
     def __str__(self) -> str:
-        stock = self[STOCK]
-        rows: list[tuple[str, ...]] = [
-            ("", "ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", "bytes", "compression")
-        ]
-        rows += [self._row(line, stock) for line in sorted(self.lines, key=lambda line: line.seconds)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        table = "\n".join(
-            "  ".join(cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows
-        )
+        width = max(len(line.spec) for line in self.lines)
+        heads = ("ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", f"{'bytes':>13}", "compression")
+        rows = ["  ".join((" " * width, *heads))]
+        for line in sorted(self.lines, key=lambda line: line.seconds):
+            cells = (
+                f"{1e3 * line.seconds:.1f}",
+                f"{line.seconds / self[NONE].seconds:.2f}",
+                f"{self[STOCK].seconds / line.seconds:.2f}",
+                f"{1e3 * line.encoding:.1f}",
+                f"{1e3 * line.waiting:.1f}",
+                f"{line.bytes:,}",
+                f"{4 * self.parameters / line.bytes:.1f} x" if line.bytes else "-",
+            )
+            rows.append(
+                "  ".join((line.spec.ljust(width), *(f"{cell:>{len(head)}}" for cell, head in zip(cells, heads, strict=True))))
+            )
         reasons = {why: [spec for spec, other in self.left_out.items() if other == why] for why in self.left_out.values()}
-        out = "".join(f"\nleft out: {', '.join(specs)}: {why}" for why, specs in reasons.items())
-        return f"{self.cluster}; {self.parameters:,} parameters; {self.measured}\n\n{table}{out}\n\n{self.advice}"
-
-    def _row(self, line: Line, stock: Line) -> tuple[str, ...]:
-        times = line.seconds / self[NONE].seconds, line.speedup(stock)
-        ratio = torch.float32.itemsize * self.parameters / line.bytes if line.bytes else 0.0
-        compression = f"{ratio:.{0 if ratio >= 10 else 1}f} x" if line.bytes else "-"
-        ms = (f"{1e3 * seconds:.1f}" for seconds in (line.seconds, line.encoding, line.waiting))
-        return line.spec, next(ms), *(f"{ratio:.2f}" for ratio in times), *ms, f"{line.bytes:,}", compression
+        out = [f"left out: {', '.join(specs)}: {why}" for why, specs in reasons.items()]
+        return "\n".join((f"{self.cluster}; {self.parameters:,} parameters; {self.measured}", "", *rows, *out, "", self.advice))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import statistics
@@ -15,13 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gradcomp.engine.plan import MOST_ENTRIES
-from gradcomp.prediction.measure import device_wait
-from gradcomp.prediction.timeline import Work
+from gradcomp.prediction.link import Work
+from gradcomp.prediction.recording_network import wait
 
 Shapes = dict[str, tuple[int, ...]]
-
-# The types of gradients by layer; float32 where a layer is missing.
-Types = Mapping[str, torch.dtype]
 
 # Steps before those that count, and steps that count.
 WARM_UP, COUNTED = 2, 8
@@ -43,94 +41,93 @@ def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
     return found
 
 
-def types_of(model: object) -> Types:
-    """Return the types of the parameters that are trained; none for shapes."""
-    return {name: p.dtype for name, p in model.named_parameters() if p.requires_grad} if isinstance(model, nn.Module) else {}
-
-
-def device_of(model: object) -> torch.device:
-    """Return the device of a model's parameters; the CPU for shapes, and for a model without memory."""
-    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return torch.device("cpu") if first is None or first.is_meta else first.device
-
-
-def device_named(device: str | torch.device) -> torch.device:
-    """Check that gradients can lie on a device: the CPU, or a GPU that is here."""
+def device_for(model: object, device: str | torch.device | None = None) -> torch.device:
+    """Return the device that is named; or the model's, which is the CPU for shapes, and for a model without memory."""
+    if device is None:
+        first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        return torch.device("cpu") if first is None or first.is_meta else first.device
     try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"device {str(device)!r} is unknown; write cpu, cuda or cuda:0") from None
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {str(device)!r} has no kernels of gradcomp; write cpu, cuda or cuda:0")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {str(device)!r} is not here; torch sees {torch.cuda.device_count()} GPUs")
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError):  # AssertionError: torch without CUDA
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not here or has no kernels of gradcomp; write cpu, cuda or cuda:0")
     return found
 
 
-def check_times(**seconds: float) -> None:
-    """Check that times are finite and not negative, and that there is something to compute."""
-    for name, each in seconds.items():
+def work_of(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    shapes: Shapes,
+    forward: float | None,
+    backward: float | None,
+    optimizer: torch.optim.Optimizer | float,
+    loss: Callable[[], Tensor] | None,
+) -> Work:
+    """Return the computing of a step, given or measured. Given, backward takes as long for each layer as the layer is large."""
+    if loss is not None:
+        own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        if forward is not None or backward is not None or (own is None and optimizer):
+            raise ValueError(
+                "with loss=, all times are measured: leave forward= and backward= out, and pass the optimizer itself"
+            )
+        if not isinstance(model, nn.Module):
+            raise TypeError("loss= trains the model for some steps; pass the model, not its shapes")
+        return measured(model, loss, own)
+    if forward is None or backward is None:
+        raise ValueError("pass forward= and backward= in seconds, or loss=, with which they are measured here")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("the step of optimizer= is measured with loss= only; with forward= and backward=, pass its seconds")
+    for name, each in (("forward", forward), ("backward", backward), ("optimizer", optimizer)):
         if not (isinstance(each, (int, float)) and 0 <= each < math.inf):
             raise ValueError(f"{name}={each!r} must be a time in seconds")
-    if not any(seconds.values()):
+    if not (forward or backward or optimizer):
         raise ValueError(
             "forward=0 and backward=0: with nothing to compute there is nothing to compare with; give a microsecond"
         )
-
-
-def given(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
-    """Make the work of a step whose times are known. Backward takes as long for each layer as the layer is large."""
-    total, behind, ready = sum(map(_size, shapes.values())), 0, {}
-    for name in reversed(list(shapes)):
-        behind += _size(shapes[name])
-        ready[name] = behind / total
-    return Work(forward, backward, ready, optimizer)
-
-
-def _size(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+    behind = list(itertools.accumulate(math.prod(shape) for shape in reversed(shapes.values())))
+    return Work(
+        forward, backward, {name: part / behind[-1] for name, part in zip(reversed(shapes), behind, strict=True)}, optimizer
+    )
 
 
 def measured(model: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer | None) -> Work:
     """Measure a model's steps here. loss: computes the loss of a batch."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     device = next(iter(parameters.values())).device
-    wait, hooks = device_wait(device), []
     at: dict[str, float] = {}
-    for name, parameter in parameters.items():
-        hooks.append(
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: at.__setitem__(name, time.perf_counter()))
-        )
-    steps: list[tuple[list[float], dict[str, float]]] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: at.__setitem__(name, time.perf_counter()))
+        for name, parameter in parameters.items()
+    ]
+    times, shares = list[tuple[float, float, float]](), list[dict[str, float]]()
+
+    def now() -> float:
+        wait(device)
+        return time.perf_counter()
+
     try:
         for _ in range(WARM_UP + COUNTED):
             model.zero_grad(set_to_none=True)
-            wait()
-            began = time.perf_counter()
+            began = now()
             found = loss()
-            wait()
-            turned = time.perf_counter()
+            turned = now()
             found.backward()
-            wait()
-            done = time.perf_counter()
+            done = now()
             if optimizer is not None:
                 optimizer.step()
-                wait()
-            backward = done - turned
-            shares = {name: min(1.0, (when - turned) / backward) for name, when in at.items()}
-            steps.append(([turned - began, backward, time.perf_counter() - done], shares))
+            times.append((turned - began, done - turned, now() - done if optimizer is not None else 0.0))
+            shares.append({name: min(1.0, (when - turned) / (done - turned)) for name, when in at.items()})
     finally:
         for hook in hooks:
             hook.remove()
         model.zero_grad(set_to_none=True)
-    counted = steps[WARM_UP:]
-    forward, backward, stepping = (statistics.fmean(times[i] for times, _ in counted) for i in range(3))
-    if missing := parameters.keys() - counted[0][1].keys():
+    if missing := parameters.keys() - at.keys():
         raise ValueError(
             f"loss() gave no gradient to {min(missing)!r}; freeze layers that are not trained, or compute the whole loss"
         )
-    ready = {name: statistics.median(shares[name] for _, shares in counted) for name in parameters}
-    return Work(forward, backward, ready, stepping if optimizer is not None else 0.0)
+    forward, backward, stepping = (statistics.fmean(found) for found in zip(*times[WARM_UP:], strict=True))
+    ready = {name: statistics.median(each[name] for each in shares[WARM_UP:]) for name in parameters}
+    return Work(forward, backward, ready, stepping)
 
 
 def load(text: str) -> nn.Module | Shapes:
@@ -141,20 +138,15 @@ def load(text: str) -> nn.Module | Shapes:
             return shapes_of({str(name): list(shape) for name, shape in content.items()})
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f'{text} holds no shapes ({error}); write {{"name": [rows, columns], ...}} into it') from None
-    module, colon, function = text.partition(":")
-    if not colon:
-        raise ValueError(
-            f"model {text!r} is neither a .json file nor package.module:function, like torchvision.models:resnet50"
-        )
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model {text!r} is not found here ({error}); is its package installed?") from None
+    module, _, function = text.partition(":")
     try:
         with torch.device("meta"):
-            made = make()
-    except TypeError as error:
-        raise ValueError(f"{text} cannot be called without arguments ({error}); name a function that can") from None
+            made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"model {text!r} is neither a .json file nor a function here that needs no arguments ({error}); write for example "
+            "torchvision.models:resnet50"
+        ) from None
     if not isinstance(made, nn.Module):
         raise ValueError(f"{text} returns a {type(made).__name__}; name a function that returns the model")
     return made

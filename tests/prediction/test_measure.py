@@ -9,19 +9,14 @@ import torch
 
 import gradcomp
 from gradcomp.core.requests import World
-from gradcomp.prediction import baselines, measure
-from gradcomp.prediction.measure import Bucket
-from gradcomp.prediction.recording_network import Message, Part, RecordingNetwork
+from gradcomp.prediction import measure
+from gradcomp.prediction.recording_network import Bucket, Part, RecordingNetwork
 
 SHAPES = {"a": (300, 100), "b": (100,), "c": (200, 100)}
+ENTRIES = 50_100
 CPU = torch.device("cpu")
 SPECS = [name for name in gradcomp.names() if not gradcomp.make(name).traits.learns]
 SPECS += ["topk:route=split", "topk:route=tree", "orq:route=alltoall", "topk:by_host=true", "half:route=alltoall"]
-
-
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "EFFORT", measure.Effort(seconds=0.0))
 
 
 def sent(buckets: list[Bucket]) -> int:
@@ -37,12 +32,28 @@ def test_the_bytes_are_those_that_a_simulation_sends(spec: str, ranks: int) -> N
     found = measure.measure(spec, SHAPES, world, 0.1, CPU)
     simulation = gradcomp.Simulation(spec, SHAPES, ranks, bucket_mb=0.1, ranks_per_host=by_host)
     grads = measure.gradients(SHAPES, CPU)
-    for _ in range(measure.EFFORT.settling + measure.EFFORT.counted):
+    for _ in range(measure.SETTLING + measure.COUNTED):
         simulation.step([grads] * ranks)
     wanted = simulation._reducers[0].bytes_sent
     assert sorted(name for bucket in found for name in bucket.names) == sorted(SHAPES)
     # A rank's sdagc sends by what it received: recorded ranks are alike, simulated ones are not quite.
     assert sent(found) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+@pytest.mark.parametrize(
+    "spec", ["dense", "topk", "topk:route=split", "orq:route=alltoall", "gtopk", "sketched_sgd", "topk:by_host=true"]
+)
+def test_one_rank_sends_what_a_simulated_rank_sends(spec: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring, gathers, parts to all, a tree, a server, and hosts."""
+    monkeypatch.setattr(measure, "SETTLING", 0)
+    monkeypatch.setattr(measure, "COUNTED", 1)
+    (bucket,) = measure.measure(spec, {"w": (64, 64)}, World(0, ranks, tuple(range(ranks))), 25, CPU)
+    messages = [part.message for part in bucket.parts if part.message is not None]
+    simulation = gradcomp.Simulation(spec, {"w": (64, 64)}, ranks)
+    simulation.step([{"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}] * ranks)
+    handed_over = sum(sum(each.to.values()) if each.kind == "send" else each.bytes for each in messages)
+    assert handed_over == simulation.bytes_sent[0]
 
 
 @pytest.mark.parametrize("spec", ["topk:warmup=10000", "dense; a=topk:warmup=10000; *=topk", "topk:by_host=true,warmup=10000"])
@@ -53,12 +64,12 @@ def test_a_warm_up_is_over_before_the_measurement(spec: str) -> None:
     assert sent(measure.measure(spec, SHAPES, world, 25, CPU)) == sent(measure.measure(without, SHAPES, world, 25, CPU))
 
 
-def test_steps_that_change_in_the_measurement_count_from_the_change_on() -> None:
+def test_steps_that_change_in_the_measurement_count_from_the_change_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """lgc ends its dense steps at the 200th; a tiny model gets there while steps are timed."""
-    effort = measure.Effort(settling=150, counted=100, seconds=0.0)
-    (bucket,) = measure.measure("lgc", {"a": (20, 10)}, World(0, 2), 25, CPU, effort)
-    dense = measure.measure("dense", {"a": (20, 10)}, World(0, 2), 25, CPU)
-    assert sent([bucket]) != sent(dense)
+    monkeypatch.setattr(measure, "SETTLING", 150)
+    monkeypatch.setattr(measure, "COUNTED", 100)
+    found = measure.measure("lgc", {"a": (20, 10)}, World(0, 2), 25, CPU)
+    assert sent(found) != sent(measure.measure("dense", {"a": (20, 10)}, World(0, 2), 25, CPU))
 
 
 def test_many_ranks_need_little_memory_and_cost_what_their_payloads_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,42 +93,13 @@ def test_many_ranks_need_little_memory_and_cost_what_their_payloads_do(monkeypat
     assert extended.seconds == pytest.approx(0.35 + 0.01 * (1024 - 33))
 
 
-def test_a_baselines_parts_are_its_reductions() -> None:
-    entries = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    assert sent(baselines.measure("stock", SHAPES, CPU)) == 4 * entries
-    assert sent(baselines.measure("bf16", SHAPES, CPU)) == 2 * entries
-    assert baselines.measure("none", SHAPES, CPU) == []
-
-
-def test_a_baseline_sends_gradients_in_their_own_type() -> None:
+def test_baselines_are_reductions_of_gradients_in_their_own_type() -> None:
     """DistributedDataParallel has buckets of one type each, and sends bf16 gradients as they are."""
-    types = {"a": torch.bfloat16, "b": torch.bfloat16, "c": torch.bfloat16}
-    entries = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    for spec in ("stock", "bf16", "fp16"):
-        assert sent(baselines.measure(spec, SHAPES, CPU, types)) == 2 * entries
-    mixed = baselines.measure("stock", SHAPES, CPU, {"a": torch.bfloat16})
+    world, halves = World(0, 4), dict.fromkeys(SHAPES, torch.bfloat16)
+    for spec, size in (("none", 0), ("stock", 4), ("bf16", 2), ("fp16", 2), ("accumulate:steps=2", 4)):
+        assert sent(measure.measure(spec, SHAPES, world, 25, CPU)) == size * ENTRIES
+        assert sent(measure.measure(spec, SHAPES, world, 25, CPU, halves)) == min(2, size) * ENTRIES
+    mixed = measure.measure("stock", SHAPES, world, 25, CPU, {"a": torch.bfloat16})
     assert sent(mixed) == 2 * 30_000 + 4 * 20_100
     assert sorted(bucket.names for bucket in mixed) == [("a",), ("c", "b")]
-
-
-# ---- Many ranks
-
-MODEL = {"w": (64, 64)}
-# A ring, gathers, parts to all, a tree, a server, and hosts.
-MANY_RANKS_SPECS = ["dense", "topk", "topk:route=split", "orq:route=alltoall", "gtopk", "sketched_sgd", "topk:by_host=true"]
-
-
-def handed_over(message: Message) -> int:
-    """Count the bytes that a rank hands to the network for a message."""
-    return sum(message.to.values()) if message.kind == "send" else message.bytes
-
-
-@pytest.mark.parametrize("ranks", [16, 64, 256])
-@pytest.mark.parametrize("spec", MANY_RANKS_SPECS)
-def test_one_rank_sends_what_a_simulated_rank_sends(spec: str, ranks: int) -> None:
-    world = World(0, ranks, tuple(range(ranks)))
-    (bucket,) = measure.measure(spec, MODEL, world, 25, torch.device("cpu"), measure.Effort(settling=0, counted=1, seconds=0.0))
-    messages = [part.message for part in bucket.parts if part.message is not None]
-    simulation = gradcomp.Simulation(spec, MODEL, ranks)
-    simulation.step([{"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}] * ranks)
-    assert sum(map(handed_over, messages)) == simulation.bytes_sent[0]
+    assert [[part.message is None for part in bucket.parts] for bucket in mixed] == [[False, True]] * 2

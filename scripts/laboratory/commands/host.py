@@ -130,7 +130,7 @@ class Instant(RecordingNetwork):
     """A network that answers at once, as if all ranks had sent the same. seconds: that making the answers took."""
 
     def __init__(self, world: World):
-        super().__init__(world, lambda: None)
+        super().__init__(world, torch.device("cpu"))
         self.seconds = 0.0
 
     def start(self, request: Request, name: str) -> Answer:
