@@ -1,20 +1,26 @@
-"""The page of claims holds the tables of the committed results, and scripts/claims refuses what it cannot do."""
+"""The pages of claims and of auto beside stock hold figures of the committed results; scripts/claims refuses wrong words."""
+
+from __future__ import annotations
 
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("sklearn", reason="the page of claims was NOT compared with results: scikit-learn is not installed")
-
 from laboratory.commands import study
+from laboratory.commands.accuracy import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "claims.md"
-STUDIES = sorted(
-    path.stem for path in (ROOT / "benchmarks" / "results").glob("study-*.json") if f"{path.stem}.json" in PAGE.read_text()
-)
+RESULTS = ROOT / "benchmarks" / "results"
+CLAIMS = (ROOT / "docs" / "claims.md").read_text()
+STUDIES = sorted(path.stem for path in RESULTS.glob("study-*.json") if path.name in CLAIMS)
+RECORDS = sorted(path.name for path in RESULTS.glob("train-never-*.json"))
+
+
+def record(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
 
 
 def test_the_page_names_the_results_that_the_script_makes() -> None:
@@ -24,10 +30,9 @@ def test_the_page_names_the_results_that_the_script_makes() -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_page_holds_the_table_of_its_results(name: str) -> None:
-    content = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    for task, found in content["tasks"].items():
+    for task, found in record(f"{name}.json")["tasks"].items():
         table = study.markdown(task, found["lines"]).partition("\n\n")[2]
-        assert table in PAGE.read_text(), f"docs/claims.md needs this table:\n{table}"
+        assert table in CLAIMS, f"docs/claims.md needs this table:\n{table}"
 
 
 @pytest.mark.parametrize(
@@ -41,3 +46,52 @@ def test_the_page_holds_the_table_of_its_results(name: str) -> None:
 def test_wrong_words_are_refused(words: list[str], said: str) -> None:
     done = subprocess.run([ROOT / "scripts" / "claims", *words], capture_output=True, text=True)
     assert done.returncode == 1 and said in done.stderr
+
+
+def rows() -> dict[str, list[str]]:
+    """Read the page's table: the other cells of each row, by its first one."""
+    _, _, after = (ROOT / "docs" / "predict.md").read_text().partition("| link | `auto` chose |")
+    lines = after.partition("\n\n")[0].splitlines()[2:]
+    return {cells[0]: cells[1:] for line in lines for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+
+
+def link(rate: str) -> str:
+    """Name a link as the table does."""
+    named = cluster(4, rate).partition(", ")[2]
+    return "no limit" if named == "unshaped" else named
+
+
+def said(run: Any) -> dict[str, tuple[str | None, str, str]]:
+    """Return what a run says of each of its rows: the way that auto went on with, its time over stock's, and over bf16's."""
+    (line,) = (line for line in run["lines"] if line["way"] == "auto")
+    ends = line["auto"]["way"]
+
+    def cells(part: str) -> list[str]:
+        return [f"{of['median']:.2f} ({of['at_most']:.2f})" for of in (line[part]["stock"], line[part]["bf16"])]
+
+    before = link(run["rate"])
+    if not run["later"]:
+        return {before: (ends, *cells("over"))}
+    after = link(run["later"][0])
+    until = f"{before}, until there is no limit" if after == "no limit" else f"{before}, until it becomes {after}"
+    return {until: (None, *cells("over_before")), f"{after} from then on": (ends, *cells("over_after"))}
+
+
+def test_every_row_is_that_of_a_record_and_every_run_has_its_row() -> None:
+    table = rows()
+    runs = {row: what for name in RECORDS for run in record(name)["runs"] for row, what in said(run).items()}
+    assert table.keys() == runs.keys()
+    for row, (way, *figures) in runs.items():
+        chose, *cells = table[row]
+        assert [cell.replace("at most ", "") for cell in cells] == figures, row
+        if way is not None:
+            assert chose.replace("`", "").endswith(way.replace("stock in bf16", "in bf16")), (row, way)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_records_are_of_known_commits(name: str) -> None:
+    told = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if told.stdout.strip() != "false":
+        pytest.skip("no repository, or one without history: whether the records' commits are known was NOT checked")
+    commit = record(name)["commit"].removesuffix("-dirty")  # as the results themselves are, when the next one is made
+    assert not subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT).returncode, commit

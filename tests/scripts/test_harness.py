@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,36 +118,47 @@ def started_with(variable: bytes) -> dict[str, str]:
     return found
 
 
-def test_termination_leaves_no_process_behind() -> None:
-    pytest.importorskip("horovod.torch", reason="the end of horovodrun was NOT tested: Horovod is not installed")
+TRAIN = ["train", "--launcher", "local", "--hosts", "2", "--rounds", "1000000", "--set", "width=16", "--ways", "none,dense"]
+STUDY = ["study", "--tasks", "conv", "--ranks", "2", "--specs", "topk", "--jobs", "2", "--set", "width=2,steps=1000000"]
+
+
+@pytest.mark.parametrize(
+    ("words", "child"),
+    [(TRAIN, "-m laboratory.harness.rank"), pytest.param(STUDY, "multiprocessing.spawn", marks=pytest.mark.slow)],
+)
+def test_termination_leaves_no_process_behind(words: list[str], child: str, tmp_path: Path) -> None:
+    if words is TRAIN:
+        pytest.importorskip("horovod.torch", reason="the end of horovodrun was NOT tested: Horovod is not installed")
     mark = f"GRADCOMP_TEST_MARK={uuid.uuid4().hex}"
     name, _, value = mark.partition("=")
-    options = ["--launcher", "local", "--hosts", "2", "--rounds", "1000000", "--set", "width=16", "--ways", "none,dense"]
-    running = subprocess.Popen(
-        [sys.executable, ranks.SCRIPTS / "lab", "train", *options],
-        env=os.environ | {name: value},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert running.stderr is not None
-        for line in running.stderr:
-            if "by horovod: " in line:  # the ranks' progress
-                break
+    places = ["--cache", str(tmp_path), "--out", str(tmp_path)]
+    with (tmp_path / "said").open("w") as said:
+        running = subprocess.Popen(
+            [sys.executable, ranks.SCRIPTS / "lab", *words, *places], env=os.environ | {name: value}, stdout=said, stderr=said
+        )
+
+    def begun() -> bool:
         commands = list(started_with(mark.encode()).values())
-        assert sum("-m laboratory.harness.rank" in command for command in commands) >= 2
+        trains = words is STUDY or "by horovod: " in (tmp_path / "said").read_text()  # the ranks' progress
+        return trains and sum(child in command for command in commands) >= 2
+
+    try:
+        wait_until(begun, 60)
         running.send_signal(signal.SIGTERM)
-        said = running.communicate(timeout=60)[1]
-        assert running.returncode == 130 and "lab train: interrupted" in said
-        end = time.monotonic() + 20
-        while (left := started_with(mark.encode())) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert left == {}
+        assert running.wait(60) == 130 and f"lab {words[0]}: interrupted" in (tmp_path / "said").read_text()
+        wait_until(lambda: not started_with(mark.encode()), 20)
     finally:
         for process in started_with(mark.encode()):
             with suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
         running.wait()
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def launched(door: str, own: list[str]) -> dict[str, Any]:

@@ -1,18 +1,23 @@
-"""scripts/lab: its command line, and the rooms of the laboratory, whose imports go down only."""
+"""scripts/lab: its rooms, whose imports go down only; its command line, options, tables, progress and result files."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from laboratory import main
+from laboratory import main, options
+from laboratory.refusal import Refused
+from laboratory.report import progress, results, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -158,3 +163,80 @@ def test_an_interruption_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_the_recorded_command_names_no_folder() -> None:
     given = ["study", "--out", "/some/where", "--seeds", "2", "--cache=/else"]
     assert main.without_folders(given) == ["study", "--seeds", "2"]
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "found"),
+    [
+        (options.size, "16.8M", 16_800_000),
+        (options.size, "500k", 500_000),
+        (options.size, "1000", 1000),
+        (options.rates, "1gbit, 100MBIT,none", ["1gbit", "100mbit", "none"]),
+        (options.hosts, "2, 4,8", [2, 4, 8]),
+        (options.name, "my-run-2", "my-run-2"),
+        (options.folder, "new/folder", Path("new/folder")),
+        (options.folder, "/tmp", Path("/tmp")),
+        (options.specs, "dense,topk:ratio=0.01,momentum=0.9,half", ["dense", "topk:ratio=0.01,momentum=0.9", "half"]),
+        (options.specs, "dense;topk:ratio=0.01,momentum=0.9; half", ["dense", "topk:ratio=0.01,momentum=0.9", "half"]),
+        (options.specs, "dense,topk:ratio=0.1,wire=exact", ["dense", "topk:ratio=0.1,wire=exact"]),
+    ],
+)
+def test_options_are_read_as_people_write_them(read: Callable[[str], object], text: str, found: object) -> None:
+    assert read(text) == found
+
+
+@pytest.mark.parametrize(
+    ("read", "texts", "message"),
+    [
+        (options.size, ["", "1G", "999", "-5k", "3000M", "many"], "not a size"),
+        (options.rates, ["fast", "0gbit", "1gbit,", "100"], "not a rate"),
+        (options.hosts, ["1", "2,300", "two", "2,", "4,4"], "hosts|twice|whole number"),
+        (options.name, ["", "../x", "Upper", "a b"], "part of a file's name"),
+        (options.specs, ["tpk"], "did you mean 'topk'"),
+        (options.specs, ["topk:raito=1"], "did you mean 'ratio'"),
+        (options.specs, ["dense,dense"], "twice"),
+        (options.specs, [""], "nothing is given"),
+        (options.specs, ["stock"], "there is no compressor 'stock'"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_work(read: Callable[[str], Any], texts: list[str], message: str) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            read(text)
+
+
+def test_a_table_is_aligned() -> None:
+    rows = [("", "ms"), ("copy_", "1.5"), ("a", "10")]
+    assert tables.columns(rows).splitlines() == ["        ms", "-" * 10, "copy_  1.5", "a       10"]
+    assert tables.markdown(rows).splitlines() == ["|  | ms |", "|---|--:|", "| copy_ | 1.5 |", "| a | 10 |"]
+
+
+def test_a_missing_figure_is_named() -> None:
+    assert [tables.figure(value, "{:.1f}", "never") for value in (1.25, None)] == ["1.2", "never"]
+    assert [tables.milliseconds(seconds) for seconds in (2.0, 0.02, 0.002, 0.0002)] == ["2000", "20.0", "2.00", "0.2000"]
+
+
+def test_progress_comes_in_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = progress.Progress()
+    for step in range(1, 5):
+        shown(f"step {step}", step / 4)
+    assert [line.split()[:2] for line in capsys.readouterr().err.splitlines()] == [["step", "4"]]
+
+
+def test_a_result_file_names_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = argparse.Namespace(subcommand="kernels", command="scripts/lab kernels", name=None, out=tmp_path)
+    path = results.path_of(chosen, "cpu-x")
+    results.save(chosen, path, {"lines": []})
+    found = json.loads((tmp_path / "kernels-cpu-x.json").read_text())
+    assert list(found) == ["what", "command", "date", "commit", "machine", "versions", "lines"]
+    assert str(path) in capsys.readouterr().out
+    chosen.name = "mine"
+    assert results.path_of(chosen, "cpu-x", ".png").name == "kernels-mine.png"
+    assert results.path_of(argparse.Namespace(subcommand="confirm", name=None, out=tmp_path), None).name == "confirm.json"
+
+
+def test_a_broken_file_of_finished_work_is_named(tmp_path: Path) -> None:
+    assert results.read(tmp_path / "absent.json") is None
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(Refused, match=r"run\.json in .* is not JSON; delete it"):
+        results.read(tmp_path / "run.json")

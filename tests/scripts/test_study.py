@@ -1,15 +1,8 @@
 """The study: real runs, tiny, through the command line; its arithmetic against figures worked out by hand; its refusals."""
 
-import contextlib
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +18,6 @@ from laboratory.harness import settings
 from laboratory.main import main
 from laboratory.tasks import texts
 from laboratory.tasks.task import linear_rate
-
-ROOT = Path(__file__).resolve().parents[2]
 
 WIDTHS = {"mlp": 8, "conv": 2}
 SPEC = "topk:ratio=0.5,momentum=0.9"
@@ -136,37 +127,6 @@ def test_the_bound_of_the_steps_comes_from_leaving_seeds_out() -> None:
     assert one["times_at_most"] == pytest.approx(stats.upper_bound(pseudo) / 80, abs=1e-6)
     late = study.summarize("mlp", {"dense": dense, "a": {seed: slower(steps) for seed, steps in enumerate((2, 4, 38))}})[1]
     assert late["steps_to_loss"] == 95 and late["times_at_most"] is None  # without the first it never gets there
-
-
-@pytest.mark.slow
-def test_a_study_that_is_asked_to_end_leaves_no_process(tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "scripts" / "lab"), *command(tmp_path, "conv", jobs=2), "--set", "steps=1000000"]
-    running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        waits_until(lambda: len(list((tmp_path / "cache").glob("*.json"))) == 0 and len(session_of(running.pid)) >= 4)
-        running.terminate()
-        assert running.wait(30) == 130
-        waits_until(lambda: not session_of(running.pid))
-    finally:
-        for pid in session_of(running.pid):
-            os.kill(pid, signal.SIGKILL)
-        running.wait(10)
-
-
-def session_of(leader: int) -> list[int]:
-    """List the processes of a session: a study and its workers."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError):
-            found += [int(folder.name)] if os.getsid(int(folder.name)) == leader else []
-    return found
-
-
-def waits_until(true: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_the_error_column_of_older_records_is_shown() -> None:
