@@ -1,4 +1,4 @@
-"""Arithmetic of studies: standard errors, the bound of paired differences, smoothed curves, the step that reaches a loss."""
+"""Arithmetic of measurements: standard errors, bounds of paired differences and of medians, and smoothed curves."""
 
 from __future__ import annotations
 
@@ -41,16 +41,6 @@ def median_bounds(values: Sequence[float]) -> tuple[float | None, float | None]:
     return (ordered[k - 1], ordered[n - k]) if k else (None, None)
 
 
-def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Average several curves step by step."""
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
-
-
 def smooth(curve: Sequence[float], over: int = SMOOTHED) -> list[float]:
     """Average each step with the few before it."""
     return [statistics.fmean(curve[max(0, i + 1 - over) : i + 1]) for i in range(len(curve))]
-
-
-def steps_to(curve: Sequence[float], goal: float) -> int | None:
-    """Return the first step, counted from 1, at which the curve is down at the goal; None if it never is."""
-    return next((step for step, value in enumerate(curve, 1) if value <= goal), None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from clusters import need_cluster
 
-from laboratory.commands.paired import Worker
+from laboratory.commands.paired import worker
 from laboratory.main import main
 from laboratory.refusal import Refused
 from laboratory.stats import median_bounds
@@ -57,6 +57,7 @@ def test_a_folder_without_a_built_checkout_is_refused(side: str, tmp_path: Path,
 
 
 def test_a_worker_measures_its_own_checkout_only(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Refused, match=f"the worker of {ROOT.parent.name} ended with status 1; its message is above"):
-        Worker(ROOT.parent, "topk", 1)
+    message = f"the worker of {ROOT.parent.name} ended with status 1; its message is above"
+    with pytest.raises(Refused, match=message), worker(ROOT.parent, "topk", 1):
+        pass
     assert f"instead of the gradcomp in {ROOT.parent}" in capfd.readouterr().err

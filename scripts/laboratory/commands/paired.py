@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,44 +86,36 @@ os._exit(0)  # torch's threads and the process end in no fixed order, and now an
 """
 
 
-class Worker:
-    """Processes that time steps of one checkout. hosts: emulated ones; 0 simulates one rank."""
+@contextlib.contextmanager
+def worker(checkout: Path, spec: str, layers: int, hosts: int = 0, rate: str = "none") -> Iterator[Callable[[int], float]]:
+    """Run processes that time one checkout. Yield the function that takes some steps and returns the mean seconds of one.
 
-    def __init__(self, checkout: Path, spec: str, layers: int, hosts: int = 0, rate: str = "none"):
-        self._checkout = checkout
-        self._folder = tempfile.TemporaryDirectory()
-        orders = Path(self._folder.name, "orders")
+    hosts: emulated ones; 0 simulates one rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        orders = Path(folder, "orders")
         os.mkfifo(orders)
         program = BEGIN + (ON_HOSTS if hosts else SIMULATED) + SERVE
         command = [sys.executable, "-c", program, str(checkout), spec, str(layers), str(orders)]
         if hosts:
             command = [*ranks.on_cluster(hosts, rate, "ddp"), *command]
-        self._process = subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, text=True)
-        self._read("@ready")
-        self._orders = orders.open("w")
+        with subprocess.Popen(command, cwd=checkout, stdout=subprocess.PIPE, text=True) as process:
 
-    def seconds(self, steps: int) -> float:
-        """Return the mean seconds of some steps."""
-        print(steps, file=self._orders, flush=True)
-        return float(self._read("@seconds"))
+            def read(mark: str) -> str:
+                for line in process.stdout or []:
+                    if line.startswith(mark):
+                        return line.removeprefix(mark)
+                status = process.wait(timeout=60)
+                raise Refused(f"the worker of {checkout.name} ended with status {status}; its message is above")
 
-    def end(self) -> None:
-        """End the processes."""
-        self._orders.close()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._process.wait(timeout=60)
-        self._folder.cleanup()
+            read("@ready")
+            with orders.open("w") as told:
 
-    def _read(self, mark: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(mark):
-                return line.removeprefix(mark)
-        self._process.stdout.close()
-        self._folder.cleanup()
-        status = self._process.wait(timeout=60)
-        raise Refused(f"the worker of {self._checkout.name} ended with status {status}; its message is above")
+                def seconds(steps: int) -> float:
+                    print(steps, file=told, flush=True)
+                    return float(read("@seconds"))
+
+                yield seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -161,13 +153,11 @@ def compare(chosen: argparse.Namespace, spec: str, tell: Callable[[str, float], 
     """Time one spec's steps in both checkouts."""
     times: list[list[float]] = [[], []]
     with contextlib.ExitStack() as running:
-        workers = []
-        for checkout in (chosen.before, chosen.after):
-            workers.append(Worker(checkout.resolve(), spec, chosen.layers, chosen.hosts, chosen.rate))
-            running.callback(workers[-1].end)
+        given = (spec, chosen.layers, chosen.hosts, chosen.rate)
+        both = [running.enter_context(worker(each.resolve(), *given)) for each in (chosen.before, chosen.after)]
         for pair in range(chosen.pairs):
             for side in (0, 1) if pair % 2 else (1, 0):
-                times[side].append(workers[side].seconds(chosen.steps))
+                times[side].append(both[side](chosen.steps))
             tell(f"{spec}: pair {pair + 1} of {chosen.pairs}", (pair + 1) / chosen.pairs)
     ratios = [after / before for before, after in zip(*times, strict=True)]
     low, high = stats.median_bounds(ratios)

@@ -147,7 +147,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     worse = [sign * (a - score_of(b)) for a, b in zip(scores, others, strict=True)]
     losses = _curve(own)
     steps, reached = max(1, round(GOAL_AT * len(losses))), _reached(own, others)
-    bytes_sent = list(itertools.accumulate(stats.mean_curve([record["sent"] for record in own])))
+    bytes_sent = list(itertools.accumulate(_mean([record["sent"] for record in own])))
     kept = sorted({*range(POINTS - 1, len(losses), POINTS), len(losses) - 1})
     return {
         "spec": spec,
@@ -172,12 +172,18 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
 
 
 def _curve(records: Sequence[Record]) -> list[float]:
-    return stats.smooth(stats.mean_curve([_losses(record) for record in records]))
+    return stats.smooth(_mean([[number(loss) for loss in record["losses"]] for record in records]))
+
+
+def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
 def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
+    """Return the first step, counted from 1, in which the loss is down at dense's; None if it never is."""
     goals = _curve(dense)
-    return stats.steps_to(_curve(own), goals[max(1, round(GOAL_AT * len(goals))) - 1])
+    goal = goals[max(1, round(GOAL_AT * len(goals))) - 1]
+    return next((step for step, value in enumerate(_curve(own), 1) if value <= goal), None)
 
 
 def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int | None, steps: int) -> float | None:
@@ -202,10 +208,6 @@ def number(value: float | None) -> float:
 def or_none(value: float) -> float | None:
     """Round a figure for a result file; None stands for NaN."""
     return round(value, 6) if math.isfinite(value) else None
-
-
-def _losses(record: Record) -> list[float]:
-    return [number(loss) for loss in record["losses"]]
 
 
 def markdown(task: str, lines: Sequence[Line]) -> str:

@@ -26,11 +26,11 @@ POWERSGD_FROM = 2
 # The variable that names the folder of the published projects.
 PROJECTS = "GRADCOMP_PROJECTS"
 
-_RATIO = r"ratio=(0?\.\d+)"
+_RATIO = r":ratio=(0?\.\d+)"
 
 
 class Other(NamedTuple):
-    """A way that is no spec. example: the text that a user may write. knob: the pattern of its number, if it has one."""
+    """A way that is no spec. example: the text that a user may write. knob: the pattern of its number behind the name."""
 
     doors: tuple[str, ...]
     about: str
@@ -42,8 +42,10 @@ OTHERS = {
     "none": Other(DOORS, "no communication, the lower limit", "none"),
     "stock": Other(DOORS, "Horovod or DDP itself, dense", "stock"),
     "fp16": Other(DOORS, "Horovod's Compression.fp16, or DDP's hook", "fp16"),
-    "bf16": Other((DDP,), "DDP's hook; steps=4 adds up the gradients of four batches", "bf16:steps=4", r"steps=([1-9]\d*)"),
-    "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r"rank=([1-9]\d*)"),
+    "bf16": Other(
+        (DDP,), "DDP's hook; steps=4 adds up the gradients of four batches", "bf16:steps=4", r"(?::steps=([1-9]\d*))?"
+    ),
+    "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r":rank=([1-9]\d*)"),
     "grace": Other((HOROVOD,), "GRACE's Top-k with its residual memory, from --projects", "grace:ratio=0.01", _RATIO),
     "dgc": Other((HOROVOD,), "the authors' Deep Gradient Compression, from --projects", "dgc:ratio=0.01", _RATIO),
 }
@@ -51,13 +53,12 @@ OTHERS = {
 
 def other(way: str) -> tuple[str, float] | None:
     """Return the name and the number of a way that is no spec: 1 where it has none. None for a spec. Refuse a wrong one."""
-    name, colon, number = way.partition(":")
+    name = way.partition(":")[0]
     if name not in OTHERS:
         return None
-    found = re.fullmatch(OTHERS[name].knob, number) if colon and OTHERS[name].knob else None
-    if found is None and (colon or name in ("powersgd", "grace", "dgc")):
+    if not (found := re.fullmatch(name + OTHERS[name].knob, way)):
         raise ValueError(f"{way!r} is not a way to exchange gradients; write for example {OTHERS[name].example}")
-    return name, float(found[1]) if found else 1.0
+    return name, float(found[found.lastindex]) if found.lastindex else 1.0
 
 
 def is_spec(way: str) -> bool:

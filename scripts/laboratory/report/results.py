@@ -18,9 +18,9 @@ def path_of(chosen: argparse.Namespace, name: str | None, ending: str = ".json")
     return Path(chosen.out) / f"{stem}{ending}"
 
 
-def save(chosen: argparse.Namespace, path: Path, content: Mapping[str, Any], command: str | None = None) -> None:
-    """Write a subcommand's result after the kind, command, commit, machine and versions. `command`: of an earlier call."""
-    write(path, {"what": chosen.subcommand, **machine.origin(command or chosen.command), **content})
+def save(chosen: argparse.Namespace, path: Path, content: Mapping[str, Any]) -> None:
+    """Write a subcommand's result after the kind, command, commit, machine and versions."""
+    write(path, {"what": chosen.subcommand, **machine.origin(chosen.command), **content})
     print(f"written: {path}")
 
 
