@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -76,17 +76,8 @@ def accuracy(trained: nn.Module, digits: Digits) -> float:
         return float((trained(digits.test_x).argmax(1) == digits.test_y).float().mean())
 
 
-def mlp_job(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
-    """Make the digits with an MLP."""
-    return _job(model(seed, settings.width), settings, seed, ranks)
-
-
-def conv_job(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
-    """Make the digits with convolutions."""
-    return _job(conv(seed, settings.width), settings, seed, ranks)
-
-
-def _job(net: nn.Module, settings: Settings, seed: int, ranks: int) -> Job:
-    data = load()
+def job(net: Callable[[int, int], nn.Module], settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
+    """Make the digits with a net of this seed and width."""
+    data, made = load(), net(seed, settings.width)
     parts = [batches(data, rank, ranks, settings.batch, seed) for rank in range(ranks)]
-    return Job(net, parts, functional.cross_entropy, lambda: 100 * accuracy(net.eval(), data))
+    return Job(made, parts, functional.cross_entropy, lambda: 100 * accuracy(made.eval(), data))

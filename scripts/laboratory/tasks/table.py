@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from laboratory.tasks import cifar, digits, texts
 from laboratory.tasks.task import Settings, Task
 
@@ -14,11 +16,13 @@ OF_BYTES = Settings(
 ACCURACY, PERPLEXITY = ("accuracy in %", True), ("perplexity of a byte", False)
 
 TASKS = {
-    "mlp": Task(OF_DIGITS, *ACCURACY, digits.mlp_job, "handwritten digits with an MLP of 8.5 million parameters"),
+    "mlp": Task(
+        OF_DIGITS, *ACCURACY, partial(digits.job, digits.model), "handwritten digits with an MLP of 8.5 million parameters"
+    ),
     "conv": Task(
         OF_DIGITS._replace(steps=1500, batch=16, width=32),
         *ACCURACY,
-        digits.conv_job,
+        partial(digits.job, digits.conv),
         "the same digits with a small convolutional net",
     ),
     "cifar": Task(
