@@ -279,9 +279,9 @@ def test_a_later_rate_has_a_time(text: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_project_that_is_not_there_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("horovod.torch", reason="harness/projects.py was NOT tested: Horovod is not installed")
-    from laboratory.harness import projects
+    pytest.importorskip("horovod.torch", reason="harness/by_horovod.py was NOT tested: Horovod is not installed")
+    from laboratory.harness import by_horovod
 
     monkeypatch.setenv(ways.PROJECTS, str(tmp_path))
     with pytest.raises(Refused, match="there is no checkout of grace; name its parent folder by --projects"):
-        projects.grace(None, [], 0.01)
+        by_horovod.grace(None, [], 0.01)
