@@ -61,7 +61,7 @@ class Knob:
         if self.choices:
             return "one of " + ", ".join(map(as_text, self.choices))
         low = self.above if self.least is None else self.least
-        high = self.below if self.most is None else self.most
+        high = self.below if self.most in (None, math.inf) else self.most
         text = ""
         if low is not None and high is not None:
             text = f"in {'[' if self.above is None else '('}{as_text(low)}, {as_text(high)}{']' if self.below is None else ')'}"
@@ -69,8 +69,6 @@ class Knob:
             text = f"{'above' if self.least is None else 'at least'} {as_text(low)}"
         elif high is not None:
             text = f"{'below' if self.most is None else 'at most'} {as_text(high)}"
-        if self.most == math.inf:
-            text = f"{'above' if self.least is None else 'at least'} {as_text(low)}"
         if self.multiple > 1:
             text += f"{' and ' if text else ''}a multiple of {self.multiple}"
         return f"{self.word} or {text}" if self.word else text

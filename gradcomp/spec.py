@@ -78,12 +78,7 @@ def names() -> list[str]:
         >>> "topk" in gradcomp.names()
         True
     """
-    return list(_names())
-
-
-@functools.cache
-def _names() -> tuple[str, ...]:
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(compressors.__path__)))
+    return sorted(module.name for module in pkgutil.iter_modules(compressors.__path__))
 
 
 @functools.cache

@@ -237,11 +237,7 @@ class Capacity:
             self.entries = max(1, min(wanted, self.largest))
 
     def save(self) -> dict[str, Any]:
-        return {
-            "entries": self.entries,
-            "copied": [counts.largest() for counts in self._copied],
-            "known": list(self._known),
-        }
+        return {"entries": self.entries, "copied": [counts.largest() for counts in self._copied], "known": list(self._known)}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         self.entries = read_int(saved, "entries", 1, self.largest)

@@ -40,10 +40,9 @@ def take(acc: Acc, k: int, wire: str, route: str) -> Taken:
     return codec_of(wire, route).take(acc, k, _mask_of(acc, route), packs=route == "allgather")
 
 
-def take_above(acc: Acc, capacity: int, bar: Bar, wire: str, route: str, changes: bool = False) -> Taken:
-    """Move the entries above the bar out of acc, at most `capacity`, for exchange(). changes: the caller changes values."""
-    packs = route == "allgather" and not changes
-    return codec_of(wire, route).take_above(acc, capacity, bar, _mask_of(acc, route), packs)
+def take_above(acc: Acc, capacity: int, bar: Bar, wire: str, route: str) -> Taken:
+    """Move the entries above the bar out of acc, at most `capacity`, for exchange()."""
+    return codec_of(wire, route).take_above(acc, capacity, bar, _mask_of(acc, route), packs=route == "allgather")
 
 
 def _mask_of(acc: Acc, route: str) -> Mask | None:

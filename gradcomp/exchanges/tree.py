@@ -52,12 +52,7 @@ Dropped = tuple[Tensor, Tensor]
 
 
 def sparse_sum(
-    acc: Acc,
-    taken: Payload,
-    world: World,
-    *,
-    kept_share: float = 0.0,
-    observe: CountObserver | None = None,
+    acc: Acc, taken: Payload, world: World, *, kept_share: float = 0.0, observe: CountObserver | None = None
 ) -> Steps:
     """Sum the entries that all ranks took along a tree; each merge sends on only as many sums as a payload holds.
 

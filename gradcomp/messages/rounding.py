@@ -27,7 +27,6 @@ class Rounding(ABC):
 
     form: Form
 
-    @abstractmethod
     def take(
         self,
         residual: Tensor,
@@ -43,6 +42,14 @@ class Rounding(ABC):
         key: seeds the random rounding. payload: the payload to fill, of this form or larger; None = a new one.
         memory: lends scratch.
         """
+        payload = payloads.empty(self.form, residual.device) if payload is None else payload
+        self._fill(payload, residual, bounds, flag, key, memory)
+        return payload
+
+    @abstractmethod
+    def _fill(
+        self, payload: Payload, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, memory: Memory | None
+    ) -> None: ...
 
     @abstractmethod
     def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
@@ -67,25 +74,14 @@ class HalfRounding(Rounding):
         self.n, self._most = n, torch.finfo(HALF_TYPES[kind]).max
         self.form: Form = (Field("header", torch.int32, 2), Field("values", HALF_TYPES[kind], n))
 
-    def take(
-        self,
-        residual: Tensor,
-        bounds: Tensor | None,
-        flag: Tensor | None,
-        key: int,
-        payload: Payload | None = None,
-        memory: Memory | None = None,
-    ) -> Payload:
+    def _fill(
+        self, payload: Payload, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, memory: Memory | None
+    ) -> None:
         # With a flag, entries too large for 16 bits stay in the residual. Without one they become infinite, as in a cast.
-        payload = payloads.empty(self.form, residual.device) if payload is None else payload
         values = self._values(payload)
         kernels.write_header(payload["header"], flag)
-        if flag is None:
-            values.copy_(residual)
-        else:
-            values.copy_(residual.clamp(-self._most, self._most))
+        values.copy_(residual if flag is None else residual.clamp(-self._most, self._most))
         residual.sub_(values)
-        return payload
 
     def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
         for payload in received:
@@ -132,21 +128,14 @@ class LevelRounding(Rounding):
             Field("words", torch.int64, kernels.words(n, rule.group, rule.count)),
         )
 
-    def take(
-        self,
-        residual: Tensor,
-        bounds: Tensor | None,
-        flag: Tensor | None,
-        key: int,
-        payload: Payload | None = None,
-        memory: Memory | None = None,
-    ) -> Payload:
+    def _fill(
+        self, payload: Payload, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, memory: Memory | None
+    ) -> None:
         rule, device = self.rule, residual.device
-        payload = payloads.empty(self.form, device) if payload is None else payload
         if self._is_whole(payload):
             sizes = rule.group, rule.count
             kernels.find_and_take_levels(residual, rule.kind, *sizes, key, payload.bytes, rule.stochastic, bounds, flag, memory)
-            return payload
+            return
         levels = torch.empty(self.groups * rule.count, device=device)
         cuts = torch.empty(self.groups, device=device)
         kernels.find_levels(residual, rule.kind, rule.group, rule.count, levels, cuts, bounds)
@@ -156,7 +145,6 @@ class LevelRounding(Rounding):
         kernels.write_header(payload["header"], flag)
         fixed_cuts = None if rule.stochastic else cuts
         kernels.take_levels(residual, self._levels(payload), rule.group, rule.count, key, self._words(payload), fixed_cuts)
-        return payload
 
     def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
         levels, words = [*map(self._levels, received)], [*map(self._words, received)]

@@ -253,11 +253,7 @@ class Compact(Codec):
 
 @functools.lru_cache(maxsize=1024)
 def _exact_form(capacity: int) -> Form:
-    return (
-        Field("header", torch.int32, 2),
-        Field("values", torch.float32, capacity),
-        Field("indices", torch.int32, capacity),
-    )
+    return (Field("header", torch.int32, 2), Field("values", torch.float32, capacity), Field("indices", torch.int32, capacity))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -124,10 +124,7 @@ def built_with() -> tuple[list[str], list[str]]:
     """List the launchers that Horovod was built for, and the libraries that it reduces tensors with."""
     launchers = {"Gloo": hvd.gloo_built, "MPI": hvd.mpi_built}
     operations = {"NCCL": hvd.nccl_built, "oneCCL": hvd.ccl_built, "Gloo": hvd.gloo_built, "MPI": hvd.mpi_built}
-    return (
-        [name for name, built in launchers.items() if built()],
-        [name for name, built in operations.items() if built()],
-    )
+    return ([name for name, built in launchers.items() if built()], [name for name, built in operations.items() if built()])
 
 
 def _wait_on_stream(output: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ since the replies of one server would cost more bytes than codes save.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from gradcomp.compressors.lgc import autoencoder, common_entries
 from gradcomp.compressors.lgc.autoencoder import Autoencoder
-from gradcomp.compressors.lgc.common_entries import CommonEntries, CommonIndices, IndexSelection, SharedMean
+from gradcomp.compressors.lgc.common_entries import CommonEntries, CommonIndices, IndexSelection
 from gradcomp.compressors.lgc.phases import CODE, DENSE, LEARN, SUMMARY_LENGTH, CodeError, Phases
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
 from gradcomp.core.requests import Field, Requests, World, reduce
@@ -36,8 +35,6 @@ from gradcomp.native import kernels
 from gradcomp.native.memory import Update
 from gradcomp.saved import entry, read_int, table
 
-# With at most this many ranks, gathering codes in half precision sends fewer bytes than summing codes in single precision.
-MOST_RANKS_FOR_HALF = 4
 # The largest share of the entries with which first=auto sends the first layer dense.
 SMALL_FIRST_LAYER = 0.01
 
@@ -101,7 +98,6 @@ class Lgc(Compressor):
         return {
             "phase": state.phase,
             "code_error": state.error.error,
-            "learning_seconds": state.stopwatch.seconds,
             "learned_anew": state.phases.relearned,
         }
 
@@ -120,13 +116,19 @@ class Lgc(Compressor):
     def _exchange_sparse(self, acc: Acc, state: LgcState, coder: Autoencoder, world: World) -> Requests[None]:
         """Exchange the last layer, the middle and the first layer, and fill in the state's update."""
         update = state.update.zero_()
-        yield from self._send_largest(_slice(acc, state.last), Update(update[state.last]), world)
+        last = _slice(acc, state.last)
+        if n := len(last.residual):
+            taken = CODECS[self.wire].take(last, count_of(self.ratio, n), last.mask, packs=True)
+            yield from routes.allgather(last, taken, world, into=Update(update[state.last]))
         middle, middle_update = _slice(acc, state.middle), update[state.middle]
         entries = yield from self._select_entries(middle, middle_update, state, coder, world)
         if state.phase == LEARN:
-            shared, checked, errors = yield from self._learn(entries, state, coder)
+            shared, checked, errors = yield from common_entries.learn(entries, coder, self.window, state.phases.steps)
         else:
-            shared = yield from self._exchange_codes(entries, coder)
+            if self.has_server:
+                shared = common_entries.decode_leader_codes(entries, coder)
+            else:
+                shared = yield from common_entries.exchange_codes(entries, coder)
             checked, errors = entries.normalised, shared.error / entries.common.scales
         first = _slice(acc, state.first)
         summary = state.error.summarise(checked, errors, acc.flag, state.phases.rate_fell)
@@ -156,24 +158,6 @@ class Lgc(Compressor):
             innovations = yield from common_entries.gather_innovations(middle, common, count, CODECS[self.wire], zeros)
         return CommonEntries(common.read(middle.residual), common, world, innovations)
 
-    def _learn(
-        self, entries: CommonEntries, state: LgcState, coder: Autoencoder
-    ) -> Requests[tuple[SharedMean, Tensor, Tensor]]:
-        """Gather all ranks' entries uncoded, and learn from a window of them.
-
-        Return the mean, this rank's entries in the window, and their coding errors.
-        """
-        all_ranks = yield from common_entries.gather_entries(entries)
-        with state.stopwatch:
-            checked, errors = common_entries.learn(entries, all_ranks, coder, self.window, state.phases.steps)
-        return common_entries.exact_mean(all_ranks, entries.world.share), checked, errors
-
-    def _exchange_codes(self, entries: CommonEntries, coder: Autoencoder) -> Requests[SharedMean]:
-        """Exchange all ranks' codes, unless the leaders' codes have come with the indices."""
-        if self.has_server:
-            return common_entries.decode_leader_codes(entries, coder)
-        return (yield from common_entries.exchange_codes(entries, coder, self._half_precision(entries.world)))
-
     def _coder(self, state: LgcState, world: World) -> Autoencoder:
         """Return the autoencoder for this number of ranks. New decoders must be learned if the number has changed."""
         decoders = world.size if self.has_server else 1
@@ -186,23 +170,11 @@ class Lgc(Compressor):
     def _autoencoder(self, decoders: int, state: LgcState) -> Autoencoder:
         return Autoencoder(decoders, self.has_server, state.seed, state.update.device)
 
-    def _half_precision(self, world: World) -> bool:
-        """Return whether codes travel in half precision."""
-        return self.has_server or world.size <= MOST_RANKS_FOR_HALF
-
-    def _send_largest(self, acc: Acc, update: Update, world: World) -> Requests[None]:
-        """Send this rank's largest entries as they are. The update must be zero."""
-        n = len(acc.residual)
-        if n:
-            taken = CODECS[self.wire].take(acc, count_of(self.ratio, n), acc.mask, packs=True)
-            yield from routes.allgather(acc, taken, world, into=update)
-
     def _share_indices(self, acc: Acc, selection: IndexSelection, coder: Autoencoder, coded: bool) -> Requests[CommonIndices]:
         """Send the leaders' indices to all ranks, and the leaders' codes if instance=server uses codes now."""
         chosen, code = selection.choose(acc.residual, acc.memory), None
         if coded and self.has_server:
-            dtype = torch.float16 if self._half_precision(selection.world) else torch.float32
-            code = Field("code", dtype, autoencoder.CODE_CHANNELS * autoencoder.code_length(selection.k))
+            code = Field("code", torch.float16, autoencoder.CODE_CHANNELS * autoencoder.code_length(selection.k))
             if chosen:
                 indices = selection.locate(chosen["indices"], selection.leaders.index(selection.world.rank))
                 chosen["code"] = common_entries.encode(coder, (acc.residual[indices] / chosen["scale"])[None])
@@ -222,7 +194,6 @@ class LgcState:
     def __init__(self, layout: Layout, seed: int, knobs: Lgc):
         self.seed, self.phases, self.phase = seed, Phases(knobs.dense, knobs.learn), DENSE
         self.error = CodeError(knobs.max_code_error, seed, layout.device)
-        self.stopwatch = Stopwatch(layout.device)
         self.coder: Autoencoder | None = None
         last_end, first_begin = _middle(layout)  # a bucket begins with the model's last layer
         is_large = layout.total - first_begin > SMALL_FIRST_LAYER * layout.total
@@ -232,41 +203,6 @@ class LgcState:
         self.first = slice(first_begin, layout.total)
         self.update = torch.zeros(layout.total, device=layout.device)
         self.first_buffer = torch.zeros(layout.total - first_begin + SUMMARY_LENGTH, device=layout.device)
-
-
-class Stopwatch:
-    """A context manager that adds up the time of its blocks. A GPU's time is read only when `seconds` is asked for."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._marks: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._mark()
-
-    def __exit__(self, *failure: object) -> None:
-        self._mark()
-        if not self._on_gpu:
-            end, begin = self._marks.pop(), self._marks.pop()
-            self._seconds += end - begin
-
-    def _mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        """Return the total so far; wait for a GPU to finish its blocks."""
-        for begin, end in zip(self._marks[::2], self._marks[1::2], strict=True):
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1000
-        self._marks.clear()
-        return self._seconds
 
 
 def _slice(acc: Acc, span: slice) -> Acc:

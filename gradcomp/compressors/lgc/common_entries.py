@@ -20,7 +20,6 @@ from gradcomp.core.requests import Field, Form, Payload, Requests, World, gather
 from gradcomp.exchanges.split import Partition
 from gradcomp.messages import ascending
 from gradcomp.messages import payload as payloads
-from gradcomp.messages.payload import wrap
 from gradcomp.messages.sparse import EXACT, Codec, count_of
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST, LINE
@@ -30,6 +29,8 @@ from gradcomp.native.memory import Memory
 CLIP = 1000.0
 # Numbers of a code are clipped to this; half precision holds at most 65,504.
 LARGEST_CODE = 6e4
+# With at most this many ranks, gathering codes in half precision sends fewer bytes than summing codes in single precision.
+MOST_RANKS_FOR_HALF = 4
 # The least entries of a row in a learning window, if the row has so many.
 SHORTEST_WINDOW = 32
 
@@ -211,23 +212,12 @@ def gather_innovations(acc: Acc, common: CommonIndices, count: int, codec: Codec
     return Innovations(torch.stack(inside), outside)
 
 
-def gather_entries(entries: CommonEntries) -> Requests[Tensor]:
-    """Gather every rank's entries as they are, [ranks, rows, k]."""
-    received = yield from gather(wrap(entries.values.flatten()))
-    return torch.stack([payload["bytes"].view(entries.values.shape) for payload in received])
-
-
-def exact_mean(all_ranks: Tensor, share: float) -> SharedMean:
-    """Average the gathered entries. No error is left. share: a factor with which their sums cannot overflow."""
-    return SharedMean(ordered_mean(all_ranks * share) / share, torch.zeros_like(all_ranks[0]))
-
-
-def exchange_codes(entries: CommonEntries, coder: Autoencoder, half: bool) -> Requests[SharedMean]:
+def exchange_codes(entries: CommonEntries, coder: Autoencoder) -> Requests[SharedMean]:
     """Average all ranks' codes and decode the mean. A rank's error is the one of its own code."""
     codes = encode(coder, entries.normalised)
-    if half:
+    if entries.world.size <= MOST_RANKS_FOR_HALF:
         codes = codes.half()
-        received = yield from gather(wrap(codes.flatten()))
+        received = yield from gather(payloads.wrap(codes.flatten()))
         mean_code = ordered_mean(torch.stack([payload["bytes"].double() for payload in received]))
     else:
         mean_code = yield from reduce(codes.flatten().clone(), 1 / entries.world.size)
@@ -255,12 +245,16 @@ def encode(coder: Autoencoder, rows: Tensor) -> Tensor:
     return coder.encode(rows.clamp(-CLIP, CLIP)).clamp(-LARGEST_CODE, LARGEST_CODE)
 
 
-def learn(entries: CommonEntries, all_ranks: Tensor, coder: Autoencoder, window: int, step: int) -> tuple[Tensor, Tensor]:
-    """Take one learning step on a window of all ranks' entries.
+def learn(entries: CommonEntries, coder: Autoencoder, window: int, step: int) -> Requests[tuple[SharedMean, Tensor, Tensor]]:
+    """Gather all ranks' entries as they are, and take one learning step on a window of them.
 
-    Return this rank's normalised entries in the window, and the errors that codes would have made there.
+    Return their mean, this rank's normalised entries in the window, and the errors that codes would have made there.
     window: entries of all ranks to learn from.
     """
+    received = yield from gather(payloads.wrap(entries.values.flatten()))
+    all_ranks = torch.stack([payload["bytes"].view(entries.values.shape) for payload in received])  # [ranks, rows, k]
+    share = entries.world.share
+    mean = SharedMean(ordered_mean(all_ranks * share) / share, torch.zeros_like(entries.values))
     ranks, count, k = all_ranks.shape
     rows = min(count, max(1, window // (ranks * SHORTEST_WINDOW)))
     columns = min(k, max(SHORTEST_WINDOW, window // (ranks * rows)))
@@ -275,7 +269,7 @@ def learn(entries: CommonEntries, all_ranks: Tensor, coder: Autoencoder, window:
         ordered = part.in_leader_order(normalised)
         decoded = coder.decode(encode(coder, ordered[:, 0]), columns, innovations)
         coder.learn(lambda weights: coder.loss_of_each(ordered, innovations, weights))
-    return own, own - part.select_own(decoded)
+    return mean, own, own - part.select_own(decoded)
 
 
 def _window(step: int, length: int, size: int) -> slice:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradcomp.compressors.lgc import common_entries
 from gradcomp.compressors.lgc.common_entries import CommonEntries, CommonIndices, IndexSelection, Innovations
 from gradcomp.core.requests import Gather, Send, World
+from gradcomp.messages import payload
 from gradcomp.native.memory import Memory
 
 
@@ -63,7 +64,11 @@ def test_no_more_is_learned_from_than_the_window_holds(ranks: int, count: int, k
 
     rows, window = rows_of(0, ranks, count, k, innovations=innovations), 4096
     for turn in range(20):
-        has, misses = common_entries.learn(rows, torch.randn(ranks, count, k), Coder(), window, turn)  # type: ignore[arg-type]
+        learning = common_entries.learn(rows, Coder(), window, turn)  # type: ignore[arg-type]
+        next(learning)
+        with pytest.raises(StopIteration) as end:
+            learning.send([payload.wrap(torch.randn(count * k)) for _ in range(ranks)])
+        _, has, misses = end.value.value
         assert has.shape == misses.shape == seen[-1][1:]
     assert all(shape[0] == ranks for shape in seen)
     sizes = {shape[0] * shape[1] * shape[2] for shape in seen}

@@ -161,13 +161,6 @@ def test_neither_draws_nor_weights_of_the_user_are_touched() -> None:
     assert torch.equal(torch.rand(4), wanted)
 
 
-def test_how_long_learning_takes_is_said() -> None:
-    simulation = gradcomp.Simulation(spec_of("", learn=3), SHAPES, 4)
-    for step in range(6):
-        simulation.step(draw(step))
-    assert 0 < simulation.stats()["learning_seconds"] < 3 * 2.0
-
-
 def test_entries_that_waited_start_with_fresh_momentum() -> None:
     simulation = gradcomp.Simulation(spec_of("momentum=0.9"), SHAPES, 4)
     before = {}
