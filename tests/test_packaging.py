@@ -32,9 +32,9 @@ def required(extra: str) -> dict[str, Requirement]:
     return {each.name: each for each in found if each.marker and each.marker.evaluate({"extra": extra})}
 
 
-def imported(folder: Path) -> set[str]:
+def imported(folder: Path, pattern: str = "*.py") -> set[str]:
     """List the packages that the files of a folder import."""
-    nodes = [node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for path in folder.rglob(pattern) for node in ast.walk(ast.parse(path.read_text()))]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
     return {name.partition(".")[0] for name in names}
@@ -71,7 +71,7 @@ def test_the_horovod_extra_is_the_version_that_setup_builds() -> None:
 
 def test_the_demo_extra_is_what_the_demo_imports() -> None:
     used = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "Pillow"}
-    others = imported(ROOT / "scripts" / "laboratory" / "demo") | imported(ROOT / "scripts" / "laboratory" / "tasks")
+    others = imported(ROOT / "scripts" / "laboratory", "demo.py") | imported(ROOT / "scripts" / "laboratory" / "tasks")
     others -= {*sys.stdlib_module_names, "gradcomp", "laboratory", "torch", "numpy", "horovod"}
     assert others <= set(used) and set(required("demo")) == set(used.values())
 

@@ -15,22 +15,20 @@ pytest.importorskip("sklearn", reason="the demo was NOT tested: scikit-learn is 
 pytest.importorskip("matplotlib", reason="the demo was NOT tested: matplotlib is not installed")
 pytest.importorskip("horovod.torch", reason="the demo was NOT tested: Horovod is not installed")
 
-from laboratory import machine, ranks
-from laboratory.demo import run
+from laboratory import demo, machine, ranks
 from laboratory.report.tables import columns
 from laboratory.tasks import digits
 
 
-def figures(spec: str, sent: int) -> dict[str, Any]:
+def figures(way: str, sent: int) -> dict[str, Any]:
     return {
-        "spec": spec,
-        "ranks": 2,
+        "way": way,
         "parameters": 1000,
-        "seconds": [0.01, 0.02, 0.5],
+        "seconds": 0.06,
         "losses": [2.0, 1.0, 0.5],
-        "bytes_per_step": sent,
-        "accuracy": 0.9625,
-        "ranks_equal": True,
+        "sent": [sent] * 3,
+        "scores": [[3, 0.06, 96.25]],
+        "weights_are_equal": True,
     }
 
 
@@ -60,7 +58,7 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
 
 
 def test_the_table_is_aligned_and_has_the_figures() -> None:
-    lines = columns(run.rows([figures("dense", 4000), figures("topk:ratio=0.01", 80)])).splitlines()
+    lines = columns(demo.rows([figures("stock", 4000), figures("topk:ratio=0.01", 80)])).splitlines()
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
     assert lines[3].split() == ["topk:ratio=0.01", "20", "ms", "80", "50", "x", "96.2", "%", "1.1667"]
@@ -69,18 +67,18 @@ def test_the_table_is_aligned_and_has_the_figures() -> None:
 def test_ranks_that_differ_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    differing = [figures("dense", 4000) | {"ranks_equal": False}, figures("topk", 80)]
-    monkeypatch.setattr(run, "train", lambda label, spec, options: differing.pop(0))
-    assert run.main(["--out", str(tmp_path)]) == 0
+    differing = [figures("stock", 4000) | {"weights_are_equal": False}, figures("topk", 80)]
+    monkeypatch.setattr(demo, "train", lambda label, spec, options: differing.pop(0))
+    assert demo.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "dense: the ranks' weights DIFFER" in said and "topk: the ranks' weights" not in said
+    assert "stock: the ranks' weights DIFFER" in said and "topk: the ranks' weights" not in said
 
 
 def test_a_failing_training_shows_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ranks, "command", lambda launcher, count, job: ["sh", "-c", "echo the network broke; exit 3"])
-    assert run.main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(ranks, "command", lambda *given: ["sh", "-c", "echo the network broke; exit 3"])
+    assert demo.main(["--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "the network broke\n" in said
     assert f"demo: the ranks of dense failed with status 3; all output is in {tmp_path / 'dense.log'}" in said
@@ -89,13 +87,13 @@ def test_a_failing_training_shows_the_end_of_its_log(
 
 def test_a_wrong_spec_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run.main(["--spec", "tpk"])
+        demo.main(["--spec", "tpk"])
     assert ended.value.code == 2 and "did you mean 'topk'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a strange host name was NOT tried: needs root")
 def test_a_host_name_that_does_not_resolve_ends_the_demo_before_the_training(tmp_path: Path) -> None:
-    command = f"hostname nowhere-{os.getpid()} && exec {sys.executable} -m laboratory.demo.run --out {tmp_path}"
+    command = f"hostname nowhere-{os.getpid()} && exec {sys.executable} -m laboratory.demo --out {tmp_path}"
     environment = {**os.environ, "PYTHONPATH": str(machine.ROOT / "scripts")}
     done = subprocess.run(["unshare", "--uts", "sh", "-c", command], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "Handwritten" not in done.stdout
@@ -106,7 +104,7 @@ def test_a_host_name_that_does_not_resolve_ends_the_demo_before_the_training(tmp
 def test_a_folder_that_may_not_be_written_is_refused_before_the_training(tmp_path: Path) -> None:
     bind = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,bind,ro {tmp_path} && cd {tmp_path}"
     environment = {**os.environ, "PYTHONPATH": str(machine.ROOT / "scripts")}
-    command = ["unshare", "--mount", "sh", "-c", f"{bind} && exec {sys.executable} -m laboratory.demo.run"]
+    command = ["unshare", "--mount", "sh", "-c", f"{bind} && exec {sys.executable} -m laboratory.demo"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"argument --out: this user may not write to '{tmp_path}'; name another folder" in done.stderr
@@ -114,7 +112,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_the_training(tmp_pat
 
 @pytest.mark.slow
 def test_the_demo_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--steps", "150", "--width", "64", "--spec", "topk:ratio=0.1", "--out", str(tmp_path)]) == 0
+    assert demo.main(["--steps", "150", "--width", "64", "--spec", "topk:ratio=0.1", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     parameters = 64 * 64 + 2 * 64 * 64 + 3 * 64 + 64 * 10 + 10
     dense, compressed = (line for line in said.splitlines() if " ms " in line and " % " in line)

@@ -107,10 +107,6 @@ def one_bit(record: dict[str, Any]) -> None:
     record["weights"][7] = torch.nextafter(record["weights"][7], torch.tensor(torch.inf))
 
 
-def another_gradient(record: dict[str, Any]) -> None:
-    record["given"][-1] += 0.01
-
-
 def no_end(record: dict[str, Any]) -> None:
     record["final"] = False
 
@@ -119,7 +115,6 @@ def no_end(record: dict[str, Any]) -> None:
     ("fault", "name", "said"),
     [
         (one_bit, "replicas", "ranks [1] differ"),
-        (another_gradient, "conservation", "gave other gradients"),
         (no_end, "all ranks end", "1 of 2 ranks"),
     ],
 )

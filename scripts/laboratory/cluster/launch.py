@@ -34,56 +34,43 @@ class Place:
     local: int
 
 
-@dataclass(frozen=True)
-class World:
-    """The hosts, and the ranks on each."""
-
-    hosts: list[Host]
-    ranks_per_host: int
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.hosts) * self.ranks_per_host
-
-    def places(self) -> list[Place]:
-        """List the ranks' places."""
-        each = self.ranks_per_host
-        return [Place(self.hosts[rank // each], rank, rank // each, rank % each) for rank in range(self.size)]
+def places(hosts: list[Host], each: int) -> list[Place]:
+    """List the places of so many ranks on each host."""
+    return [Place(host, cross * each + local, cross, local) for cross, host in enumerate(hosts) for local in range(each)]
 
 
-def rendezvous(launcher: str, world: World) -> dict[str, str]:
+def rendezvous(launcher: str, hosts: list[Host], each: int) -> dict[str, str]:
     """Return the variables that all ranks share. For Horovod, start the server that they name."""
     common = {"NCCL_SOCKET_IFNAME": INTERFACE}
     if launcher == "torch":
-        return common | {"MASTER_ADDR": world.hosts[0].name, "MASTER_PORT": str(TORCH_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+        return common | {"MASTER_ADDR": hosts[0].name, "MASTER_PORT": str(TORCH_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
     return common | {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": world.hosts[0].address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(_serve(world)),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": hosts[0].address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(_serve(hosts, each)),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_GLOO_IFACE": INTERFACE,
     }
 
 
-def variables(launcher: str, world: World, place: Place) -> dict[str, str]:
+def variables(launcher: str, hosts: int, each: int, place: Place) -> dict[str, str]:
     """Return one rank's variables, as horovodrun or torchrun sets them."""
     own = {"RANK": place.rank, "LOCAL_RANK": place.local}
     if launcher == "torch":
-        own |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.ranks_per_host}
+        own |= {"WORLD_SIZE": hosts * each, "LOCAL_WORLD_SIZE": each}
         return {name: str(value) for name, value in own.items()}
-    own |= {"SIZE": world.size, "LOCAL_SIZE": world.ranks_per_host, "CROSS_RANK": place.cross, "CROSS_SIZE": len(world.hosts)}
+    own |= {"SIZE": hosts * each, "LOCAL_SIZE": each, "CROSS_RANK": place.cross, "CROSS_SIZE": hosts}
     return {f"HOROVOD_{name}": str(value) for name, value in own.items()} | {"HOROVOD_HOSTNAME": place.host.name}
 
 
-def _serve(world: World) -> int:
+def _serve(hosts: list[Host], each: int) -> int:
     """Start Horovod's rendezvous server on the first host. Return its port."""
-    plan = ",".join(f"{host.name}:{world.ranks_per_host}" for host in world.hosts)
+    plan = ",".join(f"{host.name}:{each}" for host in hosts)
     server = subprocess.Popen(
         [sys.executable, "-c", RENDEZVOUS, plan],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        preexec_fn=world.hosts[0].namespaces.enter,
+        preexec_fn=hosts[0].namespaces.enter,
     )
     assert server.stdout
     port = server.stdout.readline().strip()

@@ -42,7 +42,7 @@ def build(count: int, rate: str | None) -> list[Host]:
     middle = Namespaces.current()
     # A socket for both IPv4 and IPv6 sees a peer in the second form. Torch warns where that has no name.
     table = "127.0.0.1 localhost\n::1 localhost\n" + "".join(
-        f"{form}{_address(i)} {_name(i)}\n" for form in ("", "::ffff:") for i in range(count)
+        f"{form}10.77.0.{i + 1} host{i}\n" for form in ("", "::ffff:") for i in range(count)
     )
     hosts = [_host(i, table) for i in range(count)]
     middle.enter()
@@ -53,25 +53,19 @@ def build(count: int, rate: str | None) -> list[Host]:
     return hosts
 
 
-def _name(i: int) -> str:
-    return f"host{i}"
-
-
-def _address(i: int) -> str:
-    return f"10.77.0.{i + 1}"
-
-
 def _host(i: int, table: str) -> Host:
     """Move this process into a new host with its own network, host name, /etc/hosts, /sys and /dev/shm."""
     kernel.unshare(kernel.NEW_NET | kernel.NEW_NAMES | kernel.NEW_MOUNTS)
-    socket.sethostname(_name(i))  # gloo listens at the address of the host's own name, and Horovod's process sets rely on that
+    socket.sethostname(
+        f"host{i}"
+    )  # gloo listens at the address of the host's own name, and Horovod's process sets rely on that
     kernel.mount("tmpfs", "/sys")  # for the hosts file, so that none is on disk; the bind below keeps it alive
     Path("/sys/hosts").write_text(table)
     kernel.mount("hosts", "/etc/hosts", kernel.BIND, "/sys/hosts")
     kernel.unmount("/sys")
     kernel.mount("sysfs", "/sys")  # shows this host's interfaces
     kernel.mount("tmpfs", "/dev/shm")  # hosts share no memory, and a kill leaves nothing in it
-    return Host(_name(i), _address(i), Namespaces.current())
+    return Host(f"host{i}", f"10.77.0.{i + 1}", Namespaces.current())
 
 
 def _link(host: Host, rate: str | None) -> None:

@@ -30,15 +30,12 @@ PORTION = 1 << 16
 # Bytes in a pipe, the most that Linux gives a user.
 PIPE_HOLDS = 1 << 20
 
-# A line ends in \n, \r\n or, in progress bars, \r. An \r at the end of the bytes so far may become \r\n.
-LINE = re.compile(rb"([^\r\n]*)(\r?\n|\r(?!\Z))")
-
 
 @dataclass
 class Stream:
     """One pipe of a rank. Its bytes are passed on in marked lines, as they are, or not at all.
 
-    last: the last lines of both pipes of the rank.
+    Progress bars end their lines in \\r. Empty lines are left out. last: the last lines of both pipes of the rank.
     """
 
     rank: int
@@ -64,23 +61,14 @@ class Stream:
         for _ in range(PIPE_HOLDS // PORTION):
             if not self.pump():
                 break
-        self._flush()
-
-    def _flush(self) -> None:
-        if self.rest.strip(b"\r"):
-            self._line(self.rest.strip(b"\r"))
-        self.rest = b""
+        self._lines(b"\n")
 
     def _lines(self, data: bytes) -> None:
-        self.rest += data
-        end = 0
-        for match in LINE.finditer(self.rest):
-            end = match.end()
-            if match[1] or match[2] != b"\r":  # the \r that begins a bar ends no line
-                self._line(match[1])
-        self.rest = self.rest[end:]
+        *lines, self.rest = re.split(rb"[\r\n]+", self.rest + data)
         if len(self.rest) > PORTION:
-            self._flush()
+            lines, self.rest = [*lines, self.rest], b""
+        for line in filter(None, lines):
+            self._line(line)
 
     def _line(self, line: bytes) -> None:
         self.last.append(line)

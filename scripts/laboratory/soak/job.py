@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from laboratory.soak.plan import BUCKET_MB, ENTRIES, Net, Plan, counted, flat
+from laboratory.soak.plan import BUCKET_MB, Net, Plan, flat
 
 # The file in the folder that ends the training.
 STOP = "stop"
@@ -25,22 +25,17 @@ KEPT = 2
 
 
 class Rank:
-    """This process's part in a soak, whatever network it uses.
-
-    folder: of logs and records. given: the sum of this process's gradients, each over the number of ranks in its step.
-    """
+    """This process's part in a soak, whatever network it uses. folder: of logs and records."""
 
     def __init__(self, folder: Path, plan: Plan):
         self.folder, self.plan, self.model = folder, plan, Net()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=plan.growth)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 1.0)
-        self.given = torch.zeros(ENTRIES, dtype=torch.float64)
-        self._commits: dict[int, Tensor] = {}
+        self._recorded: set[int] = set()
         self._log = (folder / f"log-{os.getpid()}.jsonl").open("a", buffering=1)
 
     def go_on(self, step: int, ranks: int) -> None:
         """Go on after a step with so many ranks: at the start, or after others have left or joined."""
-        self.given = self._commits.get(step, torch.zeros(ENTRIES, dtype=torch.float64)).clone()
         self._say({"begins": step, "ranks": ranks, "host": os.environ.get("HOROVOD_HOSTNAME")})
 
     def train(
@@ -61,7 +56,6 @@ class Rank:
             take_step(drawn)
             self.scaler.update()
             times.append(1000 * (time.process_time() - began))
-            self.given.add_(counted(drawn), alpha=1 / ranks)
             step += 1
             if step % self.plan.commits == 0:
                 figures = {"step": step, "rank": number, "ranks": ranks, "spec": spec, "cpu_ms": statistics.median(times)}
@@ -71,15 +65,15 @@ class Rank:
 
     def keep(self, step: int, rank: int, ranks: int, residual: dict[str, Tensor], **more: Any) -> None:
         """Write what the judge, and a training that goes on after this step, need of this rank."""
-        record: dict[str, Any] = {"step": step, "rank": rank, "ranks": ranks, "pid": os.getpid(), "given": self.given}
+        record: dict[str, Any] = {"step": step, "rank": rank, "ranks": ranks, "pid": os.getpid()}
         record |= {"residual": flat(list(residual.values())), "weights": flat(list(self.model.parameters())), **more}
         path = self._record(step)
         torch.save(record, path.with_suffix(".new"))
         path.with_suffix(".new").rename(path)
-        self._commits[step] = self.given.clone()
-        for old in sorted(self._commits)[:-KEPT]:
+        self._recorded.add(step)
+        for old in sorted(self._recorded)[:-KEPT]:
             self._record(old).unlink()
-            del self._commits[old]
+            self._recorded.remove(old)
 
     def _record(self, step: int) -> Path:
         return self.folder / f"record-{os.getpid()}-{step:08}.pt"
@@ -162,8 +156,6 @@ def ddp(rank: Rank) -> None:
         optimizer.load_state_dict(first["optimizer"])
         scaler.load_state_dict(first["scaler"])
         handle.load_state_dict([record["gradcomp"] for record in records])
-        if number == 0:  # the sum of all, whatever their number
-            rank.given = torch.stack([record["given"] for record in records]).sum(0)
 
     def take_step(drawn: Tensor) -> None:
         optimizer.zero_grad()

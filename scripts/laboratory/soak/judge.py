@@ -143,41 +143,37 @@ def conservation(plan: Plan, final: Sequence[Mapping[str, Any]], records: Sequen
     """
     steps, history = final[0]["step"], final[0]["history"]
     known = known_sum(plan, ranks_of(history, steps))
-    lost, leavers = lost_with(final, records, history)
+    lost, left = lost_with(final, records, history)
     waits = torch.stack([own["residual"].double() for own in final]).mean(0)
     error = (waits - final[0]["weights"].double() + lost - known).abs()
     spikes = spike_sizes(plan, steps)
     calm = spikes == 0
     sizes = known.abs() + torch.stack([own["residual"].double().abs() for own in final]).amax(0)
     bound = DEVIATIONS * math.sqrt(ROUNDINGS * steps) * ULP / 2 * float(sizes[calm].max()) + SPIKE_ROUNDINGS * ULP * spikes
-    given = torch.stack([own["given"] for own in [*final, *leavers]]).sum(0)
-    alike = (given - known).abs() <= 1e-9 * steps + ULP * spikes
     broken = int((~(error <= bound)).sum())
     said = (
         f"largest error {float(error[calm].max()):.1e}, {float(bound[calm].max()):.1e} allowed, of sums up to "
         f"{float(known[calm].abs().max()):.0f} at {int(calm.sum()):,} entries; {int((spikes > 0).sum()):,} had spikes; "
-        f"{steps:,} steps; {len(leavers)} ranks left"
+        f"{steps:,} steps; {left} ranks left"
     )
     if broken:
         said = f"{broken:,} of {ENTRIES:,} entries are off by more than rounding; {said}"
-    if not bool(alike.all()):
-        said = f"the ranks gave other gradients than the plan's at {int((~alike).sum()):,} entries; {said}"
-    return Verdict("conservation", not broken and bool(alike.all()), said)
+    return Verdict("conservation", not broken, said)
 
 
 def lost_with(
     final: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], history: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[Mapping[str, Any]]]:
-    """Add up the residuals of the ranks that left, at the commits from which the others went on. Return their records, too.
+) -> tuple[torch.Tensor, int]:
+    """Add up the residuals of the ranks that left, at the commits from which the others went on. Return their number, too.
 
     The ranks of a launch that has ended did not leave: the next launch loads their states.
     """
-    lost, leavers = torch.zeros(ENTRIES, dtype=torch.float64), []
+    lost, left = torch.zeros(ENTRIES, dtype=torch.float64), 0
     stayed = {own["pid"] for own in final}
     for (_, before), (step, after) in itertools.pairwise(history):
         if after < before:
             for own in records:
                 if own["pid"] not in stayed and own["step"] == step and own["ranks"] == before and not own["final"]:
                     lost += own["residual"].double() / before
-                    leavers.append(own)
-    return lost, leavers
+                    left += 1
+    return lost, left

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -14,17 +13,20 @@ from typing import Any
 import gradcomp
 from gradcomp import doctor
 from laboratory import ranks
+from laboratory.harness import measured
 from laboratory.options import folder, positive
 from laboratory.ranks import RanksFailed
 from laboratory.report.plots import grid, pyplot, save
 from laboratory.report.tables import columns
 from laboratory.stats import smooth
+from laboratory.tasks.task import Settings
 
-RANKS = 2
+# Ranks, and pictures of a rank in a step.
+RANKS, BATCH = 2, 64
 # Steps whose loss the progress, the table and a point of the curve average.
 AVERAGED = 10
 Result = dict[str, Any]
-HEADINGS = ("", "step time (median)", "bytes sent per step", "compression", "test accuracy", "training loss")
+HEADINGS = ("", "step time (mean)", "bytes sent per step", "compression", "test accuracy", "training loss")
 
 EXPLANATION = f"""bytes sent per step: what one rank hands to the network
 test accuracy: on pictures that no rank trained on
@@ -43,14 +45,14 @@ def main(arguments: Sequence[str]) -> int:
     width = options.width
     print(f"Handwritten digits, an MLP 64-{width}-{width}-{width}-10, {RANKS} ranks, {options.steps} steps each.")
     try:
-        trained = [train("dense", "dense", options), train("compressed", options.spec, options)]
+        trained = [train("dense", "stock", options), train("compressed", options.spec, options)]
     except RanksFailed as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     print(f"\n{columns(rows(trained))}\n\n{EXPLANATION}\n")
     for result in trained:
-        if not result["ranks_equal"]:
-            print(f"{result['spec']}: the ranks' weights DIFFER after the training")
+        if not result["weights_are_equal"]:
+            print(f"{result['way']}: the ranks' weights DIFFER after the training")
     plot(trained, options.out / "loss-against-bytes.png")
     return 0
 
@@ -73,13 +75,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def train(label: str, spec: str, options: argparse.Namespace) -> dict[str, Any]:
+def train(label: str, way: str, options: argparse.Namespace) -> Result:
     """Train once on real ranks. All their output but the progress goes to a log."""
-    settings = [f"--{name}={getattr(options, name)}" for name in ("steps", "lr", "seed", "width")]
-    job = ["laboratory.demo.job", f"--spec={spec}", *settings]
-    print(f"$ horovodrun -np {RANKS} python -m {shlex.join(job[:2])} ...", flush=True)
-    words = ranks.command("horovodrun", RANKS, job)
-    return ranks.run(words, ranks.environment(RANKS), label, options.out / f"{label}.log")
+    settings = Settings(options.lr, options.steps, momentum=0, batch=BATCH, width=options.width, clip=0)
+    training = measured.Training("mlp", way, options.seed, RANKS, settings, door="horovod")
+    print(f"$ horovodrun -np {RANKS} python -m laboratory.harness.rank ...  ({way})", flush=True)
+    words = measured.command(training, options.out)
+    return {"way": way} | ranks.run(words, ranks.environment(RANKS), label, options.out / f"{label}.log")
 
 
 def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
@@ -91,26 +93,26 @@ def plot(results: Sequence[Result], path: Path) -> None:
     """Draw the loss of each training against the bytes that a rank has sent so far."""
     figure, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     for result in results:
-        sent = itertools.accumulate([result["bytes_per_step"] / 1e6] * len(result["losses"]))
+        sent = itertools.accumulate(each / 1e6 for each in result["sent"])
         axes.plot(list(sent), smooth(result["losses"], AVERAGED), label=_title(result))
     axes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {AVERAGED} steps)")
-    axes.set_title(f"Digits, {results[0]['ranks']} ranks, {len(results[0]['losses'])} steps")
+    axes.set_title(f"Digits, {RANKS} ranks, {len(results[0]['losses'])} steps")
     grid(axes)
     axes.legend()
     save(figure, path)
 
 
 def _title(result: Result) -> str:
-    return "Horovod, dense" if result["spec"] == "dense" else str(result["spec"])
+    return "Horovod, dense" if result["way"] == "stock" else str(result["way"])
 
 
 def _row(result: Result) -> tuple[str, ...]:
     return (
         _title(result),
-        f"{1000 * statistics.median(result['seconds']):.0f} ms",
-        f"{result['bytes_per_step']:,}",
-        f"{4 * result['parameters'] / result['bytes_per_step']:.0f} x",
-        f"{100 * result['accuracy']:.1f} %",
+        f"{1000 * result['seconds'] / len(result['losses']):.0f} ms",
+        f"{result['sent'][-1]:,}",
+        f"{4 * result['parameters'] / result['sent'][-1]:.0f} x",
+        f"{result['scores'][-1][2]:.1f} %",
         f"{statistics.mean(result['losses'][-AVERAGED:]):.4f}",
     )
 

@@ -1,1 +1,0 @@
-"""The demo: two trainings on two ranks, side by side."""
