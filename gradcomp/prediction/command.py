@@ -1,4 +1,4 @@
-"""The command line of the prediction: python -m gradcomp predict."""
+"""The command line of the prediction: python -m gradcomp predict and profile."""
 
 from __future__ import annotations
 

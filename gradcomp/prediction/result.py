@@ -83,21 +83,15 @@ class Prediction:
 
     def __str__(self) -> str:
         width = max(len(line.spec) for line in self.lines)
-        heads = ("ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", f"{'bytes':>13}", "compression")
-        rows = ["  ".join((" " * width, *heads))]
+        row = "{:{}}  {:>9}  {:>6}  {:>14}  {:>10}  {:>10}  {:>13}  {:>11}".format
+        heads = ("ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", "bytes", "compression")
+        rows = [row("", width, *heads)]
         for line in sorted(self.lines, key=lambda line: line.seconds):
-            cells = (
-                f"{1e3 * line.seconds:.1f}",
-                f"{line.seconds / self[NONE].seconds:.2f}",
-                f"{self[STOCK].seconds / line.seconds:.2f}",
-                f"{1e3 * line.encoding:.1f}",
-                f"{1e3 * line.waiting:.1f}",
-                f"{line.bytes:,}",
-                f"{4 * self.parameters / line.bytes:.1f} x" if line.bytes else "-",
-            )
-            rows.append(
-                "  ".join((line.spec.ljust(width), *(f"{cell:>{len(head)}}" for cell, head in zip(cells, heads, strict=True))))
-            )
+            total, encoding, waiting = (f"{1e3 * each:.1f}" for each in (line.seconds, line.encoding, line.waiting))
+            times, speed = line.seconds / self[NONE].seconds, self[STOCK].seconds / line.seconds
+            compression = f"{4 * self.parameters / line.bytes:.1f} x" if line.bytes else "-"
+            cells = (total, f"{times:.2f}", f"{speed:.2f}", encoding, waiting, f"{line.bytes:,}", compression)
+            rows.append(row(line.spec, width, *cells))
         reasons = {why: [spec for spec, other in self.left_out.items() if other == why] for why in self.left_out.values()}
         out = [f"left out: {', '.join(specs)}: {why}" for why, specs in reasons.items()]
         return "\n".join((f"{self.cluster}; {self.parameters:,} parameters; {self.measured}", "", *rows, *out, "", self.advice))

@@ -22,23 +22,23 @@ class Comparison:
     def __init__(self, step: int):
         self.step = step
         self._places: dict[int, Tensor] = {}
-        self._before: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
         self._added: dict[int, Tensor] = {}
         self._delivered: dict[int, Tensor] = {}
-        self._weights: dict[int, float] = {}
 
     def before(self, bucket: Bucket) -> None:
-        """Keep the residual."""
-        residual = bucket.residual
-        self._places[bucket.index] = places = self._draw(bucket)
-        self._weights[bucket.index] = residual.numel() / len(places)
-        self._before[bucket.index] = residual.index_select(0, places)
+        """Draw the bucket's entries. Keep their residual."""
+        residual, total = bucket.residual, bucket.layout.total
+        places = sampled_indices(total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
+        self._places[bucket.index] = places
+        self._weights[bucket.index] = torch.full_like(places, residual.numel() / len(places), dtype=torch.float64)
+        self._added[bucket.index] = residual.index_select(0, places)
 
     def collected(self, bucket: Bucket) -> None:
         """Keep the addition to the residual."""
         kept = bucket.residual_factor if bucket.keeps_residual else 0.0
         now = bucket.residual.index_select(0, self._places[bucket.index])
-        self._added[bucket.index] = now - kept * self._before.pop(bucket.index)
+        self._added[bucket.index] = now - kept * self._added[bucket.index]
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
         """Keep the update."""
@@ -50,16 +50,11 @@ class Comparison:
 
     def figures(self, mean: Tensor) -> Tensor:
         """Return the cosine of the angle to dense, and the error relative to dense. mean: the mean of all ranks' additions."""
-        delivered = _join(self._delivered).double()
-        weights = [torch.full((len(self._places[i]),), self._weights[i]) for i in sorted(self._weights)]
-        weight, dense = torch.cat(weights).double().to(mean.device), mean.double()
+        delivered, weight, dense = _join(self._delivered).double(), _join(self._weights), mean.double()
         squares = (weight * dense.square()).sum()
         cosine = (weight * dense * delivered).sum() / (squares * (weight * delivered.square()).sum()).sqrt()
         error = ((weight * (delivered - dense).square()).sum() / squares).sqrt()
         return torch.stack([cosine, error])
-
-    def _draw(self, bucket: Bucket) -> Tensor:
-        return sampled_indices(bucket.layout.total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
 
 
 def _join(arrays: dict[int, Tensor]) -> Tensor:

@@ -60,8 +60,8 @@ def clipped(grad: Tensor, spec: str) -> Tensor:
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.1, 0.1), (0.1, 0.05, 0.001), (0.1, 0.0, 0.1)])
-def test_what_waits_is_no_part_of_it_whatever_the_rate(rates: tuple[float, ...]) -> None:
-    """A change of the rate multiplies what waits. What is added stays the gradient, or the velocity."""
+def test_the_residual_is_no_part_of_it_whatever_the_rate(rates: tuple[float, ...]) -> None:
+    """A change of the rate multiplies the residual. The addition stays the gradient, or the velocity."""
     for momentum in (0.0, 0.9):
         found: list[dict[str, Any]] = []
         w = torch.nn.Parameter(torch.zeros(N))

@@ -100,6 +100,7 @@ def test_ranks_without_batches_are_left_out_of_the_check() -> None:
 
 def diverging_ddp() -> Any:
     """Rank 1 changes one bit of a weight after step 5; every third step is checked."""
+    ranks.join()
     run = DdpRun(SPARSE)
     telemetry.watch(run.handle, check=3, compare=0)
     run.train(5)
@@ -111,22 +112,15 @@ def diverging_ddp() -> Any:
 
 def diverging_horovod(door: str) -> Any:
     hvd.init()
-    model = small_net.net()
+    model, data = small_net.net(), doors.batches()
     optimizer = doors.sgd(door, model, SPARSE)
     telemetry.watch(optimizer, check=3, compare=0)
-    data = doors.batches()
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            small_net.backward(model, next(data))
-            optimizer.step()
-
-    train(5)
+    small_net.train(model, optimizer, data, 5)
     if hvd.rank() == 1:
         with torch.no_grad():
             model.last.bias.view(torch.int32)[2] ^= 1
-    return small_net.refused(lambda: train(5)), optimizer.compression.stats()["steps"]
+    said = small_net.refused(lambda: small_net.train(model, optimizer, data, 5))
+    return said, optimizer.compression.stats()["steps"]
 
 
 def frozen_beside(door: str) -> Any:
@@ -144,26 +138,14 @@ def frozen_beside(door: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", doors.DOORS)
-def test_what_is_frozen_and_outside_the_optimizer_is_checked(door: str) -> None:
+def test_layers_that_are_frozen_and_outside_the_optimizer_are_checked(door: str) -> None:
     for said in ranks.launch(frozen_beside, 2, door):
         assert "of 'first.weight'" in said
 
 
-def of_ddp() -> Any:
-    ranks.join()
-    return diverging_ddp()
-
-
 @pytest.mark.slow
-def test_all_ranks_of_ddp_raise() -> None:
-    for said, steps in ranks.launch(of_ddp, 3):
-        assert "before the optimizer's step 6, rank 1 has other weights of 'last.bias' than ranks 0, 2" in said
-        assert steps == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_all_ranks_of_horovod_raise(door: str) -> None:
-    for said, steps in ranks.launch(diverging_horovod, 3, door):
+@pytest.mark.parametrize("door", ["ddp", *doors.DOORS])
+def test_all_ranks_raise(door: str) -> None:
+    for said, steps in ranks.launch(diverging_ddp, 3) if door == "ddp" else ranks.launch(diverging_horovod, 3, door):
         assert "before the optimizer's step 6, rank 1 has other weights of 'last.bias' than ranks 0, 2" in said
         assert steps == 6

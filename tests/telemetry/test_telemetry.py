@@ -30,135 +30,107 @@ DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "dashboard.py"
 Records = list[dict[str, Any]]
 
 
-def simulated(spec: str, steps: int, **options: Any) -> tuple[gradcomp.Simulation, Records, list[torch.Tensor]]:
+def watched(spec: str, *writers: Any, world: int = WORLD, n: int = N, **options: Any) -> tuple[gradcomp.Simulation, Records]:
     found: Records = []
-    simulation = gradcomp.Simulation(spec, {"w": (N,)}, WORLD)
-    telemetry.watch(simulation, found.append, **options)
-    updates = [
-        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])["w"]
-        for step in range(steps)
-    ]
-    return simulation, found, updates
+    simulation = gradcomp.Simulation(spec, {"w": (n,)}, world)
+    telemetry.watch(simulation, *writers, found.append, **options)
+    return simulation, found
+
+
+def train(simulation: gradcomp.Simulation, steps: int) -> list[tuple[torch.Tensor, int]]:
+    """Return the update and rank 0's bytes of each step."""
+    done = []
+    for step in range(steps):
+        grads = [{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(len(simulation._reducers))]
+        done.append((simulation.step(grads)["w"], simulation.bytes_sent[0]))
+    return done
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.02", "sdagc", "orq", "dense", "lgc:dense=1,learn=1,ratio=0.02"])
 def test_a_record_holds_the_figures_of_its_step(spec: str) -> None:
-    simulation, found, updates = simulated(spec, 6, every=3, compare=0)
+    simulation, found = watched(spec, every=3, compare=0)
+    update, _ = train(simulation, 6)[-1]
     assert [(record["step"], record["rank"]) for record in found] == [(3, 0), (3, 1), (6, 0), (6, 1)]
-    stats = simulation.stats()
     for rank, record in enumerate(found[2:]):
         assert record["spec"] == str(gradcomp.make(spec))
         assert record["compression"] == pytest.approx(4 * N / record["bytes_sent"])
-        assert record["density"] == pytest.approx(float(updates[-1].count_nonzero()) / N)
+        assert record["density"] == pytest.approx(float(update.count_nonzero()) / N)
         assert record["residual"] == pytest.approx(float(simulation.residual(rank)["w"].double().norm()), rel=1e-6)
         assert record["buckets"][0]["layers"] == ["w"] and record["buckets"][0]["entries"] == N
         assert 0 < record["seconds"]["encoding"] < record["seconds"]["total"]
         assert "cosine" not in record
         json.dumps(record, allow_nan=False)
     if not spec.startswith("lgc"):  # its first steps send more
-        assert found[2]["bytes_sent"] == stats["bytes_sent"]
+        assert found[2]["bytes_sent"] == simulation.stats()["bytes_sent"]
 
 
-def test_bytes_are_means_over_the_steps_of_a_record() -> None:
-    found: Records = []
-    simulation = gradcomp.Simulation("topk:ratio=0.5,warmup=4", {"w": (N,)}, WORLD)
-    telemetry.watch(simulation, found.append, every=4)
-    sent = []
-    for step in range(4):
-        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
-        sent.append(simulation.bytes_sent[0])
+def test_bytes_are_means_over_the_steps_of_a_record_and_of_its_own_spec() -> None:
+    simulation, found = watched("topk:ratio=0.5,warmup=4", every=4)
+    sent = [size for _, size in train(simulation, 4)]
     assert len(set(sent)) > 1 and found[0]["bytes_sent"] == sum(sent) / 4
+    train(simulation, 2)
+    simulation.change("topk:ratio=0.02")
+    sent = [size for _, size in train(simulation, 2)]
+    assert found[-WORLD]["spec"] == "topk:ratio=0.02" and found[-WORLD]["bytes_sent"] == sum(sent) / 2
 
 
-def test_age_is_the_mean_of_the_steps_since_an_entry_was_sent() -> None:
+def test_age_is_the_mean_of_the_steps_since_an_entry_was_sent_up_to_a_bound() -> None:
     """A tenth is sent in every step, always the same entries: the others have waited since before the first step."""
-    found: Records = []
-    simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (1000,)}, 1)
-    telemetry.watch(simulation, found.append, every=7)
-    grad = torch.where(torch.arange(1000) < 100, 1.0, 1e-9)
-    for _ in range(14):
-        simulation.step([{"w": grad}])
-    assert [record["buckets"][0]["age"] for record in found] == [pytest.approx(0.9 * 7), pytest.approx(0.9 * 14)]
-
-
-def test_ages_are_counted_up_to_a_bound_and_do_not_jump() -> None:
-    found: Records = []
-    simulation = gradcomp.Simulation("topk:ratio=0.1", {"w": (1000,)}, 1)
-    telemetry.watch(simulation, found.append, every=10)
+    simulation, found = watched("topk:ratio=0.1", world=1, n=1000, every=10)
     grad = torch.where(torch.arange(1000) < 100, 1.0, 1e-9)
     for _ in range(40 * 10):
         simulation.step([{"w": grad}])
     ages = [record["buckets"][0]["age"] for record in found]
+    assert ages[:2] == pytest.approx([0.9 * 10, 0.9 * 20])
     assert ages == sorted(ages) and ages[-1] == pytest.approx(0.9 * 128)
-
-
-def test_a_change_of_the_spec_is_watched_on() -> None:
-    simulation, found, _ = simulated("topk:ratio=0.02", 3, every=3)
-    simulation.change("topk:ratio=0.5")
-    for step in range(3):
-        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
-    assert [record["spec"] for record in found] == ["topk:ratio=0.02"] * 2 + ["topk:ratio=0.5"] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*grows without bound")
 def test_warnings_of_health_are_in_the_records() -> None:
-    found: Records = []
-    simulation = gradcomp.Simulation("topk:ratio=0.001", {"w": (N,)}, 1)
-    telemetry.watch(simulation, found.append, every=50)
+    simulation, found = watched("topk:ratio=0.001", world=1, every=50)
     for step in range(10 * INTERVAL):
         simulation.step([{"w": 1.1**step * gradients.draw("normal", N, step)}])
     assert found[0]["warnings"] == [] and "grows without bound" in found[-1]["warnings"][0]
 
 
-def test_the_dashboard_is_drawn(tmp_path: Path) -> None:
-    simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (N,)}, WORLD)
-    telemetry.watch(simulation, telemetry.JsonLines(tmp_path), every=2, compare=2)
-    for step in range(6):
-        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
-    drawn = subprocess.run(
-        [sys.executable, DASHBOARD, tmp_path, tmp_path / "a.png"], capture_output=True, text=True, check=True
-    )
-    assert drawn.stdout == f"drawn: {tmp_path / 'a.png'}\n" and (tmp_path / "a.png").stat().st_size > 10_000
-    empty = subprocess.run([sys.executable, DASHBOARD, tmp_path / "none"], capture_output=True, text=True)
-    assert empty.returncode == 1 and "holds no rank-*.jsonl" in empty.stderr
+def dashboard(*words: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, DASHBOARD, *words], capture_output=True, text=True)
 
 
 def test_files_hold_the_records(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found: Records = []
-    simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (N,)}, WORLD)
     writers = telemetry.JsonLines(tmp_path / "lines"), telemetry.TensorBoard(tmp_path / "runs")
-    telemetry.watch(simulation, found.append, *writers, every=2, compare=2)
-    for step in range(6):
-        simulation.step([{"w": gradients.draw("heavy", N, 10 * step + rank)} for rank in range(WORLD)])
+    simulation, found = watched("topk:ratio=0.02", *writers, every=2, compare=2)
+    train(simulation, 6)
     for rank in range(WORLD):
         lines = (tmp_path / "lines" / f"rank-{rank}.jsonl").read_text().splitlines()
         own = [record for record in found if record["rank"] == rank]
         assert [json.loads(line) for line in lines] == own and len(own) == 3
         run = EventAccumulator(str(tmp_path / "runs" / f"rank-{rank}")).Reload()
-        for name in ("compression", "cosine", "seconds/encoding", "bucket w/residual"):
+        for name, values in {
+            "compression": [record["compression"] for record in own],
+            "cosine": [record["cosine"] for record in own],
+            "seconds/encoding": [record["seconds"]["encoding"] for record in own],
+            "bucket w/residual": [record["buckets"][0]["residual"] for record in own],
+        }.items():
             events = run.Scalars(f"gradcomp/{name}")
-            values = [record["buckets"][0]["residual"] if "/residual" in name else record for record in own]
-            if name == "seconds/encoding":
-                values = [record["seconds"]["encoding"] for record in own]
-            elif "/" not in name:
-                values = [record[name] for record in own]
             assert [event.step for event in events] == [2, 4, 6]
             assert [event.value for event in events] == pytest.approx(values, rel=1e-6)
+    drawn = dashboard(tmp_path / "lines", tmp_path / "a.png")
+    assert drawn.stdout == f"drawn: {tmp_path / 'a.png'}\n" and (tmp_path / "a.png").stat().st_size > 10_000
+    empty = dashboard(tmp_path / "none")
+    assert empty.returncode == 1 and "holds no rank-*.jsonl" in empty.stderr
 
 
 def test_a_writer_that_fails_gets_no_more_records() -> None:
-    found: Records = []
-
     def full(record: dict[str, Any]) -> None:
         raise OSError(28, "No space left on device")
 
-    simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (N,)}, 1)
-    telemetry.watch(simulation, full, found.append, every=1)
+    simulation, found = watched("topk:ratio=0.02", full, world=1, every=1)
     with pytest.warns(UserWarning, match="full.*gets no more records, since it failed: OSError"):
-        simulation.step([{"w": torch.ones(N)}])
-    simulation.step([{"w": torch.ones(N)}])
+        train(simulation, 1)
+    train(simulation, 1)
     assert len(found) == 2
 
 
@@ -168,21 +140,19 @@ def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
     telemetry.watch(simulation, found.append, every=3, compare=3)
     grads = [{"a": torch.randn(N), "b": torch.randn(10)} for _ in range(2)]
     state = simulation.state_dict()
-    for step in range(3):
-        if step == 2:
-            start, calls = MemoryNetwork.start, []
+    for _ in range(2):
+        simulation.step(grads)
+    start, calls = MemoryNetwork.start, []
 
-            def fails(self: MemoryNetwork, request: Any, name: str, start: Any = start, calls: Any = calls) -> Any:
-                calls.append(name)
-                if len(calls) > 2:
-                    raise RuntimeError("the network failed")
-                return start(self, request, name)
+    def fails(self: MemoryNetwork, request: Any, name: str) -> Any:
+        calls.append(name)
+        if len(calls) > 2:
+            raise RuntimeError("the network failed")
+        return start(self, request, name)
 
-            with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError, match="the network failed"):
-                patched.setattr(MemoryNetwork, "start", fails)
-                simulation.step(grads)
-        else:
-            simulation.step(grads)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError, match="the network failed"):
+        patched.setattr(MemoryNetwork, "start", fails)
+        simulation.step(grads)
     simulation.load_state_dict(state)
     for _ in range(2):
         simulation.step(grads)
@@ -204,64 +174,38 @@ def test_a_watched_exchange_ends_with_its_user() -> None:
         gc.enable()
 
 
-def train(simulation: gradcomp.Simulation, steps: int) -> list[int]:
-    """Return the bytes of each step."""
-    sent = []
-    for step in range(steps):
-        simulation.step([{"w": gradients.draw("heavy", N, step)}])
-        sent += simulation.bytes_sent
-    return sent
-
-
-def watched(*writers: Any, spec: str = "topk:ratio=0.02", **options: Any) -> gradcomp.Simulation:
-    simulation = gradcomp.Simulation(spec, {"w": (N,)}, 1)
-    telemetry.watch(simulation, *writers, **options)
-    return simulation
-
-
 def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
     """As by a full disk, or by the end of its rank. The training goes on, and so does the dashboard."""
     file = tmp_path / "rank-0.jsonl"
-    train(watched(telemetry.JsonLines(tmp_path), every=2), 6)
+    train(watched("topk", telemetry.JsonLines(tmp_path), world=1, every=2)[0], 6)
     whole = file.read_text().splitlines()
     file.write_text(file.read_text()[:-100])
-    train(watched(telemetry.JsonLines(tmp_path), every=2), 4)
+    train(watched("topk", telemetry.JsonLines(tmp_path), world=1, every=2)[0], 4)
     lines = file.read_text().splitlines()
     assert lines[:3] == [*whole[:2], whole[2][:-99]] and len(lines) == 5
     assert [json.loads(line)["step"] for line in lines[3:]] == [2, 4]
-    drawn = subprocess.run([sys.executable, DASHBOARD, tmp_path, tmp_path / "a.png"], capture_output=True, text=True)
+    drawn = dashboard(tmp_path, tmp_path / "a.png")
     assert drawn.returncode == 0, drawn.stderr
 
 
-def test_a_writer_changes_nothing_for_the_next(tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = []
-
+def test_a_writer_changes_nothing_for_the_next() -> None:
     def clear(record: dict[str, Any]) -> None:
         record["buckets"][0].clear()
         record.clear()
 
-    train(watched(clear, found.append, every=1), 2)
+    simulation, found = watched("topk", clear, world=1, every=1)
+    train(simulation, 2)
     assert [record["step"] for record in found] == [1, 2] and found[1]["buckets"][0]["layers"] == ["w"]
 
 
 def test_a_record_without_a_whole_step_has_no_seconds() -> None:
     """Seconds are from one step's end to the next one's: the first step of a training, or after a change, has none."""
-    found: list[dict[str, Any]] = []
-    simulation = watched(found.append, every=1)
+    simulation, found = watched("topk", world=1, every=1)
     train(simulation, 2)
     simulation.change("topk:ratio=0.5")
     train(simulation, 2)
     assert [record["seconds"] is None for record in found] == [True, False, True, False]
     assert all(record["seconds"]["total"] > 0 for record in found if record["seconds"])
-
-
-def test_bytes_are_of_the_record_s_own_spec() -> None:
-    found: list[dict[str, Any]] = []
-    simulation = watched(found.append, every=4)
-    train(simulation, 2)
-    simulation.change("topk:ratio=0.5")
-    sent = train(simulation, 2)
-    assert [record["bytes_sent"] for record in found] == [sum(sent) / 2]
 
 
 @pytest.mark.parametrize(
@@ -302,11 +246,7 @@ def by_horovod(door: str) -> Any:
     model = small_net.net()
     optimizer = doors.sgd(door, model, SPARSE, momentum=0.9)
     telemetry.watch(optimizer, found.append, every=2, compare=4, check=2)
-    data = doors.batches()
-    for _ in range(8):
-        optimizer.zero_grad()
-        small_net.backward(model, next(data))
-        optimizer.step()
+    small_net.train(model, optimizer, doors.batches(), 8)
     return found, optimizer.compression.stats()["bytes_sent"], optimizer.compression.residual()
 
 
