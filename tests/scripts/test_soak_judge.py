@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +105,3 @@ def test_wrong_options_get_a_sentence(given: list[str], message: str, capsys: py
     except SystemExit as ended:
         assert ended.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_stretches_end_where_ranks_change() -> None:
-    lines = [
-        {"pid": 1, "begins": 0},
-        *({"pid": 1, "step": i} for i in range(3)),
-        {"pid": 1, "begins": 3},
-        {"pid": 1, "step": 4},
-    ]
-    assert [len(each) for each in judge.stretches_of(lines)] == [3, 1]
-    assert list(itertools.chain(*judge.stretches_of(lines))) == [line for line in lines if "step" in line]
