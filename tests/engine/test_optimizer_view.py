@@ -26,6 +26,11 @@ def network() -> Any:
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 
 
+@pytest.fixture
+def model() -> Any:
+    return network()
+
+
 def give_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -45,21 +50,23 @@ def found(session: Session) -> list[torch.optim.Optimizer]:
     return [optimizer for optimizer, known in session.view._known.items() if known.trains]
 
 
-def exchange_and_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
+def exchange_and_step(session: Session, optimizer: torch.optim.Optimizer, *models: torch.nn.Module) -> None:
+    """Step behind an exchange. models: get gradients before."""
+    for each in models:
+        give_gradients(each)
     session.view.note_exchange()
     optimizer.step()
 
 
-def test_a_momentum_that_would_act_twice_is_refused() -> None:
-    model = network()
+def test_a_momentum_that_would_act_twice_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=r"the momentum 0\.9 of topk:momentum=0.9 and the optimizer's own would act twice"):
         check_momentum(make("topk:momentum=0.9"), SGD(model.parameters(), lr=1, momentum=0.9))
     check_momentum(make("topk:momentum=0.9"), SGD(model.parameters(), lr=1))
     check_momentum(make("topk"), SGD(model.parameters(), lr=1, momentum=0.9))
 
 
-def test_the_optimizer_is_found_at_its_first_step() -> None:
-    model, other = network(), network()
+def test_the_optimizer_is_found_at_its_first_step_and_may_go(model: Any) -> None:
+    other = network()
     session = viewed(model)
     SGD(other.parameters(), lr=1).step()
     assert not found(session)
@@ -67,10 +74,13 @@ def test_the_optimizer_is_found_at_its_first_step() -> None:
     own.step()
     own.step()
     assert found(session) == [own]
+    left = weakref.ref(own)
+    del own
+    gc.collect()
+    assert left() is None and not found(session)
 
 
-def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_weight() -> None:
-    model = network()
+def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_weight(model: Any) -> None:
     give_gradients(model)
     before = model[0].weight.detach().clone()
     session = viewed(model, spec="topk:momentum=0.5")
@@ -81,9 +91,8 @@ def test_an_optimizer_that_is_refused_is_refused_at_every_step_and_changes_no_we
     assert torch.equal(model[0].weight, before) and not found(session)
 
 
-def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much() -> None:
+def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much(model: Any) -> None:
     """hvd.DistributedOptimizer makes another object, with the same groups until a state is loaded."""
-    model = network()
     given, part, whole = (SGD(each.parameters(), lr=rate) for each, rate in ((model, 1.0), (model[0], 2.0), (model, 3.0)))
     session = viewed(model, given)
     view = session.view
@@ -93,12 +102,11 @@ def test_an_optimizer_that_steps_replaces_the_given_one_if_it_trains_as_much() -
     assert view.optimizer is whole and found(session) == [part, whole] and rates(view, "0.weight") == (3.0,)
 
 
-def test_sessions_come_and_go_while_optimizers_step() -> None:
+def test_sessions_come_and_go_while_optimizers_step(model: Any) -> None:
     """If a hook were removed while torch goes through its hooks, the step would break."""
     ended: list[Any] = [viewed(network()) for _ in range(3)]
     handle = register_optimizer_step_pre_hook(lambda *_: ended.clear())
     hooks = len(_global_optimizer_pre_hooks)
-    model = network()
     session = viewed(model)
     optimizer = SGD(model.parameters(), lr=1)
     optimizer.step()
@@ -114,53 +122,37 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_parameter_unfrozen_later_is_found_once_it_has_a_gradient(given: bool) -> None:
-    model = network()
-    model[0].weight.requires_grad_(False)
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_a_parameter_that_comes_later_is_found_once_it_has_a_gradient(model: Any, how: str, given: bool) -> None:
+    added = torch.nn.Linear(3, 1)
+    model[0].weight.requires_grad_(how == "added")
     optimizer = SGD(model.parameters(), lr=1)
     session = viewed(model, optimizer if given else None)
-    give_gradients(model)
-    exchange_and_step(session, optimizer)
+    exchange_and_step(session, optimizer, model)
+    if how == "added":
+        optimizer.add_param_group({"params": added.parameters()})
     model[0].weight.requires_grad_(True)
     exchange_and_step(session, optimizer)
-    give_gradients(model)
     before = model[1].weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"^'0.weight' of shape \(2, 2\) was unfrozen or added .* the replicas drift apart"):
-        exchange_and_step(session, optimizer)
+    named = r"'0.weight' of shape \(2, 2\)" if how == "unfrozen" else r"a parameter of shape \(1, 3\)"
+    with pytest.raises(RuntimeError, match=f"^{named} was unfrozen or added .* the replicas drift apart"):
+        exchange_and_step(session, optimizer, model, added)
     assert torch.equal(model[1].weight, before)
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_parameter_added_later_is_found_once_it_has_a_gradient(given: bool) -> None:
-    model, added = network(), torch.nn.Linear(3, 1)
-    optimizer = SGD(model.parameters(), lr=1)
-    session = viewed(model, optimizer if given else None)
-    give_gradients(model)
-    exchange_and_step(session, optimizer)
-    optimizer.add_param_group({"params": added.parameters()})
-    exchange_and_step(session, optimizer)
-    give_gradients(added)
-    with pytest.raises(RuntimeError, match=r"^a parameter of shape \(1, 3\) was unfrozen or added"):
-        exchange_and_step(session, optimizer)
-
-
-def test_a_session_that_was_replaced_leaves_the_steps_of_the_next_one_alone() -> None:
-    model = network()
+def test_a_session_that_was_replaced_leaves_the_steps_of_the_next_one_alone(model: Any) -> None:
     model[0].weight.requires_grad_(False)
     first = SGD(model.parameters(), lr=1)
     old = viewed(model, first)
-    give_gradients(model)
-    exchange_and_step(old, first)
+    exchange_and_step(old, first, model)
     model[0].weight.requires_grad_(True)
     second = SGD(model.parameters(), lr=1)
     new = viewed(model)
-    give_gradients(model)
-    exchange_and_step(new, second)
+    exchange_and_step(new, second, model)
     assert old.view.optimizer is first and found(new) == [second]
 
 
-def test_every_optimizer_of_the_parameters_is_checked_before_it_changes_any() -> None:
-    model = network()
+def test_every_optimizer_of_the_parameters_is_checked_before_it_changes_any(model: Any) -> None:
     session = viewed(model)
     parts = [SGD(part.parameters(), lr=1) for part in model]
     for optimizer in (*parts, *parts):
@@ -168,12 +160,10 @@ def test_every_optimizer_of_the_parameters_is_checked_before_it_changes_any() ->
     assert found(session) == parts
 
 
-def test_parameters_that_were_exchanged_from_the_start_may_come_to_an_optimizer_later() -> None:
-    model = network()
+def test_parameters_that_were_exchanged_from_the_start_may_come_to_an_optimizer_later(model: Any) -> None:
     head = SGD(model[1].parameters(), lr=1)
     session = viewed(model, head)
-    give_gradients(model)
-    exchange_and_step(session, head)
+    exchange_and_step(session, head, model)
     head.add_param_group({"params": model[0].parameters()})
     exchange_and_step(session, head)
     whole = SGD(model.parameters(), lr=1)
@@ -181,38 +171,18 @@ def test_parameters_that_were_exchanged_from_the_start_may_come_to_an_optimizer_
     assert session.view.optimizer is whole and found(session) == [head, whole]
 
 
-def test_a_model_with_a_session_of_its_own_may_join_an_optimizer() -> None:
-    model, other = network(), network()
-    optimizer = SGD(model.parameters(), lr=1)
+@pytest.mark.parametrize("joins", [True, False])
+def test_an_optimizer_may_train_another_model_too(model: Any, joins: bool) -> None:
+    """One that has a session of its own may join it later."""
+    other = network()
+    optimizer = SGD([*model.parameters(), *([] if joins else other.parameters())], lr=1)
     session = viewed(model, optimizer)
-    others = viewed(other)
-    give_gradients(model)
-    exchange_and_step(session, optimizer)
-    optimizer.add_param_group({"params": other.parameters()})
-    give_gradients(other)
-    exchange_and_step(session, optimizer)
-    assert others.view.exchanged
-
-
-def test_an_optimizer_that_was_found_may_go() -> None:
-    model = network()
-    session = viewed(model)
-    optimizer = SGD(model.parameters(), lr=1)
-    optimizer.step()
-    assert found(session) == [optimizer]
-    left = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert left() is None and not found(session)
-
-
-def test_another_models_parameters_in_the_same_optimizer_are_none_of_its_business() -> None:
-    model, other = network(), network()
-    optimizer = SGD([*model.parameters(), *other.parameters()], lr=1)
-    session = viewed(model, optimizer)
-    give_gradients(model)
-    give_gradients(other)
-    exchange_and_step(session, optimizer)
+    others = viewed(other) if joins else None
+    exchange_and_step(session, optimizer, model, *([] if joins else [other]))
+    if others is not None:
+        optimizer.add_param_group({"params": other.parameters()})
+        exchange_and_step(session, optimizer, other)
+        assert others.view.exchanged
     assert session.view.optimizer is optimizer
 
 
@@ -222,8 +192,7 @@ def rates(view: OptimizerView, *names: str) -> tuple[float, ...]:
     return tuple(every[name] for name in names)
 
 
-def test_rates_are_those_of_the_moment() -> None:
-    model = network()
+def test_rates_are_those_of_the_moment(model: Any) -> None:
     groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[1].parameters()}]
     optimizer, names = SGD(groups, lr=0.1), ("0.weight", "1.bias")
     view = OptimizerView(Parameters(model.named_parameters()), optimizer)
@@ -244,9 +213,8 @@ def test_rates_are_those_of_the_moment() -> None:
     assert rates(view, *names) == (0.1, 0.5)
 
 
-def test_the_checks_of_a_session_end_once_another_one_exchanges_its_parameters() -> None:
+def test_the_checks_of_a_session_end_once_another_one_exchanges_its_parameters(model: Any) -> None:
     """An attach() that is refused after its session was made must not silence the session before."""
-    model = network()
     give_gradients(model)
     first = viewed(model)
     second = Session(first.compressor, first.slots, first.network, Options(), Door())

@@ -1,13 +1,14 @@
-"""Entries that have waited: something was left of them. An entry that nothing came for keeps the optimizer's momentum."""
+"""Masking: an entry that waited loses its momentum when it is sent; an entry of which nothing was left keeps it."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, AdamW
+from training import OptimizerOf, Training
 
 import gradcomp
 
@@ -19,10 +20,10 @@ SPECS = [
     "topk:ratio=1,wire=exact,by_host=true",
     "sdagc:lam=0.5,wire=exact,cap=1",
 ]
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "sgd": (SGD, {"momentum": 0.9}),
-    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
-    "adamw": (AdamW, {}),
+OPTIMIZERS: dict[str, OptimizerOf] = {
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
+    "nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": partial(AdamW, lr=0.1),
 }
 
 
@@ -38,31 +39,37 @@ def gradient(step: int) -> Tensor:
 @pytest.mark.parametrize("case", OPTIMIZERS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_entry_that_nothing_came_for_has_not_waited(spec: str, case: str) -> None:
-    kind, settings = OPTIMIZERS[case]
-    ours, theirs = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
-    optimizer, plain = (kind([each], lr=0.1, **settings) for each in (ours, theirs))
-    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("x", ours)], "ranks_per_host": 2}
-    simulation = gradcomp.Simulation(spec, {"x": (64, 64)}, 4, **options)
+    ours, theirs = (Training(each, OPTIMIZERS[case], {"x": (64, 64)}, 4, 0, ranks_per_host=2) for each in (spec, None))
     for step in range(STEPS):
-        theirs.grad = gradient(step)
-        ours.grad = simulation.step([{"x": gradient(step)}] * 4)["x"].clone()
-        optimizer.step()
-        plain.step()
-        assert not simulation.residual(0)["x"].any(), "all is sent"
-    assert theirs[48:].abs().min() > 0.1
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        for training in (ours, theirs):
+            training.step([{"x": gradient(step)}] * 4)
+        assert not ours.simulation.residual(0)["x"].any(), "all is sent"
+    assert theirs.weights["x"][48:].abs().min() > 0.1
+    ours.ends_as(theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.5,wire=exact", "topk:ratio=0.5,wire=exact,by_host=true"])
 def test_an_entry_that_waited_has_no_momentum_on_any_rank(spec: str) -> None:
-    """With by_host, what waits lies on one rank of a host, and velocities on all."""
-    weight = nn.Parameter(torch.zeros(64))
-    optimizer = SGD([weight], lr=0.1, momentum=0.5)
-    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("x", weight)], "ranks_per_host": 2}
-    simulation = gradcomp.Simulation(spec, {"x": (64,)}, 4, **options)
+    """With by_host, a residual lies on one rank of a host, and velocities on all."""
+    ours = Training(spec, partial(SGD, lr=0.1, momentum=0.5), {"x": (64,)}, 4, ranks_per_host=2)
     large = torch.arange(64) % 2 == 0
-    simulation.step([{"x": torch.where(large, 8.0, 1.0)}] * 4)
-    sent = simulation.step([{"x": torch.where(large, -4.0, 0.0)}] * 4)["x"]  # the large velocities become 0
+    ours.simulation.step([{"x": torch.where(large, 8.0, 1.0)}] * 4)
+    sent = ours.simulation.step([{"x": torch.where(large, -4.0, 0.0)}] * 4)["x"]  # the large velocities become 0
     assert torch.equal(sent, torch.where(large, 0.0, 1.5))
-    for share in simulation.state_dict()["of_rank"].values():
-        assert not share["layers"]["sgd"]["velocity"]["x"].any()
+    assert not any(layers["velocity"]["x"].any() for layers in ours.layers("sgd"))
+
+
+def test_the_velocity_of_an_entry_that_waited_is_cleared() -> None:
+    """Three steps by hand. Without a new gradient, a velocity u adds u / 2."""
+    simulation = gradcomp.Simulation("topk:ratio=0.25,momentum=0.5,wire=exact", {"w": (4,)}, 1)
+    sent = [simulation.step([{"w": torch.tensor(grad)}])["w"].tolist() for grad in ([8.0, 7.0, 1.0, 1.0], [0.0] * 4, [0.0] * 4)]
+    # Entry 0 has not waited, and its velocity goes on: 8 / 2 + 8 / 4. Entry 1 has waited a step.
+    assert sent == [[8.0, 0.0, 0.0, 0.0], [0.0, 10.5, 0.0, 0.0], [6.0, 0.0, 0.0, 0.0]]
+    assert simulation.residual(0)["w"].tolist() == [0.0, 0.0, 1.75, 1.75]
+
+
+def test_without_error_feedback_nothing_is_masked() -> None:
+    """No residual doubles the momentum: an entry that is sent now and then keeps its velocity."""
+    ours = Training("topk:ratio=0.25,feedback=false", OPTIMIZERS["sgd"], {"x": (64,)}, 2).train(10)
+    share, *_ = ours.simulation.state_dict()["of_rank"].values()
+    assert share["buckets"][0]["stages"]["feedback"]["last_sent"] is None

@@ -1,13 +1,14 @@
-"""Learning rates of what waits: weights move by the rate that each gradient came with, whenever it is sent."""
+"""Learning rates of residuals: weights move by the rate that each gradient came with, whenever it is sent."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from training import Named, Training, draw, mean
 
 import gradcomp
 from gradcomp.native.extension import LARGEST
@@ -32,36 +33,34 @@ SCHEDULES: dict[str, list[tuple[float, float]]] = {
 UNLIKE = [(0.1, 0.3 if step < 5 else 0.003) for step in range(STEPS)]
 
 
-def gradient(rank: int, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+def set_rates(training: Training, *rates: float) -> None:
+    for group, rate in zip(training.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
-def moved(spec: str, rates: list[tuple[float, float]], change: str = "", known: bool = True) -> tuple[dict[str, Tensor], ...]:
-    """Return how far weights moved, what waits of it, both as weights, and how far plain SGD moves them.
+def of_groups(weights: Any) -> SGD:
+    """Make an optimizer with a group for each layer."""
+    return SGD([{"params": [each]} for each in weights], lr=1.0)
+
+
+def moved(spec: str, rates: list[tuple[float, float]], change: str = "", known: bool = True) -> tuple[Named, ...]:
+    """Return how far weights moved, their residuals, both as weights, and how far plain SGD moves them.
 
     known: the exchange knows the optimizer, and with it the rates.
     """
-    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = SGD([{"params": [each], "lr": 1.0} for each in weights.values()], lr=1.0)
-    told: dict[str, Any] = {"optimizer": optimizer, "named_parameters": weights.items()} if known else {}
-    simulation = gradcomp.Simulation(spec, SHAPES, RANKS, **told)
-    meant = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step, of_groups in enumerate(rates):
-        for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
-            group["lr"] = rate
+    ours, theirs = (Training(each, of_groups, SHAPES, RANKS, 0) for each in (spec if known else None, None))
+    simulation = ours.simulation if known else gradcomp.Simulation(spec, SHAPES, RANKS)
+    for step, of_layers in enumerate(rates):
+        for training in (ours, theirs):
+            set_rates(training, *of_layers)
         if change and step == len(rates) // 2:
             simulation.change(change)
-        grads = [gradient(rank, step) for rank in range(RANKS)]
-        for (name, update), rate in zip(simulation.step(grads).items(), of_groups, strict=True):
-            weights[name].grad = update
-            meant[name] -= rate * torch.stack([grad[name] for grad in grads]).mean(0)
-        optimizer.step()
-    left = [simulation.residual(rank) for rank in range(RANKS)]
-    waits = {
-        name: -rate * torch.stack([each[name] for each in left]).mean(0) for name, rate in zip(SHAPES, rates[-1], strict=True)
-    }
-    return {name: each.detach() for name, each in weights.items()}, waits, meant
+        grads = draw(step, SHAPES, RANKS)
+        ours.apply(simulation.step(grads))
+        theirs.step(grads)
+    left = mean([simulation.residual(rank) for rank in range(RANKS)])
+    waits = {name: -rate * left[name] for name, rate in zip(SHAPES, rates[-1], strict=True)}
+    return {name: each.detach() for name, each in ours.weights.items()}, waits, theirs.weights  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -85,29 +84,16 @@ def test_a_change_of_the_spec_keeps_the_rates(change: str) -> None:
         torch.testing.assert_close(ours[name] + waits[name], meant[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_layer_that_nothing_waited_of_does_not_cost_the_others_their_rates() -> None:
+def test_a_layer_without_a_residual_does_not_cost_the_others_their_rates() -> None:
     falls = [(0.1, 0.3) if step < 5 else (0.01, 0.03) for step in range(10)]
     ours, waits, meant = moved("topk:ratio=0.05; b=dense", falls, "topk:ratio=0.05")
     torch.testing.assert_close(ours["a"] + waits["a"], meant["a"], rtol=1e-4, atol=1e-5)
 
 
-def test_rates_that_change_unlike_leave_what_waits_alone() -> None:
+def test_rates_that_change_unlike_leave_residuals_alone() -> None:
     """A layer with a factor of its own would push the others out of the selection."""
     given, plain = (moved("topk:ratio=0.05", UNLIKE, known=known) for known in (True, False))
     assert all(torch.equal(given[0][name], plain[0][name]) for name in SHAPES)
-
-
-def test_rates_without_use_are_forgotten() -> None:
-    w = nn.Parameter(torch.zeros(100))
-    optimizer = SGD([w], lr=0.1)
-    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("w", w)]}
-    simulation = gradcomp.Simulation("topk:ratio=0.01,wire=exact", {"w": (100,)}, 1, **options)
-    simulation.step([{"w": torch.arange(1.0, 101)}])
-    optimizer.param_groups[0]["lr"] = 0.001
-    simulation.step([{"w": torch.zeros(100, dtype=torch.float16)}])  # follows no rate
-    before = simulation.residual(0)["w"]
-    update = simulation.step([{"w": torch.zeros(100)}])["w"]
-    torch.testing.assert_close(simulation.residual(0)["w"] + update, before)
 
 
 class Normalised(SGD):
@@ -120,151 +106,126 @@ class Normalised(SGD):
                 each.sub_(group["lr"] * each.grad / (each.grad.norm() + 1e-9))
 
 
-def after_a_fall(kind: Any, spec: str, rate: float) -> tuple[Tensor, Tensor]:
-    """Return what waits after a step, and what of it waits or is sent in the next one, under another rate."""
-    w = nn.Parameter(torch.zeros(100))
-    optimizer = kind([w], lr=0.1)
-    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("w", w)]}
-    simulation = gradcomp.Simulation(spec, {"w": (100,)}, 1, **options)
-    simulation.step([{"w": torch.arange(1.0, 101)}])
-    before = simulation.residual(0)["w"]
-    optimizer.param_groups[0]["lr"] = rate
-    update = simulation.step([{"w": torch.zeros(100)}])["w"]
-    return before, simulation.residual(0)["w"] + update
+def one_layer(optimizer_of: Any, spec: str = "topk:ratio=0.01,wire=exact", lr: float = 0.1) -> Training:
+    """Return a training in which all but the largest of 100 entries wait after a step."""
+    training = Training(spec, partial(optimizer_of, lr=lr), {"w": (100,)}, size=0)
+    training.simulation.step([{"w": torch.arange(1.0, 101)}])
+    return training
+
+
+def after_rate(training: Training, *rates: float) -> tuple[Named, Named]:
+    """Return the residuals, and those after a step with these rates and no gradients, together with its update."""
+    before = training.simulation.residual(0)
+    set_rates(training, *rates)
+    update = training.simulation.step([{name: torch.zeros(each.shape) for name, each in training.weights.items()}])
+    return before, {name: left + update[name] for name, left in training.simulation.residual(0).items()}
+
+
+def test_rates_without_use_are_forgotten() -> None:
+    training = one_layer(SGD)
+    set_rates(training, 0.001)
+    training.simulation.step([{"w": torch.zeros(100, dtype=torch.float16)}])  # follows no rate
+    torch.testing.assert_close(*after_rate(training, 0.001))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam])
 def test_an_optimizer_that_squares_updates_gets_them_as_they_were(kind: Any) -> None:
-    before, after = after_a_fall(kind, "topk:ratio=0.01,wire=exact,momentum=0", 0.001)
-    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(*after_rate(one_layer(kind, "topk:ratio=0.01,wire=exact,momentum=0"), 0.001))
 
 
 @pytest.mark.parametrize("kind", [SGD, Normalised])
-def test_what_waits_grows_only_for_an_optimizer_that_is_linear(kind: Any) -> None:
-    before, after = after_a_fall(kind, "topk:ratio=0.01,wire=exact", 0.01)
-    assert (after.sum() / before.sum()).item() == pytest.approx(10 if kind is SGD else 1)
+def test_residuals_grow_only_for_an_optimizer_that_is_linear(kind: Any) -> None:
+    before, after = after_rate(one_layer(kind), 0.01)
+    assert (after["w"].sum() / before["w"].sum()).item() == pytest.approx(10 if kind is SGD else 1)
 
 
 @pytest.mark.parametrize("other", ["frozen rate", "another optimizer"])
 def test_a_layer_whose_rate_is_unknown_does_not_follow_the_others(other: str) -> None:
     """Its residual is for a rate that nobody knows, or for the last one that was not 0."""
-    weights = {"a": nn.Parameter(torch.zeros(100)), "b": nn.Parameter(torch.zeros(100))}
-    trained = [weights["a"], weights["b"]] if other == "frozen rate" else [weights["a"]]
-    optimizer = SGD([{"params": [each]} for each in trained], lr=0.1)
-    named = list(weights.items())
-    simulation = gradcomp.Simulation(
-        "topk:ratio=0.01,wire=exact,momentum=0", {"a": (100,), "b": (100,)}, 1, optimizer=optimizer, named_parameters=named
+    all_known = other == "frozen rate"
+    training = Training(
+        "topk:ratio=0.01,wire=exact,momentum=0",
+        lambda weights: SGD([{"params": [each]} for each in [*weights][: 1 + all_known]], lr=0.1),
+        {"a": (100,), "b": (100,)},
     )
-    grads = {name: torch.arange(1.0, 101) for name in weights}
-    simulation.step([grads])
-    if other == "frozen rate":
-        optimizer.param_groups[1]["lr"] = 0.0
-    waits = simulation.residual(0)["b"].sum()
-    optimizer.param_groups[0]["lr"] = 0.01
-    update = simulation.step([{name: torch.zeros(100) for name in weights}])
-    torch.testing.assert_close(simulation.residual(0)["b"].sum() + update["b"].sum(), waits)
-    if other == "frozen rate":  # the rate that b's residual is for was kept
-        bucket = simulation._reducers[0].buckets[0]
-        assert dict(zip(bucket.layout.names, bucket.states["rates"].rates or (), strict=True)) == {"a": 0.01, "b": 0.1}
+    training.simulation.step([{name: torch.arange(1.0, 101) for name in "ab"}])
+    before, after = after_rate(training, *([0.01, 0.0] if all_known else [0.01]))
+    torch.testing.assert_close(after["b"].sum(), before["b"].sum())
+    if all_known:
+        assert training.layers("rates")[0]["rate"] == {"a": 0.01, "b": 0.1}, "the rate that b's residual is for was kept"
 
 
 @pytest.mark.parametrize("kind", ["sgd", "nesterov", "adamw"])
 def test_steps_with_the_rate_0_lose_nothing(kind: str) -> None:
-    """The momentum goes on in them. Neither what waits nor what they find is sent. AdamW is torch's with one rank."""
-    theirs, ours = (nn.Parameter(torch.zeros(400)) for _ in range(2))
-    made: dict[str, Any] = {
-        "sgd": lambda w: SGD([w], lr=0.1, momentum=0.9),
-        "nesterov": lambda w: SGD([w], lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-        "adamw": lambda w: AdamW([w], lr=0.1, weight_decay=0),
-    }
-    optimizers = [made[kind](w) for w in (ours, theirs)]
+    """The momentum goes on in them. Neither residuals nor their gradients are sent. AdamW is torch's with one rank."""
+    optimizer_of: Any = {
+        "sgd": partial(SGD, lr=0.1, momentum=0.9),
+        "nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        "adamw": partial(AdamW, lr=0.1, weight_decay=0),
+    }[kind]
     # Everything is sent of the decay, which depends on the weights.
     spec = "topk:ratio=1,wire=exact" if kind == "nesterov" else "sign"
-    simulation = gradcomp.Simulation(spec, {"w": (400,)}, 1, optimizer=optimizers[0], named_parameters=[("w", ours)])
+    ours, theirs = (Training(each, optimizer_of, {"w": (400,)}, size=0) for each in (spec, None))
     for step in range(20):
-        rate = 0.0 if step in (0, 1, 7, 8, 9, 15) else 0.1
-        grad = torch.randn(400, generator=torch.Generator().manual_seed(step))
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = rate
-        ours.grad, theirs.grad = simulation.step([{"w": grad}])["w"], grad
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(ours - 0.1 * simulation.residual(0)["w"], theirs, rtol=1e-4, atol=1e-5)
+        for training in (ours, theirs):
+            set_rates(training, 0.0 if step in (0, 1, 7, 8, 9, 15) else 0.1)
+            training.train(1, step)
+    found = ours.weights["w"] - 0.1 * ours.simulation.residual(0)["w"]
+    torch.testing.assert_close(found, theirs.weights["w"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_with_the_rate_0_masks_no_momentum() -> None:
-    w = nn.Parameter(torch.zeros(400))
-    optimizer = SGD([w], lr=0.1, momentum=0.5)
-    simulation = gradcomp.Simulation("topk:ratio=0.05", {"w": (400,)}, 1, optimizer=optimizer, named_parameters=[("w", w)])
-    velocity = torch.zeros(400)
-    for step, rate in enumerate((0.1, 0.1, 0.0)):
-        optimizer.param_groups[0]["lr"] = rate
-        grad = torch.randn(400, generator=torch.Generator().manual_seed(step))
-        state = simulation._reducers[0].buckets[0].states["sgd"]
-        velocity = grad + (0.0 if state.velocity is None else 0.5 * state.velocity)
-        w.grad = simulation.step([{"w": grad}])["w"]
-        optimizer.step()
-    assert state.velocity is not None
-    torch.testing.assert_close(state.velocity, velocity)
+    training = Training("topk:ratio=0.05", partial(SGD, lr=0.1, momentum=0.5), {"w": (400,)}, size=0).train(2)
+    before = training.layers("sgd")[0]["velocity"]["w"].clone()
+    set_rates(training, 0.0)
+    training.train(1, 2)
+    torch.testing.assert_close(training.layers("sgd")[0]["velocity"]["w"], draw(2, {"w": (400,)})[0]["w"] + 0.5 * before)
 
 
 def test_a_rate_of_zero_changes_nothing() -> None:
-    """What waits is meant for the last rate before it, and keeps that."""
-    w = nn.Parameter(torch.zeros(100))
-    optimizer = SGD([w], lr=0.4)
-    simulation = gradcomp.Simulation(
-        "topk:ratio=0.01,wire=exact", {"w": (100,)}, 1, optimizer=optimizer, named_parameters=[("w", w)]
-    )
-    simulation.step([{"w": torch.arange(1.0, 101)}])
+    """Residuals are meant for the last rate before it, and keep that."""
+    training = one_layer(SGD, lr=0.4)
     for rate, factor in ((0.0, 1), (0.2, 2), (0.0, 1), (0.0, 1), (0.4, 0.5), (1e-30, 4e29), (float("inf"), 1), (0.4, 2.5e-30)):
-        before = simulation.residual(0)["w"]
-        optimizer.param_groups[0]["lr"] = rate
-        update = simulation.step([{"w": torch.zeros(100)}])["w"]
-        torch.testing.assert_close(simulation.residual(0)["w"] + update, (factor * before).clamp(max=LARGEST))
+        before, after = after_rate(training, rate)
+        torch.testing.assert_close(after["w"], (factor * before["w"]).clamp(max=LARGEST))
 
 
 def test_a_saved_state_holds_the_rates() -> None:
-    def run(saved_at: int | None) -> Tensor:
-        w = nn.Parameter(torch.zeros(200))
-        optimizer = AdamW([w], lr=0.1)
-        options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": [("w", w)]}
-        simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (200,)}, 1, **options)
-        for step in range(6):
-            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-            if step == saved_at:
-                states = simulation.state_dict()
-                simulation = gradcomp.Simulation("topk:ratio=0.02", {"w": (200,)}, 1, **options)
-                simulation.load_state_dict(states)
-            w.grad = simulation.step([{"w": torch.randn(200, generator=torch.Generator().manual_seed(step))}])["w"]
-            optimizer.step()
-        return w.detach()
-
-    assert torch.equal(run(None), run(3))
+    whole = Training("topk:ratio=0.02", partial(AdamW, lr=0.1), {"w": (200,)}, size=0)
+    trainings = [whole]
+    for step in range(6):
+        if step == 3:
+            trainings.append(whole.resumed("topk:ratio=0.02"))
+        for training in trainings:
+            set_rates(training, 0.1 / (1 + step))
+            training.train(1, step)
+    whole.ends_as(trainings[1], 0, 0)
 
 
-def test_rates_are_loaded_by_layer() -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rates_are_loaded_by_layer(ranks: int) -> None:
     """Into other buckets, and on another number of ranks."""
-    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = SGD(weights.values(), lr=0.1)
-    options: dict[str, Any] = {"optimizer": optimizer, "named_parameters": weights.items()}
-    first = gradcomp.Simulation("topk:ratio=0.05,wire=exact", SHAPES, 2, **options)
-    first.step([gradient(rank, 0) for rank in range(2)])
-    optimizer.param_groups[0]["lr"] = 0.001
-    nothing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for ranks in (1, 2, 4):
-        second = gradcomp.Simulation("topk:ratio=0.05,wire=exact", SHAPES, ranks, bucket_mb=0.0001, **options)
-        second.load_state_dict(first.state_dict())
-        before = [second.residual(rank) for rank in range(ranks)]
-        update = second.step([nothing] * ranks)
-        for name in SHAPES:
-            sums = [sum(each[name] for each in left) for left in (before, [second.residual(rank) for rank in range(ranks)])]
-            torch.testing.assert_close(sums[1] + ranks * update[name], 100 * sums[0], rtol=1e-4, atol=1e-4)
+    spec = "topk:ratio=0.05,wire=exact"
+    first = Training(spec, partial(SGD, lr=0.1), SHAPES, 2)
+    first.simulation.step(draw(0, SHAPES, 2))
+    second = Training(spec, partial(SGD, lr=0.001), SHAPES, ranks, bucket_mb=0.0001)
+    second.simulation.load_state_dict(first.simulation.state_dict())
+    before = _sums(second)
+    update = second.simulation.step([{}] * ranks)
+    after = _sums(second)
+    for name in SHAPES:
+        torch.testing.assert_close(after[name] + ranks * update[name], 100 * before[name], rtol=1e-4, atol=1e-4)
+
+
+def _sums(training: Training) -> Named:
+    every = [training.simulation.residual(rank) for rank in range(training.ranks)]
+    return {name: torch.stack([own[name] for own in every]).sum(0) for name in training.shapes}
 
 
 @pytest.mark.parametrize("rates", [{"a": -1.0}, {"a": "much"}, {"a": float("inf")}, [0.1], None])
 def test_damaged_rates_are_refused(rates: Any) -> None:
     simulation = gradcomp.Simulation("topk", SHAPES, 1)
-    simulation.step([gradient(0, 0)])
+    simulation.step(draw(0, SHAPES))
     state = simulation.state_dict()
     state["of_rank"]["0"]["layers"]["rates"]["rate"] = rates
     with pytest.raises(ValueError, match=r"rate|a="):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
+from training import draw
 
 import gradcomp
 from gradcomp.compressors.dense import Dense
@@ -17,27 +17,20 @@ from gradcomp.engine.stages.feedback import Feedback
 SHAPES = {"a.weight": (60, 50), "a.bias": (60,), "b.weight": (40, 60)}
 
 
-def draw(seed: int, ranks: int, size: float = 1.0) -> list[dict[str, Tensor]]:
-    torch.manual_seed(seed)
-    return [{name: size * torch.randn(shape) for name, shape in SHAPES.items()} for _ in range(ranks)]
-
-
 def test_rules_by_layer() -> None:
     made = gradcomp.make("sdagc:lam=3; *.bias=dense; b.*=topk:ratio=0.5")
     assert isinstance(made, ByLayer)
     assert made.rules == (("*.bias", Dense()), ("b.*", Feedback(TopK(ratio=0.5))))
     assert made == gradcomp.by_layer({"*.bias": "dense", "b.*": "topk:ratio=0.5"}, "sdagc:lam=3")
-    simulation = gradcomp.Simulation("sdagc:lam=3; *.bias=dense; b.*=topk:ratio=0.5", SHAPES, 2)
-    grads = draw(0, 2)
+    simulation, other = (gradcomp.Simulation(made, SHAPES, 2) for _ in range(2))
+    grads = draw(0, SHAPES, 2)
     update = simulation.step(grads)
     assert torch.equal(update["a.bias"], (grads[0]["a.bias"] + grads[1]["a.bias"]) * 0.5)
     assert 0 < update["a.weight"].count_nonzero() < 100
     assert update["b.weight"].count_nonzero() > 1200
     assert simulation.stats()["buckets"] == 3
-    state = simulation.state_dict()
-    other = gradcomp.Simulation("sdagc:lam=3; *.bias=dense; b.*=topk:ratio=0.5", SHAPES, 2)
-    other.load_state_dict(state)
-    ours, theirs = simulation.step(draw(1, 2)), other.step(draw(1, 2))
+    other.load_state_dict(simulation.state_dict())
+    ours, theirs = simulation.step(draw(1, SHAPES, 2)), other.step(draw(1, SHAPES, 2))
     assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
 
 

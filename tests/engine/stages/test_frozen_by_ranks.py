@@ -1,0 +1,124 @@
+"""A layer that is frozen in mid-training, through every door: nothing moves it, and its residual stays."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import doors
+import pytest
+import ranks
+import small_net
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+import gradcomp
+
+pytestmark = pytest.mark.slow
+
+SPEC, BUCKET_MB = "topk:ratio=0.05", 0.02
+# The steps before which the layer is frozen, and unfrozen again.
+FROZEN, UNFROZEN, STEPS = 3, 6, 8
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": partial(SGD, lr=0.02),
+    "momentum": partial(SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
+    "AdamW": partial(AdamW, lr=1e-3, weight_decay=0.0),
+}
+# Horovod itself gives frozen layers zeros as gradients, by which these move them.
+FOR_DDP: dict[str, Any] = {"decay": partial(AdamW, lr=1e-2), "outside": partial(SGD, lr=0.02, momentum=0.9)}
+DOORS = ("ddp", *doors.DOORS)
+CASES = [*((door, each) for door in DOORS for each in OPTIMIZERS), *(("ddp", each) for each in FOR_DDP)]
+
+
+def prepared(door: str, model: nn.Module, optimizer: Any, spec: str) -> tuple[int, nn.Module, Any, Any]:
+    """Return the rank, the model to call, the optimizer to step, and the handle."""
+    if door == "ddp":
+        ranks.join()
+        whole = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, find_unused_parameters=True)
+        return dist.get_rank(), whole, optimizer, gradcomp.ddp.attach(whole, spec, optimizer=optimizer, bucket_mb=BUCKET_MB)
+    import horovod.torch as hvd
+
+    hvd.init()
+    own = doors.wrapped(door, optimizer, doors.named(model), spec, bucket_mb=BUCKET_MB)
+    return hvd.rank(), model, own, own.compression
+
+
+def train(door: str, optimizer: str, by: tuple[int, ...]) -> dict[str, Any]:
+    """Train; the ranks `by` freeze a layer and unfreeze it again.
+
+    Return how far it moved, its residuals, the lines of the log and the weights.
+    """
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradcomp").addHandler(handler)
+    logging.getLogger("gradcomp").setLevel(logging.INFO)
+    model = small_net.net()
+    inner = (OPTIMIZERS | FOR_DDP)[optimizer](model.parameters())
+    rank, whole, own, handle = prepared(door, model, inner, f"{SPEC},momentum=0" if optimizer == "outside" else SPEC)
+    data = small_net.examples(rank)
+    moved, kept = [], []
+    for step in range(STEPS):
+        if step in (FROZEN, UNFROZEN) and rank in by:
+            model.part.requires_grad_(step == UNFROZEN)
+        before = model.part.weight.detach().clone()
+        small_net.train(whole, own, data, 1)
+        moved.append(float((model.part.weight.detach() - before).abs().sum()))
+        kept.append(handle.residual()["part.weight"])
+    return {"moved": moved, "waits": kept, "said": said, "weights": small_net.weights(model)}
+
+
+@ranks.once
+def trained(door: str, optimizer: str, by: tuple[int, ...]) -> list[dict[str, Any]]:
+    return ranks.launch(train, 2, door, optimizer, by)
+
+
+@pytest.mark.parametrize("door,optimizer", CASES)
+def test_nothing_moves_a_layer_that_all_ranks_have_frozen(door: str, optimizer: str) -> None:
+    found = trained(door, optimizer, (0, 1))
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    for rank, own in enumerate(found):
+        assert not any(own["moved"][FROZEN:UNFROZEN]) and all(own["moved"][:FROZEN] + own["moved"][UNFROZEN:])
+        assert own["waits"][FROZEN - 1].any()
+        assert all(torch.equal(own["waits"][FROZEN - 1], each) for each in own["waits"][FROZEN:UNFROZEN])
+        (text,) = own["said"]
+        assert f"rank {rank}: frozen now: 'part.bias', 'part.weight'. Their residuals wait" in text
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_other_ranks_move_a_layer_that_one_rank_has_frozen_as_without_gradcomp(door: str) -> None:
+    """Stock DDP and Horovod average the others' gradients with its zeros, on all ranks alike."""
+    found = trained(door, "SGD", (1,))
+    assert torch.equal(found[0]["weights"], found[1]["weights"]) and all(found[1]["moved"])
+    kept = found[1]["waits"]
+    assert all(torch.equal(kept[FROZEN - 1], each) for each in kept[FROZEN:UNFROZEN])
+    assert not found[0]["said"] and "rank 1: frozen now: 'part.bias', 'part.weight'." in found[1]["said"][0]
+
+
+def unfreeze(door: str) -> str:
+    """Unfreeze a layer on rank 1 alone that was frozen when the exchange was set up. Return the error."""
+    model = small_net.net()
+    model.part.requires_grad_(False)
+    rank, whole, own, _ = prepared(door, model, OPTIMIZERS["SGD"](model.parameters()), SPEC)
+    data = small_net.examples(rank)
+    small_net.train(whole, own, data, 2)
+    model.part.requires_grad_(rank == 1)
+    said = small_net.refused(lambda: small_net.train(whole, own, data, 2))
+    if rank == 1:
+        model.part.requires_grad_(False)
+        said += f" then: {small_net.refused(own.step)}"
+    ranks.report(said)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("door", ["ddp", doors.OWN])
+def test_a_layer_that_one_rank_unfreezes_too_late_is_refused(door: str) -> None:
+    there, here = ranks.launch(unfreeze, 2, door)
+    assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was unfrozen or added after the ranks' exchange")
+    assert here.endswith("then: nothing was raised")
+    assert "gradcomp's exchange failed" in there and "a rank ended or raised an error (see its output)" in there
