@@ -257,25 +257,28 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--ways", "stock,bf16"], "'bf16' is of the door ddp, not of horovod"),
-        (["--ways", "grace:ratio=0.01", "--door", "ddp"], "is of the door horovod, not of ddp"),
-        (["--ways", "stock", "--launcher", "local", "--later", "1gbit:5"], "changes the links of --launcher cluster"),
-        (["--ways", "stock", "--later", "1gbit:5"], "--later needs at least 5 rounds"),
-        (["--ways", "stock", "--task", "cifar"], "needs --data FOLDER"),
-        (["--ways", "stock", "--set", "depth=3"], "mlp has no depth"),
-        (["--ways", "stock", "--set", "clip=1"], "mlp clips gradients, which the ways would do differently"),
+        ("train --ways stock,bf16", "'bf16' is of the door ddp, not of horovod"),
+        ("train --ways grace:ratio=0.01 --door ddp", "is of the door horovod, not of ddp"),
+        ("train --ways stock --launcher local --later 1gbit:5", "changes the links of --launcher cluster"),
+        ("train --ways stock --later 1gbit:5", "--later needs at least 5 rounds"),
+        ("train --ways stock --task cifar", "needs --data FOLDER"),
+        ("train --ways stock --set depth=3", "mlp has no depth"),
+        ("train --ways stock --set clip=1", "mlp clips gradients, which the ways would do differently"),
+        ("study --specs none", "a study needs ways that exchange gradients in each step and count their bytes"),
+        ("study --specs topk --door ddp --set clip=1", "conv clips each rank's gradient, which dense cannot"),
+        ("study --specs topk --rate 1gbit", "--rate is of real ranks; add --door ddp or --door horovod"),
+        ("study --specs bf16 --door horovod", "'bf16' is of the door ddp, not of horovod"),
+        ("study --specs topk --door ddp --ranks 1", "one real rank exchanges nothing"),
+        ("study --specs topk --set mlp.lr=1", "--tasks does not contain 'mlp'"),
+        ("study --specs topk --set batch=1000", "more than the 1437"),
     ],
 )
-def test_what_cannot_be_launched_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *words]) == 2
+def test_what_cannot_be_measured_is_refused(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_study = ["--tasks", "conv"] if words.startswith("study") else []
+    assert main([*words.split(), *of_study, "--cache", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["100mbit", "100mbit:", "fast:3", "100mbit:-1"])
-def test_a_later_rate_has_a_time(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--later", text])
-    assert "rate" in capsys.readouterr().err
 
 
 def test_a_project_that_is_not_there_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,17 +166,3 @@ def test_ranks_read_different_text() -> None:
 def test_settings_of_one_task_stand_above_those_of_all() -> None:
     settled = settings.settle(["mlp", "conv"], [settings.changes("mlp.lr=0.3"), settings.changes("lr=0.2,steps=7")])
     assert (settled["mlp"].lr, settled["conv"].lr, settled["mlp"].steps) == (0.3, 0.2, 7)
-
-
-def test_a_study_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    at = ["--tasks", "conv", "--cache", str(tmp_path), "--out", str(tmp_path)]
-    for given, message in (
-        (["--specs", "none"], "a study needs ways that exchange gradients in each step and count their bytes"),
-        (["--specs", "topk", "--door", "ddp", "--set", "clip=1"], "conv clips each rank's gradient, which dense cannot"),
-        (["--specs", "bf16", "--door", "horovod"], "'bf16' is of the door ddp, not of horovod"),
-        (["--specs", "topk", "--door", "ddp", "--ranks", "1"], "one real rank exchanges nothing"),
-        (["--specs", "topk", "--set", "mlp.lr=1"], "--tasks does not contain 'mlp'"),
-        (["--specs", "topk", "--set", "batch=1000"], "more than the 1437"),
-    ):
-        assert main(["study", *at, *given]) == 2
-        assert message in capsys.readouterr().err
