@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint keeps the shares of all ranks; any number of ranks loads what it saved."""
+"""A state of all ranks: torch.distributed.checkpoint saves it, and any number of ranks loads it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import ranks
+import small_net
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_run import DdpRun
 from rank_server import FOLDER
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 
@@ -69,3 +71,33 @@ def test_any_number_of_ranks_loads_it(spec: str, world: int) -> None:
         wanted = sum(residual.get(name, torch.zeros(())) for residual in kept) / 2
         came = sum(simulation.residual(rank)[name] for rank in range(world)) / world
         torch.testing.assert_close(came.flatten(), torch.as_tensor(wanted).expand(came.numel()))
+
+
+def with_a_new_rank(saved: int = 2) -> dict[str, Any]:
+    """Load a state of two ranks on three."""
+    ranks.join()
+    model = small_net.net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    named = list(model.named_parameters())
+    shapes = {name: tuple(each.shape) for name, each in named}
+    simulation = gradcomp.Simulation("topk:ratio=0.05", shapes, saved, optimizer=optimizer, named_parameters=named)
+    torch.manual_seed(0)
+    for _ in range(4):
+        simulation.step([{name: torch.randn_like(each) for name, each in named} for _ in range(saved)])
+    state = simulation.state_dict()
+    handle = gradcomp.ddp.attach(DistributedDataParallel(model), "topk:ratio=0.05", optimizer=optimizer)
+    handle.load_state_dict(state)
+    own = handle.state_dict()["of_rank"][str(dist.get_rank())]["layers"]
+    return {"saved": state["of_rank"], "own": own}
+
+
+def test_a_new_rank_takes_the_mean_of_the_moments() -> None:
+    first, second, new = ranks.launch(with_a_new_rank, 3)
+    shares = [first["saved"][str(rank)]["layers"]["adam"] for rank in range(2)]
+    for array in ("first", "second"):
+        for name, found in new["own"]["adam"][array].items():
+            torch.testing.assert_close(found, torch.stack([share[array][name] for share in shares]).mean(0))
+            for rank, old in enumerate((first, second)):
+                assert torch.equal(old["own"]["adam"][array][name], shares[rank][array][name])
+    assert {*new["own"]["adam"]["steps"].values()} == {4}
+    assert not any(bool(each.any()) for each in new["own"]["feedback"]["residual"].values())

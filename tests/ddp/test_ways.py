@@ -1,18 +1,15 @@
-"""DDP in the ways its users know, with models of unusual make: its own weights, or the same on all ranks."""
+"""DDP in the ways its users know: its own weights, or the same on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import odd_models
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from ddp_run import ALONE, EXACT, SPARSE, DdpRun
-from odd_models import KEPT, MODELS
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.slow
@@ -71,41 +68,16 @@ def some(spec: str | None) -> Tensor:
     return torch.zeros(0) if dist.get_rank() == 1 else DdpRun(spec, process_group=dist.new_group([0, 2])).train(8)
 
 
-def made_of(name: str) -> Callable[[str | None], Tensor]:
-    def trained(spec: str | None) -> Tensor:
-        run = DdpRun(spec, odd_models.make(name), 0.1)
-        for turn in range(4):
-            run.optimizer.zero_grad()
-            odd_models.step(run.whole, turn, dist.get_rank())
-            run.optimizer.step()
-        return run.weights
-
-    return trained
-
-
-def waiting(name: str) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Run one pass; return every parameter's residual and gradient on this rank, and its update."""
-    alone, run = odd_models.make(name), DdpRun(SPARSE, odd_models.make(name))
-    odd_models.step(alone, 0, dist.get_rank())
-    odd_models.step(run.whole, 0, dist.get_rank())
-    local, updated, kept = dict(alone.named_parameters()), dict(run.plain.named_parameters()), run.handle.residual()
-    return {n: (kept[n], local[n].grad, updated[n].grad) for n in kept}  # type: ignore[misc]
-
-
 WAYS = {way.__name__: way for way in (ordinary, views, static, unused_here, accumulated, clipped, uneven)}
-ODD = {name: made_of(name) for name in MODELS}
 
 
 def program() -> dict[Any, Any]:
-    """Train in every way, with DDP alone, with everything sent and with little; two ranks train odd models, three a group."""
+    """Train in every way, with DDP alone, with everything sent and with little; three ranks train a group, too."""
     ranks.join()
-    two = dist.get_world_size() == 2
     found: dict[Any, Any] = {}
-    for name, way in {**WAYS, **(ODD if two else {"some": some})}.items():
+    for name, way in {**WAYS, **({} if dist.get_world_size() == 2 else {"some": some})}.items():
         for spec in (ALONE, EXACT, SPARSE):
             found[name, spec] = way(spec)
-    for name in KEPT if two else []:
-        found["waiting", name] = waiting(name)
     return found
 
 
@@ -114,7 +86,7 @@ def found(count: int) -> list[dict[Any, Any]]:
     return ranks.launch(program, count)
 
 
-@pytest.mark.parametrize("name", [*WAYS, *MODELS])
+@pytest.mark.parametrize("name", WAYS)
 def test_with_nothing_left_out_every_way_is_ddps_own(name: str) -> None:
     """To the last bit: on two ranks a sum has one order, and half of it is exact."""
     for own in found(2):
@@ -122,23 +94,13 @@ def test_with_nothing_left_out_every_way_is_ddps_own(name: str) -> None:
         assert torch.equal(own[name, EXACT], own[name, ALONE])
 
 
-@pytest.mark.parametrize("name, count", [*((name, 2) for name in [*WAYS, *MODELS]), *((name, 3) for name in WAYS)])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", WAYS)
 def test_in_every_way_all_ranks_hold_the_same_weights(name: str, count: int) -> None:
     first, *others = (own[name, SPARSE] for own in found(count))
     assert first.isfinite().all()
     assert all(torch.equal(first, other) for other in others)
     assert not torch.equal(first, found(count)[0][name, EXACT])  # something was left out indeed
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_residual_and_update_add_up_to_the_gradients(name: str) -> None:
-    """They have the parameters' shapes, in any layout, and the ranks' means add up."""
-    first, second = (own["waiting", name] for own in found(2))
-    assert any(kept.any() for kept, _, _ in first.values())
-    for n, (kept, gradient, update) in first.items():
-        assert kept.shape == gradient.shape == update.shape
-        assert torch.equal(update, second[n][2])
-        torch.testing.assert_close((kept + second[n][0]) / 2 + update, (gradient + second[n][1]) / 2)
 
 
 def test_within_a_group_its_members_train_together() -> None:
