@@ -80,19 +80,22 @@ def batches(seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Training:
-    """A model in training with SGD by a door, with the handle that its session has."""
+    """A model in training by a door, with the handle that its session has."""
 
-    def __init__(self, door: str, model: nn.Module, spec: Any, *, bucket_mb: float = 25, scaler: Any = None, **options: Any):
+    def __init__(
+        self, door: str, model: nn.Module, spec: Any, *, prefix: str = "", lr: float = 0.02, momentum: float = 0, **options: Any
+    ):
+        """Wrap inner=, an optimizer of the model, or an SGD with these settings."""
         self.model, self._is_ddp = model, door == DDP
         self.whole: Any = model
+        inner = options.pop("inner", None) or torch.optim.SGD(model.parameters(), lr, momentum=momentum)
         if door == DDP:
-            options.pop("prefix", None)
-            self.optimizer: Any = torch.optim.SGD(model.parameters(), options.pop("lr", 0.02), options.pop("momentum", 0))
-            self.whole = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
-            given = {"optimizer": self.optimizer, "scaler": scaler, "bucket_mb": bucket_mb}
-            self.handle: Any = gradcomp.ddp.attach(self.whole, spec, **given)
+            self.optimizer: Any = inner
+            self.whole = DistributedDataParallel(model, bucket_cap_mb=options.get("bucket_mb", 25))
+            options["optimizer"] = inner if options.pop("given", True) else None
+            self.handle: Any = None if spec is None else gradcomp.ddp.attach(self.whole, spec, **options)
         else:
-            self.optimizer = sgd(door, model, spec, bucket_mb=bucket_mb, scaler=scaler, **options)
+            self.optimizer = wrapped(door, inner, named(model, prefix), spec, **options)
             self.handle = self.optimizer.compression
 
     def apply(self, scaling: Any, unscales: bool = True) -> None:

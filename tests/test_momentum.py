@@ -1,0 +1,295 @@
+"""momentum=auto by every door: with everything sent, training is torch's own with SGD, and the mean of directions with Adam."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import adam_twin
+import doors
+import horovod.torch as hvd
+import pytest
+import ranks
+import sgd_twin
+import torch
+import torch.distributed as dist
+from doors import DDP, DOORS, EVERY, Training
+from sgd_twin import SPEC, STEPS, Two, gradients
+from torch import Tensor
+from torch.optim import Optimizer
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+LEFT = f"{SPEC},momentum=0"
+count = itertools.count()
+every_door = pytest.mark.parametrize("door", EVERY)
+
+
+def adamw(model: Two) -> Optimizer:
+    return adam_twin.made(model, "adamw")
+
+
+def nesterov(model: Two) -> Optimizer:
+    return sgd_twin.sgd(model, "nesterov")
+
+
+def training(door: str, made: Callable[[Two], Optimizer], spec: Any = SPEC, **options: Any) -> Training:
+    model = Two()
+    return Training(door, model, spec, prefix=f"{next(count)}.", inner=made(model), **options)
+
+
+def weights(model: torch.nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def step_once(run: Training, rank: int, step: int, apart: bool = False) -> None:
+    run.optimizer.zero_grad()
+    run.whole(gradients(rank, step)).backward()
+    if apart:
+        run.optimizer.synchronize()
+    with run.optimizer.skip_synchronize() if apart else contextlib.nullcontext():
+        run.optimizer.step()
+
+
+def broadcast(run: Training, door: str) -> None:
+    """Send rank 0's state to all, as Horovod's users do at the start, and after an elastic reset."""
+    if door != DDP:
+        hvd.broadcast_parameters(run.model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(run.optimizer, root_rank=0)
+
+
+def train(
+    door: str, case: str, *, resumed: bool = False, apart: bool = False, leaves: bool = False, **options: Any
+) -> list[Tensor]:
+    """Train with known gradients, from the start or from the middle of torch's own training.
+
+    apart: end each exchange by synchronize(), before the step. leaves: leave the momentum to the optimizer from the middle on,
+    for three steps.
+    """
+    rate, first, rank = 0.05 / RANKS if "op" in options else 0.05, STEPS if resumed else 0, doors.rank(door)
+    run = training(door, lambda model: sgd_twin.sgd(model, case, rate), **options)
+    after_step = sgd_twin.schedule(case, run.optimizer)
+    if resumed:
+        trained, state = sgd_twin.alone(case, RANKS)
+        for parameter, weight in zip(run.model.parameters(), trained, strict=True):
+            parameter.data.copy_(weight)
+        run.optimizer.load_state_dict(state)
+    broadcast(run, door)
+    for step in range(first, first + STEPS):
+        if leaves and step in (4, 7):
+            run.handle.change(LEFT if step == 4 else SPEC)
+        step_once(run, rank, step, apart)
+        after_step()
+        if step == first + 2 and door != DDP:
+            hvd.broadcast_optimizer_state(run.optimizer, root_rank=0)
+    assert all(group["momentum"] > 0 for group in run.optimizer.param_groups), "the user's values are shown between steps"
+    return weights(run.model)
+
+
+def train_adam(door: str, **options: Any) -> tuple[list[Tensor], int]:
+    """Train with Adam; then leave the moments to it. Return the weights before that, and the number of its states."""
+    run, rank = training(door, adamw, **options), doors.rank(door)
+    broadcast(run, door)
+    for step in range(STEPS):
+        step_once(run, rank, step)
+        if step == 2 and door != DDP:
+            hvd.broadcast_optimizer_state(run.optimizer, root_rank=0)  # no weight decay
+    trained = weights(run.model)
+    run.handle.change(LEFT)  # and torch's own Adam goes on
+    for step in range(2):
+        step_once(run, rank, step)
+    return trained, len(run.optimizer.state)
+
+
+# By what is trained: the doors, the options, the case of torch's own training that it must equal, and its steps.
+RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, int]] = {
+    **{case: (EVERY, {"case": case}, case, STEPS) for case in sgd_twin.SETTINGS},
+    "resumed": (DOORS, {"case": "nesterov", "resumed": True}, "nesterov", 2 * STEPS),
+    "resumed, apart": (DOORS, {"case": "nesterov", "resumed": True, "apart": True}, "nesterov", 2 * STEPS),
+    "not given": (DOORS, {"case": "nesterov", "given": False}, "nesterov", STEPS),
+    "left": (EVERY, {"case": "momentum alone", "leaves": True}, "momentum alone", STEPS),
+    "left, nesterov": ((DDP,), {"case": "nesterov", "leaves": True}, "nesterov", STEPS),
+    "left, sum": (DOORS, {"case": "momentum alone", "leaves": True, "op": hvd.Sum}, "momentum alone", STEPS),
+    # With half the rate a sum over two ranks is the mean; the decay counts once.
+    "sum": (DOORS, {"case": "momentum and weight decay", "op": hvd.Sum}, "half the weight decay", STEPS),
+}
+ADAM = [(door, "mean") for door in EVERY] + [(door, "sum") for door in DOORS] + [(DDP, "scaled")]
+
+
+def program(door: str) -> dict[Any, Any]:
+    doors.join(door)
+    found: dict[Any, Any] = {name: train(door, **options) for name, (at, options, *_) in RUNS.items() if door in at}
+    found["adam", "mean"] = train_adam(door)
+    if door == DDP:
+        return found | of_ddp()
+    found["adam", "sum"] = train_adam(door, op=hvd.Sum)
+    return found
+
+
+outcomes = ranks.once(lambda door: ranks.launch(program, RANKS, door))
+
+
+@pytest.mark.parametrize("door, name", [(door, name) for name, (at, *_) in RUNS.items() for door in at])
+def test_training_with_sgd_is_torchs_own(door: str, name: str) -> None:
+    """From its start or its middle, with an optimizer that is given or not, and where the momentum is left for some steps."""
+    *_, case, steps = RUNS[name]
+    for found in outcomes(door):
+        sgd_twin.check(found[name], case, RANKS, steps, broadcasts=door != DDP and "resumed" not in name)
+
+
+@pytest.mark.parametrize("door, kind", ADAM)
+def test_training_with_adam_is_by_the_mean_of_the_ranks_directions(door: str, kind: str) -> None:
+    """Adam's step does not depend on the length of gradients: a sum must not move the weights further."""
+    for found in outcomes(door):
+        adam_twin.check(found["adam", kind][0], "adamw", RANKS, broadcasts=door != DDP)
+
+
+@every_door
+def test_after_a_change_adam_has_moments_of_its_own(door: str) -> None:
+    for found in outcomes(door):
+        assert found["adam", "mean"][1] == 2
+
+
+# Under DDP alone.
+
+
+def of_ddp() -> dict[Any, Any]:
+    return {
+        ("adam", "scaled"): (scaled(), 0),
+        "uneven": (uneven(SPEC), uneven(None)),
+        "found": found_later(),
+        "left, adam": left(),
+        "clips": {
+            "adam": clipped(adamw, 1.0),
+            "adam, sparse": clipped(adamw, 0.01, "topk:ratio=0.01"),
+            "adam, longer than any": clipped(adamw, 1e9),
+            "adam, gradients": clipped(adamw, 1.0, LEFT),
+            "sgd": clipped(nesterov, 1.0),
+            "sgd, longer than any": clipped(nesterov, 1e9),
+        },
+    }
+
+
+def uneven(spec: str | None) -> list[Tensor]:
+    """One rank has more batches than the other, which goes on exchanging without a step of its own."""
+    run = training(DDP, lambda model: sgd_twin.sgd(model, "momentum alone"), spec)
+    with run.whole.join():
+        for step in range(6 + 3 * dist.get_rank()):
+            step_once(run, dist.get_rank(), step)
+    return weights(run.model)
+
+
+def scaled() -> list[Tensor]:
+    """Train with a loss scale that doubles on the way."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    run = training(DDP, adamw, scaler=scaler)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        scaler.scale(run.whole(gradients(dist.get_rank(), step))).backward()
+        run.apply(scaler)
+    return weights(run.model)
+
+
+def found_later() -> tuple[list[Tensor], list[Tensor]]:
+    """Train with an optimizer that attach() was not given: it is known after its first step."""
+    run, plain = training(DDP, adamw, given=False), Two()
+    other = adamw(plain)
+    for step in range(STEPS):  # with the same gradient on all ranks, the mean of directions is Adam's of the mean
+        step_once(run, 0, step)
+        other.zero_grad()
+        plain(gradients(0, step)).backward()
+        other.step()
+    assert all(bool(each.any()) for each in moments(run)["second"].values())
+    return weights(run.model), weights(plain)
+
+
+def moments(run: Training) -> dict[str, dict[str, Tensor]]:
+    return run.handle.state_dict()["of_rank"][str(dist.get_rank())]["layers"]["adam"]
+
+
+def left() -> list[Tensor]:
+    """Leave the moments to the optimizer from the middle on: it begins with their means over the ranks."""
+    run = training(DDP, adamw)
+    for step in range(STEPS):
+        if step == 5:
+            own = moments(run)
+            run.handle.change(LEFT)
+            for (name, parameter), (key, array) in itertools.product(
+                run.model.named_parameters(), {"exp_avg": "first", "exp_avg_sq": "second"}.items()
+            ):
+                mean = own[array][name] / RANKS
+                dist.all_reduce(mean)
+                torch.testing.assert_close(run.optimizer.state[parameter][key].flatten(), mean)
+                assert run.optimizer.state[parameter]["step"] == 5
+        step_once(run, dist.get_rank(), step)
+    return weights(run.model)
+
+
+def clipped(made: Callable[[Two], Optimizer], longest: float, spec: str = SPEC) -> list[str]:
+    """Clip after the exchange. Return the text of the error, or of all warnings."""
+    run = training(DDP, made, spec)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(3):
+            run.optimizer.zero_grad()
+            run.whole(gradients(dist.get_rank(), step)).backward()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), longest)
+            try:
+                run.optimizer.step()
+            except RuntimeError as error:
+                return [str(error)]
+    return [str(each.message) for each in seen]
+
+
+@pytest.mark.parametrize("name", ["uneven", "found"])
+def test_training_is_the_one_beside_it(name: str) -> None:
+    """A rank without batches exchanges on; an optimizer that was not given is found."""
+    for found in outcomes(DDP):
+        for own, wanted in zip(*found[name], strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_optimizer_gets_the_means_of_the_ranks_moments() -> None:
+    first, *others = (found["left, adam"] for found in outcomes(DDP))
+    for other in others:
+        assert all(map(torch.equal, first, other)), "the replicas differ"
+
+
+@pytest.mark.parametrize("case", ["adam", "adam, sparse"])
+def test_a_clip_of_directions_is_refused(case: str) -> None:
+    for found in outcomes(DDP):
+        (text,) = found["clips"][case]
+        assert "changed between their exchange and step(), as clip_grad_norm_() does" in text
+        assert "Adam's directions" in text and "momentum=0" in text
+        assert "clip=C,clip_by=model with C = the norm x sqrt(ranks)" in text
+
+
+def test_a_clip_of_velocities_is_warned_of_once() -> None:
+    for found in outcomes(DDP):
+        (text,) = found["clips"]["sgd"]
+        assert "SGD's velocity" in text and "clip=C,clip_by=model" in text
+
+
+@pytest.mark.parametrize("case", ["adam, longer than any", "adam, gradients", "sgd, longer than any"])
+def test_a_clip_that_changes_nothing_or_gradients_is_fine(case: str) -> None:
+    for found in outcomes(DDP):
+        assert found["clips"][case] == []
+
+
+def joined_alone() -> list[Tensor]:
+    """A rank without any batch never steps, and never finds the optimizer: it must ask for nothing else than the others."""
+    ranks.join()
+    run = training(DDP, adamw, given=False)
+    with run.whole.join():
+        for step in range(20 if dist.get_rank() == 0 else 0):
+            step_once(run, 0, step)
+    return weights(run.model)
+
+
+def test_a_rank_without_any_batch_asks_for_what_the_others_ask() -> None:
+    first, second = ranks.launch(joined_alone, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
