@@ -73,7 +73,7 @@ MOMENTUM_FAULTS = (
         "gradcomp/engine",
         "mask=None if self.adds_gradients else self.mask,",
         "mask=None,",
-        ("test_masking.py", "test_moments.py"),
+        ("test_masking.py",),
     ),
     Fault(
         "Adam steps a second time after the exchange has stepped in its place",
