@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.engine import optimizer_hooks, state
-from gradcomp.engine.bucket import Bucket, check_type
+from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.meeting import Flow
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
@@ -76,8 +76,7 @@ class Simulation:
         device = torch.device(device)
         self._slots = {name: TensorSlot(name, shape, device, named.get(name)) for name, shape in shapes.items()}
         sizes = tuple(slot.layer.size for slot in self._slots.values())
-        self._layout = Layout(tuple(self._slots), sizes, device)
-        self._update_array = _ReusedArray(self._layout)
+        self._updates = _Updates(Layout(tuple(self._slots), sizes, device), self._slots)
         self._board, options = Board(world), Options(optimizer, None, bucket_mb, seed, memory=Memory())
         slots = Slots([*self._slots.values()])
         self._view, compressor = _View(slots, optimizer, ranks=world), make(spec)
@@ -85,7 +84,7 @@ class Simulation:
         for rank in range(world):
             network, first = MemoryNetwork(self._board, rank, ranks_per_host), self._sessions[0] if rank else None
             self._sessions.append(_Rank(compressor, slots, network, options, self._view, first))
-        self._steps = _OptimizerSteps(self._view, self._layout, self._update_array)
+        self._steps = _OptimizerSteps(self._view, self._updates)
         if optimizer is not None:
             optimizer_hooks.listen(self._steps)
 
@@ -116,28 +115,19 @@ class Simulation:
             )
         for rank, of_rank in enumerate(grads):
             self._check(rank, of_rank)
-        update = self._layout.views(self._update_array.take())
-        for name, slot in self._slots.items():
-            slot.update = update[name]
+        updates = self._updates.take()
         try:
             if not self._sessions[0].has_met:
                 self._together([session.meeting() for session in self._sessions])
-            for session, of_rank in zip(self._sessions, grads, strict=True):
-                session.begin()
-                for name, grad in of_rank.items():
-                    if grad is not None:
-                        session.reducer.ready(self._slots[name], grad.contiguous())
-            self._together([session.finishing() for session in self._sessions])
-        except BaseException:
+            self._exchange(grads)
+        except BaseException as error:
             self._board.clear()
             for session in self._sessions:
+                session.failed(error)
                 session.recover()
             raise
-        finally:
-            for slot in self._slots.values():
-                slot.update = None
         self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
-        return {name: update[name].view(slot.shape) for name, slot in self._slots.items()}
+        return {name: updates[name].view(slot.shape) for name, slot in self._slots.items()}
 
     def residual(self, rank: int) -> dict[str, Tensor]:
         """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""
@@ -175,6 +165,24 @@ class Simulation:
             watched: Any = weakref.proxy(session)  # the session has the observer
             session.observe(Observer(writers, intervals, watched), str(intervals))
 
+    def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
+        """Run a step of all ranks, each part of it on all of them before the next part."""
+        slots, reducers = self._slots, self._reducers
+        for reducer, of_rank in zip(reducers, grads, strict=True):
+            for name, grad in of_rank.items():
+                if grad is not None:
+                    reducer.ready(slots[name], grad.contiguous())
+        for reducer in reducers:
+            reducer.start_all()
+        while [reducer for reducer in reducers if reducer.advance()]:
+            pass
+        for reducer in reducers:
+            reducer.end_step()
+        for reducer in reducers:
+            reducer.conclude()
+        if len(reducers) > 1:  # a loaded state may have been of sums
+            self._view.sums = False
+
     def _together(self, flows: Sequence[Flow[None]]) -> None:
         """Run the ranks' flows in lock-step. If one fails, the others end where they are."""
         try:
@@ -187,14 +195,16 @@ class Simulation:
     def _check(self, rank: int, grads: Mapping[str, Tensor | None]) -> None:
         """Refuse wrong gradients before any rank starts, since all ranks must be at the same step."""
         for name, grad in grads.items():
-            if name not in self._slots:
+            slot = self._slots.get(name)
+            if slot is None:
                 raise ValueError(f"rank {rank}: there is no parameter {name!r}; known: {', '.join(self._slots)}")
             if grad is None:
                 continue
-            if grad.shape != self._slots[name].shape:
-                shape = tuple(self._slots[name].shape)
-                raise ValueError(f"rank {rank}: {name!r} has shape {shape}, but its gradient has {tuple(grad.shape)}")
-            check_type(grad, f"rank {rank}: the gradient of {name!r}")
+            if grad.shape != slot.shape:
+                shapes = f"has shape {tuple(slot.shape)}, but its gradient has {tuple(grad.shape)}"
+                raise ValueError(f"rank {rank}: {name!r} {shapes}")
+            if grad.dtype not in GRADIENT_TYPES:
+                check_type(grad, f"rank {rank}: the gradient of {name!r}")
 
 
 class _View(OptimizerView):
@@ -209,8 +219,8 @@ class _View(OptimizerView):
 class _OptimizerSteps:
     """The listener to the optimizer's steps. Only those with the last step's updates are the simulation's."""
 
-    def __init__(self, view: _View, layout: Layout, updates: _ReusedArray):
-        self.view, self._layout, self._updates = view, layout, updates
+    def __init__(self, view: _View, updates: _Updates):
+        self.view, self._updates = view, updates
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: a simulation may be used beside a training."""
@@ -226,7 +236,7 @@ class _OptimizerSteps:
 
     def _are_gradients(self) -> bool:
         """Decide whether the last step's updates are the parameters' gradients. A gradient of None may be anything."""
-        for name, update in self._layout.views(self._updates.flat).items():
+        for name, update in self._updates.by_name.items():
             if (grad := self.view.slots.parameters[name].grad) is not None:
                 flat = grad.detach().reshape(-1).to(update.device)
                 if not torch.allclose(update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True):
@@ -274,19 +284,27 @@ class _ComparingReducer(Reducer):
                 )
 
 
-class _ReusedArray:
-    """A flat array that is reused once nobody holds a view of it. A new one costs more in page faults than a step."""
+class _Updates:
+    """The array of a step's updates, which is reused once nobody holds a view of it: a new one costs many page faults.
 
-    def __init__(self, layout: Layout):
-        self.flat = torch.empty(layout.total, device=layout.device)
-        self._count_users = getattr(torch._C, "_storage_Use_Count", None)
-        self._users_without_views = self._users()
+    by_name: the slots' parts of it, in which they get their updates.
+    """
 
-    def _users(self) -> int:
-        return int(self._count_users(self.flat.untyped_storage()._cdata)) if self._count_users else 0
+    def __init__(self, layout: Layout, slots: Mapping[str, TensorSlot]):
+        self._layout, self._slots = layout, slots
+        self._count = getattr(torch._C, "_storage_Use_Count", None)
+        self._renew()
 
-    def take(self) -> Tensor:
-        """Return the array if it is free, else a new one."""
-        if not self._count_users or self._users() > self._users_without_views:
-            self.flat = torch.empty_like(self.flat)
-        return self.flat
+    def take(self) -> dict[str, Tensor]:
+        """Return the array by name if it is free, else a new one."""
+        if self._count is None or self._count(self._storage._cdata) > self._own_users:
+            self._renew()
+        return self.by_name
+
+    def _renew(self) -> None:
+        array = torch.empty(self._layout.total, device=self._layout.device)
+        self._storage, self.by_name = array.untyped_storage(), self._layout.views(array)
+        for name, slot in self._slots.items():
+            slot.update = self.by_name[name]
+        del array
+        self._own_users = self._count(self._storage._cdata) if self._count else 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Acc, Compressor, Layout, Steps, Traits
+from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
 from gradcomp.core.requests import World
 from gradcomp.engine.context import Rates, StepContext
 from gradcomp.engine.stages.adam import Adam, Moments
@@ -35,13 +35,18 @@ class Bucket:
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
     far. grads: the gradients that are ready. count: the number of layers. running: the exchange under way. answer: waits
     for the reply to the latest request. round: requests made so far. streams: those with work on the bucket.
-    residual_factor: that of the last accumulation.
+    residual_factor: that of the last accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent
+    entries stay for the next step. takes_momentum: the bucket applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
         self.index, self.layout, self.compressor, self.feedback, self.seed = index, layout, compressor, feedback, seed
         self.stages: list[Stage] = [] if feedback is None else feedback.stages()
         self.states: dict[str, Any] = {stage.name: stage.init(layout, seed) for stage in self.stages}
+        self._prepares, self._afters, self._arounds = map(self._acts, ("prepare", "after", "around"))
+        self.traits = compressor.traits if feedback is None else feedback.traits
+        self.keeps_residual = feedback is not None and feedback.feedback
+        self.takes_momentum = feedback is not None and feedback.takes_momentum
         kept = self.states.get(Residual.name)
         self.residual: Tensor = torch.zeros(layout.total, device=layout.device) if kept is None else kept.residual
         self.inner: Any = compressor.init(layout, seed)
@@ -54,26 +59,6 @@ class Bucket:
         self.answer: Answer | None = None
         self.round = 0
         self.streams = Streams(layout.device)
-
-    @property
-    def keeps_residual(self) -> bool:
-        """True if unsent entries stay for the next step."""
-        return self.feedback is not None and self.feedback.feedback
-
-    @property
-    def takes_momentum(self) -> bool:
-        """True if the bucket applies the optimizer's momentum."""
-        return self.feedback is not None and self.feedback.takes_momentum
-
-    @property
-    def unscales(self) -> bool:
-        """True if gradients are divided by the loss scale. Without stages nothing stays that a later scale could meet."""
-        return self.feedback is not None
-
-    @property
-    def traits(self) -> Traits:
-        """Return the traits of the compressor with its error feedback."""
-        return self.compressor.traits if self.feedback is None else self.feedback.traits
 
     @property
     def health(self) -> dict[str, Any] | None:
@@ -117,16 +102,16 @@ class Bucket:
             seeded = momentum is not None and bool(momentum.seeds)  # those of frozen layers are set aside, too
             self.frozen.put_back(() if seeded else frozen)
             self.frozen.set_aside(() if seeded else frozen, self._arrays())
-        for stage in self.stages:
-            stage.prepare(accumulation, self.states[stage.name], context)
+        for prepare, state in self._prepares:
+            prepare(accumulation, state, context)
         if accumulation.dropped:
             self.frozen.forget()
         if frozen:
             self.frozen.set_aside(frozen, self._arrays())
             self.frozen.scale_residual(accumulation.residual_factor)
         accumulation.run()
-        for stage in self.stages:
-            stage.after(accumulation, self.states[stage.name], context)
+        for after, state in self._afters:
+            after(accumulation, state, context)
         self.residual_factor = accumulation.residual_factor
         return accumulation.acc(context.rates(layout))
 
@@ -136,8 +121,8 @@ class Bucket:
         self.steps += 1
         steps = compressor.exchange(acc, self.inner, world)
         if self._accumulation is not None:
-            for stage in self.stages:
-                steps = stage.around(steps, self._accumulation, self.states[stage.name], world)
+            for around, state in self._arounds:
+                steps = around(steps, self._accumulation, state, world)
         return steps
 
     def save_shared(self) -> dict[str, Any]:
@@ -165,6 +150,11 @@ class Bucket:
         adam: Moments | None = self.states.get(Adam.name)
         velocity = self.states[Sgd.name].velocity if Sgd.name in self.states else None
         return ({} if velocity is None else {"velocity": velocity}) | ({} if adam is None else adam.for_optimizer())
+
+    def _acts(self, method: str) -> list[tuple[Any, Any]]:
+        """List a method of the stages that have one of their own, each with the stage's state."""
+        own = [stage for stage in self.stages if getattr(type(stage), method) is not getattr(Stage, method)]
+        return [(getattr(stage, method), self.states[stage.name]) for stage in own]
 
     def _arrays(self) -> list[Tensor]:
         return [array for stage in self.stages for array in stage.arrays(self.states[stage.name])]

@@ -53,7 +53,7 @@ class AdamStep(NamedTuple):
     compares: bool = True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepContext:
     """The facts of a step that do not depend on its gradients. All buckets of the step read the same ones.
 

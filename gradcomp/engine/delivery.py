@@ -54,8 +54,11 @@ class Delivery:
         self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
 
     def loss_scale(self, bucket: Bucket) -> Tensor | None:
-        """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled."""
-        if self._loss_scale is None or not bucket.unscales:
+        """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled.
+
+        They stay scaled without stages: nothing then stays that a later scale could meet.
+        """
+        if self._loss_scale is None or bucket.feedback is None:
             return None
         return self._loss_scale.on(bucket.layout.device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -209,16 +209,6 @@ class Reducer:
         self.end_step()
         self.conclude()
 
-    def finishing(self, scale: float) -> Generator[None, None, None]:
-        """Finish all exchanges of the step in lock-step with other ranks: each waits for the others wherever this yields."""
-        self.start_all(scale)
-        yield
-        while self.advance():
-            yield
-        self.end_step()
-        yield
-        self.conclude()
-
     def conclude(self) -> None:
         """Wait for the replies that the observer has asked for, outside the step's time."""
         self.observer.conclude()
@@ -268,15 +258,14 @@ class Reducer:
         self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:
-        began = time.perf_counter()
+        began, world = time.perf_counter(), self.network.world
         bucket.complete()
         if self._context is None:
-            world = self.network.world
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
         self.observer.before(bucket)
         acc = bucket.collect(self._context)
         self.observer.collected(bucket)
-        bucket.round, bucket.running = 0, bucket.exchange(acc, self.network.world)
+        bucket.round, bucket.running = 0, bucket.exchange(acc, world)
         self._resume(bucket, None)
         self.clock.note_encoded(began)
 

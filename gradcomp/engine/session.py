@@ -227,13 +227,6 @@ class Session:
                 self.reducer.finish(scale)
         self._end_step(scale)
 
-    def finishing(self, scale: float = 1.0) -> Flow[None]:
-        """Finish the step under way, in lock-step with other ranks. See finish()."""
-        self._release()
-        with self._noting_failure():
-            yield from self.reducer.finishing(scale)
-        self._end_step(scale)
-
     def _release(self) -> None:
         """Hand over the gradients that were held until the ranks have met."""
         with self._noting_failure():

@@ -102,7 +102,7 @@ def test_a_part_that_is_missing_is_named() -> None:
 def test_an_exact_compressor_has_no_stages() -> None:
     """Each step starts from the gradients alone, which keep the loss scale."""
     (bucket,) = gradcomp.Simulation("dense", SHAPES, 1)._reducers[0].buckets
-    assert not bucket.stages and not bucket.keeps_residual and not bucket.unscales and not bucket.moments()
+    assert not bucket.stages and not bucket.keeps_residual and not bucket.moments()
 
 
 def test_the_native_call_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
