@@ -17,7 +17,7 @@ from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer, Stats
 from gradcomp.engine.session import Session
-from gradcomp.engine.slots import Slots, TensorSlot, checked
+from gradcomp.engine.slots import Slot, Slots, checked
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
@@ -74,7 +74,7 @@ class Simulation:
         if optimizer is not None and named.keys() != shapes.keys():
             raise ValueError("optimizer= needs named_parameters= with the same names as shapes")
         device = torch.device(device)
-        self._slots = {name: TensorSlot(name, shape, device, named.get(name)) for name, shape in shapes.items()}
+        self._slots = {name: Slot(name, shape, device, named.get(name)) for name, shape in shapes.items()}
         sizes = tuple(slot.layer.size for slot in self._slots.values())
         self._updates = _Updates(Layout(tuple(self._slots), sizes, device), self._slots)
         self._board, options = Board(world), Options(optimizer, None, bucket_mb, seed, memory=Memory())
@@ -276,7 +276,8 @@ class _ComparingReducer(Reducer):
 
     def _deliver(self, bucket: Bucket, update: Update) -> None:
         for name, of_layer in bucket.layout.views(update.flat).items():
-            expected = self.slots[name].write(of_layer)
+            expected = self.slots[name].update
+            assert expected is not None
             if not torch.equal(expected.view(torch.int32), of_layer.view(torch.int32)):
                 raise RuntimeError(
                     f"rank {self.network.world.rank} has another update of {name!r} than rank 0: {bucket.compressor} is not "
@@ -290,7 +291,7 @@ class _Updates:
     by_name: the slots' parts of it, in which they get their updates.
     """
 
-    def __init__(self, layout: Layout, slots: Mapping[str, TensorSlot]):
+    def __init__(self, layout: Layout, slots: Mapping[str, Slot]):
         self._layout, self._slots = layout, slots
         self._count = getattr(torch._C, "_storage_Use_Count", None)
         self._renew()

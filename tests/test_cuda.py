@@ -18,7 +18,7 @@ from torch import Tensor
 import gradcomp
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slots, TensorSlot
+from gradcomp.engine.slots import Slot, Slots
 from gradcomp.native import cuda_versions, extension, kernels
 from gradcomp.networks.memory import Board, MemoryNetwork
 
@@ -112,7 +112,7 @@ def test_the_device_that_was_current_is_current_again() -> None:
 def test_gradients_and_rounds_on_several_streams_wait_for_each_other(spec: str) -> None:
     """The first gradient comes late on its stream, and step() has a stream of its own."""
     size, device = 1 << 18, torch.device("cuda", 0)
-    slots = {name: TensorSlot(name, (size,), device) for name in "ab"}
+    slots = {name: Slot(name, (size,), device) for name in "ab"}
     grads, updates = ({name: torch.empty(size, device=device) for name in "ab"} for _ in range(2))
     for name, slot in slots.items():
         slot.update = updates[name]

@@ -42,12 +42,11 @@ class Delivery:
     A step has failed where an entry of a delivered update is not finite. A GradScaler then skips the optimizer's step, on all
     ranks alike. The entries that were sent for it return to the residual, in every bucket.
 
-    buckets: of the model. slots: by layer; updates are written into them.
+    buckets: of the model. slots: by layer. All of a bucket's have an array for the update, or none has.
     """
 
     def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot], loss_scale: LossScale | None = None):
         self._slots = [[slots[name] for name in bucket.layout.names] for bucket in buckets]
-        self._in_place = all(type(slot).write is Slot.write for each in self._slots for slot in each)
         self._loss_scale = loss_scale
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
@@ -63,8 +62,8 @@ class Delivery:
         return self._loss_scale.on(bucket.layout.device)
 
     def _targets(self, bucket: Bucket) -> list[Tensor]:
-        slots, grads = self._slots[bucket.index], bucket.ordered_grads
-        return grads if self._in_place else [slot.write(grad) for slot, grad in zip(slots, grads, strict=True)]
+        updates = [slot.update for slot in self._slots[bucket.index] if slot.update is not None]
+        return updates or bucket.ordered_grads
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.

@@ -222,7 +222,7 @@ class OptimizerView:
     def _frozen_layers(self, rank: int) -> frozenset[str]:
         """Find the frozen layers. Log each once: it was frozen since the exchange was set up."""
         frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
-        if new := sorted(frozen - self._frozen):
+        if frozen and (new := sorted(frozen - self._frozen)):
             self._frozen |= frozen
             names = ", ".join(map(repr, new[:MOST_NAMES])) + (f" and {n} more" if (n := len(new) - MOST_NAMES) > 0 else "")
             log.info(

@@ -15,11 +15,13 @@ NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
 
 class Slot:
-    """A layer's place in a model: an exchange reads its gradient here, and writes its update here.
+    """A layer's place in a model: an exchange reads its gradient here, or gets it handed in, and writes its update here.
 
     name, layer: of the parameter. shape: of its gradient. parameter: the parameter itself, if there is one. order: of the
-    dimensions in memory.
+    dimensions in memory. update: the flat array for the update; None: the gradient becomes the update.
     """
+
+    update: Tensor | None = None
 
     def __init__(self, name: str, shape: Sequence[int], device: torch.device, parameter: torch.nn.Parameter | None = None):
         self.name, self.shape, self.parameter = name, torch.Size(shape), parameter
@@ -29,10 +31,6 @@ class Slot:
     def read(self) -> Tensor:
         """Return the gradient as a contiguous array."""
         raise NotImplementedError(f"the gradient of {self.name!r} is handed in")
-
-    def write(self, grad: Tensor) -> Tensor:
-        """Return the array that gets the update of this gradient."""
-        return grad
 
     def describe(self) -> str:
         """Describe the properties that must be equal on all ranks."""
@@ -50,15 +48,6 @@ class Slot:
     def shaped(self, flat: Tensor) -> Tensor:
         """Shape a flat array like the parameter."""
         return flat.view(self.shape)
-
-
-class TensorSlot(Slot):
-    """A slot of a plain tensor, whose gradient is handed in. update: the array for the update; the gradient by default."""
-
-    update: Tensor | None = None
-
-    def write(self, grad: Tensor) -> Tensor:
-        return grad if self.update is None else self.update
 
 
 class ParameterSlot(Slot):

@@ -16,7 +16,7 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Reduce, World
 from gradcomp.engine.optimizer_view import FixedRates
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slots, TensorSlot
+from gradcomp.engine.slots import Slot, Slots
 from gradcomp.engine.stages.feedback import Feedback
 from gradcomp.prediction.recording_network import Bucket, Part, RecordingNetwork
 from gradcomp.spec import make
@@ -127,7 +127,7 @@ def _reducer(
     spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork, bucket_mb: float
 ) -> tuple[list[tuple[str, ...]], DoStep]:
     """Make a reducer. Return the layers of each bucket, and a function that does a step."""
-    slots = {name: TensorSlot(name, grad.shape, grad.device) for name, grad in grads.items()}
+    slots = {name: Slot(name, grad.shape, grad.device) for name, grad in grads.items()}
     for name, slot in slots.items():
         slot.update = torch.empty_like(grads[name]).view(-1)
     view = FixedRates(Slots([*slots.values()]), RATE)

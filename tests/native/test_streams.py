@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slots, TensorSlot
+from gradcomp.engine.slots import Slot, Slots
 from gradcomp.native import extension
 from gradcomp.native.streams import Streams
 from gradcomp.networks.memory import Board, MemoryNetwork
@@ -109,7 +109,7 @@ def test_a_bucket_waits_for_its_gradients_before_it_reads_them(
     device: Device, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first kernel of a bucket runs on the stream of the last gradient, the rest on that of step()."""
-    slots = {name: TensorSlot(name, (8,), torch.device("cpu")) for name in "abc"}
+    slots = {name: Slot(name, (8,), torch.device("cpu")) for name in "abc"}
     reducer = Reducer(make(spec), slots, MemoryNetwork(Board(1), 0, 1), Options(), OptimizerView(Slots([*slots.values()])))
     (bucket,) = reducer.buckets
     bucket.streams = Streams(GPU)  # its arrays lie in main memory all the same

@@ -19,7 +19,7 @@ import torch
 from gradcomp.core.requests import Request, World
 from gradcomp.engine.optimizer_view import FixedRates
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slots, TensorSlot
+from gradcomp.engine.slots import Slot, Slots
 from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.native import extension
 from gradcomp.networks import Answer
@@ -157,7 +157,7 @@ def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -
     """Take steps on one of some ranks, and return the costs of those that count."""
     device, world = torch.device("cpu"), World(0, ranks, tuple(range(ranks)))
     grads = gradients(shapes, device)
-    slots = {name: TensorSlot(name, grad.shape, device) for name, grad in grads.items()}
+    slots = {name: Slot(name, grad.shape, device) for name, grad in grads.items()}
     for name, slot in slots.items():
         slot.update = torch.empty_like(grads[name]).view(-1)
     network, real = Instant(world), extension.native

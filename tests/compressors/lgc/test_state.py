@@ -12,7 +12,7 @@ from gradcomp.compressors.lgc import autoencoder
 from gradcomp.compressors.lgc.phases import MOST_BAD_STEPS
 from gradcomp.engine.optimizer_view import FixedRates
 from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.slots import Slots, TensorSlot
+from gradcomp.engine.slots import Slot, Slots
 from gradcomp.native.memory import DELAY
 from gradcomp.networks.memory import Board, MemoryNetwork
 
@@ -137,7 +137,7 @@ def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
 
 def test_a_falling_learning_rate_refreshes_the_code() -> None:
     """A door knows the rates by its optimizer= argument."""
-    slots = {name: TensorSlot(name, shape, torch.device("cpu")) for name, shape in SHAPES.items()}
+    slots = {name: Slot(name, shape, torch.device("cpu")) for name, shape in SHAPES.items()}
     view = FixedRates(Slots([*slots.values()]), 0.1)
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
     reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options(), view)
