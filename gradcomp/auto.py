@@ -154,17 +154,17 @@ class Policy:
             seconds = yield each, 1
             if seconds is not None:
                 self._counted[each] = [seconds[-1]]
-                if min(seconds) <= STOP * self._best(self._medians):
+                if min(seconds) <= STOP * min(self._medians.values()):
                     self._counted[each] += (yield each, COUNTED - 1) or ()
         medians = self._medians
-        near = [each for each in field if medians.get(each, math.inf) <= NEAR * self._best(medians)]
+        near = [each for each in field if each in medians and medians[each] <= NEAR * min(medians.values())]
         for each in near if len(near) > 1 else ():  # and back, so that times which drift are no advantage
             self._counted[each] += ((yield each, COUNTED) or ())[-COUNTED:]
         medians = self._medians
         stopped = {each for each, counted in self._counted.items() if len(counted) == 1}
         self._history = [*self._history[1 - JOINED :], {each: medians[each] for each in medians if each not in stopped}]
         self.seconds = medians | self._joined()
-        slow = {each for each, seconds in self.seconds.items() if seconds > NEAR * self._best(self.seconds)}
+        slow = {each for each, seconds in self.seconds.items() if seconds > NEAR * min(self.seconds.values())}
         # A pause may have stopped a try. The next one decides.
         self._slow |= slow & self._stopped | slow - stopped
         self._stopped = stopped
@@ -176,10 +176,6 @@ class Policy:
     @property
     def _medians(self) -> dict[Candidate, float]:
         return {each: statistics.median(seconds) for each, seconds in self._counted.items()}
-
-    @staticmethod
-    def _best(seconds: Mapping[Candidate, float]) -> float:
-        return min(seconds.values(), default=math.inf)
 
     def _joined(self) -> dict[Candidate, float]:
         """Return the last tournament's seconds, with the ratios of the last ones: they vary less with the machine's load."""
@@ -201,7 +197,7 @@ class Drift:
 
     def __init__(self, needed: int, heeds_steps: bool):
         self._needed, self._heeds_steps = needed, heeds_steps
-        self._usual: tuple[float, float] | None = None
+        self.usual: tuple[float, float] | None = None  # the first look
         self._odd = 0
         self.link_changed = False
 
@@ -210,19 +206,14 @@ class Drift:
         """True if step times or the link have changed. link_changed: the link has."""
         return self._odd >= self._needed
 
-    @property
-    def begins(self) -> bool:
-        """True before the first look."""
-        return self._usual is None
-
     def seems_slower(self, probe: float) -> bool:
         """Return True if a probe took so long that others are to confirm it: noise makes a link slower only."""
-        return self._usual is not None and probe > LINK_CHANGED * self._usual[1]
+        return self.usual is not None and probe > LINK_CHANGED * self.usual[1]
 
     def note(self, step: float, probe: float) -> None:
         """Note the seconds of a step and of a probe. A faster link is a change at once: users lose most until it is seen."""
-        self._usual = self._usual or (step, probe)
-        usual_step, usual_probe = self._usual
+        self.usual = self.usual or (step, probe)
+        usual_step, usual_probe = self.usual
         self.link_changed = _factor(probe, usual_probe) > LINK_CHANGED
         odd = self.link_changed or (self._heeds_steps and _factor(step, usual_step) > STEP_CHANGED)
         self._odd = self._odd + (LOOKS if probe * LINK_CHANGED < usual_probe else 1) if odd else 0
@@ -316,7 +307,8 @@ class Chooser(Turns):
 
     def _candidates(self) -> list[Candidate]:
         session = self._session
-        stock = self._stock if session.options.observer is None else self._stock[:1]  # the session exchanges what is watched
+        # The session itself must exchange gradients that are watched.
+        stock = self._stock if session.options.observer is None else self._stock[:1]
         return candidates(self._auto.loss, stock, session.network.world.shares_hosts, session.view.tolerates_delay)
 
     def _choose(self) -> Course[None]:
@@ -329,8 +321,8 @@ class Chooser(Turns):
             before, seconds = self._changes, None
             if (yield from self._to(candidate)):
                 settling = SETTLING_RESIDUAL if candidate.keeps_residual else SETTLING
-                seconds = yield from self._take_steps((settling if self._changes > before else 0) + counted)
-                seconds = self._means(seconds)
+                steps = (settling if self._changes > before else 0) + counted
+                seconds = self._means((yield from self._take_steps(steps)))
             try:
                 candidate, counted = game.send(seconds)
             except StopIteration as end:
@@ -361,7 +353,7 @@ class Chooser(Turns):
             steps = min(next_look, left)
             times = yield steps
             left -= steps
-            began, count = time.perf_counter(), PROBES if drift.begins else 1
+            began, count = time.perf_counter(), PROBES if drift.usual is None else 1
             fastest = self._fastest(count)
             step, probe, took = self._means([statistics.median(times), fastest, (time.perf_counter() - began) / count])
             if drift.seems_slower(probe):

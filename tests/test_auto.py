@@ -133,6 +133,7 @@ def test_times_that_drift_are_no_advantage() -> None:
 def test_a_candidate_out_of_reach_does_not_win() -> None:
     times = {STOCK: 1.0, HALF: 0.5, FIVE: 0.8, TOPK: 0.7}
     assert played(Policy(), lambda each, _: times[each], unreachable=[HALF, TOPK])[0] == FIVE
+    assert played(Policy(), lambda each, _: times[each], NINE, unreachable=EVERY)[0] == NINE  # it is no candidate itself
 
 
 def test_only_near_candidates_compete_again_until_something_changes() -> None:
@@ -262,7 +263,7 @@ def test_the_cost_is_all_time_beyond_the_steps_and_no_pause(each: float) -> None
 
 
 @pytest.mark.usefixtures("model_time")
-def test_after_a_change_of_ranks_all_begin_anew_with_the_leaders_compressor() -> None:
+def test_after_a_change_of_ranks_all_begin_again_with_the_leaders_compressor() -> None:
     """Stock waits for the meeting: otherwise the old ranks would hand Horovod gradients, and the new ones wait for them."""
     ranks = begun(Link(FAST), "none")
     before = train(ranks, CHOICE)[0]
@@ -280,7 +281,7 @@ def test_after_a_change_of_ranks_all_begin_anew_with_the_leaders_compressor() ->
     assert way.startswith("orq") and all(rank.session.spec == way for rank in joined)
 
 
-def test_without_an_optimizer_high_says_what_it_lacks() -> None:
+def test_without_an_optimizer_high_names_the_missing_argument() -> None:
     for loss in ("low", "high"):
         refused = chooser(begun(Link(FAST), loss)[0]).report()["refused"]
         assert any("optimizer=" in why for why in refused.values()) == (loss == "high")

@@ -63,7 +63,7 @@ def test_every_knob_has_a_line_of_help_and_a_default_in_its_range(kind: Any, fie
         (Knob(), [True, "x"], [math.nan], ""),
     ],
 )
-def test_a_range_holds_what_it_says(own: Knob, inside: list[Any], outside: list[Any], said: str) -> None:
+def test_a_range_allows_its_values_alone(own: Knob, inside: list[Any], outside: list[Any], said: str) -> None:
     assert all(map(own.allows, inside)) and not any(map(own.allows, outside))
     assert own.range == said
 
@@ -92,6 +92,7 @@ def test_a_value_out_of_range_gets_a_sentence(spec: str, sentence: str) -> None:
         *("topk:ratio=0", "topk:ratio=-1", "topk:route=ring", "gtopk:ratio=0", "half:form=int8", "sign:group=4"),
         *("gs_sgd:ratio=2", "gs_sgd:candidates=-1", "gs_sgd:rows=4", "gs_sgd:columns=17", "gs_sgd:compression=0.5"),
         *("gs_sgd:columns=16,compression=9", "sketched_sgd:rows=2", "sketched_sgd:candidates=0"),
+        *("lgc:instance=mesh", "lgc:learn=0", "lgc:dense=-1", "lgc:window=5", "lgc:innovation=2"),
         *("sdagc:lam=-1", "sdagc:lam=nan", "sdagc:density=1", "sdagc:scope=all", "sdagc:small=no", "sdagc:sam=1"),
         *("sdagc:cap=0", "sdagc:wire=morse", "sdagc:lr_revision=x", "orq:group=8", "orq:sigmas=-1", "orq:route=ring"),
         *(
@@ -238,7 +239,7 @@ def test_knobs_that_act_on_the_residual_need_one(knob_: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["density=0.02", "lr_revision=density"])
-def test_what_is_fixed_is_not_steered(setting: str) -> None:
+def test_a_fixed_lam_is_not_steered(setting: str) -> None:
     message = f": {setting} steers lam, and lam=3 fixes it; remove lam=3 or {setting}"
     with pytest.raises(ValueError, match=re.escape(message)):
         gradcomp.make(f"sdagc:lam=3,{setting}")
@@ -264,7 +265,7 @@ def test_help_shows_the_knobs() -> None:
     assert "momentum: local momentum; auto: the optimizer's own" in (Feedback.__doc__ or "")
 
 
-def test_a_knob_is_checked_wherever_the_compressor_was_made() -> None:
+def test_a_knob_of_a_users_compressor_is_checked() -> None:
     @dataclasses.dataclass(frozen=True)
     class Own(TopK):
         beta: float = knob(0.5, "a share", above=0, below=1)

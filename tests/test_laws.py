@@ -213,7 +213,7 @@ def test_local_momentum_without_masking_is_momentum_of_the_mean(nesterov: bool) 
     torch.testing.assert_close(ours, w.detach(), rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_masking_stops_the_momentum_of_what_waited_and_is_sent() -> None:
+def test_masking_stops_the_momentum_of_sent_entries_that_had_waited() -> None:
     simulation = gradcomp.Simulation("topk:ratio=0.1,momentum=0.5,wire=exact", {"w": (10,)}, 1)
     simulation.step([{"w": torch.arange(10.0)}])  # sends entry 9, which had not waited
     update = simulation.step([{"w": torch.zeros(10)}])

@@ -1,4 +1,4 @@
-"""Many small layers: what gradcomp costs for each does not grow with their number, and stays near what the door costs alone."""
+"""Many small layers: gradcomp's cost for each does not grow with their number, and stays near the cost of the door alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Specs: what they mean, and the sentences that wrong ones get."""
+"""Specs: their meanings, and the sentences that wrong ones get."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradcomp.compressors.topk import TopK
 from gradcomp.engine.stages.feedback import Feedback
 
 
-def test_specs_mean_what_they_say() -> None:
+def test_specs_make_their_compressors() -> None:
     assert gradcomp.make("topk") == Feedback(TopK())
     assert gradcomp.make(" topk : ratio = 0.5 , nesterov = true , momentum=0.5") == Feedback(
         TopK(ratio=0.5), momentum=0.5, nesterov=True

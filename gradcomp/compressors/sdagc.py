@@ -90,7 +90,7 @@ class Sdagc(Compressor):
             return f"{steers} steers lam, and {typed_knobs['lam']} fixes it; remove {typed_knobs['lam']} or {steers}"
         if "cap" in typed_knobs and "lam" not in typed_knobs:
             cap = typed_knobs["cap"]
-            return f"{cap} bounds bursts above a lam that is fixed; remove it, or set lam, since density bounds what is sent"
+            return f"{cap} bounds bursts above a lam that is fixed; remove it, or set lam: density bounds the entries sent"
         settings = [setting for name, setting in typed_knobs.items() if name in ("sam", "flush")]
         if feedback or not settings:
             return None
@@ -172,7 +172,8 @@ class Sdagc(Compressor):
 
     def _capacity(self, state: SdagcState, target: int | None) -> Capacity:
         """Return the payload's capacity. It is reset whenever lam or the target changes, as in a warm-up."""
-        lam = laplace_threshold(self.density) if isinstance(self.lam, str) else self.lam
+        # Of Laplace entries, the share density lies beyond this many standard deviations.
+        lam = -math.log(self.density) / math.sqrt(2) if isinstance(self.lam, str) else self.lam
         basis = (lam, target or 0)
         if state.capacity is None or state.capacity_basis != basis:
             if state.capacity_basis[:1] != basis[:1]:
@@ -260,8 +261,3 @@ def rounded_up(count: int) -> int:
 def laplace_density(lam: float) -> float:
     """Return the share of Laplace-distributed entries beyond lam standard deviations."""
     return math.exp(-math.sqrt(2) * lam)
-
-
-def laplace_threshold(density: float) -> float:
-    """Return the number of standard deviations beyond which this share of Laplace-distributed entries lies."""
-    return -math.log(density) / math.sqrt(2)

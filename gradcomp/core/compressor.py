@@ -1,6 +1,6 @@
 """The vocabulary: compressors, the arrays that they work on, and the layers of a bucket.
 
-A compressor takes what it sends out of the tensor. The rest of the tensor is the error.
+A compressor takes the entries that it sends out of the residual. The rest of the residual is the error.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Compressor(ABC):
         return self
 
     def misfit(self, names: Sequence[str]) -> str | None:
-        """Explain what of the compressor fits none of these layers. Return None if all does."""
+        """Name the part of the compressor that fits none of these layers, and say why. Return None if all parts fit."""
         return None
 
     def ease(self, progress: float) -> Compressor | None:

@@ -82,7 +82,7 @@ def allgather(
     payload = codec.pack(taken, acc.residual)
     received = yield from gather(payload)
     update = acc.memory.lend(n, acc.residual.device) if into is None else into
-    codec.add_and_settle(update, received, 1 / world.size, acc.residual, payload, kept_share)
+    codec.add_and_settle(update, received, acc.residual, payload, kept_share)
     codec.check(dict(enumerate(received)), update, n)
     if observe is not None:
         observe(received)

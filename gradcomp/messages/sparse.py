@@ -109,16 +109,10 @@ class Codec(ABC):
         return taken
 
     def add_and_settle(
-        self,
-        update: Update,
-        received: Sequence[Payload],
-        scale: float,
-        residual: Tensor,
-        payload: Payload,
-        kept_share: float = 0.0,
+        self, update: Update, received: Sequence[Payload], residual: Tensor, payload: Payload, kept_share: float = 0.0
     ) -> None:
-        """Add the payloads of all ranks to the update, and settle this rank's own."""
-        self.add(update, received, scale)
+        """Add the mean of all ranks' payloads to the update, and settle this rank's own."""
+        self.add(update, received, 1 / len(received))
         self.settle(residual, payload, update, kept_share)
 
     def check(self, received: Mapping[int, Payload], update: Update, n: int) -> None:
@@ -217,20 +211,14 @@ class Compact(Codec):
         kernels.add_packed(update.flat, blocks, entries, headers, capacity, scale, update.marks)
 
     def add_and_settle(
-        self,
-        update: Update,
-        received: Sequence[Payload],
-        scale: float,
-        residual: Tensor,
-        payload: Payload,
-        kept_share: float = 0.0,
+        self, update: Update, received: Sequence[Payload], residual: Tensor, payload: Payload, kept_share: float = 0.0
     ) -> None:
         if len(received) > MOST_RANKS:
-            super().add_and_settle(update, received, scale, residual, payload, kept_share)
+            super().add_and_settle(update, received, residual, payload, kept_share)
         else:
             sent, capacity = [each.bytes for each in received], _sizes(payload)[1]
             arrays = update.marks, residual, payload.bytes
-            kernels.add_and_settle_packed(update.flat, sent, capacity, scale, *arrays, kept_share)
+            kernels.add_and_settle_packed(update.flat, sent, capacity, 1 / len(sent), *arrays, kept_share)
 
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
         arrays = payload["blocks"], payload["entries"], payload["header"]

@@ -53,7 +53,7 @@ class Wait:
 
 
 def failure_sentence(error: BaseException, where: str = "", cause: str = "") -> str:
-    """Say that an exchange has failed, and what may have caused it. cause: one that comes first."""
+    """Say that an exchange has failed, and list possible causes. cause: one that comes first."""
     text = str(error).rstrip()
     end = "" if text.endswith((".", "!", "?")) else "."
     causes = [*([cause] if cause else []), "a rank ended or raised an error (see its output)", "the network failed"]

@@ -1,4 +1,4 @@
-"""gs_sgd: one sketch of the whole gradient, summed over the ranks; then exact values of what it shows."""
+"""gs_sgd: one sketch of the whole gradient, summed over the ranks; then exact values of its heaviest entries."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_the_update_is_the_exact_mean_of_the_heaviest_entries_of_the_sum(world: 
 
 
 @pytest.mark.parametrize("world", [3, 4])
-def test_a_search_that_is_divided_finds_what_one_rank_finds(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but a few: a part may have more of the heaviest than its share, and what candidates just miss may be among the k."""
+def test_a_divided_search_finds_the_entries_of_an_undivided_one(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but a few: a part may hold more of the heaviest than its share, and candidates may miss one of the k."""
     n, k = 300_000, 1500
     grads = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) ** 3 for rank in range(world)]
 
@@ -73,7 +73,7 @@ def test_a_search_that_is_divided_finds_what_one_rank_finds(world: int, monkeypa
     both = (divided != 0) & (whole != 0)
     assert both.sum() >= 0.98 * k
     torch.testing.assert_close(divided[both], whole[both])
-    for rank, grad in enumerate(grads):  # what is gone is what was sent
+    for rank, grad in enumerate(grads):  # exactly the sent entries are gone
         assert torch.equal(simulation.residual(rank)["w"] != grad, (divided != 0) & (grad != 0))
 
 

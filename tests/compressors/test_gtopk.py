@@ -35,7 +35,7 @@ def entries_of(payload: Payload) -> dict[int, float]:
     return dict(zip(payload["indices"].tolist(), payload["values"].tolist(), strict=True))
 
 
-def test_a_meeting_passes_the_largest_sums_on_and_names_those_it_dropped() -> None:
+def test_a_merge_sends_on_the_largest_sums_and_names_the_dropped_ones() -> None:
     met, (values, indices) = merge_largest(sparse({3: 1.0, 7: -5.0, 9: 2.0}), sparse({3: 1.5, 8: 2.5, 9: -1.0}, flag=1))
     assert entries_of(met) == {3: 2.5, 7: -5.0, 8: 2.5}
     assert met["header"].tolist() == [3, 1]
@@ -50,7 +50,7 @@ def test_sums_that_vanish_are_entries_all_the_same() -> None:
 
 
 def lost(spec: str, world: int) -> float:
-    """The share of what was applied that is neither applied nor waits, after 30 steps."""
+    """Return the norm of the gradients that were neither applied nor kept, relative to the applied ones, after 30 steps."""
     n, generator = 3000, torch.Generator().manual_seed(world)
     simulation = gradcomp.Simulation(spec, {"w": (n,)}, world)
     common = torch.empty(n).exponential_(generator=generator)
@@ -87,4 +87,4 @@ def test_momentum_goes_on_where_an_entry_did_not_travel_to_the_end() -> None:
     assert simulation.step([{"w": first}, {"w": second}])["w"].nonzero().flatten().tolist() == [2]
     assert simulation.residual(1)["w"][5] == 4
     update = simulation.step([{"w": zeros}, {"w": zeros}])["w"]
-    assert update[5].item() == pytest.approx((4 + 2) / 2)  # what waited, and its momentum
+    assert update[5].item() == pytest.approx((4 + 2) / 2)  # the residual, and its momentum

@@ -82,7 +82,7 @@ def test_the_range_is_the_types(form: str, largest: float) -> None:
             assert not simulation.step(grads)["w"].isfinite().all()
 
 
-def test_with_feedback_what_is_too_large_for_fp16_waits() -> None:
+def test_with_feedback_entries_too_large_for_fp16_wait() -> None:
     simulation = gradcomp.Simulation("half:form=fp16,feedback=true", {"w": (4,)}, 2)
     grads = [{"w": torch.tensor([1e5, 1.0, -2e5, 0.0])}] * 2
     total = sum((simulation.step(grads if not step else [{"w": torch.zeros(4)}] * 2)["w"] for step in range(4)), torch.zeros(4))

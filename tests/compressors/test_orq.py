@@ -1,4 +1,4 @@
-"""orq: the levels that err least with rounding at random; and what all that round to levels have in common."""
+"""orq: the levels of least error under random rounding; and the properties that all roundings to levels share."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_layer_that_is_far_wider_has_bounds_of_its_own() -> None:
 @pytest.mark.parametrize("spec", ["orq:sigmas=1.5", "terngrad:sigmas=1.5", "bingrad", "bingrad:form=pb", "sign"])
 @pytest.mark.parametrize("route", ["allgather", "alltoall"])
 def test_the_residual_stays_bounded(spec: str, route: str) -> None:
-    """Though the sums of parts are rounded, too, and one rank keeps what that leaves over."""
+    """The sums of parts are rounded, too, and one rank keeps their rounding error."""
     n, world = 2048, 4
     knobs = f"group=512,route={route},feedback=true"
     simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}{knobs}", {"w": (n,)}, world)

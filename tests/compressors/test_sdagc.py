@@ -81,7 +81,7 @@ def test_the_density_is_that_of_the_distribution(kind: str) -> None:
 
 
 def test_masks_only_move_entries() -> None:
-    """What travels exactly and what stays are the same floats, bit for bit, for several steps with momentum."""
+    """The sent entries and the residual are the same floats, bit for bit, for several steps with momentum."""
     torch.manual_seed(0)
     simulation = gradcomp.Simulation("sdagc:lam=2,wire=exact,momentum=0.9", {"w": (300, 50)}, 1)
     velocity, value = torch.zeros(300, 50), torch.zeros(300, 50)
@@ -163,7 +163,7 @@ def test_a_constant_layer_is_not_stuck() -> None:
     assert not simulation.residual(0)["w"].any()
 
 
-def test_a_burst_is_cut_to_its_largest_wherever_they_stand() -> None:
+def test_a_burst_is_cut_to_its_largest_entries() -> None:
     torch.manual_seed(0)
     value = torch.randn(200, 500) * 1e-3
     spikes = torch.randperm(value.numel())[:3000]
@@ -177,7 +177,7 @@ def test_a_burst_is_cut_to_its_largest_wherever_they_stand() -> None:
 
 
 def test_the_capacity_follows_the_entries_that_pass() -> None:
-    """After eight steps the payload has room for what the busiest rank needed, alike on all ranks."""
+    """After eight steps the payload has space for the entries of the busiest rank, alike on all ranks."""
     simulation = gradcomp.Simulation("sdagc:lam=2", {"w": (300, 500)}, 3)
     sizes = []
     for step in range(30):
@@ -289,7 +289,7 @@ def test_a_bucket_sends_its_share(wanted: float, louder: int) -> None:
 
 
 def test_the_density_follows_the_rate_from_its_highest_on() -> None:
-    """A warm-up of the rate lowers what is sent in it, too. It is not taken for the highest rate."""
+    """A warm-up of the rate sends fewer entries, too. Its rate does not count as the highest."""
     w = torch.nn.Parameter(torch.zeros(N))
     optimizer = torch.optim.SGD([w], lr=0.1)
     simulation = gradcomp.Simulation(

@@ -1,4 +1,4 @@
-"""sketched_sgd: tables to a server, exact values for what it asks, the largest sums back."""
+"""sketched_sgd: tables to a server, exact values at its candidates, the largest sums back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMISED_BYTES = {
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_it_finds_the_same_entries_as_gs_sgd(world: int) -> None:
-    """The same table, the same hash: what differs is the way."""
+    """The table and the hash are the same. Only the way differs."""
     grads = [{"w": skewed(20_000, rank)} for rank in range(world)]
     knobs = "ratio=0.001,columns=320"
     ours, theirs = (gradcomp.Simulation(f"{name}:{knobs}", {"w": (20_000,)}, world) for name in ("sketched_sgd", "gs_sgd"))

@@ -121,7 +121,7 @@ class Rows(NamedTuple):
     high: Tensor
 
     def errors(self) -> Tensor:
-        """Each group's expected squared error: of clipping to the bounds, and of rounding at random what that gives."""
+        """Return each group's expected squared error: of clipping to the bounds, and of random rounding after it."""
         rounding = (self.clipped - self.low) * (self.high - self.clipped)
         return (rounding + (self.value - self.clipped).square()).sum(1)
 
@@ -231,7 +231,7 @@ def test_its_error_is_the_known_one(kind: str, sigmas: float, wanted: tuple[floa
 @kinds
 @counts
 def test_it_is_unbiased(kind: str, count: int) -> None:
-    """Over many steps with the same gradients entries, sums of groups and inner products are off by what chance is worth."""
+    """Over many steps with the same gradients, entries, sums of groups and inner products deviate no more than by chance."""
     steps, grads = 150, drawn(kind)[-1]
     if kind != "real":
         grads = {"w": grads["w"][: 12 * 512]}

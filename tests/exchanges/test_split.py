@@ -1,4 +1,4 @@
-"""Routes of sparse entries whose traffic does not grow with the ranks: how a bucket is dealt out, and what comes of it."""
+"""Routes of sparse entries whose traffic does not grow with the ranks: the parts of a bucket, and the sums that are sent on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_entry_is_in_one_place_of_one_part(n: int, ranks: int, seed: int) 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 @pytest.mark.parametrize("hot", ["column", "row", "layer", "blocks"])
-def test_parts_are_about_equally_full_wherever_the_large_entries_are(ranks: int, hot: str) -> None:
+def test_parts_are_about_equally_full_for_any_place_of_the_large_entries(ranks: int, hot: str) -> None:
     matrix = torch.zeros(2048, 2048)
     if hot == "column":
         matrix[:, 7] = 1
@@ -60,7 +60,7 @@ def test_an_entry_that_is_large_on_all_ranks_arrives_as_its_mean(spec: str, worl
         grad[places] = torch.arange(1.0, 41) + 64 * (rank + 1)  # which halves can tell
     update = gradcomp.Simulation(spec, {"w": (n,)}, world).step([{"w": grad} for grad in grads])["w"]
     mean = torch.stack(grads).mean(0)
-    # An entry and its sum are rounded to powers of two; what that leaves over stays.
+    # An entry and its sum are rounded to powers of two; the rounding errors stay.
     torch.testing.assert_close(update[places], mean[places], rtol=7 / 9 if spec == SPLIT else 1e-6, atol=0)
 
 

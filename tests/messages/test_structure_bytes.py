@@ -1,4 +1,4 @@
-"""Nested data as bytes: what is read is what was written."""
+"""Nested data as bytes: reading restores the written data."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("data", CASES, ids=map(str, range(len(CASES))))
-def test_what_is_read_is_what_was_written(data: Any) -> None:
+def test_reading_restores_the_written_data(data: Any) -> None:
     assert same(structure.read(structure.write(data)), data)

@@ -241,7 +241,7 @@ def _bounded(entries: Tensor) -> Tensor:
 
 
 def encode(coder: Autoencoder, rows: Tensor) -> Tensor:
-    """Encode normalised entries, clipped to what half precision can hold."""
+    """Encode normalised entries, clipped to the range of half precision."""
     return coder.encode(rows.clamp(-CLIP, CLIP)).clamp(-LARGEST_CODE, LARGEST_CODE)
 
 

@@ -1,4 +1,4 @@
-"""Common indices and the entries there: who leads, in how many bits, whose decoder speaks of whom, what is learned from."""
+"""Common indices and the entries there: leaders, bits of an index, each rank's decoder, and the learning window."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_model_too_small_for_parts_has_one_leader() -> None:
 
 
 @pytest.mark.parametrize("n", [4000, 100])
-def test_all_are_told_by_those_who_lead(n: int) -> None:
+def test_leaders_send_their_rows_to_all_ranks(n: int) -> None:
     """All ranks send as much where all lead; a single leader sends to all others, and they send nothing."""
     world, value = 4, torch.randn(n)
     for rank in range(world):

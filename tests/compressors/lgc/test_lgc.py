@@ -1,4 +1,4 @@
-"""lgc: three phases, codes that all ranks send of the same entries, and what keeps them from going wrong."""
+"""lgc: three phases, codes of the same entries from all ranks, and the checks of these codes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_lower_precision_of_the_user_is_not_that_of_codes() -> None:
         check_conservation(simulation, draw(50, 5))
 
 
-def test_innovations_start_with_fresh_momentum_wherever_they_are() -> None:
+def test_innovations_at_any_index_start_with_fresh_momentum() -> None:
     simulation = learned("instance=server,momentum=0.9,innovation=0.01")
     update = simulation.step(draw(30))["a.weight"]
     bucket = simulation._reducers[1].buckets[0]
@@ -233,12 +233,7 @@ def test_a_large_first_layer_is_coded_unless_it_is_to_be_dense() -> None:
 
 
 @pytest.mark.parametrize("spec,said", [
-    ("lgc:instance=mesh", "lgc: instance=mesh must be one of ring, server"),
-    ("lgc:learn=0", "lgc: learn=0 must be at least 1"),
-    ("lgc:dense=-1", "lgc: dense=-1 must be at least 0"),
-    ("lgc:window=5", "lgc: window=5 must be at least 32"),
     ("lgc:bound=0", "lgc: max_code_error=0 must be above 0"),
-    ("lgc:innovation=2", r"lgc: innovation=2 must be in \(0, 1\]"),
     ("lgc:by_host=true", "lgc cannot use by_host: it treats the first and last layers"),
     ("lgc:warmup=5", "lgc has no gentler form to warm up with"),
 ])  # fmt: skip

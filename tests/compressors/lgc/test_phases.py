@@ -1,4 +1,4 @@
-"""The phases of a learned code, and the few sums that say whether it holds."""
+"""The phases of lgc, and the estimated error of its codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def walk(phases: Phases, steps: int, mark: int = 0, rate: float = 0.1) -> list[str]:
-    """The phases of the steps to come, all of which leave this mark."""
+    """Return the phases of the next steps. Each step leaves this mark."""
     found = []
     for _ in range(steps):
         found.append(phases.begin_step((rate / 2, rate)))
@@ -45,7 +45,7 @@ def test_a_step_that_did_not_end_is_begun_again() -> None:
     assert walk(phases, 2) == [DENSE, LEARN]
 
 
-def test_a_code_that_stays_wrong_is_learned_anew_and_for_longer() -> None:
+def test_bad_codes_start_a_second_learning_of_twice_the_length() -> None:
     phases = Phases(0, 3)
     found = walk(phases, 3 + DELAY - 1 + MOST_BAD_STEPS + 7, mark=1)
     assert found == [LEARN] * 3 + [CODE] * (DELAY + MOST_BAD_STEPS) + [LEARN] * 6
@@ -115,7 +115,7 @@ def notes(error: CodeError, has: list[torch.Tensor], misses: list[torch.Tensor])
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_errors_are_right_in_the_mean(share: float) -> None:
-    """Squares of the sums are the squares of the mean over the ranks, and of what the update misses of it."""
+    """The squared sums estimate the squared norms of the ranks' mean and of the update's error."""
     torch.manual_seed(0)
     ratios = []
     for seed in range(300):
@@ -139,14 +139,14 @@ def test_errors_are_right_in_the_mean(share: float) -> None:
 def check(
     error: CodeError, misses: float, flag: int = 0, has: torch.Tensor | None = None, rate_fell: bool = False
 ) -> list[int]:
-    """accepted, failed, mark"""
+    """Return accepted, failed and mark of a step with this relative error."""
     has = torch.randn(500) if has is None else has
     note = error.summarise(has, misses * has, torch.tensor([flag], dtype=torch.int32), rate_fell)
     return [int(part) for part in error.check(note)]
 
 
 def after(misses: float, steps: int = 40, has: torch.Tensor | None = None) -> CodeError:
-    """What has seen so many steps with this error."""
+    """Return the estimate after this many steps with this error."""
     error = CodeError(0.9, 0, CPU)
     for _ in range(steps):
         check(error, misses, has=has)
@@ -183,7 +183,7 @@ def test_zeros_and_overflows_give_no_estimate() -> None:
     before = error.error
     assert check(error, 0.5, has=zeros) == [1, 0, 0]
     note = error.summarise(zeros, torch.ones(500), None)
-    assert [int(part) for part in error.check(note)] == [0, 0, 0]  # what codes make of zeros is not used
+    assert [int(part) for part in error.check(note)] == [0, 0, 0]  # codes of zeros are not used
     assert check(error, 5.0, flag=1)[1] == 1
     assert error.error == before
 

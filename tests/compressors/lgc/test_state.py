@@ -1,4 +1,4 @@
-"""lgc over time: its state in checkpoints, codes that stop holding, and learning anew."""
+"""lgc over time: its state in checkpoints, codes that become bad, and a second learning."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
     for step in range(30, 36):
         simulation.step(draw(step))
     assert simulation.stats()["code_error"] < 0.9
-    for reducer in simulation._reducers:  # what a worn-out or damaged decoder says
+    for reducer in simulation._reducers:  # as a damaged decoder would answer
         coder = reducer.buckets[0].inner.coder
         coder.taps.mul_(times)
     phases = []
     for step in range(36, 36 + DELAY + MOST_BAD_STEPS + 30 + 7):
         update = simulation.step(draw(step))
-        assert max(float(part.abs().max()) for part in update.values()) < 400  # what has waited all the time, no more
+        assert max(float(part.abs().max()) for part in update.values()) < 400  # at most the whole residual
         phases.append({reducer.stats()["phase"] for reducer in simulation._reducers})
     began = phases.index({"learn"})
     assert DELAY + MOST_BAD_STEPS <= began <= DELAY + MOST_BAD_STEPS + 2  # not every step need be found off
@@ -97,7 +97,7 @@ def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
     assert simulation.stats()["code_error"] < 0.9 and simulation.stats()["learned_anew"] == 1
 
 
-def test_learning_anew_begins_from_fresh_weights() -> None:
+def test_a_second_learning_begins_from_fresh_weights() -> None:
     simulation = learned()
     for state in states(simulation):
         state.coder.taps.mul_(50.0)
