@@ -50,7 +50,7 @@ def test_none_only_rounds_to_16_bits() -> None:
 
 
 def test_a_residual_comes_last_and_only_beside_a_known_optimizer() -> None:
-    """A gradient that waits must meet the momentum of its own step, which only a known optimizer shows."""
+    """A gradient in the residual needs the momentum of its own step, which only a known optimizer shows."""
     for several in (False, True):
         known = auto.candidates("high", TYPES, several, True)
         assert any(each.keeps_residual for each in known)

@@ -57,7 +57,7 @@ def test_bytes_on_the_wire(spec: str, at_512: float, at_2048: float) -> None:
     "spec", ["orq", "qsgd:levels=9", "linear:levels=5", "linear:levels=3,spacing=quantile", "terngrad:sigmas=0"]
 )
 def test_unbiased_means_right_in_the_mean(spec: str, route: str) -> None:
-    """Over many steps with the same gradients; ranks draw for themselves, so more of them err less."""
+    """The gradients are the same in many steps. Ranks draw independently, so more ranks have a smaller error."""
     n, steps = 256, 150
     spec += f"{',' if ':' in spec else ':'}group=64,route={route}"
     made = gradcomp.make(spec)

@@ -261,7 +261,7 @@ def test_the_capacity_shrinks_once_eight_counts_are_smaller() -> None:
     assert set(seen[8 + 2 * DELAY - 2 :]) == {rounded_up(100)}
 
 
-def test_a_saved_capacity_goes_on_as_if_nothing_had_been() -> None:
+def test_a_saved_capacity_continues_alike() -> None:
     counts = [100] * 5 + [5000] + [100] * 30
     whole, first, second = (Capacity(100, 10_000) for _ in range(3))
     expected = entries_after(counts, whole)
@@ -273,7 +273,7 @@ def test_a_saved_capacity_goes_on_as_if_nothing_had_been() -> None:
 @pytest.mark.parametrize("wanted", [0.02, 0.001])
 @pytest.mark.parametrize("louder", [1, 2])
 def test_a_bucket_sends_its_share(wanted: float, louder: int) -> None:
-    """Also where gradients double and halve every 20 steps. The largest waiting entries are nearly equal."""
+    """It does so, too, if gradients double and halve every 20 steps. The largest entries of the residual are nearly equal."""
     simulation = gradcomp.Simulation(f"sdagc:density={wanted},wire=exact", {"w": (500, 400)}, 2)
     shares = []
     for step in range(120):
@@ -313,7 +313,7 @@ def test_much_is_sent_dense(density: float, route: str) -> None:
 
 @pytest.mark.parametrize("density,of_freedom", [(0.6, 30.0), (0.3, 2.0), (0.01, 2.0)])
 def test_a_share_far_from_the_usual_is_reached(density: float, of_freedom: float) -> None:
-    """A threshold well below half a deviation, and tails so heavy that a deviation says little."""
+    """The thresholds are well below half a deviation, and beyond heavy tails."""
     torch.manual_seed(0)
     simulation = gradcomp.Simulation(f"sdagc:density={density}", {"w": (N,)}, 1)
     drawn = torch.distributions.StudentT(of_freedom)

@@ -69,7 +69,7 @@ def drawn(kind: str) -> list[Named]:
 
 
 class Found(NamedTuple):
-    """What a compressor rounds in groups of so many, and to what; no entry counts as if it lay beyond its group's bounds."""
+    """The entries of a compressor, and the levels and bounds of their groups."""
 
     value: Tensor
     group: int
@@ -190,7 +190,7 @@ def test_in_the_mean_no_other_levels_err_less(kind: str, count: int, sigmas: flo
 
 
 def share_of_wins(kind: str, count: int, sigmas: float) -> float:
-    """Find the share of groups in which no peer errs less by more than that."""
+    """Return the share of groups in which no peer has a clearly smaller error."""
     wins = [ours <= others.min(0).values * NEARLY for ours, others in compared(kind, count, sigmas)]
     return float(torch.cat(wins).double().mean())
 

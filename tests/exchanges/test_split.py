@@ -134,7 +134,7 @@ def test_unknown_routes_and_warm_ups(route: str) -> None:
 
 @pytest.mark.parametrize("spec", ["gtopk:ratio=0.05", "topk:ratio=0.05,route=tree", "topk:ratio=0.05,route=split"])
 def test_many_ranks_with_huge_entries_leave_every_value_finite(spec: str) -> None:
-    """Sums of many entries near the largest float are kept on their way, and meet a residual that is full."""
+    """Sums of many entries near the largest float stay with a rank, and are added to a residual that is full."""
     world, generator = 32, torch.Generator().manual_seed(1)
     simulation = gradcomp.Simulation(spec, {"w": (40, 30)}, world)
     for step in range(8):

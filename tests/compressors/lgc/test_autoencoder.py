@@ -139,7 +139,7 @@ def test_it_learns_as_torchs_adam_does() -> None:
 
 
 def test_it_learns_a_pattern_that_can_be_learned() -> None:
-    """Sequences that vary smoothly take few numbers; drawn weights say nothing about them yet."""
+    """Smooth sequences need few numbers. The first weights are random and decode them badly."""
     coder = make()
     generator = torch.Generator().manual_seed(0)
 

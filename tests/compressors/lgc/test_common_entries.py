@@ -101,7 +101,7 @@ def test_a_leader_chooses_the_largest_of_its_part(world: int, n: int) -> None:
     assert torch.equal(seen, torch.ones(n))  # every entry is in one part
 
 
-def test_together_they_choose_as_many_as_the_ratio_says() -> None:
+def test_all_leaders_choose_the_ratio_of_all_entries() -> None:
     assert 4 * at(0, 4, 100_000, 0.01).k == 1000
 
 
@@ -120,7 +120,7 @@ def test_bands_are_in_the_order_of_their_values(bands: int) -> None:
         assert torch.equal(piece, piece.sort().values)
 
 
-def test_more_bands_cost_as_many_bits_as_are_needed_to_say_which() -> None:
+def test_more_bands_cost_the_bits_of_a_bands_number() -> None:
     def bits(bands: int) -> float:
         of = at(0, 4, 1_000_000, 0.001, bands=bands)
         return 8 * of.form()[1].length / of.k

@@ -86,7 +86,7 @@ def test_another_ranks_rate_counts_as_much() -> None:
     assert walk(phases, 1, mark=2) + walk(phases, DELAY) == [CODE] * DELAY + [LEARN]
 
 
-def test_ranks_that_came_elsewhere_are_told_apart() -> None:
+def test_phases_at_different_steps_are_saved_differently() -> None:
     first, second = Phases(1, 2), Phases(1, 2)
     assert first.save() == second.save()
     walk(first, 1)

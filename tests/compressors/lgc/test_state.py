@@ -78,7 +78,7 @@ def test_stopping_and_resuming_continues_to_the_bit_in_every_phase(knobs: str, s
 # Codes that are somewhat off, so that their errors would add up, and codes that are quite off.
 @pytest.mark.parametrize("knobs, times", [("", 3.5), ("instance=server", 50.0)])
 def test_a_forced_divergence_recovers(knobs: str, times: float) -> None:
-    """Codes that say nothing are not used; soon all ranks learn anew at the same step, and then codes are used again."""
+    """Bad codes are not used. Soon all ranks learn again, from the same step on, and then use codes again."""
     simulation = learned(knobs)
     for step in range(30, 36):
         simulation.step(draw(step))
