@@ -151,19 +151,22 @@ def _baseline(spec: str, grads: Mapping[str, Tensor], network: RecordingNetwork)
     """Return the layers of each bucket of DistributedDataParallel, and a function that computes a step as its hooks do."""
     plan = [] if spec == NONE else _ddp_buckets(grads)
     flats = [torch.cat([grads[name].view(-1) for name in names]) for names in plan]
+    layers = [
+        list(zip(flat.split([grads[name].numel() for name in names]), (grads[name].view(-1) for name in names), strict=True))
+        for flat, names in zip(flats, plan, strict=True)
+    ]
 
     def do_step() -> None:
-        for i, names in enumerate(plan):
+        for i, flat in enumerate(flats):
             network.begin(i)
-            views = list(zip(flats[i].split([grads[name].numel() for name in names]), names, strict=True))
-            for view, name in views:
-                view.copy_(grads[name].view(-1))
-            sent = flats[i].to(HALVES.get(spec, flats[i].dtype))
+            for view, grad in layers[i]:
+                view.copy_(grad)
+            sent = flat.to(HALVES.get(spec, flat.dtype))
             network.start(Reduce(sent, 1 / network.world.size), spec)()
-            if sent is not flats[i]:
-                flats[i].copy_(sent)
-            for view, name in views:
-                grads[name].view(-1).copy_(view)
+            if sent is not flat:
+                flat.copy_(sent)
+            for view, grad in layers[i]:
+                grad.copy_(view)
             network.close()
 
     return plan, do_step
