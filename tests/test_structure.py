@@ -328,3 +328,17 @@ def test_every_decision_is_in_the_index() -> None:
         for heading in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE):
             place = re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-")
             assert f"[{heading}]({path.name}#{place})" in index, f"{path.name}: {heading}"
+
+
+# The lines of code, and files, that the project has at most. A capability that is added raises them, in the commit that adds it.
+TOTALS = {"gradcomp": (14_350, 112), "scripts": (8_700, 86), "tests": (31_100, 246)}
+
+
+@pytest.mark.parametrize("folder", TOTALS)
+def test_the_house_stays_light(folder: str) -> None:
+    """Count files of the three languages and of shell scripts, which have no suffix."""
+    suffixes = (".py",) if folder == "gradcomp" else (".py", ".sh", ".h", ".cpp", ".cu", ".txt", "")
+    every = [path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes]
+    lines = sum(len(path.read_text().splitlines()) for path in every)
+    most_lines, most_files = TOTALS[folder]
+    assert lines <= most_lines and len(every) <= most_files, (lines, len(every))

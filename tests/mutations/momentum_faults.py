@@ -10,7 +10,7 @@ MOMENTUM_FAULTS = (
         "gradcomp/engine",
         "adam.share * state.noise.lengthening",
         "adam.share",
-        ("test_noise.py", "ddp/test_momentum.py"),
+        ("test_noise.py", "test_momentum.py"),
     ),
     Fault(
         "a gradient that is not finite spoils what is known of the ranks' noise",
