@@ -143,7 +143,7 @@ class _BackwardPass:
 
 
 def _stock_mean(group: dist.ProcessGroup, tensor: Tensor, form: torch.dtype, divides: bool) -> torch.futures.Future[Tensor]:
-    """Start what DistributedDataParallel does: the mean over the ranks, added up in this type, in its place.
+    """Start the mean over the ranks in DistributedDataParallel's place, added up in this type.
 
     divides: False multiplies by the rounded inverse of the number of ranks.
     """
@@ -165,7 +165,7 @@ def _after_ddp(function: Any) -> None:
 def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Exchange one of DDP's buckets. They come in the same order on all ranks.
 
-    The exchange runs while backward continues. The last bucket ends the pass, and waits.
+    The exchange runs while backward continues. The last bucket ends the pass, and waits for all updates.
     """
     buffer, session = bucket.buffer(), state.session
     if buffer.is_sparse:

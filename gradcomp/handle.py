@@ -31,7 +31,7 @@ def beginning_of(spec: str | Compressor) -> Beginning:
 
 
 class Handle:
-    """One model's exchange on this rank: what gradcomp.ddp.attach() returns, and what Compression is.
+    """One model's exchange on this rank: the result of gradcomp.ddp.attach(), and the base of Compression.
 
     Example:
         >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01")

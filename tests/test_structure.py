@@ -55,7 +55,6 @@ ROOMS = [
     "engine/meeting",
     "engine/phases",
     "engine/session",
-    "engine/commits",
     "spec",
     "prediction",
     "auto",

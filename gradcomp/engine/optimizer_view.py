@@ -139,7 +139,7 @@ class OptimizerView:
 
     @property
     def tolerates_delay(self) -> bool:
-        """True if entries may wait without loss: the optimizer was given, and its momentum, if any, is taken over."""
+        """True if a residual loses nothing: the optimizer was given, and its momentum, if any, is taken over."""
         acting = self.acting
         return self.is_told and acting is not None and (self._kind_of(acting) is not None or self._has_no_momentum(acting))
 
@@ -257,7 +257,7 @@ class OptimizerView:
         self._sample.discard()
 
     def note_loaded(self, moments: bool) -> None:
-        """Note that a state was loaded: no update waits any more. moments: the state has some."""
+        """Note that a state was loaded: no update is due any more. moments: the state has some."""
         self.show()
         self.forget_update()
         self._resumed = moments
@@ -320,7 +320,7 @@ class OptimizerView:
         return known.trains
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Hide from an optimizer that is about to step what its updates hold. Its step may call another one."""
+        """Hide the settings that the updates hold from an optimizer that is about to step. Its step may call another one."""
         kind = self._kind
         if kind is None or kind.hides or optimizer is not self.acting:
             return
@@ -341,7 +341,7 @@ class OptimizerView:
         self._pending = self._delivered = False
 
     def show(self) -> None:
-        """Show what was hidden, also after a step that raised an error."""
+        """Show the hidden settings again, also after a step that raised an error."""
         if self._kind is not None:
             self._kind.show()
 

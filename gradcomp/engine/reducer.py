@@ -51,7 +51,7 @@ class StepObserver:
         """Forget a step that will not end."""
 
     def conclude(self) -> None:
-        """Wait for the replies to what began in step_done()."""
+        """Wait for the replies to the requests of step_done()."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Reducer:
         self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets)
         if not self.takes_momentum:
             view.leave()
-        # Entries wait, or a momentum of the spec's stays, from step to step.
+        # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
         self.delivery = Delivery(self.buckets, slots, view.loss_scale)
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}

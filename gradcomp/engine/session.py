@@ -321,7 +321,7 @@ class Session:
         return own | self.options.terms | self.view.terms | self.slots.terms()
 
     def watch(self, observer: StepObserver, telemetry: str) -> None:
-        """Tell an observer of all steps. The ranks meet again: what their observers do together must be equal."""
+        """Tell an observer of all steps. The ranks meet again: their observers' joint acts must be equal."""
         self.refuse("watch()")
         before = self.options
         self.observe(observer, telemetry)
@@ -418,7 +418,7 @@ class Session:
                 yield from self.meeting()
 
     def snapshot(self) -> Snapshot:
-        """Copy to main memory what restore() needs."""
+        """Copy the state to main memory, for restore()."""
         self.refuse("commit()")
         shapes, sums = self.slots.shapes, self.view.sums
         share = state.save_share(self.reducer, shapes, sums=sums, copy=state.to_main_memory)

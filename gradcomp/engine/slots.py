@@ -209,7 +209,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def checked(named: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """List named parameters. Refuse everything else that users pass for them, and say what to pass."""
+    """List named parameters. Refuse everything else, with an error that names the right argument."""
     right = "pass model.named_parameters()"
     if isinstance(named, torch.nn.Module):
         raise TypeError(f"named_parameters is the model, a {type(named).__name__}; {right}")

@@ -6,7 +6,7 @@ of its own gradient in every step. The unsent part of it stays in the residual, 
 by the rate.
 
 The residual of an unsent entry sums directions up, as the first moment does. The two together would delay it twice; so an entry
-that waited has its gradient in place of the first moment. With everything sent, each step is Adam's.
+of the residual has its gradient in place of the first moment. With everything sent, each step is Adam's.
 
 Adam divides by the root of the mean gradient's second moment. A rank knows the second moment of its own gradients, which holds
 the noise of its own batch: with P ranks, up to P times as much. Directions would be too short by the root of that. So every

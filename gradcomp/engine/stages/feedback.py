@@ -1,6 +1,6 @@
 """Error feedback: entries that a step does not send stay in the residual, and are added to the next step's gradient.
 
-Feedback is the wrapper that a spec's knobs configure. It lists the stages of a bucket. Residual is the stage of what every
+Feedback is the wrapper that a spec's knobs configure. It lists the stages of a bucket. Residual is the stage that every
 accumulation needs.
 """
 
@@ -170,7 +170,7 @@ class ResidualState:
 class Residual(Stage):
     """Keeps the residual.
 
-    keeps: from step to step. masks: entries that waited get no momentum. traits: the compressor's.
+    keeps: from step to step. masks: entries of the residual get no momentum. traits: the compressor's.
     """
 
     name: ClassVar[str] = "feedback"
@@ -192,7 +192,7 @@ class Residual(Stage):
         accumulation.moments, accumulation.peaks = state.moments, state.peaks
         accumulation.residual_is_local = not self.traits.shares_residual
         if self.masks:
-            if state.last_sent is None:  # no entry has waited yet
+            if state.last_sent is None:  # every entry has been sent
                 state.last_sent = torch.full_like(state.residual, (accumulation.step - 1) % 256, dtype=torch.uint8)
             # Adam's rule leaves the first moment out of a direction by itself. A residual that is kept keeps its momentum.
             masked = accumulation.adaptive is None and not accumulation.residual_is_kept

@@ -55,5 +55,5 @@ class FrozenLayers:
                     part.mul_(factor).clamp_(-LARGEST, LARGEST)
 
     def forget(self) -> None:
-        """Forget what was set aside."""
+        """Forget the arrays that were set aside."""
         self._backups.clear()

@@ -30,7 +30,7 @@ TAKES_NOTHING, TIMES, SOME_OLD = 1.0, 3, 0.5
 GROWTH, GROWTHS = 1.5, 8
 
 _WARNING = (
-    "{spec}: the residual of {layers} grows without bound: {why}. Gradients that wait in it will come late or never. Send more "
+    "{spec}: the residual of {layers} grows without bound: {why}. Gradients in it will come late or never. Send more "
     "(a higher ratio, a lower lam, more levels, a smaller group), clip with clip=, or write feedback=false; see "
     'stats()["health"]'
 )

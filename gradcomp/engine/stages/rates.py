@@ -32,7 +32,7 @@ SMALLEST = 2.0**-126
 
 @dataclass
 class RatesState:
-    """rates: of the layers, for which the residual is meant. residual_at_zero_rate: the residual, in a step whose rate is 0."""
+    """rates: of the layers, under which the residual was found. residual_at_zero_rate: the residual in a step of rate 0."""
 
     rates: Rates = None
     residual_at_zero_rate: Tensor | None = None

@@ -87,7 +87,7 @@ class Accumulation:
 
 
 class Part(NamedTuple):
-    """A stage's part of a saved state. layers: by field, then by layer. bucket: what is not by layer."""
+    """A stage's part of a saved state. layers: by field, then by layer. bucket: the rest."""
 
     layers: Mapping[str, Mapping[str, Any]] = {}
     bucket: Mapping[str, Any] = {}
