@@ -329,7 +329,7 @@ def test_every_decision_is_in_the_index() -> None:
             assert f"[{heading}]({path.name}#{place})" in index, f"{path.name}: {heading}"
 
 
-# The lines of code, and files, that the project has at most. A capability that is added raises them, in the commit that adds it.
+# The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
 TOTALS = {"gradcomp": (14_350, 112), "scripts": (8_700, 86), "tests": (31_100, 246)}
 
 
