@@ -55,6 +55,7 @@ ROOMS = [
     "engine/meeting",
     "engine/phases",
     "engine/session",
+    "engine/commits",
     "spec",
     "prediction",
     "auto",

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
+from gradcomp.engine.commits import Commits
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slot
 from gradcomp.handle import Handle, beginning_of
-from gradcomp.horovod.elastic import Commits, keep_with_optimizers
+from gradcomp.horovod.elastic import keep_with_optimizers
 from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.

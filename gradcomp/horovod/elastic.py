@@ -1,8 +1,7 @@
-"""Horovod's elastic mode: it commits, restores and synchronises a session's state along with its optimizer."""
+"""Horovod's elastic mode: what must be kept, restored and synchronised along with an optimizer."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -10,43 +9,11 @@ import torch
 from horovod.torch.elastic import state as elastic
 from horovod.torch.functions import broadcast_object
 
-from gradcomp.engine.session import Session, Snapshot
-
-
-class Commits:
-    """The last two commits of a session, for a training that rolls back.
-
-    Ranks may differ by one commit where one of them fails while the others commit. A rank that is ahead goes back by one.
-    """
-
-    def __init__(self, session: Session):
-        self._session = session
-        self._kept: deque[Snapshot] = deque(maxlen=2)
-
-    def commit(self) -> None:
-        """Keep a copy of the session's state in main memory."""
-        self._kept.append(self._session.snapshot())
-
-    def roll_back(self) -> None:
-        """Return to the last commit. The ranks then meet again."""
-        if self._kept:
-            self._session.restore(self._kept[-1])
-
-    def sync(self) -> None:
-        """Meet the other ranks, and go on where rank 0 goes on, since all take rank 0's weights."""
-        self._session.meet(leader=0, go_back=self._go_back)
-
-    def _go_back(self, steps: int) -> bool:
-        """Return to the commit after this number of steps, if there is one."""
-        for kept in self._kept:
-            if kept.share["steps"] == steps:
-                self._session.restore(kept)
-                return True
-        return False
+from gradcomp.engine.commits import Commits
 
 
 def keep_with_optimizers(find: Callable[[Any], Commits | None]) -> None:
-    """Make TorchState, of Horovod's elastic mode, keep the commits that find() returns along with an optimizer.
+    """Make TorchState, of Horovod's elastic mode, keep what find() returns along with an optimizer.
 
     An optimizer for which find() returns None keeps Horovod's own handler.
     """
@@ -57,7 +24,7 @@ def keep_with_optimizers(find: Callable[[Any], Commits | None]) -> None:
 
 
 class _Optimizers:
-    """The optimizers for which find() returns commits, as a type for isinstance()."""
+    """The optimizers for which find() returns something, as a type for isinstance()."""
 
     def __init__(self, find: Callable[[Any], Commits | None]):
         self._find = find
@@ -70,7 +37,7 @@ class _Optimizers:
 
 
 class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
-    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and its session's commits with it."""
+    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and what is kept with it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Commits | None]):
         self._find = find
@@ -99,7 +66,7 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
         """Decide whether rank 0's optimizer has a state that Horovod is to broadcast. If not, take over its groups' settings.
 
         Horovod has an optimizer without a state make one, by a step. Moments that were taken over leave no state on the ranks
-        that stay: a rank that joins would make one alone, and wait for the others'. Weight decay would move its weights,
+        that stay: a rank that joins would make one alone, and wait for the others'. And weight decay would move its weights,
         which have come before, so that the step's rate is 0 here.
         """
         optimizer = self.value
