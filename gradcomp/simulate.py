@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layout
-from gradcomp.engine import optimizer_hooks, state
+from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.meeting import Flow
+from gradcomp.engine.optimizer_steps import StepListener, listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer, Stats
@@ -86,7 +87,7 @@ class Simulation:
             self._sessions.append(_Rank(compressor, slots, network, options, self._view, first))
         self._steps = _OptimizerSteps(self._view, self._updates)
         if optimizer is not None:
-            optimizer_hooks.listen(self._steps)
+            listen(self._steps)
 
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. Residuals are carried over.
@@ -216,14 +217,11 @@ class _View(OptimizerView):
         """Do nothing: the exchange of a training counts, and not the one that is simulated beside it."""
 
 
-class _OptimizerSteps:
+class _OptimizerSteps(StepListener):
     """The listener to the optimizer's steps. Only those with the last step's updates are the simulation's."""
 
     def __init__(self, view: _View, updates: _Updates):
         self.view, self._updates = view, updates
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: a simulation may be used beside a training."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Take the momentum out of an optimizer that steps with the last step's updates."""

@@ -78,7 +78,7 @@ class Acc:
         memory: Lends updates, and scratch to kernels.
         mask: Notes which entries are sent, for momentum; None if no momentum needs it.
         flag: int32[1], not 0 if a gradient was not finite; None if gradients were not checked.
-        moments: float64[layers, MOMENTS], the statistics of each layer, for a compressor whose traits ask for them.
+        moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
         peaks: The largest magnitude in each line of 64 entries. On a CPU, takes skip lines by it. None elsewhere.
     """
@@ -126,7 +126,7 @@ class Traits:
 
 
 class Compressor(ABC):
-    """Base of all compressors. Subclasses are frozen dataclasses whose fields are the knobs.
+    """Base of all compressors. Subclasses are frozen dataclasses with the knobs as fields.
 
     A subclass must define exchange(); every other method has a default. str() gives the canonical spec: the name, and the knobs
     that differ from their defaults. make(str(compressor)) is the same compressor if a spec can name it.

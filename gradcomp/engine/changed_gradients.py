@@ -27,11 +27,7 @@ SMALLEST_CHANGE = 0.01
 _GRADIENT_CHANGED = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
     "the change. To clip, write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, and remove the other clip. "
-    "For other changes, finish the exchange first (with momentum or Adam, gradients then hold no gradients):\n"
-    "    optimizer.synchronize()\n"
-    "    scaler.unscale_(optimizer)  # only with a GradScaler\n"
-    "    ...  # change gradients here\n"
-    "    with optimizer.skip_synchronize(): optimizer.step()  # with a GradScaler: scaler.step(optimizer)"
+    "For other changes, finish the exchange first (with momentum or Adam, gradients then hold no gradients){lines}"
 )
 _UPDATE_CHANGED = (
     "the gradients were changed between their exchange and step(), as clip_grad_norm_() does. With momentum=auto they hold "
@@ -42,7 +38,7 @@ _REMEDY = (
     "has changed them, pass it as scaler="
 )
 _TEXTS: dict[Holds, str] = {
-    "direction": f"{_UPDATE_CHANGED}Adam's directions, whose length says nothing about the gradient's{_REMEDY}",
+    "direction": f"{_UPDATE_CHANGED}Adam's directions, with a length that says nothing about the gradient's{_REMEDY}",
     "velocity": f"{_UPDATE_CHANGED}SGD's velocity, which is several times as long as the gradient{_REMEDY}",
 }
 _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -51,11 +47,12 @@ _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloa
 class GradientSample:
     """A few entries of a few gradients, from the beginning of their exchange to the end of the step.
 
-    Other parameters take their turn in the next step. parameters: their number.
+    Other parameters take their turn in the next step. parameters: their number. lines: the door's, for its user to change
+    gradients after their exchange.
     """
 
-    def __init__(self, parameters: int):
-        self._parameters = parameters
+    def __init__(self, parameters: int, lines: str = ""):
+        self._parameters, self._lines = parameters, lines
         self._seen = self._steps = 0
         self._kept: list[tuple[Slot, Tensor, Tensor, Tensor]] = []
         self._late: list[tuple[Slot, HostCopy]] = []
@@ -77,16 +74,19 @@ class GradientSample:
         self._seen, self._steps = 0, self._steps + GRADIENTS
         for slot, changes in late:
             if changes.largest():
-                raise RuntimeError(_GRADIENT_CHANGED.format(name=slot.name))
+                raise self._refusal(slot)
         for slot, grad, entries, before in kept:
             if grad.is_cuda and _grad_of(slot) is grad:
                 self._late.append((slot, HostCopy((entries != before).sum())))
             elif _grad_of(slot) is not grad or not torch.equal(entries, before):
-                raise RuntimeError(_GRADIENT_CHANGED.format(name=slot.name))
+                raise self._refusal(slot)
 
     def discard(self) -> None:
         """Discard all entries of a step that failed."""
         self._kept, self._late, self._seen = [], [], 0
+
+    def _refusal(self, slot: Slot) -> RuntimeError:
+        return RuntimeError(_GRADIENT_CHANGED.format(name=slot.name, lines=self._lines))
 
 
 class UpdateSample:

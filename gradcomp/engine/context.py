@@ -19,38 +19,49 @@ Rates = tuple[float, ...] | None
 UNKNOWN, ANY = -1.0, math.inf
 # By weight decay: the numbers of the layers that it acts on, and their weights in the order of entries.
 Decays = Mapping[float, tuple[list[int], list[Tensor]]]
+# For each layer the moments to continue from, or None; None if there are none at all.
+Seeds = Sequence[tuple[Tensor, ...] | None] | None
+
+
+class LayerRates(dict[str, float]):
+    """The learning rates by layer. Those of a bucket are made at the first question, for all steps with the same rates."""
+
+    def __init__(self, rates: Mapping[str, float]):
+        super().__init__(rates)
+        self._of: dict[tuple[str, ...], tuple[float, ...]] = {}
+
+    def of(self, names: tuple[str, ...]) -> tuple[float, ...]:
+        """Return the rates of these layers."""
+        found = self._of.get(names)
+        if found is None:
+            found = self._of[names] = tuple([self[name] for name in names])
+        return found
 
 
 class Momentum(NamedTuple):
-    """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
-
-    sizes: of the layers. seeds: for each layer the velocity to continue from, or None; None if there are none at all.
-    """
+    """The optimizer's momentum in a step of a bucket, which its velocity is to apply."""
 
     value: float
     nesterov: bool
-    sizes: Sequence[int]
-    seeds: Sequence[Tensor | None] | None
+    seeds: Seeds
     decays: Decays
 
 
 class AdamStep(NamedTuple):
     """The settings of Adam's moments in a step of a bucket.
 
-    share: the factor of a direction. sizes: of the layers. seeds: for each layer both moments to continue from, or None; None
-    if there are none at all. steps: the steps that the seeds have seen. skipped: the optimizer skipped the last step, since a
-    gradient was not finite. compares: all ranks know Adam, and may compare their noise.
+    share: the factor of a direction. steps: the steps that the seeds have seen. skipped: the optimizer skipped the last step,
+    since a gradient was not finite. compares: all ranks know Adam, and may compare their noise.
     """
 
     beta1: float
     beta2: float
     epsilon: float
     share: float
-    sizes: Sequence[int]
-    seeds: Sequence[tuple[Tensor, ...] | None] | None
+    seeds: Seeds
     steps: int
     skipped: bool
-    compares: bool = True
+    compares: bool
 
 
 @dataclass(eq=False)
@@ -61,28 +72,20 @@ class StepContext:
     None where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that
     it was found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by
     a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale
-    of the loss as one float there. bucket_rates: those of a bucket by its layers, made at the first question; steps with the
-    same rates share them, also across a change of the buckets.
+    of the loss as one float there.
     """
 
     memory: Memory
     ranks: int
-    layer_rates: Mapping[str, float] | None = None
+    layer_rates: LayerRates | None = None
     follows_rates: bool = False
     frozen_layers: frozenset[str] = frozenset()
     momenta: Mapping[str, Momentum | AdamStep] = field(default_factory=dict)
     loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
-    bucket_rates: dict[tuple[str, ...], tuple[float, ...]] = field(default_factory=dict)
 
     def rates(self, layout: Layout) -> Rates:
         """Return the learning rate of each layer of a bucket."""
-        known, names = self.layer_rates, layout.names
-        if known is None:
-            return None
-        found = self.bucket_rates.get(names)
-        if found is None:
-            found = self.bucket_rates[names] = tuple([known[name] for name in names])
-        return found
+        return None if self.layer_rates is None else self.layer_rates.of(layout.names)
 
     def own_rates(self, layout: Layout) -> Rates:
         """Return the rates that the residual is to keep; None where the optimizer does not allow it."""

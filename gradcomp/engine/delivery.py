@@ -25,7 +25,7 @@ class LossScale:
         # A scaler offers its scale in public only as a number, for which the host would have to wait for a GPU.
         if enabled is None or (enabled() and not hasattr(scaler, "_scale")):
             raise TypeError(
-                f"scaler= is a {type(scaler).__name__}, whose scale cannot be read; pass the training's torch.amp.GradScaler"
+                f"scaler= is a {type(scaler).__name__}, and its scale cannot be read; pass the training's torch.amp.GradScaler"
             )
         self.scaler = scaler
 
@@ -68,7 +68,7 @@ class Delivery:
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.
 
-        With a loss scale the step may be taken back, and then the residual gets what casts to 16 bits leave out.
+        With a loss scale the step may be taken back, and then the residual gets the errors of casts to 16 bits.
         """
         loss_scale = self.loss_scale(bucket)
         update.is_wiped = kernels.spread(

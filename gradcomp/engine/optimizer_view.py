@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,25 +13,20 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.core.requests import World
-from gradcomp.engine import optimizer_hooks
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.changed_gradients import UpdateSample
-from gradcomp.engine.context import UNKNOWN, AdamStep, Momentum, StepContext
+from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, Momentum, StepContext
 from gradcomp.engine.delivery import Delivery, LossScale
+from gradcomp.engine.optimizer_steps import listeners
 from gradcomp.engine.slots import Slots, check_optimizer
-from gradcomp.engine.taken_momentum import AdamMoments, LoadedMoments, SgdMomentum, check_momentum, steps_as_known
+from gradcomp.engine.taken_momentum import AdamMoments, SgdMomentum, check_momentum, steps_as_known
 from gradcomp.native.memory import Memory
-
-log = logging.getLogger("gradcomp")
-
-# Names of frozen layers in a log line.
-MOST_NAMES = 3
 
 _UNAPPLIED = (
     "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
-    "the momentum: added to the next gradient, or dropped, it would spoil the training. To accumulate gradients, run all "
-    "backward passes but the last within no_sync(), or use Horovod's backward_passes_per_step. If updates are dropped, or if "
-    "gradients of several losses meet, write momentum=0 into the spec; under auto, loss=low"
+    "the momentum: added to the next gradient, or dropped, it would spoil the training. To accumulate gradients, let only the "
+    "last backward pass before each step exchange them. If updates are dropped, or if gradients of several losses meet, write "
+    "momentum=0 into the spec; under auto, loss=low"
 )
 _CLOSURE = (
     "step(closure) cannot work with momentum=auto: the closure would exchange gradients within the step. Call the closure "
@@ -49,14 +43,19 @@ _SETTINGS = (
 _ANEW = "Its moments begin anew, and the residual of Adam's directions is dropped"
 _MADE_BEFORE = "But the update that it steps with was made before"
 _WITHOUT = (
-    "{name} steps without an exchange: its gradients come from no_sync() or from the model without DistributedDataParallel, or "
-    "it steps a second time. With momentum=auto the exchange has the momentum: such a step would do without it, or nothing at "
-    "all. Let the last backward pass before each step exchange its gradients, outside no_sync(). To train on without "
-    'exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks first'
+    "{name} steps without an exchange: no gradients were exchanged since its last step. With momentum=auto the exchange has "
+    "the momentum: such a step would do without it, or nothing at all. Let the last backward pass before each step exchange "
+    'its gradients. To train on without exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks '
+    "first"
 )
 _UNKNOWN = (
     "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
-    "lost: pass optimizer= to gradcomp.ddp.attach() or gradcomp.horovod.Compression"
+    "lost: pass optimizer= where you pass the spec"
+)
+_UNEXCHANGED = (
+    "{name} of shape {shape} was unfrozen or added after the ranks' exchange was set up: its gradient stays on this rank, and "
+    "the replicas drift apart. It must be in the model and in the optimizer, and unfrozen, when the exchange is set up. Freeze "
+    "it right after that, by requires_grad_(False), until it is to train"
 )
 
 
@@ -82,8 +81,8 @@ class OptimizerView:
     parameters, or else the source.
 
     is_told: all ranks knew the optimizer before their first exchange. exchanged: gradients have been exchanged. replaced:
-    another session has exchanged gradients of the same parameters since, or this one has ended. sums: updates are sums over the
-    ranks, not means. skips_optimizer: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
+    another session has exchanged gradients of the same parameters since. sums: updates are sums over the ranks, not means.
+    skips_optimizer: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
     """
 
     # The next step of the optimizer must apply the updates; in a simulation it may step with other gradients.
@@ -91,32 +90,27 @@ class OptimizerView:
 
     def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, ranks: int = 1):
         """ranks: the number of ranks that share the view, as those of a simulation do."""
-        self.slots, self.optimizer, self.scaler = slots, optimizer, scaler
+        self.slots, self.optimizer = slots, optimizer
         self.loss_scale = None if scaler is None else LossScale(scaler)
         self.is_told = optimizer is not None
         self.exchanged = self.replaced = self.sums = self.skips_optimizer = False
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
-        self._groups: tuple[Any, list[int], dict[str, int | None]] = None, [], {}  # whose, their sizes, each layer's number
-        self._rates: tuple[list[float], dict[str, float]] = [], {}  # of the groups, and of the layers
-        self._shared: tuple[object, dict[tuple[str, ...], tuple[float, ...]]] = None, {}  # the last step's, and its buckets'
+        self._rates: tuple[Any, LayerRates] = None, LayerRates({})  # the facts that they follow from, and the last rates
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._ids = {id(parameter) for parameter in slots.parameters.values()}
         self._trained: tuple[Any, list[int], bool] = None, [], False
-        self._loaded = LoadedMoments(slots, ranks)
-        self._kinds = SgdMomentum(self._loaded, slots), AdamMoments(self._loaded)
+        self._kinds = SgdMomentum(slots, ranks), AdamMoments(slots, ranks)
         self._kind: SgdMomentum | AdamMoments | None = None
         self._sample = UpdateSample(slots.slots)
-        self._pending = self._delivered = False  # an update that no step has applied yet; one that holds momentum
+        self._pending = False  # no step has applied the last update, which holds momentum
         self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
         self._drives = self.applies_updates
         self._resumed = False  # moments were loaded, and no optimizer has been known since
-        self.left = False  # the moments were here when leave() was called
-        self._frozen: frozenset[str] = frozenset()
         if optimizer is not None:
             check_optimizer(optimizer)
             if not self._trained_by(optimizer):
                 raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
-            self._read_rates(optimizer)
+            self._known[optimizer] = _Known(self._foreign(optimizer))
 
     # The optimizer: which one, and its facts.
 
@@ -156,7 +150,7 @@ class OptimizerView:
             text = f"without {'momentum' if self._has_no_momentum(acting) else 'moments that the exchange takes over'}"
         return {"optimizer": text}
 
-    def rates(self) -> dict[str, float] | None:
+    def rates(self) -> LayerRates | None:
         """Return the current learning rates by layer; None where no optimizer is known.
 
         The rate is UNKNOWN for a parameter that the optimizer does not have, and where it lies on a device, for which the host
@@ -165,16 +159,13 @@ class OptimizerView:
         if (acting := self.acting) is None:
             return None
         groups = acting.param_groups
-        sizes = [len(group["params"]) for group in groups]
-        if self._groups[0] is None or self._groups[0]() is not acting or self._groups[1] != sizes:
-            # The groups' numbers, since load_state_dict() of an optimizer replaces the groups.
-            numbers = {id(each): i for i, group in enumerate(groups) for each in group["params"]}
-            own = {name: numbers.get(id(each)) for name, each in self.slots.parameters.items()}
-            self._groups, self._rates = (weakref.ref(acting), sizes, own), ([], {})
         given = [group["lr"] for group in groups]
         known = [UNKNOWN if isinstance(each, Tensor) and each.is_cuda else float(each) for each in given]
-        if self._rates[0] != known:
-            self._rates = known, {name: UNKNOWN if i is None else known[i] for name, i in self._groups[2].items()}
+        facts = weakref.ref(acting), known, [len(group["params"]) for group in groups]
+        if self._rates[0] != facts:
+            rate_of = {id(each): rate for group, rate in zip(groups, known, strict=True) for each in group["params"]}
+            own = {name: rate_of.get(id(each), UNKNOWN) for name, each in self.slots.parameters.items()}
+            self._rates = facts, LayerRates(own)
         return self._rates[1]
 
     def owns(self, parameter: Tensor) -> bool:
@@ -195,47 +186,30 @@ class OptimizerView:
         momenta = self._momenta(layouts, world.size) if takes_momentum else {}
         rates = self.rates() if uses_rates else None
         scales = {} if self.loss_scale is None else {device: self.loss_scale.on(device) for _, _, device in layouts}
-        frozen = self._frozen_layers(world.rank)
         follows = rates is not None and (bool(momenta) or self.is_linear)
-        if self._shared[0] is not rates:
-            self._shared = rates, {}
-        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self._shared[1])
+        return StepContext(memory, world.size, rates, follows, self._frozen_layers(), momenta, scales)
 
     def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[str, Momentum | AdamStep]:
         """Take the momentum over for a step's buckets. Return nothing if it is left to the optimizer, or is 0."""
         self.show()
         if self.update_waits:
-            self._delivered = False
+            self._pending = False
             raise RuntimeError(_UNAPPLIED)
-        optimizer = self._known_optimizer()
-        self._delivered = self._resumed = self.left = False
-        before, self._kind = self._kind, None if optimizer is None else self._kind_of(optimizer)
-        if optimizer is None or self._kind is None:
+        optimizer, before, self._resumed = self._known_optimizer(), self._kind, False
+        self._kind = kind = None if optimizer is None else self._kind_of(optimizer)
+        if optimizer is None or kind is None:
             if optimizer is not None and before is not None:
                 warnings.warn(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW), stacklevel=2)
             return {}
         share, skipped = 1 / (ranks if self.sums else 1), self._pending and self._has_failed()
-        if isinstance(self._kind, AdamMoments):
-            return {each.names[0]: self._kind.for_step(optimizer, each, share, skipped, self.is_told) for each in layouts}
-        return {each.names[0]: self._kind.for_step(optimizer, each, share, skipped) for each in layouts}
+        return {each.names[0]: kind.for_step(optimizer, each, share, skipped, self.is_told) for each in layouts}
 
-    def _frozen_layers(self, rank: int) -> frozenset[str]:
-        """Find the frozen layers. Log each once: it was frozen since the exchange was set up."""
-        frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
-        if frozen and (new := sorted(frozen - self._frozen)):
-            self._frozen |= frozen
-            names = ", ".join(map(repr, new[:MOST_NAMES])) + (f" and {n} more" if (n := len(new) - MOST_NAMES) > 0 else "")
-            log.info(
-                "gradcomp: rank %d: frozen now: %s. Their residuals wait until they are unfrozen. Freeze them on all ranks: "
-                "the gradients of other ranks move them on all",
-                rank,
-                names,
-            )
-        return frozen
+    def _frozen_layers(self) -> frozenset[str]:
+        return frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
 
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
         """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
-        self._pending, self._delivered, self._delivery = True, self.taken, (delivery, step)
+        self._pending, self._delivery = self.taken, (delivery, step)
         if self.applies_updates and self.taken:
             updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
             self._sample.keep(updates, delivery.loss_scale(buckets[0]))
@@ -249,11 +223,11 @@ class OptimizerView:
     @property
     def update_waits(self) -> bool:
         """True if an update that holds momentum waits for the optimizer's step. This waits for a device if there is one."""
-        return self._delivered and self.applies_updates and not self._has_failed()
+        return self._pending and self.applies_updates and not self._has_failed()
 
     def forget_update(self) -> None:
         """Forget the last step's update: no step of the optimizer is to apply it."""
-        self._pending = self._delivered = False
+        self._pending = False
         self._sample.discard()
 
     def note_loaded(self, moments: bool) -> None:
@@ -265,8 +239,7 @@ class OptimizerView:
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()
-        self.left |= self._kind is not None or self._resumed
-        self._kind, self._pending, self._delivered = None, False, False
+        self._kind, self._pending = None, False
 
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         """List the arrays of a bucket that the optimizer gets back where a spec leaves its momentum to it."""
@@ -279,8 +252,7 @@ class OptimizerView:
 
         means: over the ranks, by array and by layer, flat. steps: those of Adam.
         """
-        self.left = self._resumed = False
-        optimizer = self.acting
+        self._resumed, optimizer = False, self.acting
         kind = None if optimizer is None else self._kind_of(optimizer)
         assert optimizer is not None and kind is not None
         group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
@@ -336,9 +308,9 @@ class OptimizerView:
         if self.applies_updates and not scaled:
             self._sample.check(kind.holds)
         self._drives = True
-        self._loaded.clear()
+        kind.drop_copied()
         kind.hide(optimizer, self._pending)
-        self._pending = self._delivered = False
+        self._pending = False
 
     def show(self) -> None:
         """Show the hidden settings again, also after a step that raised an error."""
@@ -351,40 +323,29 @@ class OptimizerView:
             if parameter.requires_grad and parameter.grad is not None:
                 frozen = self.slots.without_gradient
                 name = next((repr(name) for name, each in frozen if each is parameter), "a parameter")
-                raise RuntimeError(
-                    f"{name} of shape {tuple(parameter.shape)} was unfrozen or added after the ranks' exchange was set up: its "
-                    "gradient stays on this rank, and the replicas drift apart. It must be in the model and in the optimizer, "
-                    "and unfrozen, when hvd.DistributedOptimizer, or DistributedDataParallel and attach(), are called. Freeze "
-                    "it right after these calls, by requires_grad_(False), until it is to train"
-                )
+                raise RuntimeError(_UNEXCHANGED.format(name=name, shape=tuple(parameter.shape)))
 
     def _meet(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
+        """Note an optimizer. If it replaces the given one, parameters that it has beyond the given one's were added since."""
         if optimizer in self._known:
             return
         if trained := self._trained_by(optimizer):
             check_momentum(compressor, optimizer)
+        foreign = self._foreign(optimizer)
         if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
-            self._read_rates(optimizer)
-        else:
-            self._known[optimizer] = _Known(self._foreign(optimizer))
+            foreign, self.optimizer = self._known[self.optimizer].foreign, optimizer
+        self._known[optimizer] = _Known(foreign)
 
     def _note_acting(self, optimizer: torch.optim.Optimizer) -> None:
         if (self._acts is None or self._acts() is not optimizer) and self._trained_by(optimizer) == self._ids:
             self._acts = weakref.ref(optimizer)
-
-    def _read_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the learning rates from an optimizer. Parameters that it has beyond the given one's were added since."""
-        assert self.optimizer is not None
-        first = self._known.get(self.optimizer)
-        self._known[optimizer] = _Known(self._foreign(optimizer) if first is None else first.foreign)
-        self.optimizer = optimizer
 
     def _foreign(self, optimizer: torch.optim.Optimizer) -> set[int]:
         frozen = {id(parameter) for _, parameter in self.slots.without_gradient}
         return {id(each) for each in _parameters_of(optimizer)} - self._ids - frozen
 
     def _update(self, known: _Known, optimizer: torch.optim.Optimizer) -> None:
-        """Look through the parameters of an optimizer whose number of them has changed."""
+        """Look through the parameters of an optimizer if their number has changed."""
         if known.count == sum(len(group["params"]) for group in optimizer.param_groups):
             return
         every = [*_parameters_of(optimizer)]
@@ -397,7 +358,7 @@ class OptimizerView:
         ]
 
     def _others(self) -> list[OptimizerView]:
-        return [each.view for each in optimizer_hooks.listeners() if each.view is not self]
+        return [each.view for each in listeners() if each.view is not self]
 
     def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the ids of the session's parameters that an optimizer has."""
@@ -416,7 +377,7 @@ class OptimizerView:
         """
         if not (steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
             return None
-        return next((kind for kind in self._kinds if kind.fits(optimizer)), None)
+        return next((kind for kind in self._kinds if isinstance(optimizer, kind.types) and kind.fits(optimizer)), None)
 
     def _has_no_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
         if not isinstance(optimizer, torch.optim.SGD) or not steps_as_known(type(optimizer)):
@@ -438,11 +399,9 @@ class FixedRates(OptimizerView):
 
     def __init__(self, slots: Slots, rate: float):
         super().__init__(slots)
-        self.rate, self._fixed = rate, dict.fromkeys(slots.layers, rate)
+        self._fixed = LayerRates(dict.fromkeys(slots.layers, rate))
 
-    def rates(self) -> dict[str, float]:
-        if self._fixed and next(iter(self._fixed.values())) != self.rate:
-            self._fixed = dict.fromkeys(self.slots.layers, self.rate)
+    def rates(self) -> LayerRates:
         return self._fixed
 
 

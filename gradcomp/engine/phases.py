@@ -49,11 +49,13 @@ class Door:
     """A door: its messages for the user, and its kind of step.
 
     unknown: the message for a gradient of no known parameter, with {shape} for its shape. unused: advice for a user who trains
-    without the exchange. ends_in_backward: a step ends in backward, and not in the optimizer's step().
+    without the exchange. changed: lines for a user who changes gradients before step(), after a colon. ends_in_backward: a step
+    ends in backward, and not in the optimizer's step().
     """
 
     unknown: str = "a gradient of shape {shape} belongs to no known parameter"
     unused: str = ""
+    changed: str = ""
     ends_in_backward: bool = False
 
     def start_stock_allreduce(self, slot: Slot) -> None:

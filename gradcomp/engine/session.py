@@ -12,16 +12,15 @@ from torch import Tensor
 
 from gradcomp import _version
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine import optimizer_hooks, state
+from gradcomp.engine import state
 from gradcomp.engine.changed_gradients import GradientSample
 from gradcomp.engine.meeting import Flow, Membership, Owner, run
-from gradcomp.engine.missing_exchange import MissingExchange
+from gradcomp.engine.optimizer_steps import MissingExchange, StepListener, UnknownScaler, listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import OR_LOAD, REFUSED, UNFINISHED, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer, StepObserver
-from gradcomp.engine.return_moments import average_moments, moments_to_return, return_moments
+from gradcomp.engine.return_moments import moments_to_return, return_moments
 from gradcomp.engine.slots import Slot, Slots
-from gradcomp.engine.unknown_scaler import UnknownScaler
 from gradcomp.networks import Connection
 
 
@@ -52,7 +51,7 @@ class Snapshot(NamedTuple):
     owner: Owner
 
 
-class Session:
+class Session(StepListener):
     """One model's exchanges on one rank. reducer: of the present compressor. turns: of auto."""
 
     reducer_class: type[Reducer] = Reducer
@@ -67,7 +66,7 @@ class Session:
         view: OptimizerView | None = None,
     ):
         self.slots, self.network, self.options, self.door, self.compressor = slots, network, options, door, compressor
-        self.view = view or OptimizerView(slots, options.optimizer, options.scaler)
+        self.view: OptimizerView = view or OptimizerView(slots, options.optimizer, options.scaler)
         self.turns: Turns | None = None
         self._by_name = {slot.name: slot for slot in slots.slots}
         self._membership = Membership(network)
@@ -75,13 +74,13 @@ class Session:
         self._failure: tuple[object, str] | None = None  # the generation in which a step failed, and the error's text
         self._held: dict[str, Slot] = {}
         self._stock: torch.dtype | None = None
-        self._sample = GradientSample(len(slots.slots))
+        self._sample = GradientSample(len(slots.slots), door.changed)
         self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
         self.reducer = self._make_reducer(compressor)
         self._listen()
 
     def _listen(self) -> None:
-        optimizer_hooks.listen(self)
+        listen(self)
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         self.view.check_momentum(compressor)
@@ -264,7 +263,7 @@ class Session:
             self.failed(error)
             raise
 
-    # The optimizer's step. optimizer_hooks calls these three.
+    # The optimizer's step. optimizer_steps calls these three.
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step."""
@@ -363,9 +362,7 @@ class Session:
             try:
                 yield from self.meeting(follows=False)
                 if returned:
-                    means = average_moments(self.view, old, returned)
-                    yield
-                    return_moments(self.view, means(), self.reducer)
+                    yield from return_moments(self.view, old, new, returned)
             except BaseException as error:
                 self.reducer, self.compressor = old, before
                 if not isinstance(error, ValueError):  # which all ranks get

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.engine.changed_gradients import Holds
-from gradcomp.engine.context import AdamStep, Decays, Momentum
+from gradcomp.engine.context import AdamStep, Decays, Momentum, Seeds
 from gradcomp.engine.slots import Slots
 
 # Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
@@ -22,85 +22,111 @@ HIDDEN = ("momentum", "weight_decay")
 UNLIKE = ("amsgrad", "differentiable")
 
 
-class LoadedMoments:
-    """Moments of an optimizer's state. Each rank gets those of a parameter once; the optimizer loses them when it steps.
+class _Loaded(NamedTuple):
+    """A parameter's moments from an optimizer's state, and the steps that they have seen if the optimizer counts them."""
 
-    ranks: the number of ranks that ask for each parameter; more than one in a simulation.
+    moments: tuple[Tensor, ...]
+    steps: int
+
+
+class TakenMomentum:
+    """Base of the kinds of momentum that are taken over. Updates hold its effect, which is hidden from the optimizer's step().
+
+    Moments of an optimizer's state are copied: each rank gets those of a parameter once, and the optimizer loses them when it
+    steps. ranks: the number of ranks that ask for each parameter; more than one in a simulation.
+
+    name, types: of the optimizers. holds: the content of updates. arrays: those of a bucket that stand for the optimizer's, by
+    their names there; the second holds squares.
     """
+
+    name: ClassVar[str]
+    types: ClassVar[tuple[type, ...]]
+    holds: ClassVar[Holds]
+    arrays: ClassVar[Mapping[str, str]]
 
     def __init__(self, slots: Slots, ranks: int):
         self._slots, self._ranks = {slot.name: slot for slot in slots.slots}, ranks
-        self._waiting: dict[str, list[tuple[Tensor, ...]]] = {}
-        self._steps: dict[str, int] = {}
+        self._waiting: dict[str, list[_Loaded]] = {}
         self._copied: dict[str, Any] = {}  # the states of optimizers whose moments were copied, by name of the parameter
+        self._hidden: list[tuple[Any, Any]] = []
 
-    def take(self, optimizer: torch.optim.Optimizer, name: str, keys: Sequence[str]) -> tuple[Tensor, ...] | None:
-        """Copy a parameter's moments from the optimizer's state. The keys name them there.
+    @property
+    def hides(self) -> bool:
+        return bool(self._hidden)
+
+    def seeds(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> tuple[Seeds, int]:
+        """Return the moments of the optimizer's state that layers continue from, and the most steps that these have seen."""
+        if not (optimizer.state or any(self._waiting.values())):
+            return None, 0
+        found = [self._take(optimizer, name) for name in layout.names]
+        seeds = [
+            None if own is None else tuple(share**power * each for power, each in enumerate(own.moments, 1)) for own in found
+        ]
+        return seeds, max((own.steps for own in found if own is not None), default=0)
+
+    def _take(self, optimizer: torch.optim.Optimizer, name: str) -> _Loaded | None:
+        """Copy a parameter's moments from the optimizer's state.
 
         None if there are none, or all are zeros: hvd.broadcast_optimizer_state() makes such ones, beside velocities that were
         loaded.
         """
         slot = self._slots[name]
         state = {} if slot.parameter is None else optimizer.state.get(slot.parameter, {})
-        if self._copied.get(name) is not optimizer.state and all(state.get(key) is not None for key in keys):
+        if self._copied.get(name) is not optimizer.state and all(state.get(key) is not None for key in self.arrays):
             self._copied[name] = optimizer.state
-            if any(bool(state[key].any()) for key in keys):
-                flat = tuple(slot.flat(state[key]).float() for key in keys)
-                self._waiting[name] = [flat] * self._ranks
-                self._steps[name] = int(state.get("step", 0))
+            if any(bool(state[key].any()) for key in self.arrays):
+                moments = tuple(slot.flat(state[key]).float() for key in self.arrays)
+                self._waiting[name] = [_Loaded(moments, int(state.get("step", 0)))] * self._ranks
         waiting = self._waiting.get(name)
         return waiting.pop() if waiting else None
 
-    def may_have(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Decide whether there may be moments to take."""
-        return bool(optimizer.state) or any(self._waiting.values())
-
-    def clear(self) -> None:
+    def drop_copied(self) -> None:
         """Drop the copied parameters' states of the optimizer: all of each, since Adam makes a state only where it has none."""
         for name, state in self._copied.items():
             state.pop(self._slots[name].parameter, None)
         self._copied.clear()
 
-    def steps(self, name: str) -> int:
-        """Return the steps that a parameter's moments had seen, for an optimizer that counts them."""
-        return self._steps.get(name, 0)
+    def state(
+        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
+    ) -> dict[str, Any]:
+        """Make the optimizer's state of a parameter.
+
+        kept: means over the ranks, in the order of arrays. sums: the number of ranks if updates are their sums; otherwise 1.
+        """
+        moments = zip(self.arrays, kept, strict=True)
+        return {key: (sums**power * mean).to(parameter.dtype) for power, (key, mean) in enumerate(moments, 1)}
 
 
-class SgdMomentum:
+class SgdMomentum(TakenMomentum):
     """The momentum of torch.optim.SGD. It and weight decay are hidden within step(); schedulers see them at any other time."""
 
     name: ClassVar[str] = "SGD"
     types: ClassVar[tuple[type, ...]] = (torch.optim.SGD,)
     holds: ClassVar[Holds] = "velocity"
-    # The arrays of a bucket that stand for the optimizer's, by their names there.
     arrays: ClassVar[Mapping[str, str]] = {"momentum_buffer": "velocity"}
 
-    def __init__(self, loaded: LoadedMoments, slots: Slots):
-        self._loaded, self._slots = loaded, {slot.name: slot for slot in slots.slots}
-        self._kept: dict[tuple[str, ...], tuple[Any, list[Any], Decays]] = {}
-        self._shown: list[tuple[dict[str, Any], dict[str, float]]] = []
+    def __init__(self, slots: Slots, ranks: int):
+        super().__init__(slots, ranks)
+        self._decays_of: dict[tuple[str, ...], tuple[Any, list[Any], Decays]] = {}
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Decide whether the momentum can be taken over: there is one, and no dampening."""
-        if not isinstance(optimizer, self.types):
-            return False
+        """Decide whether the momentum of an optimizer of these types can be taken over: there is one, and no dampening."""
         first = optimizer.param_groups[0]
         kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
         return len(kinds) == 1 and first["dampening"] == 0 and first["momentum"] > 0
 
-    def for_step(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool) -> Momentum:
+    def for_step(
+        self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool, compares: bool
+    ) -> Momentum:
         """Take the momentum over for a bucket's layers in this step.
 
         share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1. skipped: the optimizer
-        skipped the last step. The velocity has its weight decay, and no other one is due.
+        skipped the last step: the velocity has its weight decay, and no other one is due. compares: all ranks know the
+        optimizer.
         """
-        first = optimizer.param_groups[0]
-        seeds: list[Tensor | None] | None = None
-        if self._loaded.may_have(optimizer):
-            taken = [self._loaded.take(optimizer, name, [*self.arrays]) for name in layout.names]
-            seeds = [None if found is None else share * found[0] for found in taken]
+        first, (seeds, _) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
         decays = {} if skipped else self._decays(optimizer, layout, share)
-        return Momentum(first["momentum"], first["nesterov"], layout.sizes, seeds, decays)
+        return Momentum(first["momentum"], first["nesterov"], seeds, decays)
 
     def _decays(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Decays:
         """Gather the weights that decay. They are kept as long as nothing but their values changes."""
@@ -114,7 +140,7 @@ class SgdMomentum:
             [(id(each), len(each["params"]), each["weight_decay"], each.get("maximize")) for each in groups],
             [(each.data_ptr(), each.requires_grad) for each in parameters],
         )
-        kept = self._kept.get(layout.names)
+        kept = self._decays_of.get(layout.names)
         if kept is not None and kept[0] == facts:
             return kept[2]
         decays: dict[float, tuple[list[int], list[Tensor]]] = {}
@@ -128,40 +154,27 @@ class SgdMomentum:
                 weights.append(slot.flat(parameter.detach()))
         found = {weight.data_ptr() for _, weights in decays.values() for weight in weights}
         if found <= {pointer for pointer, _ in facts[2]}:  # all are views, and none a copy
-            self._kept[layout.names] = facts, list(groups), decays  # with the groups, so that their ids stay theirs
+            self._decays_of[layout.names] = facts, list(groups), decays  # with the groups, so that their ids stay theirs
         return decays
-
-    def state(
-        self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
-    ) -> dict[str, Any]:
-        """Make the optimizer's state of a parameter.
-
-        kept: means over the ranks, in the order of arrays. sums: the number of ranks if updates are their sums; otherwise 1.
-        """
-        return {key: (sums * mean).to(parameter.dtype) for key, mean in zip(self.arrays, kept, strict=True)}
 
     def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
         """Return the factor by which a residual of velocities moves weights as far, once the optimizer adds momentum."""
         return 1 - float(optimizer.param_groups[0]["momentum"])
 
-    @property
-    def hides(self) -> bool:
-        return bool(self._shown)
-
     def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:
         """Hide momentum and weight decay from an optimizer that is about to step."""
         for group in optimizer.param_groups:
-            self._shown.append((group, {name: group[name] for name in HIDDEN}))
+            self._hidden.append((group, {name: group[name] for name in HIDDEN}))
             group.update(dict.fromkeys(HIDDEN, 0.0))
 
     def show(self) -> None:
         """Show the hidden settings again, also after a step that raised an error."""
-        for group, values in self._shown:
+        for group, values in self._hidden:
             group.update({name: value for name, value in values.items() if group[name] == 0.0})
-        self._shown.clear()
+        self._hidden.clear()
 
 
-class AdamMoments:
+class AdamMoments(TakenMomentum):
     """The moments of torch's Adam and AdamW. The exchange steps in their place: weights decay, and directions are added.
 
     Gradients are hidden from Adam meanwhile.
@@ -172,14 +185,8 @@ class AdamMoments:
     holds: ClassVar[Holds] = "direction"
     arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "first", "exp_avg_sq": "second"}
 
-    def __init__(self, loaded: LoadedMoments):
-        self._loaded = loaded
-        self._hidden: list[tuple[torch.nn.Parameter, Tensor]] = []
-
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Decide whether the moments can be taken over: one kind of them, and a weight decay that stays out of them."""
-        if not isinstance(optimizer, self.types):
-            return False
         groups = optimizer.param_groups
         kinds = {(*map(float, group["betas"]), group["eps"]) for group in groups}
         apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
@@ -188,33 +195,21 @@ class AdamMoments:
     def for_step(
         self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool, compares: bool
     ) -> AdamStep:
-        """Take the moments over for some layers in this step. compares: all ranks know Adam. See SgdMomentum.for_step()."""
-        group = optimizer.param_groups[0]
-        seeds, steps = None, 0
-        if self._loaded.may_have(optimizer):
-            found = [self._loaded.take(optimizer, name, [*self.arrays]) for name in layout.names]
-            seeds = [None if pair is None else (share * pair[0], share**2 * pair[1]) for pair in found]
-            seeded = [name for name, seed in zip(layout.names, seeds, strict=True) if seed is not None]
-            steps = max(map(self._loaded.steps, seeded), default=0)
+        """Take the moments over. See SgdMomentum.for_step()."""
+        group, (seeds, steps) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(*betas, group["eps"], share, layout.sizes, seeds, steps, skipped, compares)
+        return AdamStep(*betas, group["eps"], share, seeds, steps, skipped, compares)
 
     def state(
         self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
     ) -> dict[str, Any]:
-        """Make the optimizer's state of a parameter. See SgdMomentum.state()."""
-        scaled = sums * kept[0], sums**2 * kept[1]
-        moments = {key: mean.to(parameter.dtype) for key, mean in zip(self.arrays, scaled, strict=True)}
         on_device = group.get("capturable") or group.get("fused")
-        return moments | {"step": torch.tensor(float(steps), device=parameter.device if on_device else "cpu")}
+        count = torch.tensor(float(steps), device=parameter.device if on_device else "cpu")
+        return super().state(group, parameter, kept, steps, sums) | {"step": count}
 
     def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return the share of a residual of directions in the next gradients. It has been dropped."""
+        """Return the factor of a residual of directions. It has been dropped."""
         return 1.0
-
-    @property
-    def hides(self) -> bool:
-        return bool(self._hidden)
 
     @torch.no_grad()
     def hide(self, optimizer: torch.optim.Optimizer, pending: bool) -> None:

@@ -36,6 +36,15 @@ _UNUSED = (
     "Pass the Compression to hvd.DistributedOptimizer(optimizer, named_parameters=..., compression=...), and step that one"
 )
 
+# The lines with which an exchange ends before gradients are changed.
+_CHANGED = (
+    ":\n"
+    "    optimizer.synchronize()\n"
+    "    scaler.unscale_(optimizer)  # only with a GradScaler\n"
+    "    ...  # change gradients here\n"
+    "    with optimizer.skip_synchronize(): optimizer.step()  # with a GradScaler: scaler.step(optimizer)"
+)
+
 _CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
 
 
@@ -102,7 +111,7 @@ class Compression(Handle):
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options = Options(optimizer, scaler, bucket_mb, seed)
         beginning, self._parameters = beginning_of(spec), Parameters(named_parameters)
-        session = Session(beginning.compressor, self._parameters, self._network, options, Door(_UNKNOWN, _UNUSED))
+        session = Session(beginning.compressor, self._parameters, self._network, options, Door(_UNKNOWN, _UNUSED, _CHANGED))
         super().__init__(session, beginning, (torch.float32,) if self._parameters.types <= SUMMED else ())
         self._knows_optimizer = False
         self._commits = Commits(self._session)

@@ -134,11 +134,11 @@ def test_a_training_alone_is_torchs_own(optimizer_of: Any, spec: str, body: Body
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        (without_exchange, r"steps without an exchange.*no_sync\(\).*SPEC,momentum=0"),
-        (in_no_sync, r"steps without an exchange.*no_sync\(\).*SPEC,momentum=0"),
-        (twice, r"steps without an exchange.*no_sync\(\).*SPEC,momentum=0"),
-        (accumulate, r"has not applied the last one's update.*no_sync\(\).*momentum=0"),
-        (drop, r"has not applied the last one's update.*no_sync\(\).*momentum=0"),
+        (without_exchange, r"steps without an exchange.*last backward pass.*SPEC,momentum=0"),
+        (in_no_sync, r"steps without an exchange.*last backward pass.*SPEC,momentum=0"),
+        (twice, r"steps without an exchange.*last backward pass.*SPEC,momentum=0"),
+        (accumulate, r"has not applied the last one's update.*only the last backward pass.*momentum=0"),
+        (drop, r"has not applied the last one's update.*only the last backward pass.*momentum=0"),
         (close, r"step\(closure\) cannot work with momentum=auto"),
     ],
 )

@@ -15,7 +15,7 @@ from gradcomp import saved
 from gradcomp.core.compressor import Layout
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.stages.feedback import Feedback
-from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Shares, Stage, copies, sum_into
+from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Shares, Stage, load_sum
 
 SHAPES = {"a": (30,), "b": (4, 5)}
 
@@ -32,6 +32,7 @@ class Watch(Stage):
     """A stage that the package does not have: it sums gradients up, by layer, and counts steps, by bucket."""
 
     name: ClassVar[str] = "watch"
+    fields: ClassVar[tuple[str, ...]] = ("total",)
 
     def init(self, layout: Layout, seed: int) -> Seen:
         return Seen(torch.zeros(layout.total))
@@ -41,7 +42,7 @@ class Watch(Stage):
         state.total += torch.cat([grad.flatten() for grad in accumulation.grads])
 
     def save(self, state: Seen, layout: Layout, copy: Copy) -> Part:
-        return Part({"total": copies(state.total, layout, copy)}, {"steps": state.steps})
+        return super().save(state, layout, copy)._replace(bucket={"steps": state.steps})
 
     def load(self, state: Seen, layout: Layout, shares: Shares) -> Callable[[], None]:
         parts = [share.arrays("total", layout) for share in shares.own]
@@ -50,7 +51,7 @@ class Watch(Stage):
 
         def copy() -> None:
             state.steps = steps
-            sum_into(state.total, layout, parts, shares.factor)
+            load_sum(state, "total", layout, parts, shares.factor)
 
         return copy
 

@@ -14,7 +14,7 @@ import small_net
 import torch
 
 import gradcomp
-from gradcomp.engine.missing_exchange import STEPS_BEFORE_WARNING
+from gradcomp.engine.optimizer_steps import STEPS_BEFORE_WARNING
 
 pytestmark = pytest.mark.slow
 

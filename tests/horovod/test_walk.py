@@ -14,7 +14,7 @@ import ranks
 import torch
 
 import gradcomp
-from gradcomp.engine import optimizer_hooks
+from gradcomp.engine import optimizer_steps
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def file_of(frame: FrameType | None) -> str | None:
 def is_hook(frame: FrameType | None) -> bool:
     """Tell whether a call comes from the hooks around the optimizer's step, which check and hide its settings."""
     while frame is not None:
-        if frame.f_code.co_filename == optimizer_hooks.__file__:
+        if frame.f_code.co_filename == optimizer_steps.__file__:
             return True
         frame = frame.f_back
     return False

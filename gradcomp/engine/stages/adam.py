@@ -26,9 +26,9 @@ from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.core.compressor import Layout, Steps
-from gradcomp.core.requests import Requests, World, reduce
+from gradcomp.core.requests import World, reduce
 from gradcomp.engine.context import AdamStep, StepContext
-from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, copies, sum_into
+from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, load_sum
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy
 
@@ -71,11 +71,9 @@ class Moments:
         return {"first": self.first, "second": self.second / self.noise.lengthening**2}
 
     def make(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return the moments. Make those that are missing, of zeros."""
-        if self.first is None:
-            self.first = torch.zeros(layout.total, device=layout.device)
-        if self.second is None:
-            self.second = torch.zeros(layout.total, device=layout.device)
+        """Return the moments. Make them of zeros if there are none."""
+        if self.first is None or self.second is None:
+            self.first, self.second = (torch.zeros(layout.total, device=layout.device) for _ in range(2))
         return self.first, self.second
 
 
@@ -83,6 +81,7 @@ class Adam(Stage):
     """Makes directions where the optimizer is Adam or AdamW, and the exchange has taken its moments over."""
 
     name: ClassVar[str] = "adam"
+    fields: ClassVar[tuple[str, ...]] = ("first", "second")
 
     def init(self, layout: Layout, seed: int) -> Moments:
         return Moments(RankNoise(layout, seed))
@@ -99,7 +98,7 @@ class Adam(Stage):
             accumulation.drop_residual()
         first, second = state.make(accumulation.layout)
         accumulation.velocity, accumulation.momentum = first, adam.beta1
-        accumulation.adaptive = _rule(adam, state, first, second)
+        accumulation.adaptive = _rule(adam, state, accumulation.layout)
         state.refused = accumulation.flag
         if state.compares:
             state.noise.before(first, second)
@@ -111,15 +110,10 @@ class Adam(Stage):
     def around(self, steps: Steps, accumulation: Accumulation, state: Moments, world: World) -> Steps:
         return state.noise.compare(steps, world) if state.compares else steps
 
-    def arrays(self, state: Moments) -> list[Tensor]:
-        return [each for each in (state.first, state.second) if each is not None]
-
     def save(self, state: Moments, layout: Layout, copy: Copy) -> Part:
-        own = {"noise": state.noise.save()}
-        if state.first is None or state.second is None:
-            return Part({}, own)
-        arrays = {"first": copies(state.first, layout, copy), "second": copies(state.second, layout, copy)}
-        return Part({**arrays, "steps": dict.fromkeys(layout.names, state.steps_seen())}, own)
+        arrays = super().save(state, layout, copy).layers
+        steps = {"steps": dict.fromkeys(layout.names, state.steps_seen())} if arrays else {}
+        return Part({**arrays, **steps}, {"noise": state.noise.save()})
 
     def load(self, state: Moments, layout: Layout, shares: Shares) -> Callable[[], None]:
         """Load the mean of the shares' moments. A rank without shares of its own takes that of all ranks.
@@ -130,7 +124,7 @@ class Adam(Stage):
         given = shares.own or shares.others
         steps = [_steps_of(share) for share in given]
         whole = [share for share, count in zip(given, steps, strict=True) if count == max(steps)]
-        arrays = [{field: share.arrays(field, layout, optional=True) for field in ("first", "second")} for share in given]
+        arrays = [{field: share.arrays(field, layout, optional=True) for field in self.fields} for share in given]
         for each in arrays:
             if missing := sorted(each["second"].keys() ^ each["first"].keys()):
                 raise ValueError(f"the state has only one of Adam's moments of {missing[0]!r}: it is damaged; load another one")
@@ -142,18 +136,11 @@ class Adam(Stage):
 
         def copy() -> None:
             state.steps, state.refused, state.noise = count, None, noise
-            if any(each["second"] for each in parts):
-                state.make(layout)
-            for flat, field in ((state.first, "first"), (state.second, "second")):
-                if flat is not None:
-                    found = [each[field] for each in parts if each[field]]
-                    sum_into(flat, layout, found, 1 / max(1, len(found)))
+            for field in self.fields:
+                found = [each[field] for each in parts if each[field]]
+                load_sum(state, field, layout, found, 1 / max(1, len(found)))
 
         return copy
-
-    def carry(self, state: Moments, layout: Layout, before: Share) -> None:
-        if before.layers.get("second", {}).keys() & {*layout.names}:
-            super().carry(state, layout, before)
 
     def scale(self, state: Moments, factor: float) -> None:
         """Keep the moments, unless all is forgotten: they are no sums."""
@@ -169,12 +156,13 @@ def _steps_of(share: Share, names: Sequence[str] | None = None) -> int:
     return max((saved.read_int(theirs, name) for name in theirs if names is None or name in names), default=0)
 
 
-def _rule(adam: AdamStep, state: Moments, first: Tensor, second: Tensor) -> kernels.Adaptive:
+def _rule(adam: AdamStep, state: Moments, layout: Layout) -> kernels.Adaptive:
     """Begin a step with the moments, and return the rule by which a gradient becomes a direction."""
+    first, second = state.make(layout)
     if adam.skipped:
         state.steps = state.steps_seen()
     if adam.seeds is not None:
-        firsts, seconds = first.split(adam.sizes), second.split(adam.sizes)
+        firsts, seconds = first.split(layout.sizes), second.split(layout.sizes)
         for own_first, own_second, seed in zip(firsts, seconds, adam.seeds, strict=True):
             if seed is not None:
                 own_first.copy_(seed[0])
@@ -255,20 +243,17 @@ class RankNoise:
 
     def compare(self, steps: Steps, world: World) -> Steps:
         """Compare with the mean of all ranks before an exchange, if after() was called in this step."""
-        if self._own is not None:
-            yield from self._compare(self._own, world)
+        own, self._own = self._own, None
+        if own is not None:
+            both = yield from reduce(torch.cat([own, self._second]) * world.share, world.mean_of_shares)
+            mean, level = both.double().chunk(2)
+            first, second = self._first.double(), self._second.double()
+            weights = torch.where(second * level > 0, first.square() / (second * level), 0.0)
+            found = torch.stack([(weights * each.square()).sum() for each in (mean, own.double())])
+            found /= found.sum()
+            self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
+            self._found = HostCopy(self.sums)
         return (yield from steps)
-
-    def _compare(self, own: Tensor, world: World) -> Requests[None]:
-        self._own = None
-        both = yield from reduce(torch.cat([own, self._second]) * world.share, world.mean_of_shares)
-        mean, level = both.double().chunk(2)
-        first, second = self._first.double(), self._second.double()
-        weights = torch.where(second * level > 0, first.square() / (second * level), 0.0)
-        found = torch.stack([(weights * each.square()).sum() for each in (mean, own.double())])
-        found /= found.sum()
-        self.sums = torch.where(found.isfinite().all(), KEPT * self.sums + found, self.sums)
-        self._found = HostCopy(self.sums)
 
 
 def _within(factor: float, ranks: int) -> float:

@@ -1,11 +1,12 @@
 """Error feedback: entries that a step does not send stay in the residual, and are added to the next step's gradient.
 
 Feedback is the wrapper that a spec's knobs configure. It lists the stages of a bucket. Residual is the stage that every
-accumulation needs.
+accumulation needs, and Clip one that cuts gradients before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,11 +20,10 @@ from gradcomp.core.requests import World
 from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.stages.adam import Adam
-from gradcomp.engine.stages.clip import Clip
 from gradcomp.engine.stages.health import Health
 from gradcomp.engine.stages.rates import RateCorrection
 from gradcomp.engine.stages.sgd import Sgd
-from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, copies, sum_into
+from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, load_sum
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST, MOMENTS
@@ -174,6 +174,7 @@ class Residual(Stage):
     """
 
     name: ClassVar[str] = "feedback"
+    fields: ClassVar[tuple[str, ...]] = ("residual",)
     keeps: bool
     masks: bool
     traits: Traits
@@ -202,7 +203,7 @@ class Residual(Stage):
         return [] if state.last_sent is None else [state.last_sent]
 
     def save(self, state: ResidualState, layout: Layout, copy: Copy) -> Part:
-        layers = {"residual": copies(state.residual, layout, copy)} if self.keeps else {}
+        layers = super().save(state, layout, copy).layers if self.keeps else {}
         return Part(layers, {"last_sent": None if state.last_sent is None else state.last_sent.clone()})
 
     def load(self, state: ResidualState, layout: Layout, shares: Shares) -> Callable[[], None]:
@@ -216,7 +217,7 @@ class Residual(Stage):
             state.last_sent = last_sent
             state.flag.zero_()
             if self.keeps:
-                sum_into(state.residual, layout, parts, shares.factor)
+                load_sum(state, "residual", layout, parts, shares.factor)
 
         return copy
 
@@ -226,3 +227,27 @@ class Residual(Stage):
     def scale(self, state: ResidualState, factor: float) -> None:
         if self.keeps:
             state.residual.mul_(factor).clamp_(-LARGEST, LARGEST)
+
+
+@dataclass(frozen=True)
+class Clip(Stage):
+    """Cuts each layer's gradient to norm / sqrt(ranks). The state holds the sum of squares of each layer.
+
+    whole_model: all layers count as one.
+    """
+
+    name: ClassVar[str] = "clip"
+    norm: float
+    whole_model: bool
+
+    def init(self, layout: Layout, seed: int) -> Tensor:
+        return torch.zeros(len(layout.names), dtype=torch.float64, device=layout.device)
+
+    def prepare(self, accumulation: Accumulation, state: Tensor, context: StepContext) -> None:
+        kernels.sum_squares(accumulation.grads, state, accumulation.memory)
+        # A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
+        state.nan_to_num_(0.0, 0.0, 0.0)
+        norms = state.sum().sqrt().expand_as(state) if self.whole_model else state.sqrt()
+        if accumulation.loss_scale is not None:
+            norms = norms / accumulation.loss_scale
+        accumulation.scales = (self.norm / math.sqrt(context.ranks) / (norms + 1e-6)).clamp(max=1).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Layout
 from gradcomp.engine.context import Momentum, StepContext
-from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, copies, sum_into
+from gradcomp.engine.stages.stage import Accumulation, Shares, Stage, load_sum
 from gradcomp.native.extension import LARGEST
 
 
@@ -31,6 +32,7 @@ class Sgd(Stage):
     """
 
     name: ClassVar[str] = "sgd"
+    fields: ClassVar[tuple[str, ...]] = ("velocity",)
     momentum: float
     nesterov: bool
     residual: bool
@@ -53,26 +55,9 @@ class Sgd(Stage):
         if momentum.seeds or momentum.decays:
             _begin(momentum, state.velocity, accumulation)
 
-    def arrays(self, state: Velocity) -> list[Tensor]:
-        return [] if state.velocity is None else [state.velocity]
-
-    def save(self, state: Velocity, layout: Layout, copy: Copy) -> Part:
-        return Part({} if state.velocity is None else {"velocity": copies(state.velocity, layout, copy)})
-
     def load(self, state: Velocity, layout: Layout, shares: Shares) -> Callable[[], None]:
         parts = [share.arrays("velocity", layout, optional=not self.momentum) for share in shares.own]
-
-        def copy() -> None:
-            if state.velocity is None and any(parts):
-                state.velocity = torch.zeros(layout.total, device=layout.device)
-            if state.velocity is not None:
-                sum_into(state.velocity, layout, parts, shares.factor)
-
-        return copy
-
-    def carry(self, state: Velocity, layout: Layout, before: Share) -> None:
-        if any(name in before.layers.get("velocity", {}) for name in layout.names):
-            super().carry(state, layout, before)
+        return partial(load_sum, state, "velocity", layout, parts, shares.factor)
 
     def scale(self, state: Velocity, factor: float) -> None:
         """Scale the velocity with the residual. Without one it stays, unless ranks have joined."""
@@ -89,15 +74,16 @@ def _begin(momentum: Momentum, velocity: Tensor, accumulation: Accumulation) -> 
 
     An entry with a refused gradient keeps both: the decay of that step acts with its next finite gradient.
     """
-    velocities = velocity.split(momentum.sizes)
+    sizes = accumulation.layout.sizes
+    velocities = velocity.split(sizes)
     for part, seed in zip(velocities, momentum.seeds or [], strict=False):
         if seed is not None:
-            part.copy_(seed)
+            part.copy_(seed[0])
     if momentum.nesterov and momentum.decays and accumulation.residual_factor != 1:
         accumulation.residual.mul_(accumulation.residual_factor).clamp_(-LARGEST, LARGEST)
         accumulation.residual_factor = 1.0
     for decay, (layers, weights) in momentum.decays.items():
         torch._foreach_add_([velocities[i] for i in layers], weights, alpha=decay / momentum.value)
         if momentum.nesterov:
-            residuals = accumulation.residual.split(momentum.sizes)
+            residuals = accumulation.residual.split(sizes)
             torch._foreach_add_([residuals[i] for i in layers], weights, alpha=decay)

@@ -125,7 +125,7 @@ class Share(NamedTuple):
 class Shares(NamedTuple):
     """The shares that a bucket's stage loads.
 
-    own: those whose residuals the rank takes over. others: those of all ranks, for a rank that takes over none.
+    own: of the residuals that the rank takes over. others: those of all ranks, for a rank that takes over none.
     factor: for the sum of residuals.
     """
 
@@ -140,10 +140,11 @@ class Stage(ABC):
     A stage fills in its arguments of the accumulation. It owns its part of the bucket's state, and of a saved state: a saved
     field is added in the stage's file alone.
 
-    name: of its part.
+    name: of its part. fields: the flat arrays of its state, which may be None; each is saved by layer.
     """
 
     name: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def init(self, layout: Layout, seed: int) -> Any:
         """Make the stage's part of a bucket's state."""
@@ -163,11 +164,12 @@ class Stage(ABC):
 
     def arrays(self, state: Any) -> list[Tensor]:
         """List the flat arrays by which a later step may move weights. Of frozen layers they are set aside."""
-        return []
+        return [array for field in self.fields if (array := getattr(state, field)) is not None]
 
     def save(self, state: Any, layout: Layout, copy: Copy) -> Part:
         """Return the stage's part of a saved state. copy: copies an array of a layer."""
-        return Part()
+        views = {field: layout.views(array) for field in self.fields if (array := getattr(state, field)) is not None}
+        return Part({field: {name: copy(view) for name, view in of_field.items()} for field, of_field in views.items()})
 
     def load(self, state: Any, layout: Layout, shares: Shares) -> Callable[[], None]:
         """Check the stage's part of saved states. Return a function that loads it, which cannot fail."""
@@ -175,22 +177,22 @@ class Stage(ABC):
 
     def carry(self, state: Any, layout: Layout, before: Share) -> None:
         """Take the layers over that a bucket of another spec has kept."""
-        self.load(state, layout, Shares([before]))()
+        if not self.fields or any(before.layers.get(field, {}).keys() & {*layout.names} for field in self.fields):
+            self.load(state, layout, Shares([before]))()
 
     def scale(self, state: Any, factor: float) -> None:
         """Follow a change of the number of ranks, by which the residual is multiplied. At 0 all is forgotten."""
         return
 
 
-def sum_into(flat: Tensor, layout: Layout, parts: Sequence[Mapping[str, Tensor]], factor: float) -> None:
-    """Set each layer of a flat array to the sum of its parts, times the factor."""
-    for name, view in layout.views(flat).items():
+def load_sum(state: Any, field: str, layout: Layout, parts: Sequence[Mapping[str, Tensor]], factor: float) -> None:
+    """Set each layer of a field to the sum of its parts, times the factor. A field of None is made where there are parts."""
+    if getattr(state, field) is None:
+        if not any(parts):
+            return
+        setattr(state, field, torch.zeros(layout.total, device=layout.device))
+    for name, view in layout.views(getattr(state, field)).items():
         view.zero_()
         for part in parts:
             if name in part:
                 view.add_(part[name].to(view.device), alpha=factor).clamp_(-LARGEST, LARGEST)
-
-
-def copies(flat: Tensor, layout: Layout, copy: Copy) -> dict[str, Tensor]:
-    """Copy a flat array by layer."""
-    return {name: copy(view) for name, view in layout.views(flat).items()}

@@ -138,12 +138,12 @@ def test_decoders_for_another_number_of_ranks_have_to_be_learned() -> None:
 def test_a_falling_learning_rate_refreshes_the_code() -> None:
     """A door knows the rates by its optimizer= argument."""
     slots = {name: Slot(name, shape, torch.device("cpu")) for name, shape in SHAPES.items()}
-    view = FixedRates(Slots([*slots.values()]), 0.1)
+    early, late = (FixedRates(Slots([*slots.values()]), rate) for rate in (0.1, 0.01))
     compressor = gradcomp.make("lgc:dense=1,learn=4,ratio=0.01")
-    reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options(), view)
+    reducer = Reducer(compressor, slots, MemoryNetwork(Board(1), 0, 1), Options(), early)
     phases = []
     for step in range(7 + DELAY + 5):
-        view.rate = 0.1 if step < 7 else 0.01
+        reducer.view = early if step < 7 else late
         for name, grad in draw(step, 1)[0].items():
             reducer.ready(slots[name], grad.flatten())
         reducer.finish()

@@ -73,7 +73,7 @@ class Freezing(OptimizerView):
 
     layers = frozenset[str]()
 
-    def _frozen_layers(self, rank: int) -> frozenset[str]:
+    def _frozen_layers(self) -> frozenset[str]:
         return self.layers
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine import optimizer_hooks
+from gradcomp.engine.optimizer_steps import StepListener, listen
 
 
-class Noted:
+class Noted(StepListener):
     view = None
 
     def __init__(self, into: list[Any]):
@@ -29,7 +29,7 @@ def test_checks_come_first_and_a_closure_is_seen() -> None:
     optimizer, seen = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), list[Any]()
     hooked = [Noted(seen) for _ in range(3)]
     for each in hooked:
-        optimizer_hooks.listen(each)  # type: ignore[arg-type]
+        listen(each)
     optimizer.step()
     optimizer.step(lambda: 0.0)
     assert seen == ["check"] * 3 + [False] * 3 + ["after"] * 3 + ["check"] * 3 + [True] * 3 + ["after"] * 3

@@ -1,0 +1,143 @@
+"""The steps of any optimizer: calls around each, first all checks and then all acts, and two warnings of misuse."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradcomp.engine.slots import Slots
+from gradcomp.networks import Connection
+
+# Steps of an optimizer without an exchange, before the warning.
+STEPS_BEFORE_WARNING = 3
+# Packages between a user's line and the hook.
+INNER_PACKAGES = ("gradcomp", "horovod", "torch")
+# Older versions of torch have only the second.
+_SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.cuda.amp.GradScaler)
+
+
+class StepListener:
+    """A listener to every step of any optimizer, as long as it lives. view: of the optimizer that it belongs to."""
+
+    view: Any
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer that is about to step, before any listener acts."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Act before a step. closure: step() got one."""
+
+    def after_step(self) -> None:
+        """Act after a step that raised no error."""
+
+
+_listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
+
+
+def listen(listener: StepListener) -> None:
+    """Call a listener around every step from now on."""
+    _register_once()
+    _listeners.add(listener)
+
+
+def listeners() -> list[StepListener]:
+    """List all listeners that live."""
+    return list(_listeners)
+
+
+@functools.cache
+def _register_once() -> None:
+    """Register the hooks for good: removing one fails while torch goes through all of them, and sessions end at any time."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    closure = any(each is not None for each in (*args[1:], options.get("closure")))
+    every = listeners()
+    for each in every:
+        each.check_step(optimizer)
+    for each in every:
+        each.before_step(optimizer, closure)
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    for each in listeners():
+        each.after_step()
+
+
+class MissingExchange:
+    """A warning, once, about steps of some parameters' optimizers before any exchange of theirs: no error shows them.
+
+    remedy: advice for the door's user.
+    """
+
+    def __init__(self, slots: Slots, network: Connection, remedy: str):
+        self._slots, self._network, self._remedy = slots, network, remedy
+        self._steps, self._inside, self._settled = 0, False, False
+
+    def before_step(self, optimizer: torch.optim.Optimizer, spec: str) -> None:
+        """Count a step without an exchange; warn of a few."""
+        inside, self._inside = self._inside, True  # Horovod's step() calls another one
+        if self._settled or inside or not self._network.ready or self._network.world.size == 1:
+            return
+        every = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+        own = next((each for each in every if self._slots.slot(each) is not None), None)
+        if own is None:
+            return
+        self._steps += 1
+        views = [each.view for each in listeners()]
+        # No later step then looks through all parameters.
+        self._settled = any(view.exchanged and not view.replaced and view.owns(own) for view in views)
+        if not self._settled and self._steps == STEPS_BEFORE_WARNING:
+            self._settled = True
+            _warn_user(
+                f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {spec}: the ranks send "
+                f"dense gradients, or none at all. {self._remedy}"
+            )
+
+    def after_step(self) -> None:
+        """Note the end of a step."""
+        self._inside = False
+
+
+class UnknownScaler:
+    """A warning, once, about a GradScaler that steps an optimizer and was not passed as scaler=. known: the one that was."""
+
+    def __init__(self, known: Any):
+        self._known, self._warned = known, False
+
+    def look(self) -> None:
+        """Look for a GradScaler among the callers. Call this in a step of an optimizer if state stays between steps."""
+        if self._warned:
+            return
+        calling = (frame.f_locals.get("self") for frame in _callers() if frame.f_code.co_name == "step")
+        scaler = next((each for each in calling if isinstance(each, _SCALERS)), None)
+        if scaler is not None and scaler is not self._known and scaler.is_enabled():
+            self._warned = True
+            _warn_user(
+                "a GradScaler steps the optimizer, but gradcomp does not know its scale: whenever the scale changes, entries "
+                "of the residual, and the momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
+            )
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _warn_user(text: str) -> None:
+    """Warn at the user's line that called a step()."""
+    packages = ((frame, frame.f_globals.get("__name__", "").partition(".")[0]) for frame in _callers())
+    frame = next((frame for frame, package in packages if package not in INNER_PACKAGES), sys._getframe(1))
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))
