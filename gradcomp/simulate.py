@@ -12,6 +12,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
+from gradcomp.engine.changed_gradients import UpdateSample
 from gradcomp.engine.meeting import Flow
 from gradcomp.engine.optimizer_steps import StepListener, listen
 from gradcomp.engine.optimizer_view import OptimizerView
@@ -211,10 +212,29 @@ class Simulation:
 class _View(OptimizerView):
     """The view of an optimizer that all simulated ranks share. It may step with other gradients than the updates."""
 
-    applies_updates = False
+    def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None, ranks: int):
+        super().__init__(slots, optimizer, ranks=ranks)
+        self._sample, self._drives = UpdateSample([]), False
+
+    @property
+    def update_waits(self) -> bool:
+        """False: no step of the optimizer has to apply an update."""
+        return False
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Return False: the exchange of a training counts, and not the one that is simulated beside it."""
+        return False
 
     def note_exchange(self) -> None:
-        """Do nothing: the exchange of a training counts, and not the one that is simulated beside it."""
+        """Do nothing. See owns()."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        self._drives = True
+        super().before_step(optimizer, closure)
+
+    def arrays_to_hand_back(self) -> tuple[str, ...]:
+        """List them if the optimizer has stepped with updates. Otherwise it has moments of its own."""
+        return super().arrays_to_hand_back() if self._drives else ()
 
 
 class _OptimizerSteps(StepListener):

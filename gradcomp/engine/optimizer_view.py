@@ -85,9 +85,6 @@ class OptimizerView:
     skips_optimizer: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
     """
 
-    # The next step of the optimizer must apply the updates; in a simulation it may step with other gradients.
-    applies_updates = True
-
     def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, ranks: int = 1):
         """ranks: the number of ranks that share the view, as those of a simulation do."""
         self.slots, self.optimizer = slots, optimizer
@@ -104,7 +101,6 @@ class OptimizerView:
         self._sample = UpdateSample(slots.slots)
         self._pending = False  # no step has applied the last update, which holds momentum
         self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
-        self._drives = self.applies_updates
         self._resumed = False  # moments were loaded, and no optimizer has been known since
         if optimizer is not None:
             check_optimizer(optimizer)
@@ -210,7 +206,7 @@ class OptimizerView:
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
         """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
         self._pending, self._delivery = self.taken, (delivery, step)
-        if self.applies_updates and self.taken:
+        if self.taken:
             updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
             self._sample.keep(updates, delivery.loss_scale(buckets[0]))
 
@@ -223,7 +219,7 @@ class OptimizerView:
     @property
     def update_waits(self) -> bool:
         """True if an update that holds momentum waits for the optimizer's step. This waits for a device if there is one."""
-        return self._pending and self.applies_updates and not self._has_failed()
+        return self._pending and not self._has_failed()
 
     def forget_update(self) -> None:
         """Forget the last step's update: no step of the optimizer is to apply it."""
@@ -243,7 +239,7 @@ class OptimizerView:
 
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         """List the arrays of a bucket that the optimizer gets back where a spec leaves its momentum to it."""
-        optimizer = self._known_optimizer() if self._drives else None
+        optimizer = self._known_optimizer()
         kind = None if optimizer is None else self._kind_of(optimizer)
         return () if kind is None else tuple(kind.arrays.values())
 
@@ -304,10 +300,8 @@ class OptimizerView:
         gradients = (each.grad for each in _parameters_of(optimizer))
         if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
-        scaled = getattr(optimizer, "found_inf", None) is not None  # fused=True under a GradScaler
-        if self.applies_updates and not scaled:
+        if getattr(optimizer, "found_inf", None) is None:  # fused=True under a GradScaler has one
             self._sample.check(kind.holds)
-        self._drives = True
         kind.drop_copied()
         kind.hide(optimizer, self._pending)
         self._pending = False
@@ -350,7 +344,7 @@ class OptimizerView:
             return
         every = [*_parameters_of(optimizer)]
         known.count, known.trains = len(every), any(map(self.owns, every))
-        others = [other for other in self._others() if other.applies_updates and not other.replaced]
+        others = [other for other in self._others() if not other.replaced]
         known.not_exchanged = [
             each
             for each in every
