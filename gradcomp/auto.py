@@ -34,7 +34,7 @@ COUNTED, STOP = 5, 1.3
 # Candidates within this factor of the best one are tried twice, and take part in the next tournament on the same link.
 NEAR = 1.15
 # A candidate that loses more must be this much faster. One that loses less may be slower by the other factor.
-WORTH, NO_LONGER = 1.02, 1.01
+WORTH, NO_LONGER = 1.01, 1.005
 # The tournaments on the same link whose times are joined. Older ones do not count: times may change little by little.
 JOINED = 3
 # The steps until the next tournament without any change: noise may have decided one. Twice as many follow one that comes

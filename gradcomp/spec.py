@@ -45,7 +45,7 @@ class Auto:
     """Auto: no compressor, but a choice among them: the fastest that loses no more than allowed, in steps of the training.
 
     Candidates take some steps each, from the one that sends the fewest bytes to stock torch or Horovod, and the ranks agree on
-    the fastest. One that loses more must be 2 % faster. They compete again when step times or the link change.
+    the fastest. One that loses more must be 1 % faster. They compete again when step times or the link change.
     """
 
     loss: str = knob(
