@@ -23,7 +23,6 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("spec", help='a compressor\'s name, as shown by list, or a spec: "topk:ratio=0.01"')
     commands.add_parser("doctor", help="show versions, build, GPU, Horovod and host name, and problems with them")
     prediction.add_options(commands.add_parser("predict", help="predict step times on a cluster, for every way to exchange"))
-    prediction.add_profile_options(commands.add_parser("profile", help="write this machine's times, to predict with elsewhere"))
     options = parser.parse_args(arguments)
     if options.command == "list":
         for name in (*names(), AUTO):
@@ -35,9 +34,6 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.command == "predict":
             prediction.run(options)
-            return
-        if options.command == "profile":
-            prediction.run_profile(options)
             return
         print(describe(options.spec))
     except ValueError as error:

@@ -39,7 +39,7 @@ gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') ->
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
-gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float | None' = None, backward: 'float | None' = None, optimizer: 'torch.optim.Optimizer | float' = 0.0, loss: 'Callable[[], Tensor] | None' = None, specs: 'Sequence[str] | None' = None, bucket_mb: 'float' = 25, device: 'str | torch.device | None' = None, profile: 'str | Path | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
+gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, bucket_mb: 'float' = 25, device: 'str | torch.device | None' = None, profile: 'str | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
 gradcomp.telemetry.JsonLines(folder: 'str | Path')
 gradcomp.telemetry.TensorBoard(folder: 'str | Path')
 gradcomp.telemetry.watch(exchange: 'Any', *writers: 'Writer', every: 'int' = 50, compare: 'int' = 500, check: 'int' = 1000) -> 'None'

@@ -1,19 +1,20 @@
-"""The command line of the prediction: python -m gradcomp predict and profile."""
+"""The command line of the prediction: python -m gradcomp predict."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
-from gradcomp.prediction import measure, workload
 from gradcomp.prediction.link import Link, bandwidth_of, seconds_of
-from gradcomp.prediction.predict import learns, predict, processor
-from gradcomp.prediction.profile import H100, profile_here
-from gradcomp.spec import names
+from gradcomp.prediction.predict import Shapes, predict, shapes_of
+from gradcomp.prediction.profile import H100
 
 EXAMPLES = """\
 examples:
@@ -24,15 +25,8 @@ examples:
 --specs also takes baselines: none, stock, bf16, fp16, accumulate:steps=N. The first four are always predicted. A semicolon
 begins a rule for layers. A warm-up (warmup=N) counts as over. A compressor that learns is left out.
 
-Kernels are timed on this machine, with --threads of torch. For another machine, write its profile there (python -m gradcomp
-profile FILE), and pass --profile FILE here. --profile h100 has kernels as timed on an H100."""
-
-PROFILE_EXAMPLES = """\
-example:
-  python -m gradcomp profile machine.json --threads 4
-  python -m gradcomp predict --profile machine.json --model shapes.json --ranks 8 --forward 0.1s --backward 0.2s
-
-Takes some minutes of a quiet machine."""
+Kernels are timed on this machine, with --threads of torch: run it on a machine like the cluster's. --profile h100 has kernels
+as timed on an H100."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,50 +43,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backward", required=True, help="time of the backward pass")
     parser.add_argument("--optimizer", default="0s", help="time of the optimizer's step (default: 0s)")
     parser.add_argument("--bucket-mb", type=float, default=25, help="(default: 25)")
-    _add_shared(parser)
-    parser.add_argument("--profile", metavar="NAME", help=f"predict for another machine: its file, or {H100}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-
-
-def add_profile_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command that writes a profile."""
-    parser.epilog, parser.formatter_class = PROFILE_EXAMPLES, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("file", type=Path, metavar="FILE")
-    _add_shared(parser)
-
-
-def _add_shared(parser: argparse.ArgumentParser) -> None:
     specs = "separated by spaces; quote a spec that has rules for layers (default: every compressor's default)"
     parser.add_argument("--specs", nargs="+", action="extend", metavar="SPEC", help=specs)
     parser.add_argument("--device", help="cpu or cuda, where gradients will lie (default: cpu)")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank (default: 1)")
-
-
-def _begin(chosen: argparse.Namespace) -> list[str] | None:
-    """Set torch's threads. Return the specs."""
-    if chosen.threads < 1:
-        raise ValueError(f"--threads {chosen.threads} must be at least 1")
-    torch.set_num_threads(chosen.threads)
-    return None if chosen.specs is None else [spec.strip() for spec in chosen.specs]
+    parser.add_argument("--profile", metavar="NAME", help=f"{H100}, for kernels as timed on an H100")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
 def run(chosen: argparse.Namespace) -> None:
     """Predict, print the table, and write the figures if asked."""
-    specs = _begin(chosen)
+    if chosen.threads < 1:
+        raise ValueError(f"--threads {chosen.threads} must be at least 1")
+    torch.set_num_threads(chosen.threads)
     forward, backward, optimizer, latency, latency_inside = (
         seconds_of(getattr(chosen, name), f"--{name.replace('_', '-')}")
         for name in ("forward", "backward", "optimizer", "latency", "latency_inside")
     )
     bandwidth, inside = bandwidth_of(chosen.bandwidth, "--bandwidth"), bandwidth_of(chosen.inside, "--inside")
     found = predict(
-        workload.load(chosen.model),
+        load(chosen.model),
         chosen.ranks,
         hosts=chosen.hosts,
         link=Link(bandwidth, latency, inside, latency_inside),
         forward=forward,
         backward=backward,
         optimizer=optimizer,
-        specs=specs,
+        specs=chosen.specs and [spec.strip() for spec in chosen.specs],
         bucket_mb=chosen.bucket_mb,
         device=chosen.device,
         profile=chosen.profile,
@@ -103,12 +80,26 @@ def run(chosen: argparse.Namespace) -> None:
         chosen.json.write_text(json.dumps(found.json(), indent=1) + "\n")
 
 
-def run_profile(chosen: argparse.Namespace) -> None:
-    """Measure this machine, and write its profile."""
-    specs, device = _begin(chosen) or names(), workload.device_for(None, chosen.device)
-    known = [spec for spec in specs if spec != measure.NONE and not learns(spec)]
-    chosen.file.write_text(profile_here(known, processor(device), device, _tell).text())
-    print(f"written: {chosen.file}")
+def load(text: str) -> nn.Module | Shapes:
+    """Read a JSON file of {name: shape}, or make the model, without memory, that package.module:function returns."""
+    if text.endswith(".json"):
+        try:
+            content: Any = json.loads(Path(text).read_text())
+            return shapes_of({str(name): list(shape) for name, shape in content.items()})
+        except (OSError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f'{text} holds no shapes ({error}); write {{"name": [rows, columns], ...}} into it') from None
+    module, _, function = text.partition(":")
+    try:
+        with torch.device("meta"):
+            made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"model {text!r} is neither a .json file nor a function here that needs no arguments ({error}); write for example "
+            "torchvision.models:resnet50"
+        ) from None
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"{text} returns a {type(made).__name__}; name a function that returns the model")
+    return made
 
 
 def _tell(text: str, share: float) -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradcomp.core.requests import World
-from gradcomp.prediction import measure, workload
+from gradcomp.engine.plan import MOST_ENTRIES
+from gradcomp.prediction import measure
 from gradcomp.prediction.link import Link, Work, bandwidth_of, seconds_of, step_of
 from gradcomp.prediction.profile import load
 from gradcomp.prediction.recording_network import Bucket
-from gradcomp.prediction.result import Line, Prediction
 from gradcomp.spec import make, names
+
+Shapes = dict[str, tuple[int, ...]]
 
 # Why a compressor that learns is left out.
 LEARNS = "it sends other messages once it has learned, which a few steps do not show; train with it for a while to time it"
@@ -23,8 +28,96 @@ LEARNS = "it sends other messages once it has learned, which a few steps do not 
 # More ranks than any cluster has: each takes some memory here.
 MOST_RANKS = 65_536
 
+# A way is advised if it is this much faster than stock DDP or bf16.
+WORTH = 1.03
+
 # Called with the work under way, and the share that is done.
 Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The step of a spec or a baseline.
+
+    Attributes:
+        spec: The spec, or the baseline's name.
+        seconds: The time of a batch.
+        encoding: Seconds of compressing and decompressing.
+        waiting: Seconds of waiting for messages with nothing else to do.
+        bytes: Handed to the network by a rank.
+    """
+
+    spec: str
+    seconds: float
+    encoding: float
+    waiting: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The lines of all specs and baselines, which print as a table.
+
+    Attributes:
+        cluster: The cluster, in words.
+        measured: Where kernels were timed.
+        parameters: Entries of the model.
+        lines: A line for each spec and baseline; prediction["topk"] finds one.
+        left_out: Specs without a line, with the reason.
+    """
+
+    cluster: str
+    measured: str
+    parameters: int
+    lines: Sequence[Line]
+    left_out: dict[str, str]
+
+    def __getitem__(self, spec: str) -> Line:
+        for line in self.lines:
+            if line.spec == spec:
+                return line
+        if spec in self.left_out:
+            raise KeyError(f"{spec!r} was left out: {self.left_out[spec]}")
+        raise KeyError(f"{spec!r} was not predicted; known: {', '.join(line.spec for line in self.lines)}")
+
+    @property
+    def advice(self) -> str:
+        """Say in a sentence what to use. A step without communication, and one that trains differently, are no candidates."""
+        stock, half = self[measure.STOCK], min((self[name] for name in measure.HALVES), key=lambda line: line.seconds)
+        halved = stock.seconds / half.seconds
+        # Where gradients have 16 bits already, a hook to 16 bits saves nothing, and differs by noise.
+        takes_half = half.bytes < stock.bytes and halved > WORTH
+        simple, how = (half, f"use {half.spec}") if takes_half else (stock, "stay dense")
+        own = [line for line in self.lines if not measure.is_baseline(line.spec)]
+        if not own:
+            return f"{how}: {'' if takes_half else f'{half.spec} is '}{halved:.2f} x as fast as stock. No spec was predicted."
+        best = min(own, key=lambda line: line.seconds)
+        gain = simple.seconds / best.seconds
+        if gain <= WORTH:
+            return f"{how}: the fastest spec, {best.spec}, would be {gain:.2f} x as fast."
+        return (
+            f"{best.spec}: {stock.seconds / best.seconds:.2f} x as fast as stock, {half.seconds / best.seconds:.2f} x as "
+            f"{half.spec}, and {best.seconds / self[measure.NONE].seconds:.2f} x the time of no communication."
+        )
+
+    def json(self) -> dict[str, Any]:
+        """Return everything as plain numbers and texts."""
+        return {**asdict(self), "advice": self.advice}
+
+    def __str__(self) -> str:
+        width = max(len(line.spec) for line in self.lines)
+        row = "{:{}}  {:>9}  {:>6}  {:>14}  {:>10}  {:>10}  {:>13}  {:>11}".format
+        heads = ("ms a step", "x none", "speed, x stock", "kernels ms", "waiting ms", "bytes", "compression")
+        rows = [row("", width, *heads)]
+        for line in sorted(self.lines, key=lambda line: line.seconds):
+            total, encoding, waiting = (f"{1e3 * each:.1f}" for each in (line.seconds, line.encoding, line.waiting))
+            times, speed = line.seconds / self[measure.NONE].seconds, self[measure.STOCK].seconds / line.seconds
+            compression = f"{4 * self.parameters / line.bytes:.1f} x" if line.bytes else "-"
+            cells = (total, f"{times:.2f}", f"{speed:.2f}", encoding, waiting, f"{line.bytes:,}", compression)
+            rows.append(row(line.spec, width, *cells))
+        reasons = {why: [spec for spec, other in self.left_out.items() if other == why] for why in self.left_out.values()}
+        out = [f"left out: {', '.join(specs)}: {why}" for why, specs in reasons.items()]
+        return "\n".join((f"{self.cluster}; {self.parameters:,} parameters; {self.measured}", "", *rows, *out, "", self.advice))
 
 
 def predict(
@@ -34,14 +127,13 @@ def predict(
     hosts: int | None = None,
     link: str | Link = "10Gbit/s",
     latency: str = "50us",
-    forward: float | None = None,
-    backward: float | None = None,
-    optimizer: torch.optim.Optimizer | float = 0.0,
-    loss: Callable[[], Tensor] | None = None,
+    forward: float,
+    backward: float,
+    optimizer: float = 0.0,
     specs: Sequence[str] | None = None,
     bucket_mb: float = 25,
     device: str | torch.device | None = None,
-    profile: str | Path | None = None,
+    profile: str | None = None,
     tell: Tell | None = None,
 ) -> Prediction:
     """Predict step times: of none, stock DDP, bf16, fp16, accumulation, and every compressor.
@@ -54,14 +146,12 @@ def predict(
         latency: The latency of a message between hosts.
         forward: Seconds of a forward pass.
         backward: Seconds of a backward pass.
-        optimizer: Seconds of the optimizer's step; or the optimizer, beside loss.
-        loss: Computes the loss of a batch, in place of forward and backward: the model is trained for some steps here.
+        optimizer: Seconds of the optimizer's step.
         specs: Those to predict; every compressor's default if none. Steps are those after a warm-up (warmup=N). A spec that
             learns (lgc) is left out, and the prediction says so.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         device: Where kernels are timed, and where gradients will lie; the model's, or the CPU, by default.
-        profile: A machine to predict for in place of this one: a file of `python -m gradcomp profile`, or h100, whose kernels
-            were timed on an H100.
+        profile: "h100", to predict with kernels that were timed on an H100 in place of this machine's.
         tell: Called with the work under way, and the share that is done.
 
     Returns:
@@ -72,20 +162,18 @@ def predict(
     """
     if profile is not None and device is not None:
         raise ValueError("device says where kernels are timed here, and a profile has their times; give one of them")
-    if profile is not None and loss is not None:
-        raise ValueError("loss= measures steps of this machine; with profile=, pass forward= and backward= of the profile's")
     machine = None if profile is None else load(profile)
-    shapes = workload.shapes_of(model)
+    shapes = shapes_of(model)
     types = {name: p.dtype for name, p in model.named_parameters()} if isinstance(model, nn.Module) else None
     link = link if isinstance(link, Link) else Link(bandwidth_of(link, "link"), seconds_of(latency, "latency"))
     hosts = ranks if hosts is None else hosts
-    world, work = _world(ranks, hosts), workload.work_of(model, shapes, forward, backward, optimizer, loss)
+    world, work = _world(ranks, hosts), _work(shapes, forward, backward, optimizer)
     asked = [*measure.BASELINES, *names()] if specs is None else [specs] if isinstance(specs, str) else specs
-    left_out = {spec: LEARNS for spec in asked if learns(spec)}
+    left_out = {spec: LEARNS for spec in asked if not measure.is_baseline(spec) and make(spec).traits.learns}
     if machine is not None:
         only = f"the profile of {machine.machine} has only times of {', '.join(machine.costs)}"
         left_out = {spec: only for spec in asked if spec not in left_out and machine.lacks(spec, shapes)} | left_out
-    place = workload.device_for(model, device if machine is None else "cpu")
+    place = device_for(model, device if machine is None else "cpu")
     always = (measure.NONE, measure.STOCK, *measure.HALVES)
     wanted = [spec for spec in dict.fromkeys((*always, *asked)) if spec not in left_out]
     lines = []
@@ -97,17 +185,56 @@ def predict(
         if machine is not None:
             buckets = machine.priced(spec, buckets, shapes, world)
         lines.append(_line(spec, work, buckets, link, world))
-    where = f"kernels timed on this {processor(place)}" if machine is None else str(machine)
+    where = f"kernels timed on this {_processor(place)}" if machine is None else str(machine)
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     return Prediction(f"{ranks} ranks on {hosts} hosts, {link}", where, total, lines, left_out)
 
 
-def learns(spec: str) -> bool:
-    """Decide whether a few steps do not show all messages. Refuse an unknown spec."""
-    return not measure.is_baseline(spec) and make(spec).traits.learns
+def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
+    """Return the shapes of the parameters that are trained."""
+    if isinstance(model, nn.Module):
+        found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    else:
+        found = {name: tuple(shape) for name, shape in model.items()}
+        for name, shape in found.items():
+            if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
+                raise ValueError(f"the shape {list(shape)} of {name!r} must be whole numbers that are not negative")
+            if math.prod(shape) > MOST_ENTRIES:
+                raise ValueError(f"{name!r} has {math.prod(shape)} entries, but a layer must have fewer than 2^31; divide it")
+    if not any(torch.Size(shape).numel() for shape in found.values()):
+        raise ValueError("the model has no parameter to train; pass the model, or {name: shape}")
+    return found
 
 
-def processor(device: torch.device) -> str:
+def device_for(model: object, device: str | torch.device | None = None) -> torch.device:
+    """Return the device that is named; or the model's, which is the CPU for shapes, and for a model without memory."""
+    if device is None:
+        first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        return torch.device("cpu") if first is None or first.is_meta else first.device
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError):  # AssertionError: torch without CUDA
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not here or has no kernels of gradcomp; write cpu, cuda or cuda:0")
+    return found
+
+
+def _work(shapes: Shapes, forward: float, backward: float, optimizer: float) -> Work:
+    """Return the computing of a step, in which backward takes as long for each layer as the layer is large."""
+    for name, each in (("forward", forward), ("backward", backward), ("optimizer", optimizer)):
+        if not (isinstance(each, (int, float)) and 0 <= each < math.inf):
+            raise ValueError(f"{name}={each!r} must be a time in seconds")
+    if not (forward or backward or optimizer):
+        raise ValueError(
+            "forward=0 and backward=0: with nothing to compute there is nothing to compare with; give a microsecond"
+        )
+    behind = list(itertools.accumulate(math.prod(shape) for shape in reversed(shapes.values())))
+    ready = {name: part / behind[-1] for name, part in zip(reversed(shapes), behind, strict=True)}
+    return Work(forward, backward, ready, optimizer)
+
+
+def _processor(device: torch.device) -> str:
     """Name the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))

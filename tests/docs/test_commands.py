@@ -79,10 +79,8 @@ def test_a_command_exists(call: str, monkeypatch: pytest.MonkeyPatch, capsys: py
         return
     ran: list[str] = []
     monkeypatch.setattr(command_line.prediction, "run", lambda options: ran.append("predict"))
-    monkeypatch.setattr(command_line.prediction, "run_profile", lambda options: ran.append("profile"))
     monkeypatch.setattr(command_line, "report", lambda: ran.append("doctor"))
-    named_only = words[3:] in (["predict"], ["profile"])
-    if named_only or not words[3:]:
+    if words[3:] in ([], ["predict"]):
         with pytest.raises(SystemExit) as ended:
             command_line.main([*words[3:], "--help"])
         assert ended.value.code == 0

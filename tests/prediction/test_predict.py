@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 import gradcomp
-from gradcomp.prediction import measure, workload
+from gradcomp.prediction import command, measure
+from gradcomp.prediction.predict import device_for, shapes_of
 
 SHAPES = {"a": (700, 1000), "b": (300, 1000)}
 TIMES: dict[str, Any] = {"forward": 0.01, "backward": 0.02}
-# Kernels' times from a file: no figure depends on a clock.
+# Kernels' times of an H100: no figure depends on a clock.
 STEADY: dict[str, Any] = {**TIMES, "profile": "h100"}
 
 
@@ -60,35 +61,20 @@ def test_by_host_uses_the_link_less() -> None:
     assert found["topk:by_host=true"].waiting < 0.5 * found["topk"].waiting
 
 
-def test_the_work_can_be_measured() -> None:
-    model = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
-    data = torch.randn(64, 40)
-    before = [p.detach().clone() for p in model.parameters()]
-    work = workload.measured(model, lambda: model(data).square().mean(), None)
-    assert 0 < work.ready["2.weight"] < work.ready["0.weight"] <= 1  # the last layer's gradient comes first
-    assert work.forward > 0 and work.backward > 0 and work.optimizer == 0
-    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = gradcomp.predict(model, 4, loss=lambda: model(data).square().mean(), optimizer=optimizer, specs=["topk"])
-    assert found.parameters == sum(p.numel() for p in model.parameters())
-    with pytest.raises(ValueError, match=r"no gradient to '2\.bias'"):
-        gradcomp.predict(model, 4, loss=lambda: model[0](data).sum())
-
-
 def test_kernels_are_timed_where_the_model_is() -> None:
     cpu = torch.device("cpu")
-    assert workload.device_for(SHAPES) == workload.device_for(nn.Linear(2, 2)) == cpu
-    assert workload.device_for(nn.Linear(2, 2, device="meta")) == cpu  # a model without memory
+    assert device_for(SHAPES) == device_for(nn.Linear(2, 2)) == cpu
+    assert device_for(nn.Linear(2, 2, device="meta")) == cpu  # a model without memory
 
 
 def test_a_model_is_a_function_by_name() -> None:
     shapes = {name: tuple(p.shape) for name, p in small_net.net().named_parameters()}
-    assert workload.shapes_of(workload.load("small_net:net")) == shapes
+    assert shapes_of(command.load("small_net:net")) == shapes
     for name, why in (("torch.nn:No", "'No'"), ("no:f", "No module"), ("torch", "attribute ''"), ("torch:zeros", "zeros")):
         with pytest.raises(ValueError, match=f"model '{name}' is neither a .json file nor a function here.*{why}"):
-            workload.load(name)
+            command.load(name)
     with pytest.raises(ValueError, match="returns a Generator; name a function that returns the model"):
-        workload.load("torch:Generator")
+        command.load("torch:Generator")
 
 
 def test_every_figure_is_in_the_json_and_in_the_table() -> None:
@@ -131,7 +117,7 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"forward": -0.1}, "forward=-0.1 must be a time in seconds"),
         ({"backward": math.nan}, "backward=nan must be a time in seconds"),
         ({"forward": 0, "backward": 0}, "nothing to compute there is nothing to compare with"),
-        ({"backward": None}, "pass forward= and backward= in seconds, or loss="),
+        ({"backward": None}, "backward=None must be a time in seconds"),
         ({"specs": ["topk:ratio=2"]}, "topk: ratio=2"),
         ({"specs": ["nothing"]}, "there is no compressor 'nothing'"),
         ({"specs": ["accumulate:steps=0"]}, "'accumulate:steps=0' is no way .*; write for example accumulate:steps=4"),
@@ -139,9 +125,9 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"model": {"w": (2.5,)}}, r"the shape \[2.5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2**63 - 1, 5)}}, "but a layer must have fewer than 2\\^31"),
         ({"model": {}}, "the model has no parameter to train"),
-        ({"model": nn.Linear(2, 2), "loss": lambda: None}, "with loss=, all times are measured"),
-        ({"model": nn.Linear(2, 2), "loss": lambda: None, "forward": None, "backward": None, "optimizer": 0.1}, "with loss=,"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, "measured with loss= only"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, r"optimizer=SGD (.|\n)* must be a time in seconds"),
+        ({"profile": "h200"}, "there is no profile 'h200'; write h100, or leave the profile out"),
+        ({"profile": "h100", "device": "cpu"}, "give one of them"),
     ],
 )
 def test_bad_input_gets_a_sentence(change: dict[str, Any], said: str) -> None:
@@ -180,7 +166,7 @@ def test_bad_words_of_the_command_get_a_sentence(tmp_path: Path, capsys: pytest.
         (["--bandwidth", "1e999Gbit/s"], "--bandwidth '1e999Gbit/s' is not a rate"),
         (["--model", "torch.nn:ReLU"], "the model has no parameter to train"),
         (["--model", str(tmp_path / "none.json")], "none.json holds no shapes"),
-        (["--profile", str(tmp_path / "none.json")], "none.json is no machine profile"),
+        (["--profile", "h200"], "there is no profile 'h200'"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main([*words, *bad])
