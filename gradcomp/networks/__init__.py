@@ -1,4 +1,4 @@
-"""Networks: three implementations of start(request, name), which starts an operation and returns a function for the reply."""
+"""Networks: implementations of start(request, name), which starts an operation and returns a function for the reply."""
 
 from __future__ import annotations
 

@@ -188,14 +188,12 @@ def _ddp_buckets(grads: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
 
 
 def _means(steps: Sequence[Sequence[Part]]) -> tuple[Part, ...]:
-    """Take the mean of every part's seconds over the steps that sent as the last one did, and its message in that one.
+    """Take the mean of every part's seconds, and its message in the last step.
 
     The mean: where ranks share cores, only some runs of a short kernel wait for one, and a median knows nothing of them.
     """
-    kinds = [[part.message and part.message.kind for part in parts] for parts in steps]
-    alike = [parts for parts, own in zip(steps, kinds, strict=True) if own == kinds[-1]]
     return tuple(
-        parts[-1]._replace(seconds=statistics.fmean(part.seconds for part in parts)) for parts in zip(*alike, strict=True)
+        parts[-1]._replace(seconds=statistics.fmean(part.seconds for part in parts)) for parts in zip(*steps, strict=True)
     )
 
 

@@ -22,7 +22,7 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
     A second call takes the place of the first.
 
     Args:
-        exchange: A Simulation, a Compression, the handle of ddp.attach(), or a distributed optimizer with compression.
+        exchange: The object whose stats() has the figures of the exchange, or a distributed optimizer with compression.
         writers: Functions that are called with each record, such as JsonLines("logs") and TensorBoard("runs").
         every: Steps from one record to the next.
         compare: Steps from one comparison with dense to the next; 0 = none.
@@ -46,8 +46,8 @@ def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, 
             begin(writers, intervals)
             return
     raise TypeError(
-        f"watch() got a {type(exchange).__name__}; pass the result of gradcomp.ddp.attach(), of gradcomp.horovod.Compression() "
-        "or DistributedOptimizer(), or a Simulation"
+        f"watch() got a {type(exchange).__name__}, which exchanges nothing by gradcomp; pass the object whose stats() has the "
+        "figures of the exchange, or an optimizer with compression"
     )
 
 

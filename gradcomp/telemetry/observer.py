@@ -1,4 +1,8 @@
-"""The observer of one rank's steps: it compares with dense, checks the replicas, and makes records for the user's writers."""
+"""The observer of one rank's steps: it compares with dense, checks the replicas, and makes records for the user's writers.
+
+A comparison takes a sample of entries: the additions of all ranks to their residuals, and the update. With the optimizer's
+momentum taken over, velocities or directions are added. They are compared, not gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
 from gradcomp.engine.reducer import Reducer, StepObserver
 from gradcomp.engine.session import Session
+from gradcomp.engine.stages.adam import sampled_indices
 from gradcomp.engine.stages.feedback import Residual
 from gradcomp.engine.stages.health import OLD, PART, Health
 from gradcomp.messages import payload as payloads
@@ -25,7 +30,9 @@ from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy, Update
 from gradcomp.networks import Answer
 from gradcomp.telemetry import replicas
-from gradcomp.telemetry.comparison import Comparison
+
+# The most entries of a bucket that are compared.
+ENTRIES = 4096
 
 # A record: names, and figures that JSON knows.
 Record = dict[str, Any]
@@ -42,6 +49,53 @@ class Intervals:
 
     def __str__(self) -> str:
         return f"a comparison every {self.compare} steps, a check of the replicas every {self.check}"
+
+
+class Comparison:
+    """The comparison of one step on one rank. All ranks draw the same entries."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self._places: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._added: dict[int, Tensor] = {}
+        self._delivered: dict[int, Tensor] = {}
+
+    def before(self, bucket: Bucket) -> None:
+        """Draw the bucket's entries. Keep their residual."""
+        residual, total = bucket.residual, bucket.layout.total
+        places = sampled_indices(total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
+        self._places[bucket.index] = places
+        self._weights[bucket.index] = torch.full_like(places, residual.numel() / len(places), dtype=torch.float64)
+        self._added[bucket.index] = residual.index_select(0, places)
+
+    def collected(self, bucket: Bucket) -> None:
+        """Keep the addition to the residual."""
+        kept = bucket.residual_factor if bucket.keeps_residual else 0.0
+        now = bucket.residual.index_select(0, self._places[bucket.index])
+        self._added[bucket.index] = now - kept * self._added[bucket.index]
+
+    def delivered(self, bucket: Bucket, update: Update) -> None:
+        """Keep the update."""
+        self._delivered[bucket.index] = update.flat.index_select(0, self._places[bucket.index])
+
+    def joined_added(self) -> Tensor:
+        """Join the additions of this rank, in the order of the buckets."""
+        return _join(self._added)
+
+    def figures(self, mean: Tensor) -> Tensor:
+        """Return the cosine of the angle to dense, and the error relative to dense. mean: the mean of all ranks' additions."""
+        delivered, weight, dense = _join(self._delivered).double(), _join(self._weights), mean.double()
+        squares = (weight * dense.square()).sum()
+        cosine = (weight * dense * delivered).sum() / (squares * (weight * delivered.square()).sum()).sqrt()
+        error = ((weight * (delivered - dense).square()).sum() / squares).sqrt()
+        return torch.stack([cosine, error])
+
+
+def _join(arrays: dict[int, Tensor]) -> Tensor:
+    """Join arrays of several devices on the first one's."""
+    ordered = [arrays[index] for index in sorted(arrays)]
+    return torch.cat([array.to(ordered[0].device) for array in ordered])
 
 
 class Observer(StepObserver):
@@ -62,7 +116,7 @@ class Observer(StepObserver):
         self.intervals, self._writers = intervals, [*writers]
         self._watched, self._weights, self._steps_follow = watched, weights, steps_follow
         self._comparison: Comparison | None = None
-        self._figures: dict[int, BucketFigures] = {}
+        self._figures: dict[int, Callable[[], dict[str, Any]]] = {}
         self._asked: list[Callable[[], None]] = []
         self._late: list[Callable[[], None]] = []
         self._compared: dict[str, float] = {}
@@ -92,7 +146,7 @@ class Observer(StepObserver):
         if self._is_due(self.intervals.compare) and self._comparison is not None:
             self._comparison.delivered(bucket, update)
         if self._writers and self._is_due(self.intervals.record):
-            self._figures[bucket.index] = BucketFigures(bucket, update)
+            self._figures[bucket.index] = figures_of(bucket, update)
 
     def discard(self) -> None:
         self._comparison = None
@@ -163,7 +217,7 @@ class Observer(StepObserver):
         health = {bucket.index: bucket.states[Health.name] for bucket in reducer.buckets if Health.name in bucket.states}
 
         def write() -> None:
-            buckets = [figures[index].read() for index in sorted(figures)]
+            buckets = [figures[index]() for index in sorted(figures)]
             for own, index in zip(buckets, sorted(figures), strict=True):
                 if index in health:
                     own |= health[index].figures
@@ -196,31 +250,30 @@ def _takes(writer: Writer, record: Record) -> bool:
     return True
 
 
-class BucketFigures:
-    """The figures of a bucket after a step, on their way to main memory: its update, its residual and how long entries wait."""
+def figures_of(bucket: Bucket, update: Update) -> Callable[[], dict[str, Any]]:
+    """Begin to copy the figures of a bucket after a step to main memory. Return a function that reads them.
 
-    def __init__(self, bucket: Bucket, update: Update):
-        self._names, self._entries = bucket.layout.names, bucket.layout.total
-        kept, device = bucket.states.get(Residual.name), bucket.layout.device
-        found = torch.zeros(3, dtype=torch.float64, device=device)
-        found[0] = update.flat.count_nonzero()
-        self._waits = bucket.keeps_residual
-        if self._waits:
-            kernels.sum_squares([bucket.residual], found[1:2])
-        last_sent = None if kept is None else kept.last_sent
-        self._has_ages = last_sent is not None
-        if last_sent is not None:
-            for part in last_sent.split(PART):
-                found[2] += (bucket.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
-        self._found = HostCopy(found)
+    age: mean steps since an entry was last sent; more than OLD count as OLD.
+    """
+    kept, layout = bucket.states.get(Residual.name), bucket.layout
+    found = torch.zeros(3, dtype=torch.float64, device=layout.device)
+    found[0] = update.flat.count_nonzero()
+    if bucket.keeps_residual:
+        kernels.sum_squares([bucket.residual], found[1:2])
+    last_sent = None if kept is None else kept.last_sent
+    if last_sent is not None:
+        for part in last_sent.split(PART):
+            found[2] += (bucket.steps % 256 - part).clamp_(max=OLD).sum(dtype=torch.int64)  # modulo 256, as they are kept
+    copied = HostCopy(found)
 
-    def read(self) -> dict[str, Any]:
-        """Return the figures. age: mean steps since an entry was last sent; more than OLD count as OLD."""
-        nonzero, squares, ages = self._found.all()
+    def read() -> dict[str, Any]:
+        nonzero, squares, ages = copied.all()
         figures = {
-            "layers": list(self._names),
-            "entries": self._entries,
-            "density": nonzero / self._entries,
+            "layers": [*layout.names],
+            "entries": layout.total,
+            "density": nonzero / layout.total,
             "residual": squares**0.5,
         }
-        return {**figures, "age": ages / self._entries} if self._has_ages else figures
+        return figures if last_sent is None else {**figures, "age": ages / layout.total}
+
+    return read

@@ -16,10 +16,6 @@ _FIRST, _SECOND, _PART_FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 -
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class DivergedError(RuntimeError):
-    """The error of all ranks whose replicas have diverged."""
-
-
 def digests(weights: Mapping[str, Tensor], counts: bool = True) -> Tensor:
     """Compute 64 bits from the bits of each weight, on the first one's device. A change of one entry always changes them.
 
@@ -59,13 +55,10 @@ def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> 
         groups.setdefault(own[different[0]], []).append(rank)
     most = max(groups.values(), key=len)
     others = sorted(rank for group in groups.values() if group is not most for rank in group)
-    raise DivergedError(
-        f"the replicas have diverged: before the optimizer's step {step}, {in_words(others)} {_have(others)} other weights of "
+    have = "have" if len(others) > 1 else "has"
+    raise RuntimeError(
+        f"the replicas have diverged: before the optimizer's step {step}, {in_words(others)} {have} other weights of "
         f"{names[different[0]]!r} than {in_words(most)} ({len(different)} of {len(names)} layers differ). Start all ranks from "
         "a state before that, and look for a change of weights on some ranks only: weights not broadcast at the start, "
         "another learning rate, a step that one rank leaves out, a failing memory"
     )
-
-
-def _have(ranks: Sequence[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"

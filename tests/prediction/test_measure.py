@@ -64,14 +64,6 @@ def test_a_warm_up_is_over_before_the_measurement(spec: str) -> None:
     assert sent(measure.measure(spec, SHAPES, world, 25, CPU)) == sent(measure.measure(without, SHAPES, world, 25, CPU))
 
 
-def test_steps_that_change_in_the_measurement_count_from_the_change_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lgc ends its dense steps at the 200th; a tiny model gets there while steps are timed."""
-    monkeypatch.setattr(measure, "SETTLING", 150)
-    monkeypatch.setattr(measure, "COUNTED", 100)
-    found = measure.measure("lgc", {"a": (20, 10)}, World(0, 2), 25, CPU)
-    assert sent(found) != sent(measure.measure("dense", {"a": (20, 10)}, World(0, 2), 25, CPU))
-
-
 def test_many_ranks_need_little_memory_and_cost_what_their_payloads_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply holds some payloads of 1,024; the seconds of the others follow from two sizes."""
     held: list[int] = []
