@@ -171,7 +171,7 @@ def predict(
     asked = [*measure.BASELINES, *names()] if specs is None else [specs] if isinstance(specs, str) else specs
     left_out = {spec: LEARNS for spec in asked if not measure.is_baseline(spec) and make(spec).traits.learns}
     if machine is not None:
-        only = f"the profile of {machine.machine} has only times of {', '.join(machine.costs)}"
+        only = f"the profile of {machine.machine} has only times of {', '.join(machine.seconds)}"
         left_out = {spec: only for spec in asked if spec not in left_out and machine.lacks(spec, shapes)} | left_out
     place = device_for(model, device if machine is None else "cpu")
     always = (measure.NONE, measure.STOCK, *measure.HALVES)

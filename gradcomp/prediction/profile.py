@@ -26,46 +26,35 @@ H100 = "h100"
 
 Shapes = Mapping[str, Sequence[int]]
 
-
-class Costs(NamedTuple):
-    """The seconds of a part for each of the sizes; or these sizes themselves."""
-
-    fixed: float = 0.0
-    layer: float = 0.0
-    entry: float = 0.0
-    payload: float = 0.0
-    byte: float = 0.0
-
-    def seconds(self, sizes: Costs) -> float:
-        """Return the seconds of a part of these sizes."""
-        return sum(each * size for each, size in zip(self, sizes, strict=True))
+# A number for each size of a part: the size, or the seconds that one of it takes.
+Sizes = Mapping[str, float]
 
 
 class Profile(NamedTuple):
-    """A machine, and the costs of parts by spec and by the messages around them."""
+    """A machine, and the seconds of parts by spec, by the messages around them, and by size."""
 
     machine: str
-    costs: Mapping[str, Mapping[str, Costs]]
+    seconds: Mapping[str, Mapping[str, Sizes]]
 
     def __str__(self) -> str:
         return f"kernels timed on {self.machine}, as its profile says"
 
     def lacks(self, spec: str, shapes: Shapes) -> bool:
         """Decide whether the profile lacks a spec or baseline of some layers."""
-        return spec != measure.NONE and any(_key_of(spec, name, shapes) not in self.costs for name in shapes)
+        return spec != measure.NONE and any(_key_of(spec, name, shapes) not in self.seconds for name in shapes)
 
     def priced(self, spec: str, buckets: Sequence[Bucket], shapes: Shapes, world: World) -> list[Bucket]:
         """Replace the seconds of buckets that were measured here."""
         found = []
         for bucket in buckets:
-            costs, priced = self.costs[_key_of(spec, bucket.names[0], shapes)], []
+            seconds, priced = self.seconds[_key_of(spec, bucket.names[0], shapes)], []
             for part, (role, sizes) in zip(bucket.parts, roles_of(bucket, shapes, world), strict=True):
-                if role not in costs:
+                if role not in seconds:
                     raise ValueError(
                         f"the profile of {self.machine} has no times of {spec} for {role}, which {world.size} ranks "
                         f"need; leave {spec} out of the specs"
                     )
-                priced.append(part._replace(seconds=costs[role].seconds(sizes)))
+                priced.append(part._replace(seconds=sum(each * sizes[size] for size, each in seconds[role].items())))
             found.append(bucket._replace(parts=tuple(priced)))
         return found
 
@@ -74,9 +63,7 @@ def load(name: str) -> Profile:
     """Read the profile that comes with the package, by its name."""
     if name != H100:
         raise ValueError(f"there is no profile {name!r}; write {H100}, or leave the profile out: kernels are then timed here")
-    content = json.loads(Path(__file__).with_name(f"{H100}.json").read_text())
-    costs = {spec: {role: Costs(**terms) for role, terms in roles.items()} for spec, roles in content["seconds"].items()}
-    return Profile(content["machine"], costs)
+    return Profile(**json.loads(Path(__file__).with_name(f"{H100}.json").read_text()))
 
 
 def _key_of(spec: str, name: str, shapes: Shapes) -> str:
@@ -87,7 +74,7 @@ def _key_of(spec: str, name: str, shapes: Shapes) -> str:
     return str(measure.without_warmup(make(spec)).choose(name, layer))
 
 
-def roles_of(bucket: Bucket, shapes: Shapes, world: World) -> Iterator[tuple[str, Costs]]:
+def roles_of(bucket: Bucket, shapes: Shapes, world: World) -> Iterator[tuple[str, Sizes]]:
     """Name the messages around each part of a bucket, and return the part's sizes."""
     layers, entries = len(bucket.names), sum(torch.Size(shapes[name]).numel() for name in bucket.names)
     arrived, size = 0, 0
@@ -96,7 +83,8 @@ def roles_of(bucket: Bucket, shapes: Shapes, world: World) -> Iterator[tuple[str
         message = part.message
         kinds = [*kinds[-2:], message.kind if message else "end"]
         payloads = arrived + (len(message.to) if message else 0)
-        yield ">".join(kinds), Costs(1, layers, entries, payloads, arrived * size)
+        sizes = {"fixed": 1, "layer": layers, "entry": entries, "payload": payloads, "byte": arrived * size}
+        yield ">".join(kinds), sizes
         if message is not None and message.kind == "gather":
             arrived, size = world.size, message.bytes
         elif message is not None:  # a sum is as long as the bucket: no payload
