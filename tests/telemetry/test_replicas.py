@@ -69,9 +69,7 @@ def test_the_error_names_the_first_layer_and_the_ranks_in_the_minority() -> None
         RuntimeError, match="before the optimizer's step 10, rank 2 has other weights of 'b' than ranks 0, 1, 3 "
     ):
         replicas.check(["a", "b"], [[1, 1, 2], [1, 1, 2], [1, 1, 3], [1, 1, 2]], 10)
-    with pytest.raises(
-        RuntimeError, match=r"ranks 1, 2 have other .* of 'a' than ranks 0, 3 \(2 of 2 layers differ\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"ranks 1, 2 have other .* of 'a' than ranks 0, 3 \(2 of 2 layers differ\)"):
         replicas.check(["a", "b"], [[1, 1, 2], [1, 7, 2], [1, 7, 9], [1, 1, 2]], 10)
 
 

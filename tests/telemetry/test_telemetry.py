@@ -227,7 +227,9 @@ def test_wrong_things_are_refused() -> None:
     with pytest.raises(TypeError, match="'logs' is no writer; pass JsonLines"):
         telemetry.watch(simulation, "logs")  # type: ignore[arg-type]
     plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
-    with pytest.raises(TypeError, match=r"watch\(\) got a SGD, which exchanges nothing by gradcomp; pass the object whose stats"):
+    with pytest.raises(
+        TypeError, match=r"watch\(\) got a SGD, which exchanges nothing by gradcomp; pass the object whose stats"
+    ):
         telemetry.watch(plain)
 
 
