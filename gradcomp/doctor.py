@@ -106,7 +106,7 @@ def _distributed() -> Iterator[Finding]:
 
 
 def host_name() -> Iterator[Finding]:
-    """Check whether the host name resolves. scripts/setup says the same words."""
+    """Check whether the host name resolves. scripts/demo says the same words."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

@@ -16,8 +16,7 @@ from laboratory import ranks
 from laboratory.harness import measured
 from laboratory.options import folder, positive
 from laboratory.ranks import RanksFailed
-from laboratory.report.plots import grid, pyplot, save
-from laboratory.report.tables import columns
+from laboratory.report import columns
 from laboratory.stats import smooth
 from laboratory.tasks.task import Settings
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     except RanksFailed as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    print(f"\n{columns(rows(trained))}\n\n{EXPLANATION}\n")
+    print(f"\n{columns([HEADINGS, *map(row, trained)])}\n\n{EXPLANATION}\n")
     for result in trained:
         if not result["weights_are_equal"]:
             print(f"{result['way']}: the ranks' weights DIFFER after the training")
@@ -84,29 +83,30 @@ def train(label: str, way: str, options: argparse.Namespace) -> Result:
     return {"way": way} | ranks.run(words, ranks.environment(RANKS), label, options.out / f"{label}.log")
 
 
-def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """Make the table's rows, one for each training."""
-    return [HEADINGS, *map(_row, results)]
-
-
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw the loss of each training against the bytes that a rank has sent so far."""
-    figure, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for result in results:
         sent = itertools.accumulate(each / 1e6 for each in result["sent"])
         axes.plot(list(sent), smooth(result["losses"], AVERAGED), label=_title(result))
     axes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {AVERAGED} steps)")
     axes.set_title(f"Digits, {RANKS} ranks, {len(results[0]['losses'])} steps")
-    grid(axes)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(which="both", alpha=0.25)
     axes.legend()
-    save(figure, path)
+    figure.savefig(path, dpi=100)
+    print(f"drawn: {path}")
 
 
 def _title(result: Result) -> str:
     return "Horovod, dense" if result["way"] == "stock" else str(result["way"])
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def row(result: Result) -> tuple[str, ...]:
+    """Make a training's row of the table."""
     return (
         _title(result),
         f"{1000 * result['seconds'] / len(result['losses']):.0f} ms",

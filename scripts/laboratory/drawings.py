@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import torch
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from torch import Tensor
 
 import gradcomp
@@ -17,8 +18,8 @@ from gradcomp.core.compressor import Acc
 from gradcomp.core.requests import Gather, Reduce, Request, Send, World
 from gradcomp.core.wrapper import Wrapper
 
-# Inches: the card, its margins, a row of bars, a line of text.
-WIDTH, MARGIN, BARS, LINE = 5.2, 0.16, 0.95, 0.19
+# Inches: the card, its margins, a row of bars, a line of text, and the height of the sheet that it is drawn on.
+WIDTH, MARGIN, BARS, LINE, SHEET = 5.2, 0.16, 0.95, 0.19, 20.0
 INK, MUTED, AXIS = "#24292f", "#5f6873", "#b0b7c0"
 BEFORE, SENT, UPDATE, RESIDUAL = "#9aa7b5", "#e07b00", "#0f8f83", "#8a6fc4"
 # The most bars with written values.
@@ -127,6 +128,7 @@ def described(request: Request) -> list[str]:
             return [f"to rank {to}: {payload.bytes.numel():,} bytes" for to, payload in payloads.items()]
 
 
+@matplotlib.rc_context(SETTINGS)
 def draw(name: str) -> str:
     """Draw the step of an algorithm, as SVG."""
     drawing = DRAWINGS[name]
@@ -142,9 +144,8 @@ def draw(name: str) -> str:
     before, after = ([found[rank] for rank in ranks] for found in (recorded.before, recorded.after))
     fed_back = any(tensor.any() for rank in ranks for tensor in simulation.residual(rank).values())
 
-    card = Card(f"{name}: {drawing.title}")
     mean = torch.cat([tensor.flatten() for tensor in update.values()])
-    card.scale = max(float(tensor.abs().max()) for tensor in (*before, mean))
+    card = Card(max(float(tensor.abs().max()) for tensor in (*before, mean)))
     titles = [f"rank {rank}" for rank in ranks]
     card.heading("In each rank: residual + gradient" if fed_back else "In each rank: the gradient", BEFORE)
     card.bars(titles, before, BEFORE)
@@ -156,21 +157,23 @@ def draw(name: str) -> str:
     card.heading("Stays in the residual, for the next step" + ("" if fed_back else ": nothing"), RESIDUAL)
     if fed_back:
         card.bars(titles, after, RESIDUAL)
-    return card.svg()
+    return card.svg(f"{name}: {drawing.title}")
 
 
 class Card:
-    """A picture that grows downwards. Its parts are drawn once its height is known."""
+    """A picture that grows downwards on a high sheet, which is cut at its end. scale: the largest magnitude."""
 
-    def __init__(self, title: str):
-        self.title, self.height, self.scale = title, MARGIN, 1.0
-        self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
-        self._bars: list[tuple[float, float, float, Tensor, str]] = []
+    def __init__(self, scale: float):
+        self.figure, self.height, self.scale = Figure(figsize=(WIDTH, SHEET), facecolor="white"), MARGIN, scale
+
+    def text(self, x: float, y: float, words: str, **style: Any) -> None:
+        """Write words at a distance from the left and from the top."""
+        self.figure.text(x / WIDTH, 1 - y / SHEET, words, **{"color": INK, **style})
 
     def heading(self, words: str, colour: str) -> None:
         """Begin a section."""
         self.height += 1.6 * LINE
-        self._texts.append((MARGIN, self.height - 0.3 * LINE, words, {"color": colour, "weight": "bold", "size": 9.5}))
+        self.text(MARGIN, self.height - 0.3 * LINE, words, color=colour, weight="bold", size=9.5)
 
     def columns(self, columns: Sequence[Sequence[str]]) -> None:
         """Write lines side by side, two columns in a row."""
@@ -178,38 +181,31 @@ class Card:
             row = columns[start : start + 2]
             for place, lines in enumerate(row):
                 for i, line in enumerate(lines):
-                    self._texts.append((_left(place), self.height + (i + 0.8) * LINE, line, {"color": MUTED}))
+                    self.text(_left(place), self.height + (i + 0.8) * LINE, line, color=MUTED)
             self.height += LINE * max(map(len, row))
 
     def bars(self, titles: Sequence[str], rows: Sequence[Tensor], colour: str) -> None:
         """Draw each rank's entries, two ranks in a row; one alone takes the whole width."""
+        width = _left(1) - MARGIN - 0.1 if len(rows) > 1 else WIDTH - 2 * MARGIN
         for i, (title, values) in enumerate(zip(titles, rows, strict=True)):
-            if i % 2 == 0:
-                self.height += BARS
-            width = _left(1) - MARGIN - 0.1 if len(rows) > 1 else WIDTH - 2 * MARGIN
-            self._texts.append((_left(i % 2), self.height - BARS + 0.8 * LINE, title, {"color": MUTED}))
-            self._bars.append((_left(i % 2), self.height, width, values, colour))
+            self.height += BARS if i % 2 == 0 else 0
+            left, bottom = _left(i % 2), self.height
+            self.text(left, bottom - BARS + 0.8 * LINE, title, color=MUTED)
+            axes = self.figure.add_axes((left / WIDTH, 1 - bottom / SHEET, width / WIDTH, (BARS - 1.2 * LINE) / SHEET))
+            axes.set_axis_off()
+            axes.set(xlim=(-0.6, len(values) - 0.4), ylim=(-1.45 * self.scale, 1.05 * self.scale))
+            if len(values) > LABELLED:  # one path for all, not one for each
+                axes.stairs(values.tolist(), torch.arange(len(values) + 1) - 0.5, baseline=0, fill=True, color=colour)
+            else:
+                axes.bar(range(len(values)), values.tolist(), width=0.7, color=colour)
+            axes.axhline(0, color=AXIS, linewidth=0.8)
+            for place, value in enumerate(values.tolist() if len(values) <= LABELLED else []):
+                axes.text(place, -1.45 * self.scale, number(value), ha="center", color=INK if value else AXIS, size=7.5)
 
-    def svg(self) -> str:
+    def svg(self, title: str) -> str:
         """Return the picture's text."""
-        total = self.height + MARGIN
-        with matplotlib.rc_context(SETTINGS):
-            figure = Figure(figsize=(WIDTH, total), facecolor="white")
-            for x, y, words, style in self._texts:
-                figure.text(x / WIDTH, 1 - y / total, words, **{"color": INK, **style})
-            for x, y, width, values, colour in self._bars:
-                axes = figure.add_axes((x / WIDTH, 1 - y / total, width / WIDTH, (BARS - 1.2 * LINE) / total))
-                axes.set_axis_off()
-                axes.set(xlim=(-0.6, len(values) - 0.4), ylim=(-1.45 * self.scale, 1.05 * self.scale))
-                if len(values) > LABELLED:  # one path for all, not one for each
-                    axes.stairs(values.tolist(), torch.arange(len(values) + 1) - 0.5, baseline=0, fill=True, color=colour)
-                else:
-                    axes.bar(range(len(values)), values.tolist(), width=0.7, color=colour)
-                axes.axhline(0, color=AXIS, linewidth=0.8)
-                for i, value in enumerate(values.tolist() if len(values) <= LABELLED else []):
-                    axes.text(i, -1.45 * self.scale, number(value), ha="center", color=INK if value else AXIS, size=7.5)
-            out = io.StringIO()
-            figure.savefig(out, format="svg", metadata={"Title": self.title, "Date": None, "Creator": None})
+        cut, out = Bbox([[0, SHEET - self.height - MARGIN], [WIDTH, SHEET]]), io.StringIO()
+        self.figure.savefig(out, format="svg", bbox_inches=cut, metadata={"Title": title, "Date": None, "Creator": None})
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 

@@ -8,10 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from laboratory.refusal import Refused, suggest
+from laboratory.options import Refused, suggest
 
 SUBCOMMANDS = {
-    "kernels": "time every kernel against copy_, add_ and plain torch; predict their times on an H100 and an H200",
+    "kernels": "time every kernel against copy_, add_ and plain torch",
     "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
@@ -24,7 +24,7 @@ USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND 
 INTERRUPTED = 130
 
 # The options that name a folder or a file.
-FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--projects", "--page", "--records")
+FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--page", "--records")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,11 +44,6 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def module_of(name: str) -> str:
-    """Name a subcommand's module."""
-    return f"laboratory.commands.{name}"
-
-
 def without_folders(arguments: Sequence[str]) -> list[str]:
     """Leave out the options that name a folder or a file: a result file records no path of the machine."""
     kept, skip = [], False
@@ -64,7 +59,7 @@ def without_folders(arguments: Sequence[str]) -> list[str]:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        module = importlib.import_module(module_of(name))
+        module = importlib.import_module(f"laboratory.commands.{name}")
     except ModuleNotFoundError as error:
         print(
             f"lab {name}: the Python package {error.name} is missing for {sys.executable}; run scripts/setup, "

@@ -1,22 +1,35 @@
-"""Types of options: sizes, rates, specs, names, folders. Each refuses a wrong value with a sentence before anything starts."""
+"""Types of options: sizes, rates, specs, names, folders. Each refuses a wrong value with a sentence before anything starts.
+
+scripts/cluster and gpu_check use this file where no torch is: gradcomp is imported late.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import gradcomp
 from laboratory.machine import ROOT, slug
 
 # Hosts of the emulated cluster, at most.
 MOST_HOSTS = 250
 
 T = TypeVar("T")
+
+
+class Refused(ValueError):
+    """A command that cannot be carried out. The message says what is wrong and what to do."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Ask whether the nearest known word is meant; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def size(text: str) -> int:
@@ -51,17 +64,11 @@ def listed(text: str, read: Callable[[str], T]) -> list[T]:
     return _once([part.strip() for part in text.split(",")], read)
 
 
-def host_count(text: str) -> int:
+def hosts(text: str) -> int:
     """Read the size of an emulated cluster."""
-    count = positive(text)
-    if not 2 <= count <= MOST_HOSTS:
-        raise argparse.ArgumentTypeError(f"{text!r}: a cluster has 2 to {MOST_HOSTS} hosts; write for example 4")
-    return count
-
-
-def hosts(text: str) -> list[int]:
-    """Read 2,4,8: sizes of emulated clusters."""
-    return listed(text, host_count)
+    if positive(text) > MOST_HOSTS:
+        raise argparse.ArgumentTypeError(f"{text!r}: an emulated cluster has at most {MOST_HOSTS} hosts; write for example 4")
+    return int(text)
 
 
 def rate(text: str) -> str:
@@ -77,11 +84,12 @@ def rates(text: str) -> list[str]:
     return listed(text, rate)
 
 
-def arch(text: str) -> str:
-    """Read a GPU's architecture in nvcc's form."""
-    if not re.fullmatch(r"sm_\d+[af]?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an architecture; write for example sm_90")
-    return text
+def later(text: str) -> tuple[str, float]:
+    """Read 100mbit:60: the rate that links get after so many seconds."""
+    found, colon, seconds = text.partition(":")
+    if not colon or not re.fullmatch(r"\d+(\.\d+)?", seconds):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate and seconds; write for example 100mbit:60")
+    return rate(found), above_0(seconds)
 
 
 def name(text: str) -> str:
@@ -112,11 +120,13 @@ def checkout(text: str) -> Path:
     return Path(text)
 
 
-def specs(text: str, check: Callable[[str], object] = gradcomp.make) -> list[str]:
+def specs(text: str, check: Callable[[str], object] | None = None) -> list[str]:
     """Read specs separated by semicolons or commas. `name=value` without a colon is a knob of the spec before it.
 
-    check: raises ValueError for a wrong spec.
+    check: raises ValueError for a wrong spec; by default, what is none of gradcomp's is wrong.
     """
+    import gradcomp
+
     found: list[str] = []
     for part in filter(None, (part.strip() for part in re.split("[;,]", text))):
         if found and ":" in found[-1] and "=" in part and ":" not in part:
@@ -126,7 +136,7 @@ def specs(text: str, check: Callable[[str], object] = gradcomp.make) -> list[str
 
     def checked(spec: str) -> str:
         try:
-            check(spec)
+            (check or gradcomp.make)(spec)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
         return spec

@@ -1,4 +1,4 @@
-"""Real ranks, from both sides: the command that starts a job on them, their progress and result, and the frame of a job."""
+"""Real ranks, from both sides: the command that starts a job on them, their progress and their result."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from laboratory.machine import ROOT
-from laboratory.report.progress import Progress
+from laboratory.report import Progress
 
 SCRIPTS = ROOT / "scripts"
 
@@ -131,15 +131,3 @@ def tell(text: str, share: float | None = None) -> None:
 def report(result: Mapping[str, Any]) -> None:
     """Hand over the result. To be called by rank 0 alone."""
     print(RESULT + json.dumps(result), flush=True)
-
-
-def horovod_job(measure: Callable[[], Mapping[str, Any]]) -> None:
-    """Run this process as a rank of Horovod. All ranks measure, rank 0 reports."""
-    import horovod.torch as hvd
-
-    hvd.init()
-    result = measure()
-    if hvd.rank() == 0:
-        report(result)
-    hvd.barrier()  # a rank that shuts down ends Horovod for the others
-    hvd.shutdown()

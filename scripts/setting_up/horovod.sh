@@ -52,24 +52,11 @@ horovod_done() {
   [ ! -e "$notes/horovod" ] && "$python" -c 'import horovod.torch' 2>/dev/null
 }
 
-# Remove a wheel whose checksums do not hold from the cache: it is built again.
-drop_damaged() {
-  local wheel
-  for wheel in "$1"/horovod-*.whl; do
-    if [ -e "$wheel" ] &&
-      ! "$python" -c 'import sys, zipfile; sys.exit(zipfile.ZipFile(sys.argv[1]).testzip())' "$wheel" 2>/dev/null; then
-      echo "setup: $wheel, from the cache, is damaged; building Horovod again" >&2
-      rm -f "$wheel"
-    fi
-  done
-}
-
 install_horovod() {
   local options key home
   options=$(horovod_options)
   key=$(horovod_key)
   home=$CACHE/horovod-$HOROVOD/$key
-  drop_damaged "$home"
   if ! compgen -G "$home/*.whl" >/dev/null; then
     mkdir -p "$home"
     # Two set-ups at once: one builds, the other waits and finds the wheel.

@@ -161,7 +161,7 @@ def tell(status: BinaryIO, kernel: int, number: int) -> None:
 def keep(options: argparse.Namespace, counts: dict[str, dict[str, int]], seconds: float) -> None:
     """Write the record."""
     from laboratory import machine
-    from laboratory.report.results import write
+    from laboratory.report import write
 
     built = "with AddressSanitizer and UBSan" if options.native else "as it is installed"
     command = f"python -m fuzz.run --calls {options.calls} --seed {options.seed} --jobs {options.jobs}"

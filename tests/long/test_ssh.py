@@ -79,7 +79,7 @@ def test_both_launchers_train_on_hosts_that_ssh_reaches() -> None:
 def inside() -> int:
     """Make the hosts, run both launchers on the first one, and print their figures."""
     with tempfile.TemporaryDirectory(prefix="gradcomp-ssh.") as name:
-        first, *others = network.build(3, None)
+        first, *others = network.build(3, "none")
         logs = start_daemons([first, *others], Path(name))
         there = f"cd {shlex.quote(str(ROOT))} && env {shlex.join(f'{k}={v}' for k, v in variables().items())} {TORCHRUN}"
         calls = [["ssh", "-o", "StrictHostKeyChecking=no", host.name, there] for host in others]

@@ -28,7 +28,7 @@ from mutations.faults import FAULTS
 from mutations.order_faults import REASONS
 
 from laboratory import machine
-from laboratory.report.results import write
+from laboratory.report import write
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = ROOT / "build" / "mutations"

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -161,18 +160,6 @@ def test_a_changed_patch_makes_another_wheel_of_horovod_and_another_note(tmp_pat
     with (tmp_path / "scripts" / "setting_up" / "horovod_patches.py").open("a") as patches:
         patches.write("# changed\n")
     assert not set(told()) & set(before)
-
-
-def test_set_up_drops_a_damaged_wheel_alone(tmp_path: Path) -> None:
-    whole, cut, flipped = (tmp_path / f"horovod-{name}.whl" for name in ("whole", "cut", "flipped"))
-    with zipfile.ZipFile(whole, "w") as archive:
-        archive.writestr("horovod/core.so", bytes(range(256)))
-    content = whole.read_bytes()
-    cut.write_bytes(content[: len(content) // 2])
-    flipped.write_bytes(content.replace(bytes(range(9)), b"x" * 9))
-    script = f'set -euo pipefail; python={sys.executable}; . "{ROOT}/scripts/setting_up/horovod.sh"; drop_damaged {tmp_path}'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert [*tmp_path.iterdir()] == [whole] and done.stderr.count("is damaged; building Horovod again") == 2
 
 
 def test_one_version_of_torch_is_named_everywhere() -> None:

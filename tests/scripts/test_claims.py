@@ -25,13 +25,13 @@ def record(name: str) -> Any:
 
 def test_the_page_names_the_results_that_the_script_makes() -> None:
     script = (ROOT / "scripts" / "claims").read_text()
-    assert STUDIES and all(f"  {name.removeprefix('study-')})" in script for name in STUDIES)
+    assert STUDIES and all(f"  {name.removeprefix('study-')})" in script for name in STUDIES if name != "study-library")
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_page_holds_the_table_of_its_results(name: str) -> None:
-    for task, found in record(f"{name}.json")["tasks"].items():
-        table = study.markdown(task, found["lines"]).partition("\n\n")[2]
+    for found in record(f"{name}.json")["tasks"].values():
+        table = study.markdown(found["score"], found["lines"])
         assert table in CLAIMS, f"docs/claims.md needs this table:\n{table}"
 
 

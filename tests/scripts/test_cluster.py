@@ -91,7 +91,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Callable[..., Running]]:
 
 def test_each_rank_has_a_host_of_its_own() -> None:
     before = traces()
-    done = cluster("--hosts 2 --ranks-per-host 2 --launcher torch --env COLOUR=a=b --threads 3", program("report"))
+    done = cluster("--hosts 2 --ranks-per-host 2 --launcher torch", ["env", "COLOUR=a=b", *program("report")])
     said = {rank: json.loads(line) for rank, [line] in lines(done, 4).items()}
     assert "2 hosts (host0 10.77.0.1 to host1 10.77.0.2), 2 ranks each, links 1gbit" in done.stderr.splitlines()[0]
     for rank, report in said.items():
@@ -101,7 +101,7 @@ def test_each_rank_has_a_host_of_its_own() -> None:
         assert report["interfaces"] == ["eth0", "lo"]
         assert report["directory"] == str(Path.cwd())
         expected = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
-        expected |= {"MASTER_ADDR": "host0", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "3", "COLOUR": "a=b"}
+        expected |= {"MASTER_ADDR": "host0", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "COLOUR": "a=b"}
         assert expected.items() <= report["variables"].items()
     assert traces() == before
 
@@ -119,12 +119,6 @@ def test_the_first_failure_ends_the_rest_and_gives_the_status() -> None:
 def test_a_rank_killed_by_a_signal_gives_128_and_its_number() -> None:
     done = cluster("--hosts 1 --launcher torch", ["sh", "-c", "kill -SEGV $$"])
     assert done.returncode == 128 + signal.SIGSEGV and "killed by SIGSEGV" in done.stderr
-
-
-def test_timeout() -> None:
-    done = cluster("--hosts 2 --launcher torch --timeout 0.5", ["sh", "-c", "[ $RANK = 0 ] || sleep 300"])
-    assert done.returncode == 124
-    assert "not done after --timeout 0.5 seconds; ending rank 1 on host1\n" in done.stderr
 
 
 def test_output_of_rank_0_alone_is_passed_on_as_it_is() -> None:
@@ -156,15 +150,6 @@ def test_kill_leaves_nothing(running: Callable[..., Running]) -> None:
     assert it.end(signal.SIGKILL)[0] == -signal.SIGKILL
     assert until(lambda: not processes_with(it.marker)), "ranks or their children outlived the script"
     assert traces() == before
-
-
-def test_killing_the_first_process_leaves_nothing(running: Callable[..., Running]) -> None:
-    it = running("stubborn")
-    [first] = Path(f"/proc/{it.process.pid}/task/{it.process.pid}/children").read_text().split()
-    os.kill(int(first), signal.SIGKILL)
-    _, said = it.process.communicate(timeout=10)
-    assert it.process.returncode == 128 + signal.SIGKILL and "was killed by SIGKILL" in said
-    assert until(lambda: not processes_with(it.marker))
 
 
 @pytest.mark.slow
@@ -199,13 +184,11 @@ def test_two_clusters_at_once(running: Callable[..., Running]) -> None:
     ("options", "command", "sentence"),
     [
         ("--hosts 2", [], "no command to run; put it after --"),
-        ("--hosts 0", ["true"], "argument --hosts: '0' is not a whole number from 1 to 250"),
+        ("--hosts 0", ["true"], "argument --hosts: '0' is not a whole number above 0"),
+        ("--hosts 251", ["true"], "argument --hosts: '251': an emulated cluster has at most 250 hosts"),
         ("--hosts 2 --rate fast", ["true"], "argument --rate: 'fast' is not a rate; write for example 1gbit"),
         ("--hosts 2 --rate 0gbit", ["true"], "argument --rate: '0gbit' is not a rate"),
         ("--hosts 2 --later 1gbit", ["true"], "argument --later: '1gbit' is not a rate and seconds"),
-        ("--hosts 2 --env NAME", ["true"], "argument --env: 'NAME' does not set a variable; write NAME=VALUE"),
-        ("--hosts 2 --timeout -1", ["true"], "argument --timeout: '-1' is not a number of seconds above 0"),
-        ("--hosts 2", ["no-such-command"], "the command 'no-such-command' is not an executable on PATH"),
         ("", ["true"], "the following arguments are required: --hosts"),
     ],
 )
@@ -227,8 +210,9 @@ def test_a_command_that_cannot_start_gets_a_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/no/such/interpreter\n")
     broken.chmod(0o755)
-    done = cluster("--hosts 2 --launcher torch", [str(broken)])
-    assert done.returncode == 1 and "cannot start rank 0" in done.stderr and "Traceback" not in done.stderr
+    for command in (str(broken), "no-such-command"):
+        done = cluster("--hosts 2 --launcher torch", [command])
+        assert done.returncode == 1 and "cannot start rank 0" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_without_root_it_says_so() -> None:
@@ -246,7 +230,7 @@ def test_without_root_it_says_so() -> None:
 @pytest.mark.slow
 def test_horovod_with_process_sets() -> None:
     assert importlib.util.find_spec("horovod"), "the cluster under Horovod was NOT tested: horovod is not installed"
-    said = lines(cluster("--hosts 2 --ranks-per-host 2 --timeout 45", program("horovod")), 4)
+    said = lines(cluster("--hosts 2 --ranks-per-host 2", program("horovod")), 4)
     for rank, [line] in said.items():
         found = ast.literal_eval(line)
         assert found.pop("place") == [rank % 2, 2, rank // 2, 2]
@@ -265,7 +249,7 @@ def test_auto_on_a_slow_link(door: str) -> None:
     if door == "horovod":
         assert importlib.util.find_spec("horovod"), "auto under Horovod was NOT tested: horovod is not installed"
     command = program("auto", "ddp" if door == "torch" else door)
-    done = cluster(f"--hosts 2 --launcher {door} --rate 50mbit --timeout 45", command)
+    done = cluster(f"--hosts 2 --launcher {door} --rate 50mbit", command)
     slow = [json.loads(line) for [line] in lines(done, 2).values()]
     assert len({each["weights"] for each in slow}) == 1
     assert all(each["way"].startswith("orq") and each["after"] < each["stock"] / 2 for each in slow), slow
@@ -275,11 +259,6 @@ def test_links_have_the_rate() -> None:
     rates = lines(cluster("--hosts 2 --rate 100mbit --launcher torch", program("transfer", "8000000")), 2)
     # Headers take 4 % and a full bucket (256 KB) gives 3 % back: never above 99. Below: slack for a busy machine.
     assert all(70 <= float(rate) <= 100 for [rate] in rates.values()), rates
-
-
-def test_unshaped_links_are_faster() -> None:
-    rates = lines(cluster("--hosts 2 --rate none --launcher torch", program("transfer", "50000000")), 2)
-    assert all(float(rate) > 200 for [rate] in rates.values()), rates
 
 
 @pytest.mark.parametrize(("before", "later"), [("100mbit", "none"), ("none", "100mbit"), ("1gbit", "100mbit")])

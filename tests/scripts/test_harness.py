@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,14 +17,11 @@ import pytest
 from clusters import need_cluster
 
 from laboratory import ranks
-from laboratory.commands.accuracy import LAUNCHES, TRAININGS, Plan
 from laboratory.harness import measured, rounds, ways
 from laboratory.harness.measured import Lab, Rounds, Training
 from laboratory.main import main
-from laboratory.refusal import Refused
-from laboratory.report.progress import Progress
-from laboratory.tasks import prepared
-from laboratory.tasks.table import TASKS
+from laboratory.report import Progress
+from laboratory.tasks.table import TASKS, files
 
 EXACT, GTOPK, SKETCHED = "topk:ratio=1,wire=exact", "gtopk:ratio=0.01", "sketched_sgd:ratio=0.01"
 BROKEN = [sys.executable, "-c", "print('something broke'); raise SystemExit(3)"]
@@ -79,14 +75,6 @@ def test_a_result_is_told_from_other_lines(tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "log").read_text() == "hello\nbye\n"
 
 
-def test_ranks_are_started_in_three_ways() -> None:
-    job = ["laboratory.harness.rank", "rounds"]
-    assert ranks.command("horovodrun", 2, job)[1:] == ["-m", "horovod.runner.launch", "-np", "2", sys.executable, "-m", *job]
-    assert ranks.command("torchrun", 3, job)[-4:] == ["--nproc-per-node=3", "-m", *job]
-    on_cluster = ranks.command("cluster", 4, job, "100mbit")
-    assert on_cluster[2:9] == ["--hosts", "4", "--rate", "100mbit", "--output", "0", "--"] and on_cluster[10:] == ["-m", *job]
-
-
 def test_ranks_that_fail_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "command", lambda *given: BROKEN)
     assert main(["train", "--hosts", "2"]) == 1
@@ -98,14 +86,6 @@ def test_ranks_that_fail_are_reported(capsys: pytest.CaptureFixture[str], monkey
 def test_a_launcher_that_is_missing_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ranks.RanksFailed, match=r"could not be started: .*run scripts/setup"):
         ranks.run(["/no/such/launcher"], {}, "try")
-
-
-def test_each_rate_is_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "perform", lambda own, lab: rounds.summary(raw()))
-    assert main(["train", "--rate", "1gbit,100mbit", "--name", "try", "--out", str(tmp_path)]) == 0
-    text = (tmp_path / "train-try.json").read_text()
-    assert [run["rate"] for run in json.loads(text)["runs"]] == ["1gbit", "100mbit"]
-    assert str(tmp_path) not in text
 
 
 def started_with(variable: bytes) -> dict[str, str]:
@@ -202,28 +182,16 @@ def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
 def test_real_ranks_lose_what_simulated_ones_do(door: str, way: str, clip: float, tmp_path: Path) -> None:
     if door == ways.HOROVOD:
         pytest.importorskip("horovod.torch", reason="training over Horovod was NOT compared: Horovod is not installed")
-    small = TASKS["library"].defaults._replace(steps=5, batch=2, width=32, depth=1, clip=clip)
-    data = prepared.files(["library"], None, tmp_path)["library"]
-    real = Training("library", way, 0, 2, small, door, data=data)
+    small = TASKS["shakespeare"].defaults._replace(steps=5, batch=2, width=32, depth=1, clip=clip)
+    (tmp_path / "tinyshakespeare.txt").write_bytes(bytes(i * i % 251 for i in range(8000)))
+    data = files(["shakespeare"], tmp_path, tmp_path)["shakespeare"]
+    real = Training("shakespeare", way, 0, 2, small, door, data=data)
     simulated = real._replace(door=ways.SIMULATED, way="dense" if way == "stock" else way)
     measured.complete([real, simulated], tmp_path, Lab("a test", tmp_path))
     one, other = measured.load(real, tmp_path), measured.load(simulated, tmp_path)
     assert one and other and one["weights_are_equal"]
     assert one["losses"] == (pytest.approx(other["losses"], abs=1e-5) if clip else other["losses"])
     assert one["sent"] == other["sent"]
-
-
-def test_records_of_older_commits_are_read() -> None:
-    """All that the page of times to accuracy needs is found, by the keys of today."""
-    folder = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy"
-    found = [*measured.records(folder / TRAININGS), *measured.records(folder / LAUNCHES)]
-    assert len(found) >= 60 and all({"key", "commit"} <= record.keys() for record in found)
-    data = {record["key"]["task"]: record["key"]["data"] for record in found}
-    plan = Plan(list(data), [4, 8], ["100mbit", "1gbit", "10gbit", "none"], 1, data)
-    assert all(measured.load(own, folder / TRAININGS) for own in plan.trainings())
-    for launch in plan.launches():
-        record = measured.load(launch, folder / LAUNCHES)
-        assert record and {line["way"] for line in record["lines"]} >= {"none", "auto"}
 
 
 @pytest.mark.slow
@@ -244,7 +212,6 @@ def test_an_emulated_host_counts_what_its_interface_sends(tmp_path: Path) -> Non
         ("powersgd", "write for example powersgd:rank=4"),
         ("powersgd:rank=0", "write for example powersgd:rank=4"),
         ("none:ratio=1", "write for example none"),
-        ("grace:ratio=2", "write for example grace:ratio=0.01"),
         ("tpk", "did you mean 'topk'.*beside gradcomp's specs: none, stock"),
         ("auto:loss=much", "loss"),
     ],
@@ -258,7 +225,6 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
     ("words", "message"),
     [
         ("train --ways stock,bf16", "'bf16' is of the door ddp, not of horovod"),
-        ("train --ways grace:ratio=0.01 --door ddp", "is of the door horovod, not of ddp"),
         ("train --ways stock --launcher local --later 1gbit:5", "changes the links of --launcher cluster"),
         ("train --ways stock --later 1gbit:5", "--later needs at least 5 rounds"),
         ("train --ways stock --task cifar", "needs --data FOLDER"),
@@ -279,12 +245,3 @@ def test_what_cannot_be_measured_is_refused(
     of_study = ["--tasks", "conv"] if words.startswith("study") else []
     assert main([*words.split(), *of_study, "--cache", str(tmp_path), "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_project_that_is_not_there_gets_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("horovod.torch", reason="harness/by_horovod.py was NOT tested: Horovod is not installed")
-    from laboratory.harness import by_horovod
-
-    monkeypatch.setenv(ways.PROJECTS, str(tmp_path))
-    with pytest.raises(Refused, match="there is no checkout of grace; name its parent folder by --projects"):
-        by_horovod.grace(None, [], 0.01)

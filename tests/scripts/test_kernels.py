@@ -1,4 +1,4 @@
-"""lab kernels: fair rounds, a small real run, predictions and promises; and lab resources, with nvcc and without a GPU."""
+"""lab kernels: fair rounds, a small real run, and promises; and lab resources, with nvcc and without a GPU."""
 
 import json
 import re
@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from laboratory import timing
-from laboratory.commands import kernels
-from laboratory.kernels import cases, lines, prediction, resources
-from laboratory.kernels.prediction import Kernel
-from laboratory.kernels.resources import Budget, Use
+from laboratory import kernel_cases as cases
+from laboratory import report, timing
+from laboratory.commands import kernels, resources
+from laboratory.commands.resources import Budget, Use
 from laboratory.main import main
-from laboratory.refusal import Refused
+from laboratory.options import Refused
 
 SMALL = ["kernels", "--size", "20k", "--rounds", "2", "--layers", "3", "--name", "try"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +39,6 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert timing.ratio(seconds, "b", "a") == (2.0, 2.0, 2.0)
 
 
-def test_layers_share_the_entries() -> None:
-    assert cases.layer_sizes(10, 3) == [4, 3, 3]
-
-
 def test_every_kernel_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "kernels-try.json"
     threads = torch.get_num_threads()
@@ -58,7 +53,7 @@ def test_every_kernel_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert named[cases.ADD]["ratio_to_add"]["median"] == 1
     assert named[cases.COPY]["share_of_copy"] == 1
     assert named[cases.FEEDBACK]["bytes"] == 12 * 20_000
-    assert {target["name"] for target in result["targets"]} == set(lines.TARGETS)
+    assert {target["name"] for target in result["targets"]} == set(kernels.TARGETS)
     assert {"command", "date", "commit", "machine", "versions", "settings"} <= result.keys()
     assert str(tmp_path) not in out.read_text()
     text = capsys.readouterr().out
@@ -71,54 +66,14 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "no GPU" in capsys.readouterr().err
 
 
-def test_every_case_has_a_prediction_and_the_page_is_up_to_date() -> None:
-    names = {case.name for case in cases.cases(cases.Arrays(10_000, torch.device("cpu")))}
-    assert set(prediction.COSTS) == names - {cases.TORCH_TOPK, cases.TORCH_STEP}
-    page = (kernels.RECORDS.parent / kernels.PAGE).read_text()
-    assert page == prediction.page(kernels.PAGE_SIZE, kernels.records()), "write it by scripts/lab kernels --predict"
-
-
-def test_predictions_are_near_the_records() -> None:
-    """Shorter calls than 0.05 ms are launches alone, which vary with the machine."""
-    for gpu in prediction.GPUS:
-        measured = prediction.measured(kernels.records(), kernels.PAGE_SIZE, gpu)
-        predicted = prediction.milliseconds(kernels.PAGE_SIZE, gpu)
-        for name in measured.keys() & predicted.keys():
-            assert measured[name] < 0.05 or predicted[name] == pytest.approx(measured[name], rel=0.15), name
-
-
-def test_a_prediction_sums_the_slowest_part_of_each_kernel() -> None:
-    gpu = prediction.Gpu("NVIDIA H100", copy=64, launch=0.5)
-    memory, computing = Kernel(8, 1e11), Kernel(8, 0.25e12)
-    assert prediction.Cost((memory,)).seconds(64, gpu) == 0.5 + 8
-    assert prediction.Cost((memory, computing), 3).seconds(64, gpu) == 1.5 + 8 + 16
-    assert prediction.known("NVIDIA H200 141GB") == prediction.H200 and prediction.known("Tesla T4") is None
-    figures = {"settings": {"size": 64}, "lines": [{"name": "flatten", "ms": {"median": 1.25}}]}
-    of_lab = {"machine": {"gpu": "NVIDIA H100 80GB"}, **figures}
-    stage = {"name": "kernels", "status": "ok", "figures": figures}
-    of_check = {"machine": {}, "device": {"name": "NVIDIA H100 80GB"}, "stages": [stage]}
-    for record in (of_lab, of_check):
-        assert prediction.measured([record], 64, gpu) == {"flatten": 1.25}
-        assert prediction.measured([record], 50, gpu) == {} == prediction.measured([record], 64, prediction.H200)
-    assert "| flatten | 8 | 1 | 0.005 | 1.250 | 0.005 | not yet |" in prediction.table(64, [of_lab])
-
-
-def test_the_median_of_the_yardstick_is_torchs() -> None:
-    numbers = torch.randint(0, 4, (5, 1000), generator=torch.Generator().manual_seed(0)).float()
-    assert torch.equal(cases.median_of_five(*numbers), numbers.median(0).values)
-
-
-def test_promises_for_a_gpu_are_looked_up() -> None:
-    torchs = {name for _, theirs, _ in lines.FASTER for name in theirs}
-    names = {*lines.SHARES, *torchs, *(name for ours, _, _ in lines.FASTER for name in ours)}
-    found = [{"name": name, "ms": {"median": 9.0 if name in torchs else 1.0}, "share_of_copy": 0.7} for name in sorted(names)]
-    targets = {target["name"]: target for target in lines.gpu_targets(found)}
-    assert not targets[f"{cases.SDAGC}, momentum"]["kept"] and targets[cases.ROUND_3]["kept"]
-    assert targets[cases.FEEDBACK]["found"] == 9 and targets[cases.FEEDBACK]["kept"]
-    assert targets[cases.FEEDBACK]["of"].endswith(cases.TORCH_STEP)  # like with like: both add
-    assert targets[cases.TAKE_TOPK]["of"].endswith(cases.TORCH_TOPK)
-    assert not targets["sketch + heaviest"]["kept"]
-    assert all(lines.sentence(target) for target in targets.values())
+def test_the_page_of_gpu_times_is_that_of_its_record() -> None:
+    record = report.read(ROOT / "benchmarks" / "results" / "kernels-cuda-h100.json")
+    rows = [["on 64 M entries, on an H100", "ms", "of the copy bandwidth"]]
+    for line in record["lines"]:
+        share = report.figure(line["share_of_copy"] and 100 * line["share_of_copy"], "{:.0f} %")
+        rows.append([line["name"], report.milliseconds(line["ms"]["median"]), share])
+    table = report.markdown(rows)
+    assert record["settings"]["size"] == 64_000_000 and table in (ROOT / "benchmarks" / "gpu.md").read_text(), table
 
 
 REPORT = """\

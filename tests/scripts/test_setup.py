@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 import http.server
-import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers.checkout import REAL_PYTHON, Checkout
 
-ROOT = Path(__file__).resolve().parents[2]
 TAG = f"py{sys.version_info[0]}{sys.version_info[1]}"
 LITTLE = 100
 
@@ -112,126 +108,81 @@ def test_odd_places_are_named_or_do_no_harm(checkout: Checkout) -> None:
     assert checkout.setup() == (1, f"setup: TMPDIR={checkout.root / 'none'} is not a folder; make it, or unset TMPDIR\n")
 
 
-class Index:
-    """A package index on loopback: simple pages over a folder of wheels."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        handler = functools.partial(QuietHandler, directory=str(folder))
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def wheel(self, name: str, version: str, tag: str, megabytes: int, needs: str = "") -> None:
-        file = f"{name}-{version}-{tag}.whl"
-        folder = self.folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        info = f"{name}-{version}.dist-info"
-        with zipfile.ZipFile(folder / file, "w") as archive:
-            archive.writestr(f"{name}/ballast", bytes(megabytes * 1_000_000))
-            requirement = f"Requires-Dist: {needs}\n" if needs else ""
-            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirement}")
-            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            archive.writestr(f"{info}/RECORD", "")
-        links = "".join(f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>\n' for path in folder.glob("*.whl"))
-        (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None:
         pass
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    made = Index(tmp_path / "index")
-    yield made
-    made.close()
+def index(tmp_path: Path) -> Iterator[tuple[str, Callable[..., None]]]:
+    """Serve a package index on loopback. Yield its address, and a function that lists versions of torch, each with a tag."""
+    folder = tmp_path / "index" / "torch"
+    folder.mkdir(parents=True)
+
+    def has(*versions: str) -> None:
+        files = [f"torch-{version}.whl" for version in versions]
+        (folder / "index.html").write_text("".join(f'<a href="{name.replace("+", "%2B")}">{name}</a>\n' for name in files))
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(folder.parent)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", has
+    server.shutdown()
+    server.server_close()
 
 
-def chosen(index_url: str, pip_index: str) -> tuple[str, str]:
-    """The choice between an index of CPU builds and pip's own index, for torch 99.0: its line, and what is said."""
-    variables = {**os.environ, "PIP_INDEX_URL": pip_index, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
-    words = [sys.executable, str(ROOT / "scripts" / "setting_up" / "choose_torch.py"), "99.0", index_url]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True, timeout=60)
-    return done.stdout.strip(), done.stderr
+Served = tuple[str, Callable[..., None]]
 
 
-def test_an_index_of_cpu_builds_that_answers_is_taken(index: Index, tmp_path: Path) -> None:
-    index.wheel("torch", "98.0+cpu", "py3-none-any", 1)
-    index.wheel("torch", "99.0+cpu", "cp27-cp27m-manylinux1_x86_64", 1)
-    index.wheel("torch", "99.0+cpu", f"{TAG}-none-any", 3)
-    line, said = chosen(index.url, index.url)
-    assert line == f"3 torch==99.0+cpu numpy --extra-index-url {index.url}"
-    assert said == f"setup: this machine has no GPU, so that torch is the CPU build of {index.url}\n"
-    # pip, given this line, installs that wheel: numpy is not on this index, and the test leaves it out.
-    arguments = [word for word in line.split()[1:] if word != "numpy"]
-    words = [sys.executable, "-m", "pip", "install", "--quiet", "--target", tmp_path / "here", "--index-url", index.url]
-    subprocess.run(
-        [*words, *arguments],
-        check=True,
-        env={**os.environ, "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull},
-    )
-    assert (tmp_path / "here" / "torch-99.0+cpu.dist-info").is_dir()
-
-
-def test_without_a_cpu_build_pips_own_torch_is_taken_and_its_whole_size_said(index: Index) -> None:
-    """Whether the index has nothing for this Python, or does not answer."""
-    index.wheel("torch", "99.0+cpu", "cp27-cp27m-manylinux1_x86_64", 1)
-    index.wheel("torch", "99.0", "py3-none-any", 3, needs="cudastuff==1")
-    index.wheel("cudastuff", "1", "py3-none-any", 4)
-    other = Index(index.folder.with_name("other"))
-    other.wheel("torch", "99.0+cpu", "cp27-cp27m-manylinux1_x86_64", 1)
-    line, said = chosen(other.url, index.url)
-    assert line == "7 torch==99.0 numpy" and "has no torch 99.0 for Python" in said and "is 7 MB with all it needs" in said
-    other.close()
-    line, said = chosen(other.url, index.url)
-    assert line == "7 torch==99.0 numpy" and f"no CPU build of torch from {other.url}: it does not answer" in said
-
-
-def test_an_index_that_is_silent_is_not_waited_for(index: Index) -> None:
-    index.wheel("torch", "99.0", "py3-none-any", 3)
-    began = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        line, said = chosen(f"http://127.0.0.1:{server.getsockname()[1]}", index.url)
-    assert line == "3 torch==99.0 numpy" and "it does not answer: timed out" in said
-    assert time.monotonic() - began < 30  # far less than what pip would wait
-
-
-def test_setup_says_what_it_will_take_and_gives_pip_the_chosen_torch(checkout: Checkout, index: Index) -> None:
-    index.wheel("torch", "2.13.0+cpu", f"{TAG}-none-any", 2)
+@pytest.fixture
+def ready(checkout: Checkout) -> Checkout:
+    """A checkout on a machine that has all but torch."""
     checkout.has_all()
     checkout.has_environment()
-    checkout.variables |= {"GRADCOMP_TORCH_INDEX": index.url, "PIP_INDEX_URL": index.url}
-    status, said = checkout.setup()
-    assert status == 1
+    return checkout
+
+
+def asked(checkout: Checkout) -> str:
+    """Return what pip was to install last."""
+    return (checkout.root / "asked").read_text().splitlines()[-1].partition(" raw ")[2]
+
+
+def test_setup_says_what_it_will_take_and_takes_a_cpu_build_where_the_index_has_one(ready: Checkout, index: Served) -> None:
+    url, has = index
+    has("2.12.0+cpu-py3-none-any", f"2.13.0+cpu-{TAG}-none-any")
+    ready.variables |= {"GRADCOMP_TORCH_INDEX": url}
+    status, said = ready.setup()
+    assert status == 1 and asked(ready) == f"torch==2.13.0+cpu numpy --extra-index-url {url}"
+    assert f"setup: this machine has no GPU, so that torch is the CPU build of {url}\n" in said
     assert "min of compiling on" in said and "MB to fetch" in said and "MB of disk" in said
-    asked = (checkout.root / "asked").read_text()
-    assert asked.endswith(f" torch==2.13.0+cpu numpy --extra-index-url {index.url}\n")
 
 
-def test_a_torch_that_was_named_and_a_gpu_leave_the_index_alone(checkout: Checkout, index: Index) -> None:
-    checkout.has_all()
-    checkout.has_environment()
-    index.wheel("torch", "2.13.0+cpu", f"{TAG}-none-any", 2)
-    checkout.variables |= {"GRADCOMP_TORCH_INDEX": index.url, "GRADCOMP_TORCH": "torch==2.12 --index-url https://example.org"}
-    assert "CPU build" not in checkout.setup()[1]
-    assert (checkout.root / "asked").read_text().endswith(" torch==2.12 --index-url https://example.org numpy\n")
-    del checkout.variables["GRADCOMP_TORCH"]
-    checkout.has("nvidia-smi", "exit 0")
-    assert "CPU build" not in checkout.setup()[1]
-    assert (checkout.root / "asked").read_text().endswith(" torch==2.13.0 numpy\n")
+def test_without_a_cpu_build_pips_own_torch_is_taken(ready: Checkout, index: Served) -> None:
+    """The index has none of this version for this Python, does not answer, or is silent, and is then not waited for."""
+    url, has = index
+    has("2.12.0+cpu-py3-none-any", "2.13.0+cpu-cp27-cp27m-manylinux1_x86_64")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for address in (url, "http://127.0.0.1:9", f"http://127.0.0.1:{silent.getsockname()[1]}"):
+            ready.variables |= {"GRADCOMP_TORCH_INDEX": address}
+            began = time.monotonic()
+            said = ready.setup()[1]
+            assert asked(ready) == "torch==2.13.0 numpy" and f"setup: {address} does not answer, or has no CPU build" in said
+            assert time.monotonic() - began < 30  # far less than what pip would wait
 
 
-def test_a_torch_that_does_not_fit_on_the_disk_is_not_fetched(checkout: Checkout, index: Index) -> None:
-    index.wheel("torch", "2.13.0+cpu", f"{TAG}-none-any", 500)
-    checkout.has_all()
-    checkout.has_environment()
-    checkout.has("df", "printf 'header\\n/dev/x 1 1 3000 1%% /\\n'")
-    checkout.variables |= {"GRADCOMP_TORCH_INDEX": index.url, "PIP_INDEX_URL": index.url}
-    assert "too little disk: / has 3000 MB free" in checkout.setup()[1]
-    assert not (checkout.root / "asked").exists()
+def test_a_torch_that_was_named_and_a_gpu_leave_the_index_alone(ready: Checkout, index: Served) -> None:
+    url, has = index
+    has(f"2.13.0+cpu-{TAG}-none-any")
+    ready.variables |= {"GRADCOMP_TORCH_INDEX": url, "GRADCOMP_TORCH": "torch==2.12 --index-url https://example.org"}
+    assert "CPU build" not in ready.setup()[1]
+    assert asked(ready) == "torch==2.12 --index-url https://example.org numpy"
+    del ready.variables["GRADCOMP_TORCH"]
+    ready.has("nvidia-smi", "exit 0")
+    assert "CPU build" not in ready.setup()[1]
+    assert asked(ready) == "torch==2.13.0 numpy"
+
+
+def test_a_torch_that_does_not_fit_on_the_disk_is_not_fetched(ready: Checkout) -> None:
+    ready.has("nvidia-smi", "exit 0")
+    ready.has("df", "printf 'header\\n/dev/x 1 1 3000 1%% /\\n'")
+    assert "too little disk: / has 3000 MB free" in ready.setup()[1]
+    assert not (ready.root / "asked").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from laboratory.main import main
 from laboratory.soak import judge
-from laboratory.soak.plan import ENTRIES, SPECS, Net, Plan, known_sum, ranks_of
+from laboratory.soak.plan import SPECS, Net, Plan
 
 
 def logged(count: int = 1600, **changes: Any) -> list[dict[str, Any]]:
@@ -41,23 +40,14 @@ def test_what_grows_is_found(name: str, changes: Any) -> None:
     assert found == {verdict.name: verdict.name != name for verdict in every}
 
 
-def troubles(kind: str) -> list[dict[str, Any]]:
-    return [{"time": 1.5 + i, "kind": kind} for i in range(0, 1600, 2)]
-
-
 def test_times_of_trouble_and_short_soaks_are_not_judged() -> None:
     lines = logged(cpu_ms=lambda i: 1000.0 if i >= 800 else 10.0)
     assert judge.step_time(lines, []).holds is False
-    assert judge.step_time(logged(cpu_ms=lambda i: 1000.0 if i % 2 else 10.0), troubles("pause")).holds
     every_second = logged(cpu_ms=lambda i: 1000.0 if i % 2 and i >= 800 else 10.0)
-    assert judge.step_time(every_second, troubles("kill")).holds and not judge.step_time(every_second, troubles("pause")).holds
+    killed = [{"time": 1.5 + i, "kind": "kill"} for i in range(0, 1600, 2)]
+    assert judge.step_time(every_second, killed).holds and not judge.step_time(every_second, []).holds
     assert judge.step_time(logged(100), []).holds is None
     assert {verdict.holds for verdict in judge.flat(logged(judge.LEAST_LINES - 1))} == {None}
-
-
-def test_a_process_that_outlives_its_launcher_is_found(tmp_path: Path) -> None:
-    verdicts = judge.judge(Plan(0, 60), 2, logged(), [], tmp_path, 1)
-    assert {verdict.name for verdict in verdicts if verdict.holds is False} == {"all ranks end", "processes left over"}
 
 
 def test_the_plan_is_the_same_for_whoever_asks() -> None:
@@ -66,21 +56,10 @@ def test_the_plan_is_the_same_for_whoever_asks() -> None:
     assert [first.spec(step) for step in steps] == [second.spec(step) for step in steps]
     assert {first.spec(step) for step in range(250 * len(SPECS))} == set(SPECS)
     assert sum(first.overflow(step) is not None for step in steps) == 10
-    spikes = [sign for step in steps for _, sign in first.spikes(step)]
-    assert abs(sum(spikes)) <= 1 and len(spikes) > 80
+    assert sum(first.spike(step) is not None for step in steps) == 48
     for step in (0, 17, 251):
         torch.testing.assert_close(first.gradient(step, 1, 4), second.gradient(step, 1, 4), equal_nan=True, rtol=0, atol=0)
         assert not torch.equal(first.gradient(step, 1, 4), first.gradient(step, 2, 4))
-
-
-def test_the_known_sum_is_that_of_the_ranks_of_each_step() -> None:
-    plan, ranks = Plan(1, 60), ranks_of([[0, 2], [4, 1]], 6)
-    assert ranks == [2, 2, 2, 2, 1, 1]
-    wanted = torch.zeros(ENTRIES, dtype=torch.float64)
-    for step, count in enumerate(ranks):
-        of_ranks = [plan.gradient(step, rank, count).double() for rank in range(count)]
-        wanted += sum(torch.where(own.isfinite(), own, 0.0) for own in of_ranks) / count
-    torch.testing.assert_close(known_sum(plan, ranks), wanted)
 
 
 def test_the_models_gradients_are_the_given_ones() -> None:
@@ -93,8 +72,6 @@ def test_the_models_gradients_are_the_given_ones() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--duration", "5"], "'5' is not a duration; write for example 90s, 30m or 2h"),
-        (["--duration", "0s"], "'0s' is not a duration"),
         (["--ranks", "1"], "--ranks 1 must be from 2 to 4: one of them leaves in mid-training"),
         (["--network", "mpi"], "invalid choice: 'mpi'"),
     ],

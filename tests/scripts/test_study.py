@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("sklearn", reason="the study was NOT tested: scikit-learn is not installed")
-pytest.importorskip("matplotlib", reason="the study was NOT tested: matplotlib is not installed")
 
 
 from laboratory import stats
 from laboratory.commands import study
 from laboratory.harness import settings
 from laboratory.main import main
-from laboratory.tasks import texts
-from laboratory.tasks.task import linear_rate
 
 WIDTHS = {"mlp": 8, "conv": 2}
 SPEC = "topk:ratio=0.5,momentum=0.9"
@@ -46,18 +43,16 @@ def without_times(task: dict[str, Any]) -> list[dict[str, Any]]:
     return [line | {"seconds": 0} for line in task["lines"]]
 
 
-def test_a_study_has_a_line_and_a_picture_for_every_task(studied: Path) -> None:
+def test_a_study_has_a_line_for_every_way_of_every_task(studied: Path) -> None:
     result = result_in(studied)
     assert str(studied) not in json.dumps(result)
     assert result["command"].startswith("scripts/lab study") and result["command"].endswith("--jobs 1")
     assert {"date", "commit", "commits_of_runs", "machine", "versions"} <= result.keys()
     for task in WIDTHS:
-        assert (studied / "out" / f"study-compare-{task}.png").read_bytes().startswith(b"\x89PNG")
         dense, topk = result["tasks"][task]["lines"]
         assert (dense["spec"], topk["spec"]) == ("dense", SPEC)
         assert dense["compression"] == 1
         assert 6.5 < topk["compression"] < 7.2  # half of the entries, 9 bits each
-        assert len(topk["curve"]["loss"]) == 1
 
 
 def test_a_study_continues_where_it_stopped(studied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,12 +77,6 @@ def test_a_study_continues_where_it_stopped(studied: Path, tmp_path: Path, capsy
     assert without_times(result_in(folder)["tasks"]["conv"]) == without_times(result["tasks"]["conv"])
 
 
-@pytest.mark.slow
-def test_runs_in_two_processes_come_out_the_same(studied: Path, tmp_path: Path) -> None:
-    assert main(command(tmp_path, "conv", jobs=2)) == 0
-    assert without_times(result_in(tmp_path)["tasks"]["conv"]) == without_times(result_in(studied)["tasks"]["conv"])
-
-
 def record(score: float, losses: list[float], sent: int) -> dict[str, Any]:
     return {"scores": [[1, 1.0, score]], "losses": losses, "sent": [sent] * len(losses), "parameters": 100, "seconds": 1.0}
 
@@ -107,11 +96,9 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
     assert (a["worse_than_dense"], a["compression"], a["bytes_sent"]) == (2, 50, 800)
     assert a["worse_at_most"] == pytest.approx(2 + 2.919986 / math.sqrt(3), abs=1e-5)  # worse by 1, 2, 3; t of 2 degrees
     assert (a["steps_to_loss"], a["times_the_steps"]) == (90, 90 / 80)
-    assert a["curve"]["step"] == [20, 40, 60, 80, 100]
-    assert a["curve"]["bytes"][-1] == 800
     assert (b["seeds"], b["worse_at_most"], b["steps_to_loss"]) == ([0, 1], 0, None)
-    assert c["curve"]["loss"] == [None] * 5
-    table = study.markdown("mlp", [dense, a, b]).splitlines()
+    assert c["steps_to_loss"] is None
+    table = study.markdown("accuracy", [dense, a, b]).splitlines()
     assert table[-2].split("|")[1:-1] == [" `a` ", " 97.00 ", " +2.000 ", " +3.686 ", " 50.0 x ", " 1.12 x ", " 1.12 x "]
     assert table[-1].endswith("| never | never |")
 
@@ -132,14 +119,14 @@ def test_the_bound_of_the_steps_comes_from_leaving_seeds_out() -> None:
 def test_the_error_column_of_older_records_is_shown() -> None:
     records = {spec: {seed: record(98.0, [1.0], 4) for seed in (0, 1)} for spec in ("dense", "a")}
     lines = study.summarize("mlp", records)
-    assert "squared error" not in study.markdown("mlp", lines)
-    head, _, dense, a = study.markdown("mlp", [lines[0], lines[1] | {"squared_error": 0.75}]).splitlines()[2:]
+    assert "squared error" not in study.markdown("accuracy", lines)
+    head, _, dense, a = study.markdown("accuracy", [lines[0], lines[1] | {"squared_error": 0.75}]).splitlines()
     assert head.endswith("| relative squared error |") and dense.endswith("|  |") and a.endswith("| 0.750 |")
 
 
 def test_a_higher_perplexity_is_worse() -> None:
     records = {spec: {seed: record(score, [1.0], 4) for seed in (0, 1)} for spec, score in (("dense", 4.0), ("a", 5.0))}
-    assert study.summarize("library", records)[1]["worse_than_dense"] == 1
+    assert study.summarize("shakespeare", records)[1]["worse_than_dense"] == 1
 
 
 @pytest.mark.parametrize(("freedom", "value"), [(1, 6.313752), (2, 2.919986), (4, 2.131847), (9, 1.833113), (30, 1.697261)])
@@ -147,20 +134,6 @@ def test_a_bound_is_one_sided_by_students_t(freedom: int, value: float) -> None:
     differences = [float(i % 2) for i in range(freedom + 1)]
     error = stats.standard_error(differences)
     assert stats.upper_bound(differences) == pytest.approx(sum(differences) / len(differences) + value * error, abs=1e-6)
-
-
-def test_the_learning_rate_rises_stays_and_falls() -> None:
-    rates = [linear_rate(step, 100, 0.05) for step in (1, 5, 60, 80, 100)]
-    assert rates == pytest.approx([0.2, 1, 1, 0.55, 0.1])
-    assert linear_rate(1, 1, 0.05) == pytest.approx(0.1)
-
-
-def test_ranks_read_different_text() -> None:
-    arrays = texts.decode(bytes(i * i % 251 for i in range(8000)))
-    (first, after), (second, _) = (next(texts.batches(arrays["train"], rank, 2, 3, seed=0)) for rank in (0, 1))
-    assert first.shape == (3, texts.LENGTH)
-    assert (first[:, 1:] == after[:, :-1]).all()
-    assert not (first == second).all()
 
 
 def test_settings_of_one_task_stand_above_those_of_all() -> None:

@@ -10,9 +10,6 @@ from pathlib import Path
 from laboratory.cluster import kernel
 from laboratory.cluster.kernel import Namespaces
 
-# The largest number of hosts in a network with 254 addresses.
-MOST_HOSTS = 250
-
 # The network interface of every host.
 INTERFACE = "eth0"
 
@@ -34,8 +31,13 @@ def find(tool: str) -> str | None:
     return shutil.which(tool, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 
 
-def build(count: int, rate: str | None) -> list[Host]:
-    """Build the hosts and their links. This process stays in the bridge's namespaces."""
+def named(rate: str) -> str:
+    """Say the rate of links."""
+    return "unshaped" if rate == "none" else rate
+
+
+def build(count: int, rate: str) -> list[Host]:
+    """Build the hosts and their links; `none` leaves these unshaped. This process stays in the bridge's namespaces."""
     kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_NET)
     kernel.mount("none", "/", kernel.RECURSIVE | kernel.PRIVATE)  # mounts from here on are invisible outside
     kernel.mount("proc", "/proc")  # of the new process-id namespace
@@ -68,7 +70,7 @@ def _host(i: int, table: str) -> Host:
     return Host(f"host{i}", f"10.77.0.{i + 1}", Namespaces.current())
 
 
-def _link(host: Host, rate: str | None) -> None:
+def _link(host: Host, rate: str) -> None:
     _run("ip", "link", "set", "lo", "up", inside=host.namespaces)
     peer = f"/proc/{os.getpid()}/fd/{host.namespaces.net}"
     _run("ip", "link", "add", host.name, "type", "veth", "peer", "name", INTERFACE, "netns", peer)
@@ -76,22 +78,15 @@ def _link(host: Host, rate: str | None) -> None:
     _run("ip", "link", "set", INTERFACE, "addrgenmode", "none", inside=host.namespaces)  # IPv4 only: one address a host
     _run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE, inside=host.namespaces)
     _run("ip", "link", "set", INTERFACE, "up", inside=host.namespaces)
-    if rate:
-        _shape(host, "add", rate)
+    change([host], "none", rate)
 
 
-def change(hosts: list[Host], before: str | None, rate: str | None) -> None:
-    """Give all links another rate. To be called in the bridge's namespaces."""
-    for host in hosts:
-        if before or rate:
-            _shape(host, "replace" if rate else "delete", rate)
-
-
-def _shape(host: Host, how: str, rate: str | None) -> None:
-    """Shape both ends of a host's link."""
-    shape = ["tbf", "rate", rate, *TOKENS] if rate else []
-    _run("tc", "qdisc", how, "dev", INTERFACE, "root", *shape, inside=host.namespaces)
-    _run("tc", "qdisc", how, "dev", host.name, "root", *shape)
+def change(hosts: list[Host], before: str, rate: str) -> None:
+    """Give all links another rate, at both ends. To be called in the bridge's namespaces."""
+    how, shape = ("delete", []) if rate == "none" else ("replace", ["tbf", "rate", rate, *TOKENS])
+    for host in hosts if {before, rate} != {"none"} else ():
+        _run("tc", "qdisc", how, "dev", INTERFACE, "root", *shape, inside=host.namespaces)
+        _run("tc", "qdisc", how, "dev", host.name, "root", *shape)
 
 
 def _run(tool: str, *arguments: str, inside: Namespaces | None = None) -> None:

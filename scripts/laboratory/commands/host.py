@@ -11,7 +11,6 @@ import argparse
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +25,7 @@ from gradcomp.networks import Answer
 from gradcomp.prediction.measure import gradients
 from gradcomp.prediction.recording_network import RecordingNetwork
 from gradcomp.spec import make
-from laboratory import machine, options
-from laboratory.report import results
-from laboratory.report.tables import columns
+from laboratory import machine, options, report
 from laboratory.timing import Spread
 
 Shapes = dict[str, tuple[int, ...]]
@@ -64,22 +61,16 @@ def run(chosen: argparse.Namespace) -> int:
         lines = [of_resnet(spec, chosen.ranks, chosen.steps) for spec in chosen.specs]
     finally:
         torch.set_num_threads(before)
-    print(table(lines))
-    settings = {"ranks": chosen.ranks, "steps": chosen.steps, "bucket_mb": BUCKET_MB}
-    path = results.path_of(chosen, machine.slug(machine.cpu_name()))
-    results.save(chosen, path, {"settings": settings, "lines": lines})
-    return 0
-
-
-def table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Write the table."""
     rows = [["", "buckets", "native calls a bucket", "Python ms", "least", "binding ms", "least", "both, least", "kernels ms"]]
     for line in lines:
-        python, binding = line["python_ms"], line["binding_ms"]
-        figures = [python["median"], python["low"], binding["median"], binding["low"], python["low"] + binding["low"]]
-        row = [line["spec"], str(line["buckets"]), f"{line['calls_a_bucket']:.1f}", *(f"{each:.2f}" for each in figures)]
-        rows.append([*row, f"{line['kernels_ms']:.0f}"])
-    return columns(rows)
+        times = [line[part][which] for part in ("python_ms", "binding_ms") for which in ("median", "low")]
+        both, counted = times[1] + times[3], [str(line["buckets"]), f"{line['calls_a_bucket']:.1f}"]
+        rows.append([line["spec"], *counted, *(f"{each:.2f}" for each in (*times, both)), f"{line['kernels_ms']:.0f}"])
+    print(report.columns(rows))
+    settings = {"ranks": chosen.ranks, "steps": chosen.steps, "bucket_mb": BUCKET_MB}
+    path = report.path_of(chosen, machine.slug(machine.cpu_name()))
+    report.save(chosen, path, {"settings": settings, "lines": lines})
+    return 0
 
 
 def of_resnet(spec: str, ranks: int, count: int) -> dict[str, Any]:
@@ -101,21 +92,11 @@ class Native:
     """The extension, with its calls counted and timed. To be put in its place."""
 
     def __init__(self, real: Any):
-        self._real = real
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin to count anew."""
-        self.seconds, self.calls = 0.0, Counter[str]()
+        self._real, self.seconds, self.calls = real, 0.0, Counter[str]()
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if not callable(found):
-            return found
-        timed = self.__dict__[name] = self._timed(name, found)
-        return timed
+        function = getattr(self._real, name)
 
-    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
             found = function(*arguments, **options)
@@ -123,7 +104,8 @@ class Native:
             self.calls[name] += 1
             return found
 
-        return timed
+        self.__dict__[name] = timed if callable(function) else function
+        return self.__dict__[name]
 
 
 class Instant(RecordingNetwork):
@@ -167,8 +149,7 @@ def steps(spec: str, shapes: Shapes, bucket_mb: float, ranks: int, count: int) -
         view = FixedRates(Slots([*slots.values()]), RATE)
         reducer = Reducer(make(spec), slots, network, Options(bucket_mb=bucket_mb), view)
         for step in range(SETTLING + count):
-            native.clear()
-            network.seconds = 0.0
+            native.seconds, native.calls, network.seconds = 0.0, Counter(), 0.0
             began = time.perf_counter()
             for name in reversed(grads):
                 reducer.ready(slots[name], grads[name])

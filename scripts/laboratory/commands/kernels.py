@@ -3,60 +3,61 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from laboratory import machine, options
-from laboratory.kernels import lines, prediction
-from laboratory.kernels.cases import Arrays, cases
-from laboratory.refusal import Refused
-from laboratory.report import results
-from laboratory.report.progress import Progress
-from laboratory.timing import clock, interleave
+from laboratory import kernel_cases as c
+from laboratory import machine, options, report
+from laboratory.options import Refused
+from laboratory.report import Progress, figure, milliseconds
+from laboratory.timing import Case, Spread, clock, interleave, ratio
+
+Line = dict[str, Any]
+
+# Promises on one core: at most so many times add_ of as many entries.
+TARGETS = {
+    c.FEEDBACK: (5.0, "16.8M"),
+    c.SIMULATED: (7.0, "16.8M"),
+    c.SDAGC: (2.5, "16.8M"),
+    c.SDAGC_SIMULATED: (4.5, "16.8M"),
+    c.SKETCH: (3.5, "4.2M"),
+    c.HEAVIEST: (6.0, "4.2M"),
+    c.ORQ_3: (4.5, "16.8M"),
+    c.ORQ_5: (6.0, "16.8M"),
+    c.ORQ_9: (7.5, "16.8M"),
+    c.BINGRAD_B: (4.0, "16.8M"),
+}
 
 EXAMPLES = """\
 examples:
   scripts/lab kernels                                # half a minute
   scripts/lab kernels --size 4.2M --name 4m          # the size of the sketches' bounds
   scripts/lab kernels --device cuda --size 64M
-  scripts/lab kernels --predict                      # writes benchmarks/gpu.md; times nothing
 
 Times are medians over rounds in which all cases take turns. Ratios are taken within rounds."""
-
-RECORDS, PAGE, PAGE_SIZE = machine.ROOT / "benchmarks" / "results", "gpu.md", 64_000_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--size", type=options.size, default="16.8M", help="entries (default: 16.8M)")
-    parser.add_argument(
-        "--layers",
-        type=options.positive,
-        default=1,
-        help="number of nearly equal layers of the entries (default: 1)",
-    )
+    layers = "number of nearly equal layers of the entries (default: 1)"
+    parser.add_argument("--layers", type=options.positive, default=1, help=layers)
     parser.add_argument("--threads", type=options.positive, default=1, help="threads of a kernel on a CPU (default: 1)")
-    parser.add_argument(
-        "--rounds", type=options.positive, default=15, help="rounds in which each case takes a turn (default: 15)"
-    )
-    parser.add_argument(
-        "--predict", action="store_true", help="only write gpu.md: times on an H100 and an H200, predicted and recorded"
-    )
+    rounds = "rounds in which each case takes a turn (default: 15)"
+    parser.add_argument("--rounds", type=options.positive, default=15, help=rounds)
     options.add_places(parser, "the device and its model")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Time the cases, and write the table."""
-    if chosen.predict:
-        return predict()
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no GPU; use --device cpu, or a machine with a GPU")
     torch.set_num_threads(chosen.threads)
-    every, progress = cases(Arrays(chosen.size, device, chosen.layers)), Progress()
+    every, progress = c.cases(c.Arrays(chosen.size, device, chosen.layers)), Progress()
     seconds = interleave(
         every,
         chosen.rounds,
@@ -64,35 +65,69 @@ def run(chosen: argparse.Namespace) -> int:
         lambda done: progress(f"round {done} of {chosen.rounds}", done / chosen.rounds),
     )
     progress.end()
-    found, predicted = lines.lines(every, seconds), dict[str, float]()
+    found = lines(every, seconds)
     settings = {"device": chosen.device, "size": chosen.size, "layers": chosen.layers, "rounds": chosen.rounds}
-    result: dict[str, Any] = {"settings": settings, "lines": found, "targets": lines.targets(found)}
+    result: dict[str, Any] = {"settings": settings, "lines": found, "targets": []}
     model = machine.cpu_name()
     if device.type == "cuda":
         described = machine.describe_gpu()
-        model, result["targets"] = described["gpu"], lines.gpu_targets(found)
-        packages = machine.versions(("torch", "numpy", "horovod"))
-        result |= {"machine": machine.describe() | described, "versions": {**packages, "cuda": torch.version.cuda}}
-        if gpu := prediction.known(model):
-            predicted = prediction.milliseconds(chosen.size, gpu)
+        model = described["gpu"]
+        result |= {"machine": machine.describe() | described, "versions": machine.versions() | {"cuda": torch.version.cuda}}
     else:
-        settings["threads"] = chosen.threads
+        settings["threads"], result["targets"] = chosen.threads, targets(found)
     print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
-    print(lines.table(found, predicted))
-    print("\n".join(map(lines.sentence, result["targets"])))
-    results.save(chosen, results.path_of(chosen, f"{chosen.device}-{machine.slug(model)}"), result)
+    print(table(found))
+    for target in result["targets"]:
+        promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
+        print(f"{target['name']}: {target['found']:.2f} x add_, {promised}")
+    report.save(chosen, report.path_of(chosen, f"{chosen.device}-{machine.slug(model)}"), result)
     return 0
 
 
-def predict() -> int:
-    """Write the page of predicted times beside those of the records."""
-    path = RECORDS.parent / PAGE
-    path.write_text(prediction.page(PAGE_SIZE, records()))
-    print(f"written: {path}")
-    return 0
+def lines(cases: Sequence[Case], seconds: Mapping[str, Sequence[float]]) -> list[Line]:
+    """Return the figures of every case."""
+    copied = next(case.bytes_moved for case in cases if case.name == c.COPY)
+    assert copied is not None
+    found: list[Line] = []
+    for case in cases:
+        spread, moved = Spread.of(seconds[case.name]), case.bytes_moved
+        found.append(
+            {
+                "name": case.name,
+                "ms": {key: 1000 * value for key, value in spread._asdict().items()},
+                "ratio_to_add": ratio(seconds, case.name, c.ADD)._asdict(),
+                "bytes": moved,
+                "gb_per_s": moved / spread.median / 1e9 if moved else None,
+                "share_of_copy": moved / copied / ratio(seconds, case.name, c.COPY).median if moved else None,
+            }
+        )
+    return found
 
 
-def records() -> list[dict[str, Any]]:
-    """Read the committed results of kernels on GPUs."""
-    paths = [path for kind in ("kernels-cuda-*.json", "gpu-*.json") for path in sorted(RECORDS.glob(kind))]
-    return [json.loads(path.read_text()) for path in paths]
+def table(found: Sequence[Line]) -> str:
+    """Write the lines as a table."""
+    rows = [("", "ms", "min..max", "x add_", "min..max", "MB moved", "GB/s", "of copy")]
+    for line in found:
+        ms, to_add = line["ms"], line["ratio_to_add"]
+        rows.append(
+            (
+                line["name"],
+                milliseconds(ms["median"]),
+                "..".join(milliseconds(ms[end]) for end in ("low", "high")),
+                f"{to_add['median']:.2f}",
+                f"{to_add['low']:.2f}..{to_add['high']:.2f}",
+                figure(line["bytes"] and line["bytes"] / 1e6, "{:.4g}"),
+                figure(line["gb_per_s"], "{:.3g}"),
+                figure(line["share_of_copy"] and 100 * line["share_of_copy"], "{:.0f} %"),
+            )
+        )
+    return report.columns(rows)
+
+
+def targets(found: Sequence[Line]) -> list[dict[str, Any]]:
+    """Judge the promises on one core."""
+    medians = {line["name"]: line["ratio_to_add"]["median"] for line in found}
+    return [
+        {"name": name, "at_most": most, "of_entries": entries, "found": medians[name], "kept": medians[name] <= most}
+        for name, (most, entries) in TARGETS.items()
+    ]

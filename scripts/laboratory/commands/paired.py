@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from laboratory import machine, options, ranks, stats
-from laboratory.refusal import Refused
-from laboratory.report import results
-from laboratory.report.progress import Progress
-from laboratory.report.tables import columns
+from laboratory import machine, options, ranks, report, stats
+from laboratory.options import Refused
+from laboratory.report import Progress, columns
 
 SPECS = ["topk", "sdagc", "orq"]
 
@@ -125,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=options.checkout, default=this, metavar="FOLDER", help="the other one (default: this)")
     parser.add_argument("--specs", type=options.specs, default=SPECS, help=f"(default: {','.join(SPECS)})")
     parser.add_argument("--layers", type=options.positive, default=16, help="layers of 2^20 entries (default: 16)")
-    parser.add_argument("--hosts", type=options.host_count, default=0, help="emulated hosts, with one rank each")
+    parser.add_argument("--hosts", type=options.hosts, default=0, help="emulated hosts, with one rank each")
     parser.add_argument("--rate", type=options.rate, default="none", help="of the hosts' links (default: none)")
     parser.add_argument("--pairs", type=options.positive, default=60, help="pairs of turns (default: 60)")
     parser.add_argument("--steps", type=options.positive, default=3, help="steps of a turn (default: 3)")
@@ -144,8 +142,8 @@ def run(chosen: argparse.Namespace) -> int:
     progress.end()
     print(columns(rows))
     settings = {name: getattr(chosen, name) for name in ("layers", "hosts", "rate")}
-    path = results.path_of(chosen, f"steps-{machine.slug(machine.cpu_name())}")
-    results.save(chosen, path, {"settings": settings, "steps": found})
+    path = report.path_of(chosen, f"steps-{machine.slug(machine.cpu_name())}")
+    report.save(chosen, path, {"settings": settings, "steps": found})
     return 0
 
 

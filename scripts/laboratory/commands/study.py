@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import statistics
 import sys
@@ -11,25 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from laboratory import options, stats
+from laboratory import options, report, stats
 from laboratory.harness import measured, settings, ways
 from laboratory.harness.measured import Lab, Record, Training
 from laboratory.machine import ROOT
-from laboratory.refusal import Refused
-from laboratory.report import plots, results, tables
-from laboratory.report.tables import figure
-from laboratory.tasks import prepared
-from laboratory.tasks.table import TASKS
+from laboratory.options import Refused
+from laboratory.report import figure
+from laboratory.tasks.table import TASKS, files
 from laboratory.tasks.task import Settings
 
 # The share of dense's steps after which its training loss is the goal of the others.
 GOAL_AT = 0.8
-
-# Steps between two points of a curve in the result file.
-POINTS = 20
-
-# Colours, marks and lines of specs in a picture. Marks and lines differ where colours repeat.
-COLOURS, MARKS, DASHES = 10, "osD^vPX*<>h", ("-", "--", ":")
 
 Line = dict[str, Any]
 BySeed = dict[int, Record]
@@ -44,8 +35,8 @@ EXAMPLES = f"""\
 examples:
   scripts/lab study --tasks mlp,conv --seeds 10 --specs 'dense;topk:ratio=0.001;topk:ratio=0.01,momentum=0.9' --jobs 2
   scripts/lab study --tasks conv --specs topk:ratio=0.001 --set steps=200,conv.lr=0.1 --name try
-  scripts/lab study --tasks cifar,library --data FOLDER --specs 'topk:ratio=0.01;bf16;powersgd:rank=1' --seeds 2
-  scripts/lab study --tasks library --specs topk --set clip=0 --door horovod --name real
+  scripts/lab study --tasks cifar --data FOLDER --specs 'topk:ratio=0.01;bf16;powersgd:rank=1' --seeds 2
+  scripts/lab study --tasks conv --specs topk --door horovod --name real
 
 Specs are trained with simulated ranks in one process; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and
 all of them by real ranks with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
@@ -56,8 +47,8 @@ measured code. It also holds decoded data."""
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--tasks", type=settings.tasks, default=SMALL_TASKS, help=f"(default: {','.join(SMALL_TASKS)})")
-    files = ", ".join(sorted({task.source.file for task in TASKS.values() if task.source and task.source.file}))
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {files}, for the tasks that need them")
+    named = ", ".join(sorted({task.source.file for task in TASKS.values() if task.source}))
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {named}, for the tasks that need them")
     parser.add_argument("--specs", type=ways.several, required=True, help="compared with dense, which is always among them")
     parser.add_argument("--seeds", type=settings.seeds, default=5, help="two or more (default: 5)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="(default: 4)")
@@ -72,9 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Train what is missing, and report."""
     settled = settings.settle(chosen.tasks, chosen.set)
-    data = prepared.files(chosen.tasks, chosen.data, chosen.cache)
+    data = files(chosen.tasks, chosen.data, chosen.cache)
     every = [
-        training(chosen, task, own, way, seed, data.get(task, ""))
+        training(chosen, task, own, way, seed, data[task])
         for seed in range(chosen.seeds)  # seed by seed: whenever the study is interrupted, all specs have come equally far
         for task, own in settled.items()
         for way in ["dense", *(spec for spec in chosen.specs if spec != "dense")]
@@ -101,7 +92,7 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
 
 
 def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, Settings]) -> int:
-    """Write the tables, pictures and result file of all finished trainings."""
+    """Write the tables and the result file of all finished trainings."""
     tasks: dict[str, Any] = {}
     commits: set[str] = set()
     for task, own in settled.items():
@@ -119,17 +110,15 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
         tasks[task] = {"settings": own._asdict(), "parameters": parameters, "score": TASKS[task].score_name, "lines": lines}
         if data := of_task[0].data:
             tasks[task]["data"] = data
-        print(f"\n{markdown(task, lines)}\n")
-        trained = f"{parameters:,} parameters, {chosen.ranks} ranks of {own.batch}, {own.steps} steps"
-        ending = f"-{task}.png" if len(settled) > 1 else ".png"
-        draw(task, trained, lines, results.path_of(chosen, "compare", ending))
+        seeds = "/".join(map(str, sorted({len(line["seeds"]) for line in lines})))
+        print(f"\n{task}: {TASKS[task].about}; {seeds} seeds\n\n{markdown(TASKS[task].score_name, lines)}\n")
     if len(commits) > 1:
         print(f"lab study: the trainings are of {len(commits)} commits: {', '.join(sorted(commits))}", file=sys.stderr)
     if not tasks:
         return 1
     content = {name: getattr(chosen, name) for name in ("ranks", "door", "rate")}
     content |= {"commits_of_runs": sorted(commits), "tasks": tasks}
-    results.save(chosen, results.path_of(chosen, "compare"), content)
+    report.save(chosen, report.path_of(chosen, "compare"), content)
     return 0
 
 
@@ -145,10 +134,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     scores = [score_of(record) for record in own]
     sign = -1 if TASKS[task].higher_is_better else 1
     worse = [sign * (a - score_of(b)) for a, b in zip(scores, others, strict=True)]
-    losses = _curve(own)
-    steps, reached = max(1, round(GOAL_AT * len(losses))), _reached(own, others)
-    bytes_sent = list(itertools.accumulate(_mean([record["sent"] for record in own])))
-    kept = sorted({*range(POINTS - 1, len(losses), POINTS), len(losses) - 1})
+    steps, reached = max(1, round(GOAL_AT * len(own[0]["losses"]))), _reached(own, others)
     return {
         "spec": spec,
         "seeds": seeds,
@@ -157,26 +143,18 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "score_error": or_none(stats.standard_error(scores)),
         "worse_than_dense": or_none(statistics.fmean(worse)),
         "worse_at_most": or_none(stats.upper_bound(worse)) if spec != "dense" else 0.0,
-        "bytes_sent": round(bytes_sent[-1]),
+        "bytes_sent": round(statistics.fmean(sum(record["sent"]) for record in own)),
         "compression": sum(4 * r["parameters"] * len(r["sent"]) for r in own) / max(1, sum(sum(r["sent"]) for r in own)),
         "steps_to_loss": reached,
         "times_the_steps": reached / steps if reached is not None else None,
         "times_at_most": _times_at_most(own, others, reached, steps) if spec != "dense" else 1.0,
         "seconds": round(statistics.median(record["seconds"] for record in own), 1),
-        "curve": {
-            "step": [i + 1 for i in kept],
-            "bytes": [round(bytes_sent[i]) for i in kept],
-            "loss": [or_none(losses[i]) for i in kept],
-        },
     }
 
 
 def _curve(records: Sequence[Record]) -> list[float]:
-    return stats.smooth(_mean([[number(loss) for loss in record["losses"]] for record in records]))
-
-
-def _mean(curves: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
+    losses = ([number(loss) for loss in record["losses"]] for record in records)
+    return stats.smooth([statistics.fmean(values) for values in zip(*losses, strict=True)])
 
 
 def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
@@ -210,12 +188,11 @@ def or_none(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
-def markdown(task: str, lines: Sequence[Line]) -> str:
+def markdown(score_name: str, lines: Sequence[Line]) -> str:
     """Write the table of one task."""
-    kind, seeds = TASKS[task], sorted({len(line["seeds"]) for line in lines})
     heads = [
         "spec",
-        kind.score_name,
+        score_name,
         "worse than dense",
         "at most (95 %)",
         "bytes, dense / sent",
@@ -236,33 +213,4 @@ def markdown(task: str, lines: Sequence[Line]) -> str:
             "" if dense else figure(line["times_at_most"], "{:.2f} x", "never"),
         ]
         rows.append([*cells, figure(line.get("squared_error"), "{:.3f}", "")] if with_errors else cells)
-    return f"{task}: {kind.about}; {'/'.join(map(str, seeds))} seeds\n\n{tables.markdown(rows)}"
-
-
-def draw(task: str, settings: str, lines: Sequence[Line], path: Path) -> None:
-    """Draw two panels. A spec has its colour and mark in both."""
-    height = 4.6 + 0.2 * math.ceil(len(lines) / 2)
-    picture, (left, right) = plots.pyplot().subplots(1, 2, figsize=(11, height), layout="constrained")
-    for i, line in enumerate(lines):
-        colour = "black" if line["spec"] == "dense" else f"C{i % COLOURS}"
-        mark, dashes = MARKS[i % len(MARKS)], DASHES[i // COLOURS % len(DASHES)]
-        if line["score"] is not None:
-            at, error = line["bytes_sent"] / 1e6, line["score_error"]
-            left.errorbar(at, line["score"], error, color=colour, fmt=mark, capsize=3)
-        curve = line["curve"]
-        sent = [bytes_ / 1e6 for bytes_ in curve["bytes"]]
-        drawn = {"color": colour, "marker": mark, "linestyle": dashes, "markersize": 3, "linewidth": 1.2}
-        right.plot(sent, curve["loss"], label=f"{line['spec']}  ({line['compression']:,.0f} x)", **drawn)
-    left.set_ylabel(f"{TASKS[task].score_name} (mean, standard error)")
-    right.set_ylabel("training loss (mean of 10 steps)")
-    losses = [loss for line in lines for loss in line["curve"]["loss"] if loss]
-    if losses and max(losses) > 10 * min(losses):
-        right.set_yscale("log")
-    for axes in (left, right):
-        axes.set_xscale("log")
-        axes.set_xlabel("MB sent by a rank")
-        plots.grid(axes)
-    picture.suptitle(f"{task}: {settings}")
-    below: Any = {"loc": "outside lower center", "ncols": 2, "fontsize": "small", "frameon": False}
-    picture.legend(markerscale=1.8, handlelength=4, **below)
-    plots.save(picture, path)
+    return report.markdown(rows)

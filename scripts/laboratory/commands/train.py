@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
-from laboratory import machine, options
+from laboratory import machine, options, report
 from laboratory.harness import measured, rounds, settings, ways
 from laboratory.harness.measured import Lab, Rounds
 from laboratory.machine import ROOT
-from laboratory.refusal import Refused
-from laboratory.report import results
-from laboratory.tasks import prepared
-from laboratory.tasks.table import TASKS
+from laboratory.options import Refused
+from laboratory.tasks.table import TASKS, files
 
 WAYS = "none,stock,fp16,dense,topk:ratio=0.001,sdagc:density=0.001,small=pool"
 
@@ -40,13 +37,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", type=options.rates, default="1gbit,100mbit", help="rates of the emulated links (default: 1gbit,100mbit)"
     )
-    parser.add_argument("--later", type=later, metavar="RATE:SECONDS", help="the rate that all links get after so many seconds")
+    parser.add_argument(
+        "--later", type=options.later, metavar="RATE:SECONDS", help="the rate that all links get after so many seconds"
+    )
     parser.add_argument("--ways", type=ways.several, default=WAYS, help="specs of gradcomp, auto, or others, listed below")
     parser.add_argument("--door", choices=ways.DOORS, default=ways.HOROVOD, help="(default: horovod)")
     parser.add_argument("--task", choices=TASKS, default="mlp", help="(default: mlp)")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the data of the tasks that need some")
     settings.add_changes(parser)
-    parser.add_argument("--projects", type=Path, metavar="FOLDER", help="folder with checkouts `grace` and `dgc`")
     parser.add_argument("--rounds", type=options.positive, default=3, help="rounds in which each way takes a turn (default: 3)")
     parser.add_argument("--steps", type=options.positive, default=12, help="steps of a turn, at most (default: 12)")
     parser.add_argument("--turn", type=options.above_0, default=1e9, metavar="SECONDS", help="time of a turn, at most")
@@ -57,14 +55,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="cluster: emulated hosts, needs root (default); local: ranks on this machine alone, links as they are",
     )
     options.add_places(parser, "the CPU's model", ROOT / "build" / "study")
-
-
-def later(text: str) -> tuple[str, float]:
-    """Read 100mbit:60."""
-    rate, colon, seconds = text.partition(":")
-    if not colon or not re.fullmatch(r"\d+(\.\d+)?", seconds):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate and seconds; write for example 100mbit:60")
-    return options.rates(rate)[0], options.above_0(seconds)
 
 
 def launches(chosen: argparse.Namespace) -> list[Rounds]:
@@ -78,7 +68,7 @@ def launches(chosen: argparse.Namespace) -> list[Rounds]:
     settled = settings.settle([chosen.task], [OF_DIGITS if chosen.task == "mlp" else [], *chosen.set])[chosen.task]
     if settled.clip:
         raise Refused(f"{chosen.task} clips gradients, which the ways would do differently; add --set clip=0")
-    data = prepared.files([chosen.task], chosen.data, chosen.cache).get(chosen.task, "")
+    data = files([chosen.task], chosen.data, chosen.cache)[chosen.task]
     every = {name: getattr(chosen, name) for name in ("task", "ways", "rounds", "steps", "turn", "door", "later")}
     launcher = "cluster" if chosen.launcher == "cluster" else measured.LAUNCHERS[chosen.door]
     rates = chosen.rate if launcher == "cluster" else ["loopback"]
@@ -90,10 +80,10 @@ def run(chosen: argparse.Namespace) -> int:
     runs = []
     every = launches(chosen)
     for each in every:
-        found = measured.perform(each, Lab(chosen.command, chosen.cache, chosen.projects))
+        found = measured.perform(each, Lab(chosen.command, chosen.cache))
         runs.append({**each.key(), **found})
         print(f"\n{found['ranks']} ranks, {each.rate}\n\n{rounds.table(found)}\n", flush=True)
     settled = {"launcher": chosen.launcher, "hosts": chosen.hosts, "rounds": chosen.rounds, "steps": chosen.steps}
-    path = results.path_of(chosen, machine.slug(machine.cpu_name()))
-    results.save(chosen, path, {"settings": settled | every[0].settings.key(), "runs": runs})
+    path = report.path_of(chosen, machine.slug(machine.cpu_name()))
+    report.save(chosen, path, {"settings": settled | every[0].settings.key(), "runs": runs})
     return 0

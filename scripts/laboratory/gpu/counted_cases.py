@@ -7,8 +7,8 @@ import json
 
 import torch
 
+from laboratory import kernel_cases as cases
 from laboratory import options
-from laboratory.kernels import cases
 
 PARTS = {part.__name__: part for part in (cases.passes, cases.sparse, cases.above, cases.sketches, cases.levels)}
 # Calls before the one that counts: they load machine code, and fill residuals.

@@ -1,4 +1,4 @@
-"""A rank of gpu_check under torchrun: DDP on one device, without and with gradcomp, compared bit for bit, or timed alone."""
+"""A rank of gpu_check under torchrun: DDP on one device, without and with gradcomp, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.update(steps.NCCL)
     dist.init_process_group(options.backend)
-    rank, count = dist.get_rank(), dist.get_world_size()
-    result = steps.compare([*LIKE_DDP, *OTHERS], LIKE_DDP, make, agree, options, rank, count)
-    if rank == 0:
+    result = steps.compare([*LIKE_DDP, *OTHERS], LIKE_DDP, make, agree, options, dist.get_rank())
+    if dist.get_rank() == 0:
         ranks.report({"backend": options.backend, **result})
     dist.destroy_process_group()
     os._exit(0)  # torch's threads and this process end in no fixed order, and now and then abort it after all is done

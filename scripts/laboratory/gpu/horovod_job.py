@@ -1,4 +1,4 @@
-"""A rank of gpu_check under horovodrun: stock Horovod on one device, compared bit for bit. One rank alone is timed."""
+"""A rank of gpu_check under horovodrun: stock Horovod on one device, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -35,13 +35,18 @@ def agree(named: str, weights: Tensor) -> bool:
     return bool(same == hvd.size())
 
 
-def measure() -> dict[str, Any]:
-    """Train under every spec and route."""
-    like_stock = [way for way in WAYS if not way.startswith(steps.SPARSE)]
+def main() -> None:
+    """Train under every spec and route, and report."""
     options = steps.parser(__doc__).parse_args()
-    return steps.compare(WAYS, like_stock, make, agree, options, hvd.rank(), hvd.size())
+    os.environ.update(steps.NCCL)
+    hvd.init()
+    like_stock = [way for way in WAYS if not way.startswith(steps.SPARSE)]
+    result = steps.compare(WAYS, like_stock, make, agree, options, hvd.rank())
+    if hvd.rank() == 0:
+        ranks.report(result)
+    hvd.barrier()  # a rank that shuts down ends Horovod for the others
+    hvd.shutdown()
 
 
 if __name__ == "__main__":
-    os.environ.update(steps.NCCL)
-    ranks.horovod_job(measure)
+    main()

@@ -1,10 +1,14 @@
-"""Stages with time limits. Each leaves a record with its name and outcome, and none keeps the others from running."""
+"""Stages with time limits, the GPU and programs that they find, and the two files that they leave.
+
+Each stage leaves a record with its name and outcome, and none keeps the others from running.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +16,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from laboratory import machine
-from laboratory.gpu.place import Gpu
-from laboratory.report import results
+from laboratory import machine, report
+from laboratory.machine import ROOT
 
 Record = dict[str, Any]
+
+# Folders that git ignores: a copy of gradcomp with the extension for this GPU, and a Horovod that was carried along, if any.
+BUILD = ROOT / "build" / "gpu"
+PACKAGE, HOROVOD = BUILD / "package", ROOT / "build" / "gpu-horovod"
+
+# Where CUDA's programs lie, if not on PATH. A star stands for a version.
+CUDA_PLACES = ("usr/local/cuda/bin", "usr/local/cuda/compute-sanitizer", "opt/nvidia/nsight-compute/*")
 
 # The status of a stage that has not ended.
 RUNNING = "running"
@@ -26,6 +36,49 @@ RUNNING = "running"
 TAIL = 20
 # Seconds for a killed process to end. A process that hangs in a driver does not end, and must not hold up the other stages.
 ENDING = 10
+
+
+class Gpu(NamedTuple):
+    """A GPU as nvidia-smi describes it."""
+
+    name: str
+    driver: str
+    capability: str
+    memory: str
+
+    @property
+    def arch(self) -> str:
+        """Return the architecture as CMake and nvcc number it."""
+        return self.capability.replace(".", "")
+
+
+def find_gpu(program: str = "nvidia-smi") -> Gpu | None:
+    """Find the first GPU of this machine."""
+    words = [program, "--query-gpu=name,driver_version,compute_cap,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    fields = [part.strip() for part in done.stdout.partition("\n")[0].split(",")]
+    return Gpu(*fields) if done.returncode == 0 and len(fields) == 4 else None
+
+
+def program(name: str, root: Path = Path("/")) -> str | None:
+    """Find a program: on PATH, beside the toolkit that CUDA_HOME names, or in one of CUDA's places."""
+    home = os.environ.get("CUDA_HOME")
+    folders = [Path(home) / "bin"] if home else []
+    folders += [folder for place in CUDA_PLACES for folder in sorted(root.glob(place), reverse=True)]
+    return shutil.which(name) or next((str(folder / name) for folder in folders if (folder / name).is_file()), None)
+
+
+def environment() -> dict[str, str]:
+    """Return variables by which every command finds the builds of the check before installed packages, and the laboratory."""
+    before = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [str(PACKAGE), str(HOROVOD), str(ROOT / "scripts"), before]))
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if nvcc := program("nvcc"):
+        variables |= {"CUDACXX": nvcc, "PATH": os.pathsep.join([os.environ.get("PATH", ""), str(Path(nvcc).parent)])}
+    return variables
 
 
 class Impossible(Exception):
@@ -58,7 +111,6 @@ class Clock:
 
     def __init__(self, end: float, log: Path, environment: Mapping[str, str]):
         self._end, self._log, self.environment = end, log, environment
-        self._begin = log.stat().st_size
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -94,10 +146,6 @@ class Clock:
         if process.returncode != 0:
             raise Failed(f"{name} ended with {process.returncode}\n{self._tail(begin)}")
         return self._since(begin)
-
-    def output(self) -> str:
-        """Return all that the stage's commands have said."""
-        return self._since(self._begin)
 
     def _since(self, begin: int) -> str:
         return self._log.read_bytes()[begin:].decode(errors="replace")
@@ -144,13 +192,13 @@ def _outcome(stage: Stage, clock: Clock, lacking: str) -> Record:
 class Output:
     """The two files of a call: its result, written anew before and after each stage, and its log.
 
-    found: the GPU; None in a dry run. say: prints a line.
+    found: the GPU; None in a dry run.
     """
 
-    def __init__(self, folder: Path, call: str, found: Gpu | None, say: Callable[[str], object] = print):
+    def __init__(self, folder: Path, call: str, found: Gpu | None):
         stem = f"gpu-{machine.slug(found.name)}-{call}" if found else f"dry-run-{call}"
         self.result, self.log = folder / f"{stem}.json", folder / f"{stem}.log"
-        self._call, self._found, self._say = call, found, say
+        self._call, self._found = call, found
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -165,11 +213,11 @@ class Output:
             "stages": [*records],
         }
         text = json.dumps(content)
-        for folder, name in ((machine.ROOT, "."), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
+        for folder, name in ((ROOT, "."), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
             text = text.replace(f"{folder}/", f"{name}/")
-        results.write(self.result, json.loads(text))
+        report.write(self.result, json.loads(text))
         last = records[-1]
         if last["status"] != RUNNING:
-            self._say(f"{last['name']:<17} {last['status']:<10} {last['seconds']:>6.1f} s")
+            print(f"{last['name']:<17} {last['status']:<10} {last['seconds']:>6.1f} s", flush=True)
             if "reason" in last:
-                self._say("  " + last["reason"].replace("\n", "\n  "))
+                print("  " + last["reason"].replace("\n", "\n  "), flush=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -48,21 +46,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def train(model: torch.nn.Module, optimizer: Any, rank: int, device: torch.device) -> tuple[Tensor, float]:
-    """Train on pictures of this rank's own. Return the bits of the weights, and the median step in seconds."""
-    generator, seconds = torch.Generator().manual_seed(rank), []
+def train(model: torch.nn.Module, optimizer: Any, rank: int, device: torch.device) -> Tensor:
+    """Train on pictures of this rank's own. Return the bits of the weights."""
+    generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS):
-        began = time.perf_counter()
         x = torch.rand(BATCH, 64, generator=generator).to(device)
         y = torch.randint(10, (BATCH,), generator=generator).to(device)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
         optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    return weights.cpu().view(torch.int32), statistics.median(seconds)
+    return weights.cpu().view(torch.int32)
 
 
 def compare(
@@ -72,9 +66,8 @@ def compare(
     agree: Callable[[str, Tensor], bool],
     options: argparse.Namespace,
     rank: int,
-    ranks: int,
 ) -> dict[str, Any]:
-    """Train by every way, and return the checks. A rank alone also returns its times: ranks that share a device take turns.
+    """Train by every way, and return the checks.
 
     ways: the first is the exchange without gradcomp; those in like_first must give its weights. make: wraps a model and makes
     its optimizer, for a way. agree: tells whether all ranks have these weights.
@@ -82,9 +75,8 @@ def compare(
     torch.use_deterministic_algorithms(True)
     device = torch.device(options.device)
     checks: dict[str, bool] = {}
-    milliseconds: dict[str, float] = {}
 
-    def run(way: str, streams: int = 1) -> tuple[Tensor, float]:
+    def run(way: str, streams: int = 1) -> Tensor:
         model = digits.model(width=options.width).to(device)
         wrapped, optimizer = make(way, model if streams == 1 else OnTwoStreams(*model))
         return train(wrapped, optimizer, rank, device)
@@ -94,16 +86,13 @@ def compare(
         if like:
             checks[f"{named}: weights equal those of {ways[0]} by itself"] = torch.equal(weights, first)
 
-    first, _ = run(ways[0])
+    first = run(ways[0])
     for way in ways:
-        weights, median = run(way)
-        milliseconds[way] = 1000 * median
-        check(way, weights, way in like_first)
+        check(way, run(way), way in like_first)
     for way in ways if device.type == "cuda" else ():
         if way.startswith(EXACT):
             with torch.cuda.stream(torch.cuda.Stream()):
-                weights, _ = run(way)
+                weights = run(way)
             check(f"{way}, on another stream", weights, True)
-            check(f"{way}, layers on two streams", run(way, streams=2)[0], True)
-    result = {"width": options.width, "steps": STEPS, "checks": checks}
-    return result | {"ms": milliseconds} if ranks == 1 else result
+            check(f"{way}, layers on two streams", run(way, streams=2), True)
+    return {"width": options.width, "steps": STEPS, "checks": checks}

@@ -1,4 +1,4 @@
-"""The stages of gpu_check that build, test, measure and run ranks. `device` is cuda, or cpu in a dry run."""
+"""The three calls of gpu_check, and their stages, the most telling ones first. `device` is cuda, or cpu in a dry run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,33 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from laboratory import ranks
-from laboratory.gpu.place import BUILD, HOROVOD, PACKAGE, Gpu, missing, program
-from laboratory.gpu.stages import Clock, Failed, Impossible, Record, TimedOut
+from laboratory.gpu.stages import BUILD, PACKAGE, Clock, Failed, Gpu, Impossible, Record, Stage, program
 from laboratory.machine import ROOT
+
+CALLS = {"kernels": "build, tests, times", "ranks": "DDP, Horovod, NCCL", "tools": "compute-sanitizer, ncu"}
+
+# Seconds of all stages of a call. With its start and end it then takes less than nine minutes.
+TOTAL = 520.0
+
+# Tests of whole steps, of kernels and of laws, as tests() wants them; and fewer for a dry run.
+WANTED = ("tests/test_cuda.py",), ("tests/kernels",), ("tests/test_laws.py",)
+WANTED_DRY = (
+    ("tests/native/test_streams.py",),
+    ("tests/kernels/test_delivery.py",),
+    ("tests/test_laws.py", "test_conservation", "dense"),
+)
+TOOLS = {"memcheck": 110.0, "racecheck": 110.0, "synccheck": 90.0}
+PARTS = ("passes", "sparse", "above", "sketches", "levels")
+
+# Packages that every call needs.
+PACKAGES = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
 
 PROBE = """
 import json, torch
@@ -26,12 +45,72 @@ print("@" + json.dumps({
 }))
 """
 BUILT = 'import json; from gradcomp.native import extension; print("@" + json.dumps({"cuda": extension.BUILT_WITH_CUDA}))'
-ASK_HOROVOD = 'import json, horovod.torch as h; print("@" + json.dumps({"gloo": h.gloo_built(), "nccl": bool(h.nccl_built())}))'
-
 # pytest without the checkout's own gradcomp and its extension, which `-m pytest` puts first. The only plugin is xdist: those of
 # other packages warn, and a warning is an error.
 PYTEST = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
 PLAIN = ("-v", "-o", "minversion=1", "-p", "no:cacheprovider")
+
+# Every allocation is one of the driver's own: inside torch's, an access outside of an array hits another array.
+OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+# The status that compute-sanitizer ends with after an error. The calls end with 1.
+FOUND = 99
+
+# ncu's counters of each kernel: time, bytes, registers, instructions, and the share of the memory's and the warps' peaks.
+COUNTERS = (
+    "gpu__time_duration.sum",
+    "dram__bytes_read.sum",
+    "dram__bytes_write.sum",
+    "lts__t_bytes.sum",
+    "launch__registers_per_thread",
+    "smsp__inst_executed.sum",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+)
+# The clocks stay as they are: the machine is shared. Only the marked calls of the cases are counted.
+NCU = "--clock-control none --profile-from-start off --csv --page raw --print-units base --kernel-name-base demangled"
+
+
+def stages(call: str, gpu: Gpu | None) -> list[Stage]:
+    """Return the stages of a call for this GPU; without one those of a dry run on the CPU, smaller."""
+    device = "cuda" if gpu else "cpu"
+    return [
+        Stage("machine", partial(machine, device=device), 60, required=True),
+        Stage("build", partial(build, device=device, gpu=gpu), 180, required=True),
+        *{"kernels": kernels_call, "ranks": ranks_call, "tools": tools_call}[call](gpu, device),
+    ]
+
+
+def kernels_call(gpu: Gpu | None, device: str) -> list[Stage]:
+    """Return the stages that test and measure kernels."""
+    size, large, rounds = ("64M", "256M", 30) if gpu else ("100k", "200k", 2)
+    first, of_kernels, of_laws = WANTED if gpu else WANTED_DRY
+    return [
+        Stage("steps", partial(tests, device=device, wanted=first), 80),
+        Stage("kernels", partial(kernels, device=device, size=size, rounds=rounds), 90),
+        Stage("tests", partial(tests, device=device, wanted=of_kernels, most_workers=8), 150),
+        Stage("kernels-large", partial(kernels, device=device, size=large, rounds=max(2, rounds // 3)), 90),
+        Stage("laws", partial(tests, device=device, wanted=of_laws, most_workers=8), 120),
+    ]
+
+
+def ranks_call(gpu: Gpu | None, device: str) -> list[Stage]:
+    """Return the stages of two ranks that share the device, over NCCL on a GPU."""
+    width, backend = ("2048", "nccl") if gpu else ("64", "gloo")
+    job = ["laboratory.gpu.horovod_job", "--device", device, "--width", width]
+    ddp = ["laboratory.gpu.ddp_job", "--device", device, "--width", width, "--backend", backend]
+    return [
+        Stage("ddp", partial(run_ranks, launcher="torchrun", job=ddp), 100),
+        Stage("horovod-ranks", partial(run_ranks, launcher="horovodrun", job=job), 100),
+    ]
+
+
+def tools_call(gpu: Gpu | None, device: str) -> list[Stage]:
+    """Return the stages that watch kernels. A dry run makes the same calls unwatched."""
+    size = "16.8M" if gpu else "20k"
+    counters = [Stage(f"counters-{part}", partial(counted, device=device, part=part, size=size), 70) for part in PARTS]
+    plain = Stage("calls", partial(calls, device=device, each=3 if gpu else 1), 60)
+    watched = [Stage(tool, partial(sanitized, tool=tool, each=3), limit) for tool, limit in TOOLS.items() if gpu]
+    return [plain, *watched[:2], *counters, *watched[2:]]
 
 
 def marked(text: str, mark: str = "@") -> Record:
@@ -45,26 +124,19 @@ def marked(text: str, mark: str = "@") -> Record:
 
 def machine(clock: Clock, device: str) -> Record:
     """List versions and the GPU. A missing necessity ends the call."""
-    if lacking := missing(device == "cuda"):
-        raise Impossible("missing: " + "; ".join(lacking))
+    if lacking := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise Impossible(
+            f"missing: {', '.join(lacking)}; install them, or carry their wheels along, which `pip download` fetches"
+        )
+    if device == "cuda" and program("nvcc") is None:
+        raise Impossible("missing: nvcc; install the CUDA toolkit, or name its folder in CUDA_HOME")
     found = marked(clock.command([sys.executable, "-c", PROBE], cwd=BUILD))
     if nvcc := program("nvcc"):
         found["versions"]["nvcc"] = clock.command([nvcc, "--version"]).strip().splitlines()[-1]
-    if device == "cuda":
-        check_cuda(found)
+    if device == "cuda" and found["gpu"] is None:
+        named = f"torch {found['versions']['torch']} sees no GPU (its CUDA: {found['versions']['torch_cuda']})"
+        raise Failed(f"{named}; use the Python that has a torch for the driver's CUDA")
     return found
-
-
-def check_cuda(found: Record) -> None:
-    """Refuse a torch that sees no GPU, and an nvcc of another CUDA than torch's."""
-    torch, cuda, nvcc = (found["versions"].get(name) for name in ("torch", "torch_cuda", "nvcc"))
-    if cuda is None:
-        raise Failed(f"torch {torch} is built for CPUs; use the Python that has a torch for CUDA")
-    if found["gpu"] is None:
-        raise Failed(f"torch {torch} sees no GPU (its CUDA: {cuda}); install a torch for the driver's CUDA")
-    major = re.search(r"cuda_(\d+)\.", nvcc or "")
-    if major and major[1] != cuda.partition(".")[0]:
-        raise Failed(f"nvcc is of CUDA {major[1]}, but torch {torch} of CUDA {cuda}; name another toolkit in CUDA_HOME")
 
 
 def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
@@ -86,7 +158,7 @@ def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
 
 
 def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 1) -> Record:
-    """Run the tests named after the device, in processes that share it if pytest-xdist is there.
+    """Run the tests named after the device, in processes that share it if pytest-xdist is there. Return pytest's last line.
 
     wanted: folders and files of tests; and words, which a test's name must have as well.
     """
@@ -96,25 +168,11 @@ def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 
     if workers > 1 and importlib.util.find_spec("xdist"):
         options += ["-p", "xdist.plugin", "-n", str(workers)]
     command = [sys.executable, "-c", PYTEST, *options, *(each for each in wanted if each not in words)]
-    try:
-        clock.command(command, cwd=ROOT, OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    except (Failed, TimedOut) as error:
-        found = outcomes(clock.output())
-        bad = found["failures"]
-        raise type(error)(f"{len(bad)} of {found['tests']} tests that had ended failed: {bad[:20]}\n{error}") from None
-    found = outcomes(clock.output())
-    if found["tests"] == found["skipped"]:
-        raise Failed(f"no test ran on {device}")
-    return found
-
-
-def outcomes(text: str) -> Record:
-    """Count the tests that have ended, in pytest's lines by one process or several."""
-    alone = re.findall(r"^(tests/\S+) (PASSED|FAILED|ERROR|SKIPPED)\b.*\[", text, re.MULTILINE)
-    shared = re.findall(r"^\[gw\d+\].* (PASSED|FAILED|ERROR|SKIPPED) (\S+)", text, re.MULTILINE)
-    ended = [*alone, *((name, outcome) for outcome, name in shared)]
-    failures = [name for name, outcome in ended if outcome in ("FAILED", "ERROR")]
-    return {"tests": len(ended), "skipped": sum(outcome == "SKIPPED" for _, outcome in ended), "failures": failures}
+    said = clock.command(command, cwd=ROOT, OMP_NUM_THREADS="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    last = said.strip().splitlines()[-1]
+    if " passed" not in last:
+        raise Failed(f"no test ran on {device}: {last}")
+    return {"tests": last}
 
 
 def kernels(clock: Clock, device: str, size: str, rounds: int) -> Record:
@@ -128,13 +186,6 @@ def kernels(clock: Clock, device: str, size: str, rounds: int) -> Record:
     return {key: result[key] for key in ("command", "settings", "lines", "targets")}
 
 
-def horovod(clock: Clock) -> Record:
-    """Say how the Horovod that is installed or carried along was built."""
-    if importlib.util.find_spec("horovod") is None and not HOROVOD.exists():
-        raise Impossible("Horovod is missing; install it, or carry a build for this torch along as build/gpu-horovod")
-    return marked(clock.command([sys.executable, "-c", ASK_HOROVOD], cwd=BUILD))
-
-
 def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -> Record:
     """Run a job on ranks that share the device, and return its result. All its comparisons must hold."""
     words = ranks.command(launcher, count, job)
@@ -144,3 +195,52 @@ def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -
     if wrong:
         raise Failed(f"these comparisons do not hold: {'; '.join(wrong)}; {json.dumps(found)}")
     return found
+
+
+def calls(clock: Clock, device: str, each: int, before: tuple[str, ...] = (), **variables: str) -> Record:
+    """Make legal calls of every kernel, and compare their results with definitions. `before`: a tool that watches them."""
+    path = clock.environment.get("PYTHONPATH", "")
+    command = [*before, sys.executable, "-m", "fuzz.watched", "--device", device, "--calls", str(each)]
+    variables = {**variables, "PYTHONPATH": f"{path}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}"}
+    return marked(clock.command(command, cwd=BUILD, **variables))
+
+
+def sanitized(clock: Clock, tool: str, each: int) -> Record:
+    """Make the calls under a tool of compute-sanitizer, which fails where it finds an error."""
+    sanitizer = program("compute-sanitizer")
+    if sanitizer is None:
+        raise Impossible("compute-sanitizer is missing; install the CUDA toolkit, or name its folder in CUDA_HOME")
+    before = (sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *only_ours(sanitizer))
+    try:
+        return calls(clock, "cuda", each, before, **OWN_ALLOCATIONS)
+    except Failed as error:
+        if "Device not supported" in str(error):
+            raise Impossible("compute-sanitizer refuses this GPU here (Device not supported), as in some sandboxes") from None
+        raise
+
+
+def only_ours(sanitizer: str) -> tuple[str, ...]:
+    """Return the option that leaves out torch's kernels. Its name differs between versions."""
+    described = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, timeout=30).stdout
+    option = next((name for name in ("--kernel-name", "--kernel-regex") if re.search(rf"{name}\b(?!-)", described)), None)
+    return (option, "kernel_substring=gradcomp") if option else ()
+
+
+def counted(clock: Clock, device: str, part: str, size: str) -> Record:
+    """Run the cases of a part of lab kernels, once each. Return ncu's table of their kernels. A CPU only runs the cases."""
+    cases = [sys.executable, "-m", "laboratory.gpu.counted_cases", "--device", device, "--part", part, "--size", size]
+    if device == "cpu":
+        return marked(clock.command(cases, cwd=BUILD))
+    ncu, log = program("ncu"), BUILD / f"counters-{part}.csv"
+    if ncu is None:
+        raise Impossible("ncu is missing; install Nsight Compute, or name the toolkit's folder in CUDA_HOME")
+    log.write_text("")
+    options = [*NCU.split(), "--kernel-name", "regex:gradcomp", "--log-file", str(log), "--metrics", ",".join(COUNTERS)]
+    try:
+        found = marked(clock.command([ncu, *options, *cases], cwd=BUILD))
+    except Failed as error:
+        raise Failed(f"{log.read_text()[-1000:]}\n{error}") from None
+    _, begin, rest = log.read_text().partition('"ID"')  # ncu's messages stand before its table
+    if rest.count("\n") < 3:
+        raise Failed(f"ncu counted no kernel of gradcomp\n{log.read_text()[-1000:]}")
+    return {**found, "kernels": (begin + rest).splitlines()}

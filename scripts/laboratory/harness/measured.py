@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from laboratory import machine, ranks
+from laboratory import machine, ranks, report
 from laboratory.harness import rounds, simulated
-from laboratory.harness.ways import DDP, HOROVOD, SIMULATED, environment
-from laboratory.report import results
-from laboratory.tasks import prepared
+from laboratory.harness.ways import DDP, HOROVOD, SIMULATED
+from laboratory.tasks import table
 from laboratory.tasks.task import Settings
 
 Record = dict[str, Any]
@@ -103,11 +102,10 @@ Measured = Training | Rounds
 
 
 class Lab(NamedTuple):
-    """Where work is done. data: the folder of prepared data. projects: of published projects. jobs: simulations at once."""
+    """Where work is done. data: the folder of prepared data. jobs: simulations at once."""
 
     command: str
     data: Path
-    projects: Path | None = None
     jobs: int = 1
 
 
@@ -115,7 +113,7 @@ def command(measured: Measured, data: Path) -> list[str]:
     """Write the command of its ranks."""
     own = {**measured._asdict(), "settings": measured.settings._asdict()}
     if measured.data:
-        own["data"] = str(prepared.place(data, measured.data))
+        own["data"] = str(table.place(data, measured.data))
     job = ["laboratory.harness.rank", type(measured).__name__, json.dumps(own)]
     if isinstance(measured, Training):
         launcher = "cluster" if measured.rate else LAUNCHERS[measured.door]
@@ -129,8 +127,7 @@ def perform(measured: Measured, lab: Lab) -> dict[str, Any]:
     if isinstance(measured, Training) and measured.door == SIMULATED:
         return simulated.train(measured, lab.data)
     count = measured.ranks if isinstance(measured, Training) else measured.hosts
-    variables = ranks.environment(count, **environment(lab.projects))
-    raw = ranks.run(command(measured, lab.data), variables, measured.label())
+    raw = ranks.run(command(measured, lab.data), ranks.environment(count), measured.label())
     return raw if isinstance(measured, Training) else rounds.summary(raw, measured.later is not None)
 
 
@@ -143,8 +140,7 @@ def load(measured: Measured, folder: Path) -> Record | None:
 def records(folder: Path, stem: str = "") -> Iterator[Record]:
     """Read the records of a folder whose files' names begin so, in today's form."""
     for path in sorted(folder.glob(f"{stem}*.json")):
-        record = results.read(path)
-        assert record is not None
+        record = report.read(path)
         for name in OLDER_KEYS:
             if name in record:
                 key = {of: value for of, value in record.pop(name).items() if of not in OLDER_SETTINGS}
@@ -157,7 +153,7 @@ def keep(measured: Measured, folder: Path, lab: Lab) -> Record:
     figures, key = perform(measured, lab), measured.key()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     record = {"what": type(measured).__name__.lower(), **machine.origin(lab.command), "key": key, **figures}
-    results.write(folder / f"{measured.stem()}-{digest}.json", record)
+    report.write(folder / f"{measured.stem()}-{digest}.json", record)
     return record
 
 

@@ -20,8 +20,7 @@ from laboratory import ranks
 from laboratory.cluster.network import INTERFACE
 from laboratory.harness.measured import Measured, Rounds, Training
 from laboratory.harness.ways import Door, Fitted, is_spec, passes
-from laboratory.tasks import prepared
-from laboratory.tasks.table import TASKS
+from laboratory.tasks.table import TASKS, load
 from laboratory.tasks.task import Batch, Job, Settings, momentum_of, optimizer_of, rate_of
 from laboratory.timing import rotated
 
@@ -67,7 +66,7 @@ class Rank:
     def __init__(self, measured: Measured, door: Door):
         self.door, self.task, self.settings = door, TASKS[measured.task], measured.settings
         self._seed = measured.seed if isinstance(measured, Training) else 0
-        self._arrays = prepared.load(Path(measured.data)) if measured.data else {}
+        self._arrays = load(Path(measured.data) if measured.data else None)
         self.job = self._job()
         self.parameters = sum(parameter.numel() for parameter in self.job.model.parameters())
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from laboratory.report.tables import columns, figure
+from laboratory.report import columns, figure
 from laboratory.stats import median_bounds
 from laboratory.timing import Spread
 

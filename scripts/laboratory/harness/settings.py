@@ -6,8 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from laboratory.options import listed, positive
-from laboratory.refusal import Refused, suggest
+from laboratory.options import Refused, listed, positive, suggest
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import BELOW_1, FROM_0, OF_SOME, WHOLE, Settings
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradcomp
-from laboratory.tasks import prepared
+from laboratory.tasks import table
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Job, Settings, momentum_of, optimizer_of, rate_of
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def train(own: Training, folder: Path) -> dict[str, Any]:
     """Train. All ranks share the weights: the simulation checks that their updates are equal to the last bit."""
     began, task, settings = time.perf_counter(), TASKS[own.task], own.settings
-    arrays = prepared.load(prepared.place(folder, own.data)) if own.data else {}
+    arrays = table.load(table.place(folder, own.data) if own.data else None)
     job = task.make(settings, own.seed, own.ranks, arrays)
     named = dict(job.model.named_parameters())
     optimizer = optimizer_of(task, settings, job.model, momentum_of(own.way))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from gradcomp.handle import beginning_of
 from laboratory import options
-from laboratory.refusal import Refused
+from laboratory.options import Refused
 
 HOROVOD, DDP = "horovod", "ddp"
 DOORS = (HOROVOD, DDP)
@@ -22,11 +20,6 @@ SIMULATED = "simulated"
 
 # PowerSGD's hook compresses from this step on. It refuses a lower one with error feedback.
 POWERSGD_FROM = 2
-
-# The variable that names the folder of the published projects.
-PROJECTS = "GRADCOMP_PROJECTS"
-
-_RATIO = r":ratio=(0?\.\d+)"
 
 
 class Other(NamedTuple):
@@ -46,8 +39,6 @@ OTHERS = {
         (DDP,), "DDP's hook; steps=4 adds up the gradients of four batches", "bf16:steps=4", r"(?::steps=([1-9]\d*))?"
     ),
     "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r":rank=([1-9]\d*)"),
-    "grace": Other((HOROVOD,), "GRACE's Top-k with its residual memory, from --projects", "grace:ratio=0.01", _RATIO),
-    "dgc": Other((HOROVOD,), "the authors' Deep Gradient Compression, from --projects", "dgc:ratio=0.01", _RATIO),
 }
 
 
@@ -104,11 +95,6 @@ def refuse(chosen: Sequence[str], door: str) -> None:
 def several(text: str) -> list[str]:
     """Read ways separated by semicolons or commas."""
     return options.specs(text, check)
-
-
-def environment(projects: Path | None) -> dict[str, str]:
-    """Return the variable that names the folder of the published projects to the ranks."""
-    return {PROJECTS: os.fspath(projects.resolve())} if projects else {}
 
 
 class Fitted(NamedTuple):

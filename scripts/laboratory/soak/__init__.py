@@ -1,1 +1,1 @@
-"""The soak: long training with known gradients on real ranks, the trouble that it meets, and the judgement of its records."""
+"""The soak: what it draws, its ranks, and the judgement of their records."""

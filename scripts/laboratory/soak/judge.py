@@ -46,7 +46,6 @@ def judge(
     lines: Sequence[Mapping[str, Any]],
     troubles: Sequence[Mapping[str, Any]],
     folder: Path,
-    left_over: int,
 ) -> list[Verdict]:
     """Judge a soak by its logs and its records. count: of ranks at the start and at the end."""
     records = [torch.load(path, weights_only=True) for path in sorted(folder.glob("record-*.pt"))]
@@ -57,7 +56,6 @@ def judge(
         Verdict("all ranks end", whole, f"{len(final)} of {count} ranks reached the end"),
         *flat(lines),
         step_time(lines, troubles),
-        Verdict("processes left over", left_over == 0, f"{left_over} outlived their launchers"),
     ]
     if whole:
         verdicts += [replicas(final), conservation(plan, final, records)]
@@ -104,9 +102,9 @@ def quarters(values: Sequence[float]) -> tuple[float, float]:
 def step_time(lines: Sequence[Mapping[str, Any]], troubles: Sequence[Mapping[str, Any]]) -> Verdict:
     """Compare the step times of each spec, and number of ranks, early and late.
 
-    A pause is one step of a line, and does not move its median. Lines in which ranks came or went are left out.
+    Lines in which ranks came or went are left out.
     """
-    changes = [each["time"] for each in troubles if each["kind"] != "pause"]
+    changes = [each["time"] for each in troubles]
     found: dict[tuple[str, int], list[tuple[int, float]]] = {}
     before: dict[int, float] = {}
     for line in lines:

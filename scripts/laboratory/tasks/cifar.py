@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laboratory.refusal import Refused
+from laboratory.options import Refused
 from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source, shares
 
 # The height and width of a picture, the black pixels around it that a shift can uncover, and the shifts in each direction.
@@ -51,7 +51,6 @@ SOURCE = Source(
     "cifar",
     "cifar10-25k.npz",
     "CIFAR-10 as numpy arrays: `jpeg`, the bytes of all JPEG files; `ends`, the end of each file; `label`; `test`",
-    Source.read_file,
     decode,
 )
 

@@ -1,11 +1,22 @@
-"""The tasks: for each a model, batches for every rank, a loss, a score at the end, and default settings."""
+"""The tasks: for each a model, batches for every rank, a loss, a score at the end, default settings, and prepared data.
+
+A prepared file has the decoded arrays of a source. It is named after the source and the digest of its bytes, and a record's key
+holds this name.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
+import torch
+
+from laboratory.options import Refused
 from laboratory.tasks import cifar, digits, texts
-from laboratory.tasks.task import Settings, Task
+from laboratory.tasks.task import Arrays, Settings, Source, Task
 
 OF_DIGITS = Settings(lr=0.02, steps=600, momentum=0.9, batch=8, width=digits.WIDTH, clip=0)
 OF_PICTURES = Settings(lr=0.1, steps=800, momentum=0.9, batch=32, width=16, clip=0, weight_decay=0.0005, warmup=0.05, depth=1)
@@ -43,12 +54,44 @@ TASKS = {
         "cosine",
     ),
 }
-TASKS |= {
-    "cifar-large": TASKS["cifar"]._replace(
-        defaults=OF_PICTURES._replace(steps=500, width=48),
-        about="the same pictures with a residual net of 2.8 million parameters",
-    ),
-    "library": TASKS["shakespeare"]._replace(
-        about="the bytes of Python's standard library with the same transformer", source=texts.LIBRARY
-    ),
-}
+TASKS["cifar-large"] = TASKS["cifar"]._replace(
+    defaults=OF_PICTURES._replace(steps=500, width=48),
+    about="the same pictures with a residual net of 2.8 million parameters",
+)
+
+
+def prepare(task: str, source: Source, data: Path | None, folder: Path) -> str:
+    """Prepare a task's data in a folder unless they are there. Return the file's name. `data`: the folder given by --data."""
+    wanted = f"{source.file} ({source.content})"
+    if data is None:
+        raise Refused(f"--tasks {task} needs --data FOLDER: a folder with {wanted}; add --data, or leave {task} out")
+    path = data / source.file
+    if not path.is_file():
+        raise Refused(f"--data {str(data)!r} has no {wanted}, which --tasks {task} needs; put it there, or leave {task} out")
+    raw = path.read_bytes()
+    name = f"{source.name}-{hashlib.sha256(raw).hexdigest()[:12]}.pt"
+    made = place(folder, name)
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        part = made.with_name(name + ".part")
+        torch.save(source.decode(raw), part)
+        part.replace(made)
+    return name
+
+
+def files(tasks: Sequence[str], data: Path | None, folder: Path) -> dict[str, str]:
+    """Prepare the data of the tasks, and name the files: an empty name for a task without data."""
+    sources = {task: TASKS[task].source for task in tasks}
+    return {task: prepare(task, source, data, folder) if source else "" for task, source in sources.items()}
+
+
+def place(folder: Path, name: str) -> Path:
+    """Return the path of a prepared file."""
+    return folder / "data" / name
+
+
+@functools.lru_cache(maxsize=1)
+def load(path: Path | None) -> Arrays:
+    """Load a prepared file; nothing of a task without data. The last file stays in memory for the runs that follow."""
+    arrays: Arrays = torch.load(path, weights_only=True) if path else {}
+    return arrays

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import gradcomp
-from laboratory.refusal import Refused
+from laboratory.options import Refused
 
 Batch = tuple[Tensor, Tensor]
 Arrays = dict[str, Tensor]
@@ -71,21 +70,13 @@ class Job(NamedTuple):
 class Source(NamedTuple):
     """Data that are prepared once for all processes of a study.
 
-    name: the first part of the prepared file's name. file: the file in --data; None if every Python has the data.
-    content: the file's content in words. raw: reads the bytes, from the path of the file. decode: makes arrays of the bytes.
+    name: the first part of the prepared file's name. file: the file in --data. content: its content in words.
     """
 
     name: str
-    file: str | None
+    file: str
     content: str
-    raw: Callable[[Path | None], bytes]
     decode: Callable[[bytes], Arrays]
-
-    @staticmethod
-    def read_file(path: Path | None) -> bytes:
-        """Read the bytes of a file in --data."""
-        assert path is not None
-        return path.read_bytes()
 
 
 class Task(NamedTuple):

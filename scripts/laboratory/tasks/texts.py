@@ -1,21 +1,16 @@
-"""Texts as bytes for a transformer: Shakespeare from a file, and the sources of Python's standard library."""
+"""A text as bytes for a transformer: Shakespeare."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import platform
-import sys
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from laboratory.refusal import Refused
+from laboratory.options import Refused
 from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source
 
 # The values of a byte, the bytes of a sequence, and the size of an attention head.
@@ -27,32 +22,6 @@ DEVIATION = 0.02
 # Held-out sequences that are read at once.
 CHUNK = 64
 
-# The first bytes of the library that are used.
-LIBRARY_BYTES = 4_000_000
-
-# Packages that some distributions leave out, and those that are tables more than programs.
-LEFT_OUT = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "tkinter", "turtledemo", "venv"}
-
-
-def library_raw(path: Path | None = None) -> bytes:
-    """Join sources of the running Python's standard library, without tests, in the order of their paths' digests.
-
-    The order is the same for one version of Python, and mixes all packages, so that the last tenth is like the rest.
-    """
-    root = Path(path or sysconfig.get_path("stdlib"))
-    every = {each.relative_to(root): each for each in root.rglob("*.py")}
-    chosen = {own.as_posix(): each for own, each in every.items() if _is_of_the_library(own)}
-    ordered = sorted(chosen, key=lambda own: hashlib.sha256(own.encode()).digest())
-    text = b"".join(chosen[own].read_bytes() for own in ordered)[:LIBRARY_BYTES]
-    if not text:
-        raise Refused("this Python's standard library has no .py files to read; leave library out of --tasks")
-    return text
-
-
-def _is_of_the_library(path: Path) -> bool:
-    first = path.parts[0].removesuffix(".py")
-    return first in sys.stdlib_module_names and first not in LEFT_OUT and not {"test", "tests"} & set(path.parts)
-
 
 def decode(content: bytes) -> Arrays:
     """Cut off the last tenth for the test."""
@@ -63,8 +32,7 @@ def decode(content: bytes) -> Arrays:
     return {"train": text[:first].clone(), "held_out": text[first:].clone()}
 
 
-SHAKESPEARE = Source("shakespeare", "tinyshakespeare.txt", "text, read as bytes", Source.read_file, decode)
-LIBRARY = Source(f"library-{platform.python_version()}", None, "Python's standard library", library_raw, decode)
+SHAKESPEARE = Source("shakespeare", "tinyshakespeare.txt", "text, read as bytes", decode)
 
 
 def batches(train: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:

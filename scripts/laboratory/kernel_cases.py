@@ -32,7 +32,6 @@ SKETCH, HEAVIEST = "sketch", "heaviest"
 ORQ_3, ORQ_5, ORQ_9 = (f"ORQ-{levels}, round and add" for levels in (3, 5, 9))
 BINGRAD_B = "BinGrad-b, round and add"
 ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
-TORCH_SKETCH, TORCH_HEAVIEST = "torch sketch: tables of hashes, bincount", "torch heaviest: gather, sorting network, top-k"
 
 # The share of the entries that sparse cases take.
 RATIO = 0.001
@@ -41,16 +40,11 @@ RATIO = 0.001
 MANY = 8
 
 
-def layer_sizes(n: int, layers: int) -> list[int]:
-    """Split n entries into layers of nearly the same size."""
-    return [n // layers + (i < n % layers) for i in range(layers)]
-
-
 class Arrays:
     """Arrays of n entries. Cases share the inputs, which take turns, and make arrays of their own."""
 
     def __init__(self, n: int, device: torch.device, layers: int = 1):
-        self.n, self.device, self.sizes = n, device, layer_sizes(n, layers)
+        self.n, self.device, self.sizes = n, device, [n // layers + (i < n % layers) for i in range(layers)]
         self.k = max(1, math.ceil(RATIO * n))
         torch.manual_seed(0)
         # Together they are larger than any cache.
@@ -283,8 +277,8 @@ def steps(arrays: Arrays) -> list[Case]:
 
 
 def yardsticks(arrays: Arrays) -> list[Case]:
-    """Return copies, sums and top-k of plain torch, and on a GPU its sketches."""
-    n, target, acc = arrays.n, arrays.zeros(), arrays.zeros()
+    """Return copies, sums and top-k of plain torch."""
+    n, target, acc, residual = arrays.n, arrays.zeros(), arrays.zeros(), arrays.zeros()
 
     def take(value: Tensor) -> Tensor:
         indices = torch.topk(value.abs(), arrays.k)[1]
@@ -292,43 +286,9 @@ def yardsticks(arrays: Arrays) -> list[Case]:
         value.index_fill_(0, indices, 0)
         return taken
 
-    found = [
+    return [
         Case(COPY, lambda i: target.copy_(arrays.input(i)), 8 * n),
         Case(ADD, lambda i: acc.add_(arrays.input(i)), 12 * n),
         Case(TORCH_TOPK, lambda i: torch.topk(arrays.input(i).abs(), arrays.k)),
+        Case(TORCH_STEP, lambda i: take(residual.add_(arrays.input(i)))),
     ]
-    residual = arrays.zeros()
-    found.append(Case(TORCH_STEP, lambda i: take(residual.add_(arrays.input(i)))))
-    if arrays.device.type == "cuda":
-        found += _sketches(arrays)
-    return found
-
-
-def _sketches(arrays: Arrays) -> list[Case]:
-    """Write a count sketch plainly: for each row a table of all entries' columns, and one of their signs."""
-    sizes = GsSgd(ratio=RATIO).sizes(arrays.n)
-    columns = sizes.cells // sizes.rows
-    places = [torch.randint(columns, (arrays.n,), device=arrays.device) for _ in range(sizes.rows)]
-    signs = [torch.randint(2, (arrays.n,), device=arrays.device, dtype=torch.int8) * 2 - 1 for _ in range(sizes.rows)]
-    rows = list(zip(places, signs, strict=True))
-
-    def sketch(i: int) -> Tensor:
-        return torch.stack([torch.bincount(to, arrays.input(i) * sign, minlength=columns) for to, sign in rows])
-
-    table = sketch(0)
-
-    def heaviest(i: int) -> Tensor:
-        estimates = median_of_five(*(row[to] * sign for row, (to, sign) in zip(table, rows, strict=True)))
-        return torch.topk(estimates.abs(), arrays.k)[1]
-
-    return [Case(TORCH_SKETCH, sketch), Case(TORCH_HEAVIEST, heaviest)]
-
-
-def median_of_five(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> Tensor:
-    """Find the median of five numbers, entry by entry, by a network of ten exchanges' halves.
-
-    torch's own median sorts every entry's five numbers by themselves, and takes many times as long.
-    """
-    low = torch.maximum(torch.minimum(a, b), torch.minimum(c, d))  # the smallest and
-    high = torch.minimum(torch.maximum(a, b), torch.maximum(c, d))  # the largest of the first four are out
-    return torch.maximum(torch.minimum(low, high), torch.minimum(torch.maximum(low, high), e))

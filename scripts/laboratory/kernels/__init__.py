@@ -1,1 +1,0 @@
-"""The kernels: timed cases, promises, registers and memory by nvcc's report, and predicted times on a GPU."""

@@ -1,1 +1,0 @@
-"""The report writer: tables, progress, result files and pictures."""
