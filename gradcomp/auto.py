@@ -57,8 +57,8 @@ PAUSE = 3.0
 
 # Why loss=high offers no more than loss=low.
 UNKNOWN = (
-    "they need an optimizer that is given (optimizer=, or hvd.DistributedOptimizer) and whose momentum can be taken over: SGD, "
-    "Adam or AdamW, with one momentum for all parameters"
+    "they need an optimizer that is known (pass optimizer=) and whose momentum can be taken over: SGD, Adam or AdamW, with one "
+    "momentum for all parameters"
 )
 
 

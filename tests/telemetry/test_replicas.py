@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import doors
-import horovod.torch as hvd
 import pytest
 import ranks
 import small_net
@@ -96,37 +95,26 @@ def test_ranks_without_batches_are_left_out_of_the_check() -> None:
     assert torch.equal(first, second)
 
 
-def diverging_ddp() -> Any:
+def diverging(door: str) -> Any:
     """Rank 1 changes one bit of a weight after step 5; every third step is checked."""
-    ranks.join()
-    run = DdpRun(SPARSE)
-    telemetry.watch(run.handle, check=3, compare=0)
-    run.train(5)
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            run.plain.last.bias.view(torch.int32)[2] ^= 1
-    return small_net.refused(lambda: run.train(5)), run.handle.stats()["steps"]
-
-
-def diverging_horovod(door: str) -> Any:
-    hvd.init()
-    model, data = small_net.net(), doors.batches()
-    optimizer = doors.sgd(door, model, SPARSE)
-    telemetry.watch(optimizer, check=3, compare=0)
-    small_net.train(model, optimizer, data, 5)
-    if hvd.rank() == 1:
+    doors.join(door)
+    model, data = small_net.net(), small_net.examples(doors.rank(door))
+    training = doors.Training(door, model, SPARSE)
+    telemetry.watch(training.handle, check=3, compare=0)
+    small_net.train(training.whole, training.optimizer, data, 5)
+    if doors.rank(door) == 1:
         with torch.no_grad():
             model.last.bias.view(torch.int32)[2] ^= 1
-    said = small_net.refused(lambda: small_net.train(model, optimizer, data, 5))
-    return said, optimizer.compression.stats()["steps"]
+    said = small_net.refused(lambda: small_net.train(training.whole, training.optimizer, data, 5))
+    return said, training.handle.stats()["steps"]
 
 
 def frozen_beside(door: str) -> Any:
     """Rank 1 has another weight in a layer that is frozen, and that the optimizer does not have."""
-    hvd.init()
+    doors.join(door)
     model = small_net.net()
     model.first.requires_grad_(False)
-    if hvd.rank() == 1:
+    if doors.rank(door) == 1:
         model.first.weight.view(torch.int32)[0, 0] ^= 1
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = doors.wrapped(door, torch.optim.SGD(trained, 0.02), doors.named(model), SPARSE)
@@ -142,8 +130,8 @@ def test_layers_that_are_frozen_and_outside_the_optimizer_are_checked(door: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", ["ddp", *doors.DOORS])
+@pytest.mark.parametrize("door", doors.EVERY)
 def test_all_ranks_raise(door: str) -> None:
-    for said, steps in ranks.launch(diverging_ddp, 3) if door == "ddp" else ranks.launch(diverging_horovod, 3, door):
+    for said, steps in ranks.launch(diverging, 3, door):
         assert "before the optimizer's step 6, rank 1 has other weights of 'last.bias' than ranks 0, 2" in said
         assert steps == 6

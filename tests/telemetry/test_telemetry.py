@@ -13,7 +13,6 @@ from typing import Any
 
 import doors
 import gradients
-import horovod.torch as hvd
 import pytest
 import ranks
 import small_net
@@ -233,26 +232,19 @@ def test_wrong_things_are_refused() -> None:
         telemetry.watch(plain)
 
 
-def by_ddp() -> Any:
-    ranks.join()
+def watched_by(door: str) -> Any:
+    doors.join(door)
     found: Records = []
-    run = DdpRun(SPARSE)
-    telemetry.watch(run.handle, found.append, every=2, compare=4, check=2)
-    run.train(8)
-    return found, run.handle.stats()["bytes_sent"], run.handle.residual()
+    training = doors.Training(door, small_net.net(), SPARSE, momentum=0.9, bucket_mb=0.02)
+    telemetry.watch(training.handle if door == doors.DDP else training.optimizer, found.append, every=2, compare=4, check=2)
+    small_net.train(training.whole, training.optimizer, small_net.examples(doors.rank(door)), 8)
+    return found, training.handle.stats()["bytes_sent"], training.handle.residual()
 
 
-def by_horovod(door: str) -> Any:
-    hvd.init()
-    found: Records = []
-    model = small_net.net()
-    optimizer = doors.sgd(door, model, SPARSE, momentum=0.9)
-    telemetry.watch(optimizer, found.append, every=2, compare=4, check=2)
-    small_net.train(model, optimizer, doors.batches(), 8)
-    return found, optimizer.compression.stats()["bytes_sent"], optimizer.compression.residual()
-
-
-def checked(found: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("door", doors.EVERY)
+def test_every_door_is_watched(door: str) -> None:
+    found = ranks.launch(watched_by, 2, door)
     for rank, (records, sent, residual) in enumerate(found):
         assert [record["step"] for record in records] == [2, 4, 6, 8]
         assert {record["rank"] for record in records} == {rank}
@@ -267,17 +259,6 @@ def checked(found: Any) -> None:
             assert 0 < seconds["waiting"] <= seconds["wire"] < seconds["total"]
             assert seconds["backward"] + seconds["exposed"] < seconds["total"]
     assert len({records[-1]["cosine"] for records, _, _ in found}) == 1
-
-
-@pytest.mark.slow
-def test_ddp_is_watched() -> None:
-    checked(ranks.launch(by_ddp, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_horovod_is_watched(door: str) -> None:
-    checked(ranks.launch(by_horovod, 2, door))
 
 
 def unlike() -> Any:
