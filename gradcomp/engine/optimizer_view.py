@@ -38,13 +38,13 @@ _OTHER_KIND = (
 )
 _SETTINGS = (
     "momentum=auto does not support {name}'s settings now: dampening, amsgrad, or several momenta or betas, for example. "
-    '{outcome}. Call change("SPEC,momentum=0") between two steps, before such a change: it hands the moments over'
+    '{outcome}. Call change("SPEC,momentum=0") between two steps, before the change: it hands the moments over'
 )
 _ANEW = "Its moments begin anew, and the residual of Adam's directions is dropped"
 _MADE_BEFORE = "But the update that it steps with was made before"
 _WITHOUT = (
     "{name} steps without an exchange: no gradients were exchanged since its last step. With momentum=auto the exchange has "
-    "the momentum: such a step would do without it, or nothing at all. Let the last backward pass before each step exchange "
+    "the momentum: this step would do without it, or nothing at all. Let the last backward pass before each step exchange "
     'its gradients. To train on without exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks '
     "first"
 )

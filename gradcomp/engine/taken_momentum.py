@@ -14,7 +14,7 @@ from gradcomp.engine.changed_gradients import Holds
 from gradcomp.engine.context import AdamStep, Decays, Momentum, Seeds
 from gradcomp.engine.slots import Slots
 
-# Where the steps are written that the exchange knows. A subclass with a step() of its own does something else.
+# The modules of the steps that the exchange knows. A subclass with a step() of its own does something else.
 KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw")}
 # Settings of SGD that the optimizer must not apply again, since updates hold their effect.
 HIDDEN = ("momentum", "weight_decay")
@@ -67,8 +67,7 @@ class TakenMomentum:
     def _take(self, optimizer: torch.optim.Optimizer, name: str) -> _Loaded | None:
         """Copy a parameter's moments from the optimizer's state.
 
-        None if there are none, or all are zeros: hvd.broadcast_optimizer_state() makes such ones, beside velocities that were
-        loaded.
+        None if there are none, or all are zeros: hvd.broadcast_optimizer_state() makes zeros, beside loaded velocities.
         """
         slot = self._slots[name]
         state = {} if slot.parameter is None else optimizer.state.get(slot.parameter, {})

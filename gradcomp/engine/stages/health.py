@@ -19,7 +19,7 @@ from gradcomp.native.memory import HostCopy
 
 # Steps between two measurements. Each is at most four passes over the bucket.
 INTERVAL = 50
-# Entries of which ages are computed at once.
+# Entries in one computation of ages.
 PART = 2**20
 # An entry is old if it was last sent this many steps ago, or more.
 OLD = 128
