@@ -16,7 +16,7 @@ import torch
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Gather, Reduce
-from gradcomp.engine.session import Session, Turns
+from gradcomp.engine.session import Session
 from gradcomp.engine.state import residual_views
 from gradcomp.messages import payload as payloads
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
@@ -228,8 +228,8 @@ def _factor(one: float, other: float) -> float:
     return max(one, other) / max(1e-9, min(one, other))
 
 
-class Chooser(Turns):
-    """auto on one rank: the turns of its session.
+class Chooser:
+    """auto on one rank: the Turns of its session.
 
     session: outlives the chooser, which must not keep it alive. stock: the types in which its door can exchange past it.
     """

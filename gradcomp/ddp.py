@@ -15,7 +15,7 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters
-from gradcomp.handle import Handle, beginning_of
+from gradcomp.handle import Handle
 from gradcomp.networks.torch import TorchNetwork
 
 __all__ = ["attach"]
@@ -31,6 +31,8 @@ _UNKNOWN = (
 )
 
 _UNUSED = "Call the DistributedDataParallel model that attach() got, not the model inside it"
+
+_DOOR = Door(_UNKNOWN, _UNUSED, ends_in_backward=True)
 
 
 def attach(
@@ -71,11 +73,10 @@ def attach(
     ignored = model.parameters_to_ignore
     named = [(name, parameter) for name, parameter in model.module.named_parameters() if name not in ignored]
     network = TorchNetwork(model.process_group, next(parameter.device for _, parameter in named))
-    options = Options(optimizer, scaler, bucket_mb, seed)
-    beginning = beginning_of(spec)
-    session = Session(beginning.compressor, Parameters(named), network, options, Door(_UNKNOWN, _UNUSED, ends_in_backward=True))
-    casts = torch.float32 in session.slots.types
-    handle = Handle(session, beginning, (torch.float32, torch.bfloat16) if casts else (torch.float32,))
+    parameters, options = Parameters(named), Options(optimizer, scaler, bucket_mb, seed)
+    stock = (torch.float32, torch.bfloat16) if torch.float32 in parameters.types else (torch.float32,)
+    handle = Handle(spec, parameters, network, options, _DOOR, stock)
+    session = handle._session
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
     try:
         model.register_comm_hook(_BackwardPass(session, model), _hook)

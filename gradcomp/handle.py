@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradcomp.auto import EXACT, Chooser
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.reducer import Stats
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options, Stats
 from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Slots
+from gradcomp.networks import Connection
 from gradcomp.spec import Auto, auto_of, make
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
 
 
-class Beginning(NamedTuple):
-    """The compressor of the first steps, and the knobs of auto if it chooses others."""
-
-    compressor: Compressor
-    auto: Auto | None
-
-
-def beginning_of(spec: str | Compressor) -> Beginning:
-    """Read a spec: "auto", "auto:loss=high", or any that make() knows."""
+def beginning_of(spec: str | Compressor) -> tuple[Compressor, Auto | None]:
+    """Read a spec. Return the compressor of the first steps, and the knobs of auto if it chooses others."""
     auto = auto_of(spec)
-    return Beginning(make(spec if auto is None else EXACT.spec), auto)
+    return make(spec if auto is None else EXACT.spec), auto
 
 
 class Handle:
-    """One model's exchange on this rank: the result of gradcomp.ddp.attach(), and the base of Compression.
+    """One model's exchange on this rank. Each door gives its user one.
 
     Example:
         >>> handle = gradcomp.ddp.attach(model, "topk:ratio=0.01")
         >>> handle.stats()["compression"]
     """
 
-    def __init__(self, session: Session, beginning: Beginning, stock: Sequence[torch.dtype]):
-        self._session, self._stock = session, stock
-        self._choose(beginning)
+    def __init__(
+        self,
+        spec: str | Compressor,
+        slots: Slots,
+        network: Connection,
+        options: Options,
+        door: Door,
+        stock: Sequence[torch.dtype] = (),
+    ):
+        """stock: the types in which the door's framework can exchange the gradients in the session's place, for auto."""
+        compressor, auto = beginning_of(spec)
+        self._session, self._stock = Session(compressor, slots, network, options, door), stock
+        self._choose(auto)
 
-    def _choose(self, beginning: Beginning) -> None:
+    def _choose(self, auto: Auto | None) -> None:
         self._chooser: Chooser | None = None
-        if beginning.auto is not None:
+        if auto is not None:
             session: Any = weakref.proxy(self._session)  # the session has the chooser
-            self._chooser = Chooser(session, beginning.auto, self._stock)
-        self._session.set_chooser(self._chooser, "off" if beginning.auto is None else str(beginning.auto))
+            self._chooser = Chooser(session, auto, self._stock)
+        self._session.set_chooser(self._chooser, "off" if auto is None else str(auto))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
@@ -87,11 +93,11 @@ class Handle:
         Example:
             >>> handle.change("topk:ratio=0.001")
         """
-        beginning, before = beginning_of(spec), (self._chooser, self._session.options.auto)
-        self._choose(beginning)
+        (compressor, auto), before = beginning_of(spec), (self._chooser, self._session.options.auto)
+        self._choose(auto)
         try:
             self._session.refuse("change()")
-            self._session.replace(beginning.compressor)
+            self._session.replace(compressor)
             if self._chooser is not None:  # the session may have added error feedback, for the residual
                 self._chooser.restart(self._session.spec)
         except BaseException:

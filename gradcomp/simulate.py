@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.changed_gradients import UpdateSample
 from gradcomp.engine.meeting import Flow
-from gradcomp.engine.optimizer_steps import StepListener, listen
+from gradcomp.engine.optimizer_steps import listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer, Stats
@@ -71,24 +71,20 @@ class Simulation:
             raise ValueError(f"world={world} must be at least 1: a simulation needs at least one rank")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
-        self.bytes_sent = [0] * world
         named = {} if named_parameters is None else dict(checked(named_parameters))
         if optimizer is not None and named.keys() != shapes.keys():
             raise ValueError("optimizer= needs named_parameters= with the same names as shapes")
-        device = torch.device(device)
-        self._slots = {name: Slot(name, shape, device, named.get(name)) for name, shape in shapes.items()}
-        sizes = tuple(slot.layer.size for slot in self._slots.values())
-        self._updates = _Updates(Layout(tuple(self._slots), sizes, device), self._slots)
-        self._board, options = Board(world), Options(optimizer, None, bucket_mb, seed, memory=Memory())
-        slots = Slots([*self._slots.values()])
-        self._view, compressor = _View(slots, optimizer, ranks=world), make(spec)
-        self._sessions: list[_Rank] = []
-        for rank in range(world):
-            network, first = MemoryNetwork(self._board, rank, ranks_per_host), self._sessions[0] if rank else None
-            self._sessions.append(_Rank(compressor, slots, network, options, self._view, first))
-        self._steps = _OptimizerSteps(self._view, self._updates)
+        self._device = torch.device(device)
+        self._slots = {name: Slot(name, shape, self._device, named.get(name)) for name, shape in shapes.items()}
+        self._renew_updates()
+        slots, self._board = Slots([*self._slots.values()]), Board(world)
+        networks = [MemoryNetwork(self._board, rank, ranks_per_host) for rank in range(world)]
+        options, self._view = Options(optimizer, None, bucket_mb, seed, memory=Memory()), _View(slots, optimizer, ranks=world)
+        first = Session(make(spec), slots, networks[0], options, Door(), self._view)
+        self._sessions = [first, *(_OtherRank(first, network) for network in networks[1:])]
+        self.bytes_sent = [0] * world
         if optimizer is not None:
-            listen(self._steps)
+            listen(first)
 
     def change(self, spec: str | Compressor) -> None:
         """Continue with another spec. Residuals are carried over.
@@ -117,7 +113,8 @@ class Simulation:
             )
         for rank, of_rank in enumerate(grads):
             self._check(rank, of_rank)
-        updates = self._updates.take()
+        if not 0 < _users_of(self._storage) <= self._users:
+            self._renew_updates()
         try:
             if not self._sessions[0].has_met:
                 self._together([session.meeting() for session in self._sessions])
@@ -129,7 +126,7 @@ class Simulation:
                 session.recover()
             raise
         self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
-        return {name: updates[name].view(slot.shape) for name, slot in self._slots.items()}
+        return {name: self._updates[name].view(slot.shape) for name, slot in self._slots.items()}
 
     def residual(self, rank: int) -> dict[str, Tensor]:
         """Copy a rank's residual, by parameter name. It is zero where there is no error feedback."""
@@ -166,6 +163,16 @@ class Simulation:
         for session in self._sessions:
             watched: Any = weakref.proxy(session)  # the session has the observer
             session.observe(Observer(writers, intervals, watched), str(intervals))
+
+    def _renew_updates(self) -> None:
+        """Give the slots a new array for their updates. It serves until somebody holds a view of it: each costs page faults."""
+        sizes = [slot.layer.size for slot in self._slots.values()]
+        array = torch.empty(sum(sizes), device=self._device)
+        self._storage, self._updates = array.untyped_storage(), dict(zip(self._slots, array.split(sizes), strict=True))
+        for name, slot in self._slots.items():
+            slot.update = self._updates[name]
+        del array
+        self._users = _users_of(self._storage)
 
     def _exchange(self, grads: Sequence[Mapping[str, Tensor | None]]) -> None:
         """Run a step of all ranks, each part of it on all of them before the next part."""
@@ -229,68 +236,32 @@ class _View(OptimizerView):
         """Do nothing. See owns()."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        self._drives = True
-        super().before_step(optimizer, closure)
+        """Take the momentum out of an optimizer that steps with the last step's updates."""
+        if self.taken and optimizer is self.acting and all(map(_holds_update, self.slots.slots)):
+            self._drives = True
+            super().before_step(optimizer, closure)
 
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         """List them if the optimizer has stepped with updates. Otherwise it has moments of its own."""
         return super().arrays_to_hand_back() if self._drives else ()
 
 
-class _OptimizerSteps(StepListener):
-    """The listener to the optimizer's steps. Only those with the last step's updates are the simulation's."""
-
-    def __init__(self, view: _View, updates: _Updates):
-        self.view, self._updates = view, updates
-
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Take the momentum out of an optimizer that steps with the last step's updates."""
-        if self.view.taken and optimizer is self.view.acting and self._are_gradients():
-            self.view.before_step(optimizer, closure)
-
-    def after_step(self) -> None:
-        """Show the optimizer's values again."""
-        self.view.show()
-
-    def _are_gradients(self) -> bool:
-        """Decide whether the last step's updates are the parameters' gradients. A gradient of None may be anything."""
-        for name, update in self._updates.by_name.items():
-            if (grad := self.view.slots.parameters[name].grad) is not None:
-                flat = grad.detach().reshape(-1).to(update.device)
-                if not torch.allclose(update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True):
-                    return False
+def _holds_update(slot: Slot) -> bool:
+    """Decide whether a parameter's gradient is its last update. A gradient of None may be anything."""
+    if slot.update is None or slot.parameter is None or slot.parameter.grad is None:
         return True
+    flat = slot.parameter.grad.detach().reshape(-1).to(slot.update.device)
+    return torch.allclose(slot.update.to(flat.dtype), flat, rtol=0, atol=0, equal_nan=True)
 
 
-class _Rank(Session):
-    """The session of a simulated rank. The update of rank 0 is returned, and the others' are compared with it."""
-
-    def __init__(
-        self,
-        compressor: Compressor,
-        slots: Slots,
-        network: MemoryNetwork,
-        options: Options,
-        view: OptimizerView,
-        first: _Rank | None,
-    ):
-        self._first = first
-        if first is not None:
-            self.reducer_class = _ComparingReducer
-        super().__init__(compressor, slots, network, options, Door(), view)
-
-    def _listen(self) -> None:
-        """Leave the optimizer's steps to the simulation."""
-
-    def _make_reducer(self, compressor: Compressor) -> Reducer:
-        reducer = super()._make_reducer(compressor)
-        if self._first is not None:
-            reducer.delivery = self._first.reducer.delivery
-        return reducer
+def _users_of(storage: torch.UntypedStorage) -> int:
+    """Count the tensors that share a storage. Return 0 where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(storage._cdata))
 
 
 class _ComparingReducer(Reducer):
-    """The reducer of a rank whose updates are compared with those of rank 0."""
+    """The reducer of a rank after the first. It compares updates with those of the first, in place of writing them."""
 
     def _deliver(self, bucket: Bucket, update: Update) -> None:
         for name, of_layer in bucket.layout.views(update.flat).items():
@@ -303,27 +274,16 @@ class _ComparingReducer(Reducer):
                 )
 
 
-class _Updates:
-    """The array of a step's updates, which is reused once nobody holds a view of it: a new one costs many page faults.
+class _OtherRank(Session):
+    """The session of a rank after the first. A step that failed is the same one on all ranks: they share the delivery."""
 
-    by_name: the slots' parts of it, in which they get their updates.
-    """
+    reducer_class = _ComparingReducer
 
-    def __init__(self, layout: Layout, slots: Mapping[str, Slot]):
-        self._layout, self._slots = layout, slots
-        self._count = getattr(torch._C, "_storage_Use_Count", None)
-        self._renew()
+    def __init__(self, first: Session, network: MemoryNetwork):
+        self._first = first
+        super().__init__(first.compressor, first.slots, network, first.options, first.door, first.view)
 
-    def take(self) -> dict[str, Tensor]:
-        """Return the array by name if it is free, else a new one."""
-        if self._count is None or self._count(self._storage._cdata) > self._own_users:
-            self._renew()
-        return self.by_name
-
-    def _renew(self) -> None:
-        array = torch.empty(self._layout.total, device=self._layout.device)
-        self._storage, self.by_name = array.untyped_storage(), self._layout.views(array)
-        for name, slot in self._slots.items():
-            slot.update = self.by_name[name]
-        del array
-        self._own_users = self._count(self._storage._cdata) if self._count else 0
+    def _make_reducer(self, compressor: Compressor) -> Reducer:
+        reducer = super()._make_reducer(compressor)
+        reducer.delivery = self._first.reducer.delivery
+        return reducer

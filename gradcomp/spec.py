@@ -44,8 +44,8 @@ LOSSES = ("none", "low", "high")
 class Auto:
     """Auto: no compressor, but a choice among them: the fastest that loses no more than allowed, in steps of the training.
 
-    Candidates take some steps each, from the one that sends the fewest bytes to stock torch or Horovod, and the ranks agree on
-    the fastest. One that loses more must be 1 % faster. They compete again when step times or the link change.
+    Candidates take some steps each, from the one that sends the fewest bytes to the stock exchange, and the ranks agree on the
+    fastest. One that loses more must be 1 % faster. They compete again when step times or the link change.
     """
 
     loss: str = knob(
@@ -88,8 +88,7 @@ def kind_of(name: str) -> type[Compressor]:
         raise ValueError(f"{name!r} is a rule for layers; before it comes the spec of all other layers: 'topk; {name}'")
     if name == AUTO:
         raise ValueError(
-            "auto is no compressor: it chooses one while real ranks train; pass it alone, as the spec of attach(), "
-            "Compression() or DistributedOptimizer()"
+            "auto is no compressor: it chooses one while real ranks train; pass it alone, as the spec of a training's exchange"
         )
     if name not in names():
         raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join(names())}")

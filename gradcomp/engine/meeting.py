@@ -82,8 +82,8 @@ def check_terms(terms: Mapping[str, str], records: Sequence[Tensor]) -> list[Fac
     for rank, text in enumerate(every):
         if not text.startswith(MAGIC):
             raise ValueError(
-                f"rank {rank} sent other bytes than its terms to the meeting of all ranks: call attach(), change() and "
-                "load_state_dict() on all ranks at the same step, with the same version of gradcomp"
+                f"rank {rank} sent other bytes than its terms to the meeting of all ranks: begin the exchange, and call "
+                "change() and load_state_dict(), on all ranks at the same step, with the same version of gradcomp"
             )
     differences = []
     for i, term in enumerate(terms):
@@ -116,13 +116,20 @@ class Owner(NamedTuple):
 
 
 class Membership:
-    """One rank among the others. owner: the owner of its residual."""
+    """One rank among the others, and its meetings with them. All ranks make the calls of a meeting in the same order.
+
+    owner: of its residual.
+    """
 
     def __init__(self, network: Connection):
         self._network = network
         self._met_in: object = None  # the network's generation in which the ranks met last
         self._ever_met = False
         self.owner = Owner()
+        # Of the present meeting: the generation at its beginning, every rank's facts, and the rank to follow.
+        self._generation: object = None
+        self._facts: list[Facts] = []
+        self._leader = 0
 
     @property
     def has_met(self) -> bool:
@@ -147,36 +154,6 @@ class Membership:
         """Make the ranks meet again before their next exchange."""
         self._met_in = None
 
-    def compare(
-        self, terms: Mapping[str, str], steps: int, leader: int | None, go_back: Callable[[int], bool]
-    ) -> Flow[Meeting]:
-        """Begin a meeting: wait for the other ranks, and check that all terms are equal. See Session.meet().
-
-        steps: the steps that this rank has done. The rest of the meeting is settle().
-        """
-        generation, owner = self._network.generation, self.owner
-        self._network.prepare()
-        meeting = Meeting(self._network, generation)
-        facts = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met))
-        others = yield from meeting.compare(terms, facts, leader)
-        if meeting.joins:
-            self.owner = Owner()
-        elif others.steps != steps and not go_back(others.steps) and steps:
-            rank = self._network.world.rank
-            log.warning(
-                "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d", rank, steps, others.steps
-            )
-        return meeting
-
-    def settle(self, meeting: Meeting, reducer: Reducer, sums: bool) -> Flow[None]:
-        """End a meeting: share the state, and scale the residual to the number of ranks. sums: updates are sums, not means."""
-        rank, size, _ = self._network.world
-        yield from meeting.share(reducer)
-        if self.owner.scaled_for not in (0, size) and not sums:
-            scale_state(reducer, size / self.owner.scaled_for)
-        self.owner = Owner(Place(rank, size), size)
-        self._met_in, self._ever_met = meeting.generation, True
-
     def note_loaded(self, of: Place, ranks: int) -> None:
         """Note the owner of a residual that was loaded. ranks: of the state, if this rank's place is unknown."""
         place = self.place
@@ -186,45 +163,49 @@ class Membership:
         """Note the owner of a residual that replaced this rank's. The ranks then meet again."""
         self.owner, self._met_in = owner, None
 
+    def compare(self, terms: Mapping[str, str], steps: int, leader: int | None, go_back: Callable[[int], bool]) -> Flow[bool]:
+        """Begin a meeting: wait for the other ranks, and check that all terms are equal, and no share of a residual is missing.
 
-class Meeting:
-    """One meeting. All ranks make the same calls in the same order.
-
-    generation: the network's, at the beginning. facts: every rank's, once they have compared their terms. leader: the rank
-    whose state the others adopt where they differ. joins: this rank is new to a training that goes on, and its loaded state
-    counts for nothing.
-    """
-
-    def __init__(self, network: Connection, generation: object):
-        self._network, self._rank, self.generation = network, network.world.rank, generation
-        self.facts: list[Facts] = []
-        self.leader = 0
-        self.joins = False
-
-    def compare(self, terms: Mapping[str, str], own: Facts, leader: int | None = None) -> Flow[Facts]:
-        """Check that the terms are equal on all ranks, and that no share of a residual is missing. Return the leader's facts.
-
-        leader: the rank to follow; by default the first of those that have done the most steps.
+        Return whether this rank is new to a training that goes on, so that its loaded state counts for nothing. See
+        Session.meet(). steps: the steps that this rank has done. The rest of the meeting is settle().
         """
-        own = own._replace(name=secrets.randbits(62))
-        self.facts = check_terms(terms, (yield from self._gather(record(terms, own), "agreement")))
-        if leader is not None and self.facts[leader].met:
-            self.joins = not own.met
-            self.facts = [each if each.met else Facts(name=each.name) for each in self.facts]
-        steps = [facts.steps for facts in self.facts]
-        self.leader = steps.index(max(steps)) if leader is None else leader
+        self._generation, owner = self._network.generation, self.owner
+        self._network.prepare()
+        own = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met), secrets.randbits(62))
+        facts = check_terms(terms, (yield from self._gather(record(terms, own), "agreement")))
+        joins = leader is not None and bool(facts[leader].met) and not own.met
+        if leader is None:
+            leader = max(range(len(facts)), key=lambda rank: facts[rank].steps)
+        elif facts[leader].met:
+            facts = [each if each.met else Facts(name=each.name) for each in facts]
+        self._facts, self._leader = facts, leader
         self._check_shares()
-        return self.facts[self.leader]
+        if joins:
+            self.owner = Owner()
+        elif (others := facts[leader].steps) != steps and not go_back(others) and steps:
+            rank = self._network.world.rank
+            text = "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d"
+            log.warning(text, rank, steps, others)
+        return joins
 
     def of_leader(self, own: str) -> Flow[str]:
         """Return the leader's text on all ranks."""
         lengths = yield from self._gather(torch.tensor([len(own.encode())]), "text")
-        text = yield from self._send(own.encode(), int(lengths[self.leader]), "text of the leader")
+        text = yield from self._send(own.encode(), int(lengths[self._leader]), "text of the leader")
         return text.decode()
 
-    def share(self, reducer: Reducer) -> Flow[None]:
+    def settle(self, reducer: Reducer, sums: bool) -> Flow[None]:
+        """End a meeting: share the state, and scale the residual to the number of ranks. sums: updates are sums, not means."""
+        rank, size, _ = self._network.world
+        yield from self._share(reducer)
+        if self.owner.scaled_for not in (0, size) and not sums:
+            scale_state(reducer, size / self.owner.scaled_for)
+        self.owner = Owner(Place(rank, size), size)
+        self._met_in, self._ever_met = self._generation, True
+
+    def _share(self, reducer: Reducer) -> Flow[None]:
         """Compare the state that all ranks must share. Where it differs, all ranks adopt the leader's."""
-        own = structure.write(_shared_state(reducer))
+        own = structure.write({"steps": reducer.steps_done, "buckets": [bucket.save_shared() for bucket in reducer.buckets]})
         host, digest = (
             int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
             for text in (self._network.host.encode(), own)
@@ -232,46 +213,49 @@ class Meeting:
         replies = yield from self._gather(torch.tensor([host, digest, len(own)]), "hosts")
         hosts, digests, sizes = zip(*[reply.tolist() for reply in replies], strict=True)
         if len({*digests}) > 1:
-            _adopt(reducer, structure.read((yield from self._send(own, sizes[self.leader], "state"))))
+            shared = structure.read((yield from self._send(own, sizes[self._leader], "state")))
+            reducer.steps_done = shared["steps"]
+            for bucket, theirs in zip(reducer.buckets, shared["buckets"], strict=True):
+                bucket.load_shared(theirs)
         self._network.hosts = hosts
-        self._network.meeting = f"{self.facts[0].name:x}"
+        self._network.meeting = f"{self._facts[0].name:x}"
 
     def _check_shares(self) -> None:
         """Refuse a loaded state of which a rank's share is missing. Name the ranks that left and took theirs along."""
-        ranks = max(facts.ranks for facts in self.facts)
-        missing = sorted({*range(ranks)} - {facts.rank for facts in self.facts if facts.ranks == ranks})
-        loaded = [rank for rank, facts in enumerate(self.facts) if facts.loaded]
-        steps = {facts.steps for facts in self.facts if facts.steps or facts.loaded}
+        ranks = max(facts.ranks for facts in self._facts)
+        missing = sorted({*range(ranks)} - {facts.rank for facts in self._facts if facts.ranks == ranks})
+        loaded = [rank for rank, facts in enumerate(self._facts) if facts.loaded]
+        steps = {facts.steps for facts in self._facts if facts.steps or facts.loaded}
         if loaded and missing:
             raise ValueError(
                 f"a state of {ranks} ranks was loaded on {in_words(loaded)}, but no rank loaded that of {in_words(missing)}; "
                 "call load_state_dict() on every rank with the rank's own state, or with the list of all ranks' states"
             )
         if loaded and len(steps) > 1:
-            every = ", ".join(str(facts.steps) for facts in self.facts)
+            every = ", ".join(str(facts.steps) for facts in self._facts)
             raise ValueError(
                 f"the ranks loaded states of different steps: {every}; load states that all ranks saved after the same step"
             )
-        if missing and self._rank == self.leader:
+        if missing and self._network.world.rank == self._leader:
             log.warning(
                 "gradcomp: %s of %d left; the gradients that waited in the residual there are lost. The other ranks go on "
                 "after step %d",
                 in_words(missing),
                 ranks,
-                self.facts[self.leader].steps,
+                self._facts[self._leader].steps,
             )
 
     def _send(self, own: bytes, size: int, name: str) -> Flow[bytes]:
         """Send the leader's bytes to all ranks."""
         form, device = (Field("bytes", torch.uint8, size),), self._network.device
         payload = payloads.empty(form, device)
-        leads = self._rank == self.leader
+        leads = self._network.world.rank == self._leader
         if leads:
             payload["bytes"].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         outgoing = dict.fromkeys(self._network.world.others, payload) if leads else {}
-        request = Send(outgoing, () if leads else (self.leader,), form, device, Purpose.MEETING)
+        request = Send(outgoing, () if leads else (self._leader,), form, device, Purpose.MEETING)
         received = yield from self._ask(request, name)
-        return own if leads else received[self.leader]["bytes"].cpu().numpy().tobytes()
+        return own if leads else received[self._leader]["bytes"].cpu().numpy().tobytes()
 
     def _gather(self, tensor: Tensor, name: str) -> Flow[list[Tensor]]:
         request = Gather(payloads.wrap(tensor.to(self._network.device)), Purpose.MEETING)
@@ -282,15 +266,3 @@ class Meeting:
         answer = self._network.start(request, name)
         yield
         return answer()
-
-
-def _shared_state(reducer: Reducer) -> dict[str, Any]:
-    """Copy the state that all ranks must share."""
-    return {"steps": reducer.steps_done, "buckets": [bucket.save_shared() for bucket in reducer.buckets]}
-
-
-def _adopt(reducer: Reducer, shared: Mapping[str, Any]) -> None:
-    """Continue with the shared state of another rank."""
-    reducer.steps_done = shared["steps"]
-    for bucket, theirs in zip(reducer.buckets, shared["buckets"], strict=True):
-        bucket.load_shared(theirs)

@@ -12,11 +12,6 @@ _FAILED = (
     "gradcomp refuses further steps on this rank, since a step failed in its middle ({reason}): its gradients were not "
     "exchanged, and entries that it had taken from the residual are lost. Start all ranks again from their last states"
 )
-# Horovod allows this beside: DistributedDataParallel does not survive a backward pass that failed.
-OR_LOAD = (
-    "; or, if the step failed on all ranks, call compression.load_state_dict() on all with a state from before, and then "
-    "optimizer.load_state_dict(optimizer.state_dict()), with which Horovod forgets the step"
-)
 _IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
 _WAITS = "{event} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
 UNFINISHED = "backward() ended before all gradients were exchanged"
@@ -49,14 +44,18 @@ class Door:
     """A door: its messages for the user, and its kind of step.
 
     unknown: the message for a gradient of no known parameter, with {shape} for its shape. unused: advice for a user who trains
-    without the exchange. changed: lines for a user who changes gradients before step(), after a colon. ends_in_backward: a step
-    ends in backward, and not in the optimizer's step().
+    without the exchange; empty: there is no warning. changed: lines for a user who changes gradients before step(), after a
+    colon. after_failure: ends the refusal of a step after one that failed, with a remedy beside a new start.
+    ends_in_backward: a step ends in backward, and not in the optimizer's step(). holds: gradients wait for the end of the step
+    if the ranks must meet first, since ranks hand them in in orders of their own.
     """
 
     unknown: str = "a gradient of shape {shape} belongs to no known parameter"
     unused: str = ""
     changed: str = ""
+    after_failure: str = ""
     ends_in_backward: bool = False
+    holds: bool = False
 
     def start_stock_allreduce(self, slot: Slot) -> None:
         """Start the stock framework's exchange of a gradient, for a door that hands gradients in before it knows who does."""

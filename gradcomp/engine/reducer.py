@@ -106,21 +106,15 @@ class Stats(TypedDict, total=False):
 class Reducer:
     """All buckets of one model on one rank.
 
-    slots: by the layers' names. view: of the optimizer. observer: looks at every step.
+    slots: by the layers' names. view: of the optimizer. observer: looks at every step, the options' at first.
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        slots: Mapping[str, Slot],
-        network: Network,
-        options: Options,
-        view: OptimizerView,
-        observer: StepObserver | None = None,
+        self, compressor: Compressor, slots: Mapping[str, Slot], network: Network, options: Options, view: OptimizerView
     ):
         self.network, self.slots, self.view = network, slots, view
         self.layers = {name: slot.layer for name, slot in slots.items()}
-        self.observer = observer or StepObserver()
+        self.observer = options.observer or StepObserver()
         need = compressor.traits.rates
         if need == "needed" and view.rates() is None:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")

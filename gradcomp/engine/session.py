@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,30 +18,25 @@ from gradcomp.engine.changed_gradients import GradientSample
 from gradcomp.engine.meeting import Flow, Membership, Owner, run
 from gradcomp.engine.optimizer_steps import MissingExchange, StepListener, UnknownScaler, listen
 from gradcomp.engine.optimizer_view import OptimizerView
-from gradcomp.engine.phases import OR_LOAD, REFUSED, UNFINISHED, Door, Phase
+from gradcomp.engine.phases import REFUSED, UNFINISHED, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer, StepObserver
 from gradcomp.engine.return_moments import moments_to_return, return_moments
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
 
 
-class Turns:
-    """The turns of a session, in which auto replaces the compressor. All ranks take them before the same steps."""
+class Turns(Protocol):
+    """The turns of a session, in which auto replaces the compressor. All ranks take them before the same steps.
+
+    due: a turn comes before the next exchange. take: takes it, before any gradient of the step. note_step: notes the end of a
+    step. restart: begins anew in a meeting of other ranks, or after another state, and returns the spec's compressor.
+    """
 
     @property
-    def due(self) -> bool:
-        """True if a turn comes before the next exchange. It is equal on all ranks."""
-        return False
-
-    def take(self) -> None:
-        """Take the turn. No gradient of the step was handed over yet."""
-
-    def note_step(self) -> None:
-        """Note a finished step."""
-
-    def restart(self, spec: str) -> Compressor:
-        """Begin anew in a meeting: the ranks may be others, or go on from another state. Return the spec's compressor."""
-        raise NotImplementedError
+    def due(self) -> bool: ...
+    def take(self) -> None: ...
+    def note_step(self) -> None: ...
+    def restart(self, spec: str) -> Compressor: ...
 
 
 class Snapshot(NamedTuple):
@@ -52,7 +48,10 @@ class Snapshot(NamedTuple):
 
 
 class Session(StepListener):
-    """One model's exchanges on one rank. reducer: of the present compressor. turns: of auto."""
+    """One model's exchanges on one rank. reducer: of the present compressor. turns: of auto.
+
+    view: of the optimizer. Sessions in one process may share one, and then one of them listens to the optimizer's steps.
+    """
 
     reducer_class: type[Reducer] = Reducer
 
@@ -76,15 +75,15 @@ class Session(StepListener):
         self._stock: torch.dtype | None = None
         self._sample = GradientSample(len(slots.slots), door.changed)
         self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
+        # Ranks may differ by one commit where one of them fails while the others commit.
+        self._commits: deque[Snapshot] = deque(maxlen=2)
         self.reducer = self._make_reducer(compressor)
-        self._listen()
-
-    def _listen(self) -> None:
-        listen(self)
+        if view is None:
+            listen(self)
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         self.view.check_momentum(compressor)
-        return self.reducer_class(compressor, self._by_name, self.network, self.options, self.view, self.options.observer)
+        return self.reducer_class(compressor, self._by_name, self.network, self.options, self.view)
 
     # The phase.
 
@@ -106,8 +105,8 @@ class Session(StepListener):
         if (message := REFUSED[event].get(phase)) is None:
             return
         reason = "" if self._failure is None else self._failure[1]
-        if phase is Phase.FAILED and not self.door.ends_in_backward:
-            message += OR_LOAD
+        if phase is Phase.FAILED:
+            message += self.door.after_failure
         raise RuntimeError(message.format(event=event, reason=reason))
 
     @property
@@ -160,8 +159,8 @@ class Session(StepListener):
             raise self.failed(ValueError(self.door.unknown.format(shape=tuple(parameter.shape))))
         return slot
 
-    def begin(self, hold: bool = False) -> None:
-        """Begin a step, or go on with it. hold: meet the other ranks, and take a turn with them, in finish()."""
+    def begin(self) -> None:
+        """Begin a step, or go on with it."""
         here = self.network.generation
         if self._step_in is here:
             return
@@ -170,44 +169,37 @@ class Session(StepListener):
             self._failure = None
         if self._step_in is not None:  # the network was initialised anew
             self._discard_step()
-        if not hold:
+        if not self.door.holds:
             self._take_turn()
         self._step_in = here
         self.view.note_exchange()
         if self.stock is not None:
             self.reducer.clock.note_gradient()
 
-    def ready(self, slot: Slot, grad: Tensor | None = None, hold: bool = False) -> None:
-        """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange.
-
-        grad: the gradient in the order of the parameter's memory; by default the parameter's own.
-        hold: keep the gradient for finish() if the ranks have to meet first, or to take a turn, for which they wait there.
-        """
-        hold = hold and (not self.has_met or self._turn_is_due)
+    def ready(self, slot: Slot) -> None:
+        """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange."""
+        holds = self.door.holds and (not self.has_met or self._turn_is_due)
         if self._step_in is not self.network.generation:
-            self.begin(hold)
-        if grad is None and (hold or self.stock is None):  # the stock framework writes sums into the gradient
+            self.begin()
+        if holds or self.stock is None:  # the stock framework writes sums into the gradient
             self._sample.keep(slot)
-        if hold:
+        if holds:
             self._held[slot.name] = slot
         else:
-            self._hand_over(slot, grad)
+            self._hand_over(slot)
 
     def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Note several complete gradients of a step that has begun."""
         self.meet()
-        try:
+        with self._noting_failure():
             for slot, grad in zip(slots, grads, strict=True):
                 self.reducer.ready(slot, grad)
-        except BaseException as error:
-            self.failed(error)
-            raise
 
-    def _hand_over(self, slot: Slot, grad: Tensor | None = None) -> None:
+    def _hand_over(self, slot: Slot) -> None:
         self.meet()
         try:
             if self.stock is None:
-                self.reducer.ready(slot, grad)
+                self.reducer.ready(slot)
             else:
                 self.door.start_stock_allreduce(slot)
         except BaseException as error:
@@ -279,10 +271,11 @@ class Session(StepListener):
         self.view.refuse_unexchanged(optimizer)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Take the momentum out of an optimizer that is about to step. Horovod's step() first ends the exchange."""
+        """Take the momentum out of an optimizer that is about to step. A step() that first ends the exchange calls another."""
         if self._step_in is None:
             self.view.before_step(optimizer, closure)
-        self._missing.before_step(optimizer, self.spec)
+        if self.door.unused:
+            self._missing.before_step(optimizer, self.spec)
 
     def after_step(self) -> None:
         """Show the optimizer's values again."""
@@ -304,15 +297,15 @@ class Session(StepListener):
         self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False, follows: bool = True
     ) -> Flow[None]:
         """Meet in lock-step with other ranks. See meet(). follows: under auto, adopt the leader's compressor."""
-        meeting = yield from self._membership.compare(self._terms(), self.reducer.steps_done, leader, go_back)
-        if meeting.joins:
+        membership = self._membership
+        if (yield from membership.compare(self._terms(), self.reducer.steps_done, leader, go_back)):
             state.scale_state(self.reducer, 0.0)
         if follows and self.turns is not None:  # ranks that are new to a training have another compressor
             self._stock = None
-            compressor = self.turns.restart((yield from meeting.of_leader(self.spec)))
+            compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
             if str(compressor) != self.spec:
                 self.reducer, self.compressor = state.carry(self.reducer, self._make_reducer(compressor)), compressor
-        yield from self._membership.settle(meeting, self.reducer, self.view.sums)
+        yield from membership.settle(self.reducer, self.view.sums)
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
@@ -374,7 +367,8 @@ class Session(StepListener):
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
-        flat = state.residuals(self.reducer)
+        zeros = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in self.slots.slots}
+        flat = zeros | {name: view.clone() for name, view in state.residual_views(self.reducer).items()}
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.slots.slots}
 
     def share(self) -> dict[str, Any]:
@@ -414,15 +408,29 @@ class Session(StepListener):
             with self._noting_failure():
                 yield from self.meeting()
 
-    def snapshot(self) -> Snapshot:
-        """Copy the state to main memory, for restore()."""
+    def commit(self) -> None:
+        """Keep a copy of the state in main memory, beside the last one, for a training that rolls back."""
         self.refuse("commit()")
-        shapes, sums = self.slots.shapes, self.view.sums
-        share = state.save_share(self.reducer, shapes, sums=sums, copy=state.to_main_memory)
-        return Snapshot(self.compressor, state.in_main_memory(share), self._membership.owner)
+        share = state.save_share(self.reducer, self.slots.shapes, sums=self.view.sums, copy=lambda view: view)
+        self._commits.append(Snapshot(self.compressor, state.in_main_memory(share), self._membership.owner))
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Return to a snapshot, also in the middle of a step or after one that failed. The ranks then meet again."""
+    def roll_back(self) -> None:
+        """Return to the last commit, also in the middle of a step or after one that failed. The ranks then meet again."""
+        if self._commits:
+            self._restore(self._commits[-1])
+
+    def sync(self) -> None:
+        """Meet the other ranks, and go on where rank 0 goes on, since all take rank 0's weights."""
+        self.meet(leader=0, go_back=self._go_back)
+
+    def _go_back(self, steps: int) -> bool:
+        """Return to the commit after this number of steps, if there is one."""
+        kept = next((each for each in self._commits if each.share["steps"] == steps), None)
+        if kept is not None:
+            self._restore(kept)
+        return kept is not None
+
+    def _restore(self, snapshot: Snapshot) -> None:
         share, reducer = snapshot.share, self.reducer
         if snapshot.compressor is not self.compressor:  # change() came after the commit
             reducer = self._make_reducer(snapshot.compressor)

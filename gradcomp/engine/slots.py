@@ -62,15 +62,8 @@ class ParameterSlot(Slot):
         self._copy: Tensor | None = None
 
     @property
-    def _order_of_memory(self) -> list[int]:
-        return [dim for dim in self.order if self.shape[dim] > 1]
-
-    def describe(self) -> str:
-        return f"{self.name} {tuple(self.shape)} {self._order_of_memory} {self.parameter.device.type}"
-
-    @property
     def shape_text(self) -> str:
-        order = self._order_of_memory
+        order = [dim for dim in self.order if self.shape[dim] > 1]
         return super().shape_text + (f" in order {order}" if order != sorted(order) else "")
 
     def read(self) -> Tensor:
@@ -187,7 +180,7 @@ class Parameters(Slots):
 
 
 def named_of(optimizer: torch.optim.Optimizer, named: NamedParameters | None) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the optimizer's parameters with their names, by default Horovod's, and named ones that are frozen."""
+    """Return the optimizer's parameters with their names, by default numbers in its groups, and named ones that are frozen."""
     check_optimizer(optimizer)
     groups = enumerate(optimizer.param_groups)
     unnamed = [(f"allreduce.noname.{i}.{j}", p) for i, group in groups for j, p in enumerate(group["params"])]

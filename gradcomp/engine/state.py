@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gradcomp import saved
@@ -36,12 +35,6 @@ def residual_views(reducer: Reducer) -> dict[str, Tensor]:
     return views
 
 
-def residuals(reducer: Reducer) -> dict[str, Tensor]:
-    """Copy the residual of every layer, flat. It is zero where there is no error feedback."""
-    zeros = {name: torch.zeros(layer.size, device=layer.device) for name, layer in reducer.layers.items()}
-    return zeros | {name: view.clone() for name, view in residual_views(reducer).items()}
-
-
 def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = False, copy: Copy = Tensor.clone) -> dict[str, Any]:
     """Copy all that the next step depends on.
 
@@ -51,32 +44,19 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
         sums: True if updates are sums over the ranks, not means.
         copy: Copies a layer's array.
     """
-    layers, of_buckets = _parts(reducer, copy)
-    buckets = [
-        {
-            "layers": list(bucket.layout.names),
-            "steps": bucket.steps,
-            "stages": own,
-            "compressor": bucket.compressor.save(bucket.inner),
-        }
-        for bucket, own in zip(reducer.buckets, of_buckets, strict=True)
-    ]
-    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), "layers": layers, "buckets": buckets}
-
-
-def _parts(reducer: Reducer, copy: Copy) -> tuple[dict[str, dict[str, dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the stages' parts: by stage, field and layer, and for each bucket by stage."""
     layers: dict[str, dict[str, dict[str, Any]]] = {}
-    of_buckets: list[dict[str, Any]] = []
+    buckets: list[dict[str, Any]] = []
     for bucket in reducer.buckets:
         bucket.put_back()
-        of_buckets.append({})
+        own: dict[str, dict[str, Any]] = {}
         for stage in bucket.stages:
             part = stage.save(bucket.states[stage.name], bucket.layout, copy)
-            of_buckets[-1][stage.name] = dict(part.bucket)
+            own[stage.name] = dict(part.bucket)
             for field, values in part.layers.items():
                 layers.setdefault(stage.name, {}).setdefault(field, {}).update(values)
-    return layers, of_buckets
+        inner = bucket.compressor.save(bucket.inner)
+        buckets.append({"layers": list(bucket.layout.names), "steps": bucket.steps, "stages": own, "compressor": inner})
+    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), "layers": layers, "buckets": buckets}
 
 
 def load_shares(
@@ -126,34 +106,39 @@ def load_shares(
 
 
 class _Reader(NamedTuple):
-    """One rank's share. records: of its buckets, by their layers."""
+    """One rank's share. records: of its buckets, by each of their layers. trusted, partial, prefix: see Share."""
 
     layers: Mapping[str, Any]
-    records: Mapping[tuple[str, ...], Mapping[str, Any]]
+    records: Mapping[str, Mapping[str, Any]]
     trusted: bool
-    prefix: str
+    partial: bool = False
+    prefix: str = ""
+
+    def record(self, layout: Layout) -> Mapping[str, Any] | None:
+        """Return the record of the bucket with these layers. In a share of another spec, the first layer decides."""
+        found = self.records.get(layout.names[0])
+        return found if found is None or self.partial or tuple(found["layers"]) == layout.names else None
 
     def part(self, stage: str, layout: Layout) -> Share:
-        record = self.records.get(layout.names)
-        own = None if record is None else saved.table_or_empty(saved.table_or_empty(record, "stages"), stage)
-        return Share(saved.table_or_empty(self.layers, stage), own, self.trusted, prefix=self.prefix)
+        """Return a stage's part, as a bucket of these layers loads it."""
+        record, layers = self.record(layout), saved.table_or_empty(self.layers, stage)
+        stages = {} if record is None else saved.table_or_empty(record, "stages")
+        own = None if record is None or (self.partial and stage not in stages) else saved.table_or_empty(stages, stage)
+        return Share(layers, own, self.trusted, self.partial, self.prefix)
 
 
-def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool) -> list[_Reader]:
-    return [
-        _Reader(
-            saved.table_or_empty(share, "layers"),
-            {tuple(saved.sequence(each, "layers")): each for each in saved.sequence(share, "buckets")},
-            trusted,
-            f"rank {rank}: " if len(shares) > 1 else "",
-        )
-        for rank, share in shares.items()
-    ]
+def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool, partial: bool = False) -> list[_Reader]:
+    readers = []
+    for rank, share in shares.items():
+        records = {name: each for each in saved.sequence(share, "buckets") for name in saved.sequence(each, "layers")}
+        prefix = f"rank {rank}: " if len(shares) > 1 else ""
+        readers.append(_Reader(saved.table_or_empty(share, "layers"), records, trusted, partial, prefix))
+    return readers
 
 
 def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int, Any]:
     """Return a bucket's steps, and the compressor's state, both as the first share has them."""
-    record = own[0].records.get(bucket.layout.names) if own else None
+    record = own[0].record(bucket.layout) if own else None
     if own and record is None:
         return steps, bucket.inner
     inner = bucket.compressor.init(bucket.layout, bucket.seed)
@@ -184,15 +169,10 @@ def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any], prefix: s
             )
 
 
-def to_main_memory(tensor: Tensor) -> Tensor:
-    """Copy a tensor to main memory, also one that is there."""
-    return tensor.to("cpu", copy=True)
-
-
 def in_main_memory(value: Any) -> Any:
-    """Move all tensors of a share to main memory."""
+    """Copy all tensors of a share to main memory."""
     if isinstance(value, Tensor):
-        return value.cpu()
+        return value.to("cpu", copy=True)
     if isinstance(value, dict):
         return {key: in_main_memory(each) for key, each in value.items()}
     return [in_main_memory(each) for each in value] if isinstance(value, list) else value
@@ -259,8 +239,8 @@ class States:
         if here is None:
             if len(self.shares) > 1:
                 raise RuntimeError(
-                    "load_state_dict() got the states of several ranks before hvd.init(), or outside the process set; call "
-                    "hvd.init() first, or pass this rank's own state"
+                    "load_state_dict() got the states of several ranks, but this rank's place is unknown: the network is not "
+                    "initialised, or not for this rank; initialise it first, or pass this rank's own state"
                 )
             (rank,) = self.shares
             return Taken(self.shares, 1.0, Place(rank, self.ranks))
@@ -365,17 +345,16 @@ def carry(old: Reducer, new: Reducer) -> Reducer:
 
     A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
     """
-    layers, of_buckets = _parts(old, lambda view: view)
+    share = save_share(old, {}, copy=lambda view: view)
+    layers = share["layers"]
     moments = {name for bucket in new.buckets if bucket.takes_momentum for name in bucket.layout.names}
     directions = layers.get(Adam.name, {}).get("second", {}).keys() - moments
     if kept := layers.get(Residual.name, {}).get("residual"):
         layers[Residual.name]["residual"] = {name: view for name, view in kept.items() if name not in directions}
-    own_of = {name: own for bucket, own in zip(old.buckets, of_buckets, strict=True) for name in bucket.layout.names}
+    (before,) = _readers({0: share}, trusted=True, partial=True)
     for bucket in new.buckets:
         for stage in bucket.stages:
-            own = own_of[bucket.layout.names[0]].get(stage.name)
-            before = Share(layers.get(stage.name, {}), own, trusted=True, partial=True)
-            stage.carry(bucket.states[stage.name], bucket.layout, before)
+            stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))
     new.steps_done = old.steps_done
     return new
 

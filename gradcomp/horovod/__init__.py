@@ -17,8 +17,11 @@ except ImportError as error:
         name=error.name,
     ) from error
 
+from gradcomp.horovod import elastic
 from gradcomp.horovod.compression import Compression
 from gradcomp.horovod.optimizer import DistributedOptimizer
+
+elastic.register()
 
 __all__ = ["Compression", "DistributedOptimizer"]
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.engine.commits import Commits
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slot
-from gradcomp.handle import Handle, beginning_of
-from gradcomp.horovod.elastic import keep_with_optimizers
+from gradcomp.handle import Handle
 from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
@@ -43,6 +41,11 @@ _CHANGED = (
     "    scaler.unscale_(optimizer)  # only with a GradScaler\n"
     "    ...  # change gradients here\n"
     "    with optimizer.skip_synchronize(): optimizer.step()  # with a GradScaler: scaler.step(optimizer)"
+)
+
+_AFTER_FAILURE = (
+    "; or, if the step failed on all ranks, call compression.load_state_dict() on all with a state from before, and then "
+    "optimizer.load_state_dict(optimizer.state_dict()), with which Horovod forgets the step"
 )
 
 _CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
@@ -109,13 +112,11 @@ class Compression(Handle):
         if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
             raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
-        options = Options(optimizer, scaler, bucket_mb, seed)
-        beginning, self._parameters = beginning_of(spec), Parameters(named_parameters)
-        session = Session(beginning.compressor, self._parameters, self._network, options, Door(_UNKNOWN, _UNUSED, _CHANGED))
-        super().__init__(session, beginning, (torch.float32,) if self._parameters.types <= SUMMED else ())
+        options, self._parameters = Options(optimizer, scaler, bucket_mb, seed), Parameters(named_parameters)
+        stock = (torch.float32,) if self._parameters.types <= SUMMED else ()
+        door = Door(_UNKNOWN, _UNUSED, _CHANGED, _AFTER_FAILURE)
+        super().__init__(spec, self._parameters, self._network, options, door, stock)
         self._knows_optimizer = False
-        self._commits = Commits(self._session)
-        keep_with_optimizers(_commits_of)
 
     def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot | None]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
@@ -167,6 +168,12 @@ class Compression(Handle):
             if getattr(optimizer, "op", None) == hvd.Sum:
                 self._session.view.sums = True
 
+    def _session_of(self, optimizer: torch.optim.Optimizer) -> Session:
+        """Return the session, and tell it its optimizer. A rank that joins a job meets others before its first gradient."""
+        if not self._knows_optimizer:
+            self._note_optimizer(optimizer)
+        return self._session
+
     def _why_unknown(self, tensor: Tensor) -> str:
         if self._parameters.slot(tensor) is not None:
             return "op=Adasum reduces parameters, not gradients, and cannot be compressed; use op=Average or op=Sum"
@@ -183,16 +190,3 @@ def _calling_optimizer() -> torch.optim.Optimizer | None:
             return caller
         frame = frame.f_back
     return None
-
-
-def _commits_of(optimizer: Any) -> Commits | None:
-    """Return the commits of an optimizer's compression, for Horovod's elastic mode.
-
-    The compression then knows the optimizer: a rank that joins meets the others before it has seen a gradient.
-    """
-    compression = getattr(optimizer, "_compression", None)
-    if not isinstance(compression, Compression):
-        return None
-    if not compression._knows_optimizer:
-        compression._note_optimizer(optimizer)
-    return compression._commits

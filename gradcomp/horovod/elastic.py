@@ -1,66 +1,54 @@
-"""Horovod's elastic mode: what must be kept, restored and synchronised along with an optimizer."""
+"""Horovod's elastic mode: a compression's state is kept, restored and synchronised along with the optimizer's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from horovod.torch.elastic import state as elastic
 from horovod.torch.functions import broadcast_object
 
-from gradcomp.engine.commits import Commits
+from gradcomp.engine.session import Session
+from gradcomp.horovod.compression import Compression
 
 
-def keep_with_optimizers(find: Callable[[Any], Commits | None]) -> None:
-    """Make TorchState, of Horovod's elastic mode, keep what find() returns along with an optimizer.
-
-    An optimizer for which find() returns None keeps Horovod's own handler.
-    """
-    registry = elastic.get_handler_registry()
-    if not any(isinstance(kind, _Optimizers) for kind, _ in registry):
-        kept: Any = _Optimizers(find)
-        elastic.set_handler_registry([(kept, kept.handler), *registry])
+def register() -> None:
+    """Make TorchState, of Horovod's elastic mode, handle optimizers that have a Compression. Others keep Horovod's handler."""
+    kind: Any = _WithCompression()
+    elastic.set_handler_registry([(kind, _Handler), *elastic.get_handler_registry()])
 
 
-class _Optimizers:
-    """The optimizers for which find() returns something, as a type for isinstance()."""
-
-    def __init__(self, find: Callable[[Any], Commits | None]):
-        self._find = find
+class _WithCompression:
+    """The optimizers that have a Compression, as a type for isinstance()."""
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, torch.optim.Optimizer) and self._find(value) is not None
-
-    def handler(self, optimizer: torch.optim.Optimizer) -> Any:
-        return _Handler(optimizer, self._find)
+        return isinstance(value, torch.optim.Optimizer) and isinstance(getattr(value, "_compression", None), Compression)
 
 
 class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
-    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and what is kept with it."""
+    """Saves, restores and synchronises an optimizer as Horovod's own handler does, and the state of its compression."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, find: Callable[[Any], Commits | None]):
-        self._find = find
+    def __init__(self, optimizer: torch.optim.Optimizer):
         super().__init__(optimizer)
-        self._kept().commit()
+        self._session.commit()
 
-    def _kept(self) -> Commits:
-        kept = self._find(self.value)
-        assert kept is not None
-        return kept
+    @property
+    def _session(self) -> Session:
+        compression: Compression = self.value._compression
+        return compression._session_of(self.value)
 
     def save(self) -> None:
         super().save()
-        self._kept().commit()
+        self._session.commit()
 
     def restore(self) -> None:
         super().restore()
-        self._kept().roll_back()
+        self._session.roll_back()
 
     def sync(self) -> None:
         if self._follows_state():
             super().sync()
-        self._kept().sync()
+        self._session.sync()
 
     def _follows_state(self) -> bool:
         """Decide whether rank 0's optimizer has a state that Horovod is to broadcast. If not, take over its groups' settings.

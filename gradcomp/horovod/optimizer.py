@@ -112,7 +112,7 @@ class _CarrierFree(Door):
     """
 
     def __init__(self, door: Door, optimizer: Any):
-        super().__init__(door.unknown, door.unused, door.changed)
+        super().__init__(door.unknown, door.unused, door.changed, door.after_failure, holds=True)
         self._optimizer = weakref.ref(optimizer)  # which has the session
         self._begun: dict[Tensor, int] = {}
 
@@ -122,7 +122,7 @@ class _CarrierFree(Door):
             p.grad = torch.zeros_like(p)
         if p.grad.is_sparse:
             raise session.failed(ValueError(SPARSE))
-        session.ready(session.slot(p), hold=True)
+        session.ready(session.slot(p))
         return functools.partial(self._finish, session, scale, p), None
 
     def _finish(self, session: Session, scale: float, p: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 TELL_AFTER, SPEAK_AFTER, FACTOR = 5.0, 10.0, 3.0
 
 # The place of a rank that is in a meeting.
-MEETING = "the meeting that all ranks call (first step, attach(), watch(), change() or load_state_dict())"
+MEETING = "the meeting that all ranks call (before the first step, in watch(), change() and load_state_dict())"
 
 log = logging.getLogger("gradcomp")
 

@@ -222,7 +222,7 @@ def test_a_state_without_moments_needs_no_optimizer() -> None:
 
 
 @both
-@pytest.mark.parametrize("by", ["load_state_dict", "snapshot and restore"])
+@pytest.mark.parametrize("by", ["load_state_dict", "commit and roll_back"])
 def test_a_rollback_in_mid_step_is_torchs_own(optimizer_of: Any, by: str) -> None:
     def training(spec: str | None) -> Run:
         """Go back by two steps in the middle of a step, and do them again."""
@@ -230,14 +230,18 @@ def test_a_rollback_in_mid_step_is_torchs_own(optimizer_of: Any, by: str) -> Non
         session: Any = None if spec is None else run.handle._session
         kept = copy.deepcopy((run.plain.state_dict(), run.optimizer.state_dict()))
         if session is not None:
-            ours = session.state_dict() if by == "load_state_dict" else session.snapshot()
+            session.commit()
+            ours = session.state_dict()
         run.train(range(4, 6))
         run.optimizer.zero_grad()
         run.loss(99).backward()  # and an error of the user's own before step()
         run.plain.load_state_dict(kept[0])
         run.optimizer.load_state_dict(kept[1])
         if session is not None:
-            (session.load_state_dict if by == "load_state_dict" else session.restore)(ours)
+            if by == "load_state_dict":
+                session.load_state_dict(ours)
+            else:
+                session.roll_back()
         return run.train(range(4, 12))
 
     same(training)

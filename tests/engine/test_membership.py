@@ -22,12 +22,12 @@ def steps(ranks: list[Rank], count: int, scale: float = 1.0) -> None:
 
 
 def sync(ranks: list[Rank]) -> list[Any]:
-    return together(ranks, lambda rank: rank.commits.sync())
+    return together(ranks, lambda rank: rank.session.sync())
 
 
 def commit(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.commits.commit()
+        rank.session.commit()
 
 
 @pytest.mark.parametrize("old,new", [(4, 3), (4, 2), (2, 3), (1, 2)])
@@ -104,7 +104,7 @@ def test_a_commit_from_before_a_change_restores_the_spec(spec: str) -> None:
     together(ranks, lambda rank: rank.session.replace(gradcomp.make(spec)))
     steps(ranks, 2)
     for rank in ranks:
-        rank.commits.roll_back()
+        rank.session.roll_back()
         assert rank.session.spec == SPEC
     move(ranks)
     assert sync(ranks) == [None] * 2
@@ -120,7 +120,7 @@ def test_a_rank_that_is_ahead_by_one_commit_goes_back() -> None:
     steps(ranks, 2)
     commit(ranks[1:])  # rank 0 failed in between
     for rank in ranks:
-        rank.commits.roll_back()
+        rank.session.roll_back()
     move(ranks)
     assert sync(ranks) == [None] * 3
     assert [rank.session.reducer.steps_done for rank in ranks] == [2, 2, 2]

@@ -50,15 +50,15 @@ def test_an_event_is_refused_in_the_phases_of_its_row(event: str, phase: Phase) 
         session.refuse(event)
 
 
-@pytest.mark.parametrize("ends_in_backward", [True, False])
-def test_after_a_failure_a_door_says_what_is_left_to_do(ends_in_backward: bool) -> None:
-    session, parameter = made(ends_in_backward=ends_in_backward)
+@pytest.mark.parametrize("remedy", ["", "; or load a state from before"])
+def test_after_a_failure_a_door_adds_its_remedy(remedy: str) -> None:
+    session, parameter = made(after_failure=remedy)
     session.failed(ValueError("the network is gone"))
     parameter.grad = torch.randn(100)
     for call in (session.finish, lambda: session.ready(session.slot(parameter))):
         with pytest.raises(RuntimeError, match="refuses further steps") as error:
             call()  # type: ignore[operator]
-        assert ("load_state_dict" in str(error.value)) != ends_in_backward
+        assert str(error.value).endswith(f"from their last states{remedy}")
     session.load_state_dict(made()[0].state_dict())
     session.ready(session.slot(parameter))
     session.finish()

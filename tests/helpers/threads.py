@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.requests import Reduce, Request, World
-from gradcomp.engine.commits import Commits
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
@@ -76,7 +75,7 @@ class ThreadNetwork:
 
 
 class Rank:
-    """One rank: a session of one layer, its commits, and the sums of what it gave and what came."""
+    """One rank: a session of one layer, and the sums of its gradients and its updates."""
 
     def __init__(self, generation: Generation, rank: int, spec: str, host: str = ""):
         self.seconds = 0.0  # of its clock
@@ -84,7 +83,6 @@ class Rank:
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
         network: Any = self.network
         self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, Options(), Door())
-        self.commits = Commits(self.session)
         self._draws = torch.Generator().manual_seed(rank + 100 * generation.ranks)
         self.given, self.came = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
 

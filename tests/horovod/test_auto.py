@@ -57,9 +57,9 @@ def restored(door: str) -> Tensor:
         small_net.train(model, optimizer, data, STEPS)
         if door != doors.ALONE:
             session = optimizer.compression._session
-            commit = session.snapshot()
+            session.commit()
             small_net.backward(model, next(data))
-            session.restore(commit)
+            session.roll_back()
             optimizer.load_state_dict(optimizer.state_dict())  # drops the handles of the step
         else:
             next(data)

@@ -101,7 +101,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a change of spec loses what waits",
         "gradcomp/engine",
-        "            stage.carry(bucket.states[stage.name], bucket.layout, before)\n",
+        "            stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))\n",
         "            pass\n",
         ("test_state.py", "test_every_spec.py"),
     ),
@@ -257,8 +257,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a rank that is ahead stays ahead",
         "gradcomp/engine",
-        'if kept.share["steps"] == steps:',
-        'if kept.share["steps"] > steps:',
+        'if each.share["steps"] == steps)',
+        'if each.share["steps"] > steps)',
         ("test_membership.py",),
     ),
     Fault(
