@@ -10,12 +10,10 @@ from typing import Any
 
 import choosing_ranks
 import pytest
-import rank_clock
 import replay
 import threads
 import torch
-from choosing_ranks import CHOICE, COMPUTES, FAST, SEEN, SLOW, Link, begun, train
-from rank_clock import CLOCK
+from choosing_ranks import CHOICE, CLOCK, COMPUTES, FAST, SEEN, SLOW, Link, begun, train
 from threads import Rank
 
 import gradcomp
@@ -32,7 +30,7 @@ EVERY = [STOCK, HALF, FIVE, TOPK]
 @pytest.fixture
 def model_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links and computing take the time that a test gives them, and nothing else does."""
-    rank_clock.install(monkeypatch)
+    choosing_ranks.install(monkeypatch)
 
 
 def test_a_larger_loss_adds_candidates_that_lose_more() -> None:
@@ -138,7 +136,7 @@ def test_a_candidate_out_of_reach_does_not_win() -> None:
 
 def test_only_near_candidates_compete_again_until_something_changes() -> None:
     """One whose try was stopped, perhaps for a pause, gets another one."""
-    policy, times = Policy(), {STOCK: 1.0, HALF: 1.4, FIVE: 0.99, TOPK: 1.25}
+    policy, times = Policy(), {STOCK: 1.0, HALF: 1.4, FIVE: 0.995, TOPK: 1.25}
     for others in ({HALF, TOPK}, {HALF}, set[Candidate]()):
         winner, asked = played(policy, lambda each, _: times[each], STOCK)
         assert winner == STOCK and {each for each, _ in asked} == {STOCK, FIVE} | others

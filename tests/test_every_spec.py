@@ -14,16 +14,13 @@ import pytest
 import ranks
 import small_net
 import torch
-import torch.distributed as dist
+from doors import COMPRESSION, DDP, OWN, Training
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 
 pytestmark = pytest.mark.slow
 
-# The third door, beside the two to Horovod.
-DDP = "ddp"
 # Steps of a training, and the step after which it is saved. Delayed counts act eight steps later, so within a training.
 STEPS, SAVED = 12, 6
 BUCKET_MB = 0.02
@@ -38,6 +35,7 @@ KNOBS = {
 REDUCED = ["dense", "gs_sgd:ratio=0.02", "lgc:dense=2,learn=3,ratio=0.02,instance=server"]
 GATHERED_OR_SENT = [
     "topk:ratio=0.02,momentum=0.9,route=split",
+    "topk:ratio=0.02,route=tree",
     "gtopk:ratio=0.02,momentum=0.9,clip=1",
     "sketched_sgd:ratio=0.02",
     "orq:levels=5,route=alltoall",
@@ -57,54 +55,61 @@ SPECS = list(
             "sdagc:lam=2,momentum=0.9,clip=1,clip_by=model",
             "sdagc:density=0.05,lr_revision=density",
             "sdagc; *.bias=dense; *last.*=topk:ratio=0.1",
+            "sketched_sgd:ratio=0.02,candidates=1",
+            "orq:sigmas=1.5,group=512,route=alltoall",
+            "qsgd:levels=9,group=128,route=allgather",
         ]
     )
 )
-# Door, and number of ranks.
-STARTS = [(doors.COMPRESSION, 2), (doors.OWN, 2), (DDP, 2), (DDP, 3)]
-CASES = [(*start, spec) for start in STARTS for spec in (SPECS if start[1] == 2 else REDUCED + GATHERED_OR_SENT)]
-every_case = pytest.mark.parametrize("door, count, spec", CASES)
-every_start = pytest.mark.parametrize("door, count", STARTS)
+BY_HOST = [
+    "topk:ratio=0.05,by_host=true",
+    "topk:ratio=0.05,route=split,momentum=0.9,by_host=true",
+    "sdagc:lam=2,small=none,by_host=true",
+    "gs_sgd:ratio=0.02,by_host=true",
+    "dense:by_host=true",
+    "bingrad:form=pb,group=512,by_host=true",
+]
+# Door, number of ranks and of hosts with equally many of them, and the specs.
+STARTS = {
+    (COMPRESSION, 2, 1): SPECS,
+    (OWN, 2, 1): SPECS,
+    (DDP, 2, 1): SPECS,
+    (DDP, 3, 1): REDUCED + GATHERED_OR_SENT,
+    (OWN, 4, 2): BY_HOST,
+}
+every_case = pytest.mark.parametrize(
+    "start, spec", [(start, spec) for start, specs in STARTS.items() for spec in specs], ids=str
+)
+every_start = pytest.mark.parametrize("start", STARTS, ids=str)
+Start = tuple[str, int, int]
 
 
-class Run:
-    """A model in training by one of the doors."""
+class Run(Training):
+    """A model in training with a learning rate that falls. Each rank leaves a layer out now and then."""
 
     def __init__(self, door: str, spec: str, seed: int = 1):
-        self.net = small_net.net(seed)
-        if door == DDP:
-            self.optimizer: Any = torch.optim.SGD(self.net.parameters(), 0.02)
-            self.whole: Any = DistributedDataParallel(self.net, bucket_cap_mb=BUCKET_MB, find_unused_parameters=True)
-            self.handle = gradcomp.ddp.attach(self.whole, spec, optimizer=self.optimizer, bucket_mb=BUCKET_MB)
-            self.rank = dist.get_rank()
-        else:
-            self.whole = self.net
-            self.optimizer = doors.sgd(door, self.net, spec, bucket_mb=BUCKET_MB)
-            self.handle = self.optimizer.compression
-            self.rank = hvd.rank()
-        self.data = small_net.examples(self.rank)
+        ddp = {"find_unused_parameters": True} if door == DDP else {}
+        super().__init__(door, small_net.net(seed), spec, prefix="", bucket_mb=BUCKET_MB, **ddp)
 
-    def train(self, steps: range) -> Tensor:
-        return stepped(self.optimizer, steps, lambda step: backward(self.whole, self.data, self.rank, step), self.net)
+    def take(self, steps: range) -> Tensor:
+        return stepped(self.optimizer, steps, lambda step: self.backward(skip=skips(doors.rank(self.door), step)), self.model)
 
     def saved(self) -> io.BytesIO:
         file = io.BytesIO()
-        torch.save((self.net.state_dict(), self.handle.state_dict()), file)
+        torch.save((self.model.state_dict(), self.handle.state_dict()), file)
         file.seek(0)
         return file
 
     def load(self, file: io.BytesIO) -> None:
-        for part, state in zip((self.net, self.handle), torch.load(file), strict=True):
+        for part, state in zip((self.model, self.handle), torch.load(file), strict=True):
             part.load_state_dict(state)
 
 
-def backward(net: torch.nn.Module, data: Iterator[Any], rank: int, step: int) -> None:
-    """Run a batch forward and backward; each rank leaves a layer out now and then."""
-    small_net.backward(net, next(data), skip=(step + rank) % 5 == 0)
+def skips(rank: int, step: int) -> bool:
+    return (step + rank) % 5 == 0
 
 
 def stepped(optimizer: Any, steps: range, gradients: Callable[[int], None], net: torch.nn.Module) -> Tensor:
-    """Train with a learning rate that falls."""
     for step in steps:
         optimizer.param_groups[0]["lr"] = 0.02 / (1 + step // 3)
         optimizer.zero_grad()
@@ -113,122 +118,146 @@ def stepped(optimizer: Any, steps: range, gradients: Callable[[int], None], net:
     return small_net.weights(net)
 
 
+def watch() -> None:
+    """Let each of Horovod's operations have a name, and entries to send and to receive."""
+    started, synchronize = [], hvd.synchronize
+
+    def watched(operation: Any) -> Any:
+        def start(tensor: Tensor, **options: Any) -> Any:
+            assert tensor.numel() > 0 and options["name"], f"{operation.__name__} of {tensor.numel()} entries"
+            started.append(operation(tensor, **options))
+            return started[-1]
+
+        return start
+
+    def waited_for(handle: Any) -> Any:
+        answer = synchronize(handle)
+        assert (answer[0] if isinstance(answer, tuple) else answer).numel() > 0 or handle not in started
+        return answer
+
+    hvd.synchronize = waited_for
+    for name in ("alltoall_async", "allgather_async", "allreduce_async_"):
+        setattr(hvd, name, watched(getattr(hvd, name)))
+
+
 def trained(door: str, spec: str) -> dict[str, Any]:
     """Train to the end; and with new objects from the middle, out of a file."""
     run = Run(door, spec)
-    run.train(range(SAVED))
+    run.take(range(SAVED))
     file = run.saved()
-    ahead = itertools.tee(run.data)
-    run.data = ahead[0]
-    found = {"weights": run.train(range(SAVED, STEPS)), "stats": run.handle.stats()}
+    run.data, ahead = itertools.tee(run.data)
+    found = {"weights": run.take(range(SAVED, STEPS)), "stats": run.handle.stats()}
     again = Run(door, spec, seed=2)
     again.load(file)
-    again.data = ahead[1]
-    return found | {"resumed": again.train(range(SAVED, STEPS))}
+    again.data = ahead
+    return found | {"resumed": again.take(range(SAVED, STEPS))}
 
 
 def changed(door: str) -> dict[str, Any]:
     """Change the spec in mid-training, first to a different one on rank 1, then alike."""
     run = Run(door, "topk:ratio=0.01")
-    run.train(range(5))
+    run.take(range(5))
     before = run.handle.residual()
-    refused = small_net.refused(lambda: run.handle.change("sign" if run.rank == 1 else "dense"))
+    refused = small_net.refused(lambda: run.handle.change("sign" if doors.rank(door) == 1 else "dense"))
     run.handle.change("sdagc:lam=2")
     after = run.handle.residual()
     return {
         "refused": refused,
         "something waited": any(bool(left.any()) for left in before.values()),
         "carried": all(torch.equal(before[name], after[name]) for name in before),
-        "weights": run.train(range(5, 10)),
+        "weights": run.take(range(5, 10)),
         "steps": run.handle.stats()["steps"],
     }
 
 
 def program(door: str, specs: list[str]) -> dict[str, Any]:
     """Train with every spec, and change the spec."""
-    if door == DDP:
-        ranks.join()
-    else:
-        hvd.init()
+    doors.join(door)
+    if door == OWN:
+        watch()
     found: dict[str, Any] = {spec: trained(door, spec) for spec in specs}
     return found | {"changed": changed(door)}
 
 
-def simulated(spec: str, count: int) -> dict[str, Any]:
+def simulated(spec: str, count: int, hosts: int) -> dict[str, Any]:
     """Train one model with the simulator's mean updates."""
     net, data = small_net.net(), [small_net.examples(rank) for rank in range(count)]
     optimizer = torch.optim.SGD(net.parameters(), 0.02)
     named = list(net.named_parameters())
+    known: dict[str, Any] = {"optimizer": optimizer, "named_parameters": named}
     shapes = {name: tuple(parameter.shape) for name, parameter in named}
-    simulation = gradcomp.Simulation(spec, shapes, count, bucket_mb=BUCKET_MB, optimizer=optimizer, named_parameters=named)
+    simulation = gradcomp.Simulation(spec, shapes, count, bucket_mb=BUCKET_MB, ranks_per_host=count // hosts, **known)
 
     def gradients(step: int) -> None:
         update = simulation.step(list(gradients_of(net, data, step)))
         for name, parameter in named:
             parameter.grad = update[name]
 
-    return {"weights": stepped(optimizer, range(STEPS), gradients, net), "bytes": simulation.bytes_sent}
+    weights = stepped(optimizer, range(STEPS), gradients, net)
+    between = [reducer.bytes_between_hosts for reducer in simulation._reducers]
+    return {"weights": weights, "bytes_sent": simulation.bytes_sent, "bytes_between_hosts": between}
 
 
 def gradients_of(net: torch.nn.Module, data: list[Iterator[Any]], step: int) -> Iterator[dict[str, Tensor | None]]:
     """Yield every rank's gradients."""
     for rank, batches in enumerate(data):
         net.zero_grad()
-        backward(net, batches, rank, step)
+        small_net.backward(net, next(batches), skip=skips(rank, step))
         yield {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
-def simulate(specs: list[str], count: int) -> dict[str, Any]:
+def simulate(specs: list[str], count: int, hosts: int) -> dict[str, Any]:
     """Simulate this process's share of the specs."""
     rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
-    return {spec: simulated(spec, count) for spec in specs[rank::size]}
+    return {spec: simulated(spec, count, hosts) for spec in specs[rank::size]}
 
 
 @ranks.once
-def found(door: str, count: int) -> list[dict[str, Any]]:
-    specs = [spec for *start, spec in CASES if start == [door, count]]
-    return ranks.launch(program, count, door, specs)
+def found(door: str, count: int, hosts: int) -> list[dict[str, Any]]:
+    return ranks.launch(program, count, door, STARTS[door, count, hosts], hosts=hosts)
 
 
 @ranks.once
-def expected(count: int) -> list[dict[str, Any]]:
+def expected(count: int, hosts: int) -> dict[str, Any]:
     """Two processes share the work; they are no ranks of one another."""
-    specs = list(dict.fromkeys(spec for _, ranks_, spec in CASES if ranks_ == count))
-    return ranks.launch(simulate, 2, specs, count)
+    specs = list(dict.fromkeys(spec for start, own in STARTS.items() if start[1:] == (count, hosts) for spec in own))
+    return dict(item for share in ranks.launch(simulate, 2, specs, count, hosts) for item in share.items())
 
 
 @every_case
-def test_training_is_the_simulators(door: str, count: int, spec: str) -> None:
-    wanted = next(share[spec] for share in expected(count) if spec in share)
-    for rank, own in enumerate(found(door, count)):
-        assert own[spec]["stats"]["bytes_sent"] == wanted["bytes"][rank]
+def test_training_is_the_simulators(start: Start, spec: str) -> None:
+    _, count, hosts = start
+    wanted = expected(count, hosts)[spec]
+    for rank, own in enumerate(found(*start)):
+        for figure in ("bytes_sent", "bytes_between_hosts") if hosts > 1 else ("bytes_sent",):
+            assert own[spec]["stats"][figure] == wanted[figure][rank]
         assert own[spec]["stats"]["steps"] == STEPS
-        if count == 2 or spec not in REDUCED:
+        if count == 2 * hosts or spec not in REDUCED:
             assert torch.equal(own[spec]["weights"], wanted["weights"])
 
 
 @every_case
-def test_all_ranks_hold_the_same_weights(door: str, count: int, spec: str) -> None:
-    first, *others = (own[spec]["weights"] for own in found(door, count))
+def test_all_ranks_hold_the_same_weights(start: Start, spec: str) -> None:
+    first, *others = (own[spec]["weights"] for own in found(*start))
     assert first.isfinite().all()
     assert all(torch.equal(first, other) for other in others)
 
 
 @every_case
-def test_a_loaded_state_continues_to_the_last_bit(door: str, count: int, spec: str) -> None:
-    for own in found(door, count):
+def test_a_loaded_state_continues_to_the_last_bit(start: Start, spec: str) -> None:
+    for own in found(*start):
         assert torch.equal(own[spec]["resumed"], own[spec]["weights"])
 
 
 @every_start
-def test_the_spec_can_change_in_mid_training(door: str, count: int) -> None:
-    for own in found(door, count):
+def test_the_spec_can_change_in_mid_training(start: Start) -> None:
+    for own in found(*start):
         change = own["changed"]
         assert change["something waited"] and change["carried"] and change["steps"] == 10
-        assert torch.equal(change["weights"], found(door, count)[0]["changed"]["weights"])
+        assert torch.equal(change["weights"], found(*start)[0]["changed"]["weights"])
 
 
 @every_start
-def test_a_change_that_differs_on_one_rank_is_refused_on_all(door: str, count: int) -> None:
-    for own in found(door, count):
+def test_a_change_that_differs_on_one_rank_is_refused_on_all(start: Start) -> None:
+    for own in found(*start):
         assert "spec: rank 0 has 'dense:feedback=true', rank 1 has 'sign'" in own["changed"]["refused"]

@@ -79,35 +79,15 @@ def test_a_range_allows_its_values_alone(own: Knob, inside: list[Any], outside: 
         ("orq:levels=4", "orq: levels=4 must be one of 3, 5, 9"),
         ("sdagc:flush=-1", "sdagc: flush=-1 must be at least 0"),
         ("orq:sigmas=inf", "orq: sigmas=inf must be at least 0 and finite"),
+        ("gs_sgd:compression=0.5", "gs_sgd: compression=0.5 must be above 1, or 0 to leave it unused"),
+        (
+            "gs_sgd:columns=16,compression=9",
+            "gs_sgd:columns=16,compression=9: compression sets the number of columns; remove columns or compression",
+        ),
     ],
 )
 def test_a_value_out_of_range_gets_a_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        gradcomp.make(spec)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("topk:ratio=0", "topk:ratio=-1", "topk:route=ring", "gtopk:ratio=0", "half:form=int8", "sign:group=4"),
-        *("gs_sgd:ratio=2", "gs_sgd:candidates=-1", "gs_sgd:rows=4", "gs_sgd:columns=17", "gs_sgd:compression=0.5"),
-        *("gs_sgd:columns=16,compression=9", "sketched_sgd:rows=2", "sketched_sgd:candidates=0"),
-        *("lgc:instance=mesh", "lgc:learn=0", "lgc:dense=-1", "lgc:window=5", "lgc:innovation=2"),
-        *("sdagc:lam=-1", "sdagc:lam=nan", "sdagc:density=1", "sdagc:scope=all", "sdagc:small=no", "sdagc:sam=1"),
-        *("sdagc:cap=0", "sdagc:wire=morse", "sdagc:lr_revision=x", "orq:group=8", "orq:sigmas=-1", "orq:route=ring"),
-        *(
-            "bingrad:form=c",
-            "bingrad:threshold=median",
-            "linear:levels=4",
-            "linear:spacing=log",
-            "qsgd:levels=7",
-            "qsgd:norm=l1",
-        ),
-    ],
-)
-def test_a_bad_value_of_any_compressor_is_refused_by_its_name(spec: str) -> None:
-    name, _, setting = spec.partition(":")
-    with pytest.raises(ValueError, match=rf"^{name}(:\S+)?: .*{setting.split(',')[-1].partition('=')[0]}"):
         gradcomp.make(spec)
 
 

@@ -11,9 +11,8 @@ import torch
 from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import SHAPES, Named, check_conservation, draw, mean, residuals
+from laws import SHAPES, SPIKES, Named, check_conservation, draw, mean, residuals
 from specs import ALL, promised
-from spikes import SPIKES
 from torch import Tensor
 
 import gradcomp
@@ -211,14 +210,3 @@ def test_local_momentum_without_masking_is_momentum_of_the_mean(nesterov: bool) 
         sgd.step()
         ours -= 0.1 * simulation.step([{"w": part} for part in parts])["w"]
     torch.testing.assert_close(ours, w.detach(), rtol=1e-5, atol=1e-6)  # sums in another order
-
-
-def test_masking_stops_the_momentum_of_sent_entries_that_had_waited() -> None:
-    simulation = gradcomp.Simulation("topk:ratio=0.1,momentum=0.5,wire=exact", {"w": (10,)}, 1)
-    simulation.step([{"w": torch.arange(10.0)}])  # sends entry 9, which had not waited
-    update = simulation.step([{"w": torch.zeros(10)}])
-    assert update["w"].nonzero().item() == 8
-    assert update["w"][8] == 8 + 4  # the residual, and half of the velocity
-    simulation.step([{"w": torch.zeros(10)}])  # sends entry 7
-    assert simulation.residual(0)["w"][8] == 0
-    assert simulation.residual(0)["w"][9] == 9 / 2 + 9 / 4

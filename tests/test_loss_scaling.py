@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import warnings
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import choices
 import doors
-import known_gradients
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
 from doors import DDP, EVERY, OWN, Training
-from known_gradients import BUCKET_MB, SHAPES, Model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +22,12 @@ import gradcomp
 
 pytestmark = pytest.mark.slow
 
+SHAPES = {"wide": (30, 40), "narrow": (70,), "last": (5, 9)}
+# Small enough for three buckets.
+BUCKET_MB = 0.0003
+STEPS = 60
+# The step in which rank 1's gradient overflows, and the entry of `narrow`.
+OVERFLOW, BAD = 30, 7
 # Specs with their momentum.
 SPECS = {
     "topk:ratio=0.01": 0.0,
@@ -43,15 +46,75 @@ WITHOUT_FEEDBACK = [(DDP, "dense"), (DDP, "topk:ratio=1,wire=exact,feedback=fals
 # The candidates that auto takes.
 CHOSEN = {"growth": ("stock", "topk"), "back growth": ("topk", "stock"), "overflow": ("topk",)}
 every_door = pytest.mark.parametrize("door", EVERY)
-count = itertools.count()
+
+
+def gradient(name: str, rank: int, step: int) -> Tensor:
+    """Return the gradient of a parameter, computed without any model."""
+    seed = 1000 * step + 100 * rank + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+class Model(nn.Module):
+    """Parameters that begin at 0, and a loss that has the known gradients."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank = rank
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, step: int) -> Tensor:
+        return torch.stack([(self.get_parameter(name) * gradient(name, self.rank, step)).sum() for name in SHAPES]).sum()
+
+
+def scaler(interval: int) -> Any:
+    """Make a scaler that grows after so many good steps."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=interval)
+
+
+def train(run: Training, scaling: Any, overflows: bool) -> None:
+    """Run the steps. overflows: an entry of rank 1 becomes infinite in one step."""
+    model = run.model
+    for step in range(STEPS):
+        model.zero_grad()
+        spoiled = None
+        if overflows and step == OVERFLOW and model.rank == 1:
+            spoiled = model.narrow.register_hook(lambda g: g.index_put((torch.tensor(BAD),), torch.tensor(float("inf"))))
+        scaling.scale(run.whole(step)).backward()
+        run.apply(scaling)
+        if spoiled is not None:
+            spoiled.remove()
+
+
+def wanted(world: int, overflows: bool, momentum: float = 0.0) -> dict[str, Tensor]:
+    """Sum the mean gradients of all steps, or their momenta. The entry that overflowed is left out on its rank."""
+    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for rank in range(world):
+        velocity = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+        for step in range(STEPS):
+            for name in SHAPES:
+                new = momentum * velocity[name] + gradient(name, rank, step).double()
+                ahead = new.clone()
+                if overflows and (name, rank, step) == ("narrow", 1, OVERFLOW):
+                    new[BAD], ahead[BAD] = velocity[name][BAD], 0.0
+                velocity[name] = new
+                sums[name] += ahead / world
+    return sums
+
+
+def check(found: list[dict[str, Any]], overflows: bool, momentum: float = 0.0) -> None:
+    """Hold that the update applied, and the mean of what waits, are all gradients. found: of each rank."""
+    for name, sum_of_gradients in wanted(len(found), overflows, momentum).items():
+        waits = torch.stack([own["residual"][name].double() for own in found]).mean(0)
+        for own in found:
+            torch.testing.assert_close(waits - own["weights"][name].double(), sum_of_gradients, rtol=1e-4, atol=1e-4)
 
 
 def scaled(door: str, spec: str, interval: int, overflows: bool) -> dict[str, Any]:
-    scaling, prefix = known_gradients.scaler(interval), f"{next(count)}."
-    run = Training(door, Model(doors.rank(door)), spec, prefix=prefix, lr=1.0, bucket_mb=BUCKET_MB, scaler=scaling)
-    known_gradients.train(run.model, run.whole, scaling, overflows, lambda: run.apply(scaling))
-    residual = {name.removeprefix(prefix): left for name, left in run.handle.residual().items()}
-    return {"weights": weights(run.model), "residual": residual, "scale": scaling.get_scale()}
+    scaling = scaler(interval)
+    run = Training(door, Model(doors.rank(door)), spec, lr=1.0, bucket_mb=BUCKET_MB, scaler=scaling)
+    train(run, scaling, overflows)
+    return {"weights": weights(run.model), "residual": run.residual(), "scale": scaling.get_scale()}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -82,20 +145,20 @@ outcomes = ranks.once(lambda door: ranks.launch(all_specs, 2, door))
 def test_a_scale_that_grows_changes_nothing(door: str, spec: str) -> None:
     found = [own[f"{spec} growth"] for own in outcomes(door)]
     assert found[0]["scale"] == 2.0**19
-    known_gradients.check(found, False, SPECS.get(spec, 0.0))
+    check(found, False, SPECS.get(spec, 0.0))
 
 
 @pytest.mark.parametrize("door, spec", CASES)
 def test_the_residual_keeps_a_skipped_step_whole(door: str, spec: str) -> None:
     found = [own[f"{spec} overflow"] for own in outcomes(door)]
     assert found[0]["scale"] == 2.0**15
-    known_gradients.check(found, True, SPECS[spec])
+    check(found, True, SPECS[spec])
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_choice_of_auto_changes_nothing(name: str) -> None:
     """It goes to and fro while the scale grows; or has taken topk when a step is skipped."""
-    known_gradients.check([own[name] for own in outcomes(DDP)], name == "overflow")
+    check([own[name] for own in outcomes(DDP)], name == "overflow")
 
 
 @every_door
@@ -105,7 +168,7 @@ def test_a_known_scaler_is_not_warned_about(door: str) -> None:
 
 def unknown(door: str, spec: str, momentum: float) -> list[str]:
     doors.join(door)
-    scaling = known_gradients.scaler(20)
+    scaling = scaler(20)
     run = Training(door, Model(doors.rank(door)), spec, lr=1.0, momentum=momentum)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -125,20 +188,6 @@ def test_an_unknown_scaler_is_warned_of_once_where_there_is_a_residual(door: str
         assert ranks.launch(unknown, 2, door, "orq", 0.0) == [[], []]
         for said in ranks.launch(unknown, 2, door, "orq", 0.9):  # the velocity is rounded, and it stays
             assert sum("does not know its scale" in each for each in said) == 1
-
-
-def refusal() -> str:
-    doors.join(OWN)
-    try:
-        doors.sgd(OWN, nn.Linear(2, 2), "topk", scaler=65536.0)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_number_for_the_scaler_gets_a_sentence() -> None:
-    sentence = "scaler= is a float, and its scale cannot be read; pass the training's torch.amp.GradScaler"
-    assert ranks.launch(refusal, 1) == [sentence]
 
 
 def in_16_bits(dtype: torch.dtype) -> dict[str, Any]:
@@ -169,7 +218,7 @@ def test_rounding_to_16_bits_loses_nothing(dtype: torch.dtype) -> None:
 
 
 # Loss scaling, accumulation, a clip and momentum in one training.
-RANKS, STEPS, PASSES, LR, MOMENTUM = 2, 12, 3, 0.1, 0.9
+RANKS, FEW, PASSES, LR, MOMENTUM = 2, 12, 3, 0.1, 0.9
 # In place of a clip_grad_norm_ by 20, as the pages say. The gradients' norms are around 21: some are cut.
 CLIP = 20.0
 CLIPPED = f"topk:ratio=1,wire=exact,clip={CLIP * math.sqrt(RANKS)},clip_by=model"
@@ -177,16 +226,16 @@ CLIPPED = f"topk:ratio=1,wire=exact,clip={CLIP * math.sqrt(RANKS)},clip_by=model
 
 def all_at_once(door: str) -> dict[str, Tensor]:
     doors.join(door)
-    scaling = known_gradients.scaler(4)
+    scaling = scaler(4)
     options = {"bucket_mb": BUCKET_MB} if door == DDP else {"backward_passes_per_step": PASSES}
     run = Training(door, Model(doors.rank(door)), CLIPPED, lr=LR, momentum=MOMENTUM, scaler=scaling, **options)
-    for step in range(STEPS):
+    for step in range(FEW):
         run.optimizer.zero_grad()
         for i in range(PASSES):
             with run.whole.no_sync() if door == DDP and i + 1 < PASSES else contextlib.nullcontext():
                 scaling.scale(run.whole(PASSES * step + i) / PASSES).backward()
         run.apply(scaling)
-    assert scaling.get_scale() == 2.0 ** (16 + STEPS // 4), "the scale was to grow"
+    assert scaling.get_scale() == 2.0 ** (16 + FEW // 4), "the scale was to grow"
     return weights(run.model)
 
 
@@ -194,10 +243,12 @@ def by_hand() -> tuple[dict[str, Tensor], int]:
     """Train in float64. Return the weights, and the number of gradients that were cut."""
     found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     velocity, cut = {name: torch.zeros_like(weight) for name, weight in found.items()}, 0
-    for step in range(STEPS):
+    for step in range(FEW):
         mean = {name: torch.zeros_like(weight) for name, weight in found.items()}
         for rank in range(RANKS):
-            own = {name: sum(one(name, rank, PASSES * step + i) for i in range(PASSES)) / PASSES for name in SHAPES}
+            own = {
+                name: sum(gradient(name, rank, PASSES * step + i).double() for i in range(PASSES)) / PASSES for name in SHAPES
+            }
             norm = math.sqrt(sum(float(grad.square().sum()) for grad in own.values()))
             cut += norm > CLIP
             for name, grad in own.items():
@@ -208,14 +259,10 @@ def by_hand() -> tuple[dict[str, Tensor], int]:
     return found, cut
 
 
-def one(name: str, rank: int, at: int) -> Tensor:
-    return known_gradients.gradient(name, rank, at).double()
-
-
 @every_door
 def test_scaled_accumulated_and_clipped_steps_are_those_by_hand(door: str) -> None:
     wanted, cut = by_hand()
-    assert 0 < cut < RANKS * STEPS
+    assert 0 < cut < RANKS * FEW
     for own in ranks.launch(all_at_once, RANKS, door):
         for name, weight in wanted.items():
             torch.testing.assert_close(own[name].double(), weight, rtol=1e-4, atol=1e-5)

@@ -13,10 +13,8 @@ import doors
 import pytest
 import ranks
 import torch
+from doors import ALONE, DDP, DOORS, Training
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import gradcomp
 
 LAYERS, ENTRIES = 300, 3
 SPECS = ("topk", "sdagc", "orq")
@@ -45,28 +43,14 @@ class Net(nn.Module):
         return torch.stack(list(self.layers)).square().sum()
 
 
-def in_ddp(optimizer: str, found: dict[str, Any]) -> None:
-    for spec in (None, *SPECS):
-        plain = Net()
-        model, own = DistributedDataParallel(plain), OPTIMIZERS[optimizer](plain.parameters())
-        if spec is not None:
-            gradcomp.ddp.attach(model, spec, optimizer=own)
-        found[spec or "alone"] = step_of(model, own)
+def step_of(door: str, optimizer: str, spec: str | None) -> Callable[[], None]:
+    model = Net()
+    run = Training(door, model, spec, inner=OPTIMIZERS[optimizer](model.parameters()))
 
-
-def in_horovod(optimizer: str, found: dict[str, Any]) -> None:
-    for spec, door in ((None, doors.ALONE), *((spec, door) for spec in SPECS for door in doors.DOORS)):
-        model = Net()
-        named = doors.named(model, f"{spec}.{door}.")
-        own = doors.wrapped(door, OPTIMIZERS[optimizer](model.parameters()), named, spec)
-        found["alone" if spec is None else f"{spec} by {door}"] = step_of(model, own)
-
-
-def step_of(model: nn.Module, optimizer: Any) -> Callable[[], None]:
     def step() -> None:
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
+        run.optimizer.zero_grad()
+        run.whole().backward()
+        run.optimizer.step()
 
     return step
 
@@ -87,16 +71,11 @@ def lines_of(step: Callable[[], None]) -> int:
 
 def measure(network: str, optimizer: str) -> dict[str, Any]:
     """Run the steps of every way in turns. Return each one's lines, and its least seconds of the processor."""
-    steps: dict[str, Callable[[], None]] = {}
-    os.environ["HOROVOD_CACHE_CAPACITY"] = str(2 * LAYERS * (1 + len(SPECS) * len(doors.DOORS)))  # room for all ways at once
-    if network == "ddp":
-        ranks.join()
-        in_ddp(optimizer, steps)
-    else:
-        import horovod.torch as hvd
-
-        hvd.init()
-        in_horovod(optimizer, steps)
+    os.environ["HOROVOD_CACHE_CAPACITY"] = str(2 * LAYERS * (1 + len(SPECS) * len(DOORS)))  # room for all ways at once
+    doors.join(network)
+    own_doors, alone = ([DDP], DDP) if network == DDP else (DOORS, ALONE)
+    steps = {"alone": step_of(alone, optimizer, None)}
+    steps |= {f"{spec} by {door}": step_of(door, optimizer, spec) for spec in SPECS for door in own_doors}
     seconds: dict[str, list[float]] = {way: [] for way in steps}
     for at in range(WARM_UP + ROUNDS):
         for way, step in steps.items():
@@ -111,7 +90,7 @@ def measure(network: str, optimizer: str) -> dict[str, Any]:
 def test_a_layer_costs_as_little_among_many_as_among_few(network: str, optimizer: str) -> None:
     for found in ranks.launch(measure, 2, network, optimizer):
         alone = found.pop("alone")
-        assert len(found) == len(SPECS) * (1 if network == "ddp" else len(doors.DOORS))
+        assert len(found) == len(SPECS) * (1 if network == "ddp" else len(DOORS))
         more = {way: (each["lines"] - alone["lines"]) / LAYERS for way, each in found.items()}
         share = {way: each["seconds"] / alone["seconds"] for way, each in found.items()}
         assert max(more.values()) <= MOST_LINES, more

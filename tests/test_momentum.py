@@ -8,42 +8,148 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import adam_twin
 import doors
 import horovod.torch as hvd
 import pytest
 import ranks
-import sgd_twin
 import torch
 import torch.distributed as dist
 from doors import DDP, DOORS, EVERY, Training
-from sgd_twin import SPEC, STEPS, Two, gradients
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
 
 pytestmark = pytest.mark.slow
 
-RANKS = 2
+RANKS, STEPS = 2, 18
+SPEC = "topk:ratio=1,wire=exact"
 LEFT = f"{SPEC},momentum=0"
-count = itertools.count()
+SETTINGS: dict[str, dict[str, Any]] = {
+    "momentum and weight decay": {"momentum": 0.9, "weight_decay": 0.1},
+    "nesterov": {"momentum": 0.8, "weight_decay": 0.1, "nesterov": True},
+    "schedule": {"momentum": 0.9, "weight_decay": 0.05},
+    "half the weight decay": {"momentum": 0.9, "weight_decay": 0.05},
+    "two groups": {"momentum": 0.9},
+    "momentum alone": {"momentum": 0.9},
+}
+ADAM_RATE, DECAY, BETAS = 0.02, 0.1, (0.9, 0.95)
 every_door = pytest.mark.parametrize("door", EVERY)
 
 
-def adamw(model: Two) -> Optimizer:
-    return adam_twin.made(model, "adamw")
+class Two(nn.Module):
+    """Two layers that compute nothing: the gradient of the loss is what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b = nn.Parameter(torch.randn(30, 20)), nn.Parameter(torch.randn(7))
+
+    def forward(self, given: list[Tensor]) -> Tensor:
+        return (self.a * given[0]).sum() + (self.b * given[1]).sum()
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    """Draw a rank's gradients in a step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(30, 20, generator=generator), torch.randn(7, generator=generator)]
+
+
+def sgd(model: Any, case: str, lr: float = 0.05) -> SGD:
+    """Make the optimizer of a case."""
+    groups: Any = [{"params": [model.a], "weight_decay": 0.2}, {"params": [model.b], "lr": lr / 2}]
+    return SGD(groups if case == "two groups" else model.parameters(), lr=lr, **SETTINGS[case])
 
 
 def nesterov(model: Two) -> Optimizer:
-    return sgd_twin.sgd(model, "nesterov")
+    return sgd(model, "nesterov")
+
+
+def adamw(model: Two) -> Optimizer:
+    return AdamW(model.parameters(), lr=ADAM_RATE, weight_decay=DECAY, betas=BETAS)
+
+
+def schedule(case: str, optimizer: Optimizer) -> Callable[[], None]:
+    """Make the call that follows every step: OneCycleLR writes the momentum."""
+    if case != "schedule":
+        return lambda: None
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * STEPS + 1).step
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def close(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+# Training by torch alone. broadcasts: begin with the step without gradients that hvd.broadcast_optimizer_state() makes, and
+# that applies the weight decay.
+
+
+def with_sgd(case: str, steps: int = STEPS, broadcasts: bool = False) -> tuple[list[Tensor], dict[str, Any]]:
+    """Train with torch's SGD on the mean gradient. Return the weights and the optimizer's state."""
+    model = Two()
+    optimizer = sgd(model, case)
+    after_step = schedule(case, optimizer)
+    if broadcasts:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    for step in range(steps):
+        drawn = [gradients(rank, step) for rank in range(RANKS)]
+        for parameter, parts in zip(model.parameters(), zip(*drawn, strict=True), strict=True):
+            parameter.grad = torch.stack(parts).mean(0)
+        optimizer.step()
+        after_step()
+    return weights(model), optimizer.state_dict()
+
+
+def with_adam(broadcasts: bool) -> list[Tensor]:
+    """Move weights by the mean of the ranks' directions: of how each rank's own Adam moves weights of zero.
+
+    Every 8 steps, a rank compares its gradients with the mean of all, and 4 steps later its directions become longer.
+    """
+    found = [(1 - ADAM_RATE * DECAY if broadcasts else 1) * weight for weight in weights(Two())]
+    own = [[torch.zeros_like(weight) for weight in found] for _ in range(RANKS)]
+    optimizers = [AdamW(zeros, lr=1.0, weight_decay=0, betas=BETAS) for zeros in own]
+    sums, factors = torch.zeros(RANKS, 2, dtype=torch.float64), [1.0] * RANKS
+    for step in range(STEPS):
+        directions = []
+        if step % 8 == 4 and step > 8:
+            factors = [float((of_own / of_mean).sqrt().clamp(1 / RANKS, RANKS)) for of_mean, of_own in sums]
+        if step % 8 == 0 and step > 0:
+            sums = 0.7 * sums + torch.stack([compared(rank, step, optimizers, own) for rank in range(RANKS)])
+        for rank, (zeros, optimizer) in enumerate(zip(own, optimizers, strict=True)):
+            for weight, grad in zip(zeros, gradients(rank, step), strict=True):
+                weight.zero_()
+                weight.grad = grad
+            optimizer.step()
+            directions.append([factors[rank] * weight for weight in zeros])
+        for weight, parts in zip(found, zip(*directions, strict=True), strict=True):
+            weight.mul_(1 - ADAM_RATE * DECAY).add_(torch.stack(parts).mean(0), alpha=ADAM_RATE)
+    return found
+
+
+def compared(rank: int, step: int, optimizers: list[AdamW], own: list[list[Tensor]]) -> Tensor:
+    """Sum the squares of the mean's entries and of a rank's own, weighed by the moments before the step."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    for i in range(len(own[rank])):
+        seconds = [optimizers[r].state[own[r][i]]["exp_avg_sq"].double() for r in range(RANKS)]
+        velocity = optimizers[rank].state[own[rank][i]]["exp_avg"].double()
+        counts = (velocity.square() / (seconds[rank] * torch.stack(seconds).mean(0))).nan_to_num(0.0)
+        drawn = [gradients(other, step)[i].double() for other in range(RANKS)]
+        for j, each in enumerate((torch.stack(drawn).mean(0), drawn[rank])):
+            sums[j] += (counts * each.square()).sum()
+    return sums
+
+
+# Training by a door.
 
 
 def training(door: str, made: Callable[[Two], Optimizer], spec: Any = SPEC, **options: Any) -> Training:
     model = Two()
-    return Training(door, model, spec, prefix=f"{next(count)}.", inner=made(model), **options)
-
-
-def weights(model: torch.nn.Module) -> list[Tensor]:
-    return [each.detach().clone() for each in model.parameters()]
+    return Training(door, model, spec, inner=made(model), **options)
 
 
 def step_once(run: Training, rank: int, step: int, apart: bool = False) -> None:
@@ -71,10 +177,10 @@ def train(
     for three steps.
     """
     rate, first, rank = 0.05 / RANKS if "op" in options else 0.05, STEPS if resumed else 0, doors.rank(door)
-    run = training(door, lambda model: sgd_twin.sgd(model, case, rate), **options)
-    after_step = sgd_twin.schedule(case, run.optimizer)
+    run = training(door, lambda model: sgd(model, case, rate), **options)
+    after_step = schedule(case, run.optimizer)
     if resumed:
-        trained, state = sgd_twin.alone(case, RANKS)
+        trained, state = with_sgd(case)
         for parameter, weight in zip(run.model.parameters(), trained, strict=True):
             parameter.data.copy_(weight)
         run.optimizer.load_state_dict(state)
@@ -107,7 +213,7 @@ def train_adam(door: str, **options: Any) -> tuple[list[Tensor], int]:
 
 # By what is trained: the doors, the options, the case of torch's own training that it must equal, and its steps.
 RUNS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, int]] = {
-    **{case: (EVERY, {"case": case}, case, STEPS) for case in sgd_twin.SETTINGS},
+    **{case: (EVERY, {"case": case}, case, STEPS) for case in SETTINGS},
     "resumed": (DOORS, {"case": "nesterov", "resumed": True}, "nesterov", 2 * STEPS),
     "resumed, apart": (DOORS, {"case": "nesterov", "resumed": True, "apart": True}, "nesterov", 2 * STEPS),
     "not given": (DOORS, {"case": "nesterov", "given": False}, "nesterov", STEPS),
@@ -138,14 +244,14 @@ def test_training_with_sgd_is_torchs_own(door: str, name: str) -> None:
     """From its start or its middle, with an optimizer that is given or not, and where the momentum is left for some steps."""
     *_, case, steps = RUNS[name]
     for found in outcomes(door):
-        sgd_twin.check(found[name], case, RANKS, steps, broadcasts=door != DDP and "resumed" not in name)
+        close(found[name], with_sgd(case, steps, broadcasts=door != DDP and "resumed" not in name)[0])
 
 
 @pytest.mark.parametrize("door, kind", ADAM)
 def test_training_with_adam_is_by_the_mean_of_the_ranks_directions(door: str, kind: str) -> None:
     """Adam's step does not depend on the length of gradients: a sum must not move the weights further."""
     for found in outcomes(door):
-        adam_twin.check(found["adam", kind][0], "adamw", RANKS, broadcasts=door != DDP)
+        close(found["adam", kind][0], with_adam(broadcasts=door != DDP))
 
 
 @every_door
@@ -176,7 +282,7 @@ def of_ddp() -> dict[Any, Any]:
 
 def uneven(spec: str | None) -> list[Tensor]:
     """One rank has more batches than the other, which goes on exchanging without a step of its own."""
-    run = training(DDP, lambda model: sgd_twin.sgd(model, "momentum alone"), spec)
+    run = training(DDP, lambda model: sgd(model, "momentum alone"), spec)
     with run.whole.join():
         for step in range(6 + 3 * dist.get_rank()):
             step_once(run, dist.get_rank(), step)
@@ -208,7 +314,8 @@ def found_later() -> tuple[list[Tensor], list[Tensor]]:
 
 
 def moments(run: Training) -> dict[str, dict[str, Tensor]]:
-    return run.handle.state_dict()["of_rank"][str(dist.get_rank())]["layers"]["adam"]
+    adam: dict[str, dict[str, Tensor]] = run.layers()["adam"]
+    return adam
 
 
 def left() -> list[Tensor]:
@@ -249,8 +356,7 @@ def clipped(made: Callable[[Two], Optimizer], longest: float, spec: str = SPEC) 
 def test_training_is_the_one_beside_it(name: str) -> None:
     """A rank without batches exchanges on; an optimizer that was not given is found."""
     for found in outcomes(DDP):
-        for own, wanted in zip(*found[name], strict=True):
-            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+        close(*found[name])
 
 
 def test_the_optimizer_gets_the_means_of_the_ranks_moments() -> None:

@@ -52,6 +52,9 @@ def test_wrong_input_gets_a_sentence() -> None:
         simulation().step([{"w": torch.zeros(3, 2)}, {}])
     with pytest.raises(TypeError, match=r"the gradient of 'b' is torch\.int64; gradcomp takes float32"):
         simulation(1).step([{"b": torch.ones(4, dtype=torch.int64)}])
+    weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="needs named_parameters= with the same names as shapes"):
+        gradcomp.Simulation("dense", {"w": (1,)}, 1, optimizer=torch.optim.SGD([weight], lr=0.5))
     with pytest.raises(ValueError, match="bucket_mb=0 must be a number above 0"):
         gradcomp.Simulation("dense", {"w": (1,)}, 1, bucket_mb=0)
     with pytest.raises(ValueError, match="bucket_mb='25' must be a number above 0"):

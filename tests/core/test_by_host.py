@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from laws import SHAPES, check_conservation, draw, mean, residuals
-from spikes import SPIKES
+from laws import SHAPES, SPIKES, check_conservation, draw, mean, residuals
 
 import gradcomp
 from gradcomp.core.by_host import position_of

@@ -89,15 +89,6 @@ def program(case: str) -> None:
     ranks.end_together()
 
 
-def together() -> dict[str, Any]:
-    """Load on all ranks, in mid-training."""
-    ranks.join()
-    wanted, run = DdpRun(SPARSE).train(8), DdpRun(SPARSE)
-    run.train(4)
-    run.handle.load_state_dict(run.handle.state_dict())
-    return {"wanted": wanted, "came": run.train(4)}
-
-
 @ranks.once
 def found(case: str) -> list[dict[str, Any]]:
     return ranks.launch(program, 2, case, seconds=200, dies={1: 9} if case == "died" else None)
@@ -133,8 +124,3 @@ def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout() -> None:
     zero, _ = found("gone")
     assert zero["said"].startswith("RuntimeError: ranks 1 have not come to the meeting that all ranks call within the group's")
     assert 3 <= zero["seconds"] < 6
-
-
-def test_loading_on_all_ranks_in_mid_training_goes_on_to_the_bit() -> None:
-    for own in ranks.launch(together, 2):
-        assert torch.equal(own["came"], own["wanted"])

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from doors import DDP, Training
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import gradcomp
 from gradcomp.engine.reducer import Reducer
 from gradcomp.native import kernels
 
@@ -38,32 +37,25 @@ def adamw(parameters: Any) -> Optimizer:
 both = pytest.mark.parametrize("optimizer_of", [sgd, adamw])
 
 
-class Run:
+class Run(Training):
     """A training alone in DDP, with gradcomp where there is a spec."""
 
-    def __init__(self, optimizer_of: Any, spec: str | None = SPEC, given: bool = True, scaler: Any = None, **options: Any):
+    def __init__(self, optimizer_of: Any, spec: str | None = SPEC, **options: Any):
         torch.manual_seed(1)
-        self.plain = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-        self.model = DistributedDataParallel(self.plain, **options)
-        self.optimizer = optimizer_of(self.plain.parameters())
-        if spec is not None:
-            self.handle = gradcomp.ddp.attach(self.model, spec, optimizer=self.optimizer if given else None, scaler=scaler)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        super().__init__(DDP, model, spec, inner=optimizer_of(model.parameters()), **options)
 
     def loss(self, at: int, model: nn.Module | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(at)
         x, y = torch.randn(6, 7, generator=generator), torch.randn(6, 3, generator=generator)
-        error: Tensor = ((self.model if model is None else model)(x) - y).square().mean()
+        error: Tensor = ((self.whole if model is None else model)(x) - y).square().mean()
         return error
 
-    def train(self, steps: range = range(12), body: Body | None = None) -> Run:
+    def on(self, steps: range = range(12), body: Body | None = None) -> Run:
+        """Train, and return this training."""
         for step in steps:
             (body or plain)(self, step)
         return self
-
-    @property
-    def layers(self) -> dict[str, Any]:
-        """The shares of the state that the rank keeps."""
-        return self.handle.state_dict()["of_rank"]["0"]["layers"]
 
 
 Body = Callable[[Run, int], None]
@@ -77,20 +69,20 @@ def plain(run: Run, step: int) -> None:
 
 def same(training: Callable[[str | None], Run], spec: str = SPEC) -> None:
     """Compare a training's weights with those of torch alone."""
-    ours, theirs = (training(each).plain for each in (spec, None))
+    ours, theirs = (training(each).model for each in (spec, None))
     for own, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
 
 
 def without_exchange(run: Run, step: int) -> None:
     run.optimizer.zero_grad()
-    run.loss(step, run.model if step < 3 else run.plain).backward()
+    run.loss(step, run.whole if step < 3 else run.model).backward()
     run.optimizer.step()
 
 
 def in_no_sync(run: Run, step: int) -> None:
     run.optimizer.zero_grad()
-    with contextlib.nullcontext() if step < 3 else run.model.no_sync():
+    with contextlib.nullcontext() if step < 3 else run.whole.no_sync():
         run.loss(step).backward()
     run.optimizer.step()
 
@@ -108,7 +100,7 @@ def close(run: Run, step: int) -> None:
 def accumulate(run: Run, step: int, exchanges: int = 2) -> None:
     run.optimizer.zero_grad()
     for part in range(2):
-        with contextlib.nullcontext() if part >= 2 - exchanges else run.model.no_sync():
+        with contextlib.nullcontext() if part >= 2 - exchanges else run.whole.no_sync():
             (run.loss(2 * step + part) / 2).backward()
     run.optimizer.step()
 
@@ -127,7 +119,7 @@ def drop(run: Run, step: int) -> None:
 @both
 @pytest.mark.parametrize("spec, body", [(SPEC, plain), (SPEC, accumulate_alone), (LEFT, accumulate), (LEFT, drop)])
 def test_a_training_alone_is_torchs_own(optimizer_of: Any, spec: str, body: Body) -> None:
-    same(lambda spec: Run(optimizer_of, spec).train(body=body), spec)
+    same(lambda spec: Run(optimizer_of, spec).on(body=body), spec)
 
 
 @both
@@ -145,7 +137,7 @@ def test_a_training_alone_is_torchs_own(optimizer_of: Any, spec: str, body: Body
 def test_exchanges_and_steps_must_take_turns(optimizer_of: Any, body: Body, sentence: str) -> None:
     """Otherwise Adam would do nothing, and SGD would lose its momentum and weight decay."""
     with pytest.raises(RuntimeError, match=sentence):
-        Run(optimizer_of).train(body=body)
+        Run(optimizer_of).on(body=body)
 
 
 @pytest.fixture
@@ -159,7 +151,7 @@ def on_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("on_gpu")
 def test_an_update_that_is_not_applied_is_refused_on_a_gpu(optimizer_of: Any) -> None:
     with pytest.raises(RuntimeError, match=r"has not applied the last one's update"):
-        Run(optimizer_of).train(body=accumulate)
+        Run(optimizer_of).on(body=accumulate)
 
 
 @both
@@ -176,10 +168,10 @@ def test_a_step_that_failed_need_not_be_applied(optimizer_of: Any, scaled: bool,
         if scaler is not None:
             scaler.step(run.optimizer)
             scaler.update()
-        elif all(bool(each.grad.isfinite().all()) for each in run.plain.parameters()):  # type: ignore[union-attr]
+        elif all(bool(each.grad.isfinite().all()) for each in run.model.parameters()):  # type: ignore[union-attr]
             run.optimizer.step()
     run.handle.change(LEFT)
-    assert all(bool(each.isfinite().all()) for each in run.plain.parameters())
+    assert all(bool(each.isfinite().all()) for each in run.model.parameters())
 
 
 @both
@@ -188,21 +180,21 @@ def test_a_step_of_zeros_without_an_exchange_leaves_the_training_alone(optimizer
 
     def body(run: Run, step: int) -> None:
         plain(run, step)
-        for parameter in run.plain.parameters():
+        for parameter in run.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         run.optimizer.step()
 
-    same(lambda spec: Run(optimizer_of, spec).train(body=plain if spec is None else body))
+    same(lambda spec: Run(optimizer_of, spec).on(body=plain if spec is None else body))
 
 
 def resumed(optimizer_of: Any, given: bool, spec: str | None) -> Run:
     """Train 20 steps, and go on with new objects for 5."""
-    first, run = Run(optimizer_of, spec).train(range(20)), Run(optimizer_of, spec, given)
-    run.plain.load_state_dict(first.plain.state_dict())
+    first, run = Run(optimizer_of, spec).on(range(20)), Run(optimizer_of, spec, given=given)
+    run.model.load_state_dict(first.model.state_dict())
     if spec is not None:
         run.handle.load_state_dict(first.handle.state_dict())
     run.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    return run.train(range(20, 25))
+    return run.on(range(20, 25))
 
 
 @both
@@ -212,7 +204,7 @@ def test_a_resumed_training_needs_its_optimizer(optimizer_of: Any) -> None:
     with pytest.raises(RuntimeError, match=r"the loaded state holds .* pass optimizer="):
         resumed(optimizer_of, False, SPEC)
     run = Run(optimizer_of, given=False)
-    run.handle.load_state_dict(Run(optimizer_of).train(range(3)).handle.state_dict())
+    run.handle.load_state_dict(Run(optimizer_of).on(range(3)).handle.state_dict())
     with pytest.raises(RuntimeError, match=r"the loaded state holds .* pass optimizer="):
         run.handle.change(LEFT)
 
@@ -226,37 +218,37 @@ def test_a_state_without_moments_needs_no_optimizer() -> None:
 def test_a_rollback_in_mid_step_is_torchs_own(optimizer_of: Any, by: str) -> None:
     def training(spec: str | None) -> Run:
         """Go back by two steps in the middle of a step, and do them again."""
-        run = Run(optimizer_of, spec).train(range(4))
+        run = Run(optimizer_of, spec).on(range(4))
         session: Any = None if spec is None else run.handle._session
-        kept = copy.deepcopy((run.plain.state_dict(), run.optimizer.state_dict()))
+        kept = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
         if session is not None:
             session.commit()
             ours = session.state_dict()
-        run.train(range(4, 6))
+        run.on(range(4, 6))
         run.optimizer.zero_grad()
         run.loss(99).backward()  # and an error of the user's own before step()
-        run.plain.load_state_dict(kept[0])
+        run.model.load_state_dict(kept[0])
         run.optimizer.load_state_dict(kept[1])
         if session is not None:
             if by == "load_state_dict":
                 session.load_state_dict(ours)
             else:
                 session.roll_back()
-        return run.train(range(4, 12))
+        return run.on(range(4, 12))
 
     same(training)
 
 
 def test_moments_that_are_loaded_again_have_their_own_step_count() -> None:
     """Torch's state of step 5, loaded into a training at step 60, goes on with the corrections of step 6."""
-    fresh = Run(adamw, None).train(range(5))
+    fresh = Run(adamw, None).on(range(5))
 
     def training(spec: str | None) -> Run:
         run = Run(adamw, spec)
         for steps in (range(5, 60), range(60, 62)):
-            run.plain.load_state_dict(fresh.plain.state_dict())
+            run.model.load_state_dict(fresh.model.state_dict())
             run.optimizer.load_state_dict(copy.deepcopy(fresh.optimizer.state_dict()))
-            run.train(steps)
+            run.on(steps)
         return run
 
     same(training)
@@ -277,11 +269,11 @@ def test_moments_that_the_optimizer_made_itself_stay(optimizer_of: Any, reason: 
 
     def training(spec: str | None) -> Run:
         steps = 1 if reason == "unknown" else 4
-        run = Run(prepared, spec, given=reason == "other settings").train(range(steps))
+        run = Run(prepared, spec, given=reason == "other settings").on(range(steps))
         run.optimizer.param_groups[0][key] = usual
         if spec is not None:
             run.handle.change(LEFT)
-        return run.train(range(steps, 10))
+        return run.on(range(steps, 10))
 
     same(training)
 
@@ -301,14 +293,14 @@ class Renamed(torch.optim.AdamW):
 
 
 def test_a_subclass_with_its_own_step_gets_gradients() -> None:
-    same(lambda spec: Run(lambda parameters: SignAdam(parameters, 0.01), spec).train())
-    assert "adam" not in Run(lambda parameters: SignAdam(parameters, 0.01)).train().layers
-    assert Run(lambda parameters: Renamed(parameters, 0.01)).train().layers["adam"]["second"]
+    same(lambda spec: Run(lambda parameters: SignAdam(parameters, 0.01), spec).on())
+    assert "adam" not in Run(lambda parameters: SignAdam(parameters, 0.01)).on().layers()
+    assert Run(lambda parameters: Renamed(parameters, 0.01)).on().layers()["adam"]["second"]
 
 
 @both
 def test_a_change_between_exchange_and_step_is_refused(optimizer_of: Any) -> None:
-    run = Run(optimizer_of).train(range(3))
+    run = Run(optimizer_of).on(range(3))
     run.loss(3).backward()
     with pytest.raises(RuntimeError, match=r"change\(\) came between an exchange and optimizer.step\(\)"):
         run.handle.change(LEFT)
@@ -318,10 +310,10 @@ def test_a_change_between_exchange_and_step_is_refused(optimizer_of: Any) -> Non
 
 @pytest.mark.parametrize("given", [True, False])
 def test_an_optimizer_of_another_kind_is_refused(given: bool) -> None:
-    run = Run(sgd, given=given).train(range(4))
-    run.optimizer = adamw(run.plain.parameters())
+    run = Run(sgd, given=given).on(range(4))
+    run.optimizer = adamw(run.model.parameters())
     with pytest.raises(RuntimeError, match=r"AdamW steps with updates that were made for SGD.*momentum=0"):
-        run.train(range(4, 12))
+        run.on(range(4, 12))
 
 
 def test_settings_that_change_before_the_step_are_named() -> None:
@@ -336,7 +328,7 @@ def test_settings_that_change_before_the_step_are_named() -> None:
 def test_of_two_optimizers_the_one_that_steps_is_asked(optimizer_of: Any) -> None:
     """Alternating optimizers of one kind must not leave a momentum that acts twice."""
     run = Run(optimizer_of)
-    first, other = run.optimizer, optimizer_of(run.plain.parameters())
+    first, other = run.optimizer, optimizer_of(run.model.parameters())
     for step in range(12):
         run.optimizer = other if 4 <= step < 8 else first
         plain(run, step)
@@ -345,27 +337,9 @@ def test_of_two_optimizers_the_one_that_steps_is_asked(optimizer_of: Any) -> Non
 
 def test_freezing_after_attach_keeps_the_momentum() -> None:
     run = Run(adamw, find_unused_parameters=True)
-    run.plain[0].weight.requires_grad_(False)
+    run.model[0].weight.requires_grad_(False)
     plain(run, 0)
-    assert run.layers["adam"]["second"] and not run.optimizer.state
-
-
-def test_leaving_adam_in_mid_training_drops_directions() -> None:
-    run = Run(adamw, None)
-    named = list(run.plain.named_parameters())
-    shapes = {name: tuple(each.shape) for name, each in named}
-    simulation = gradcomp.Simulation("topk:ratio=0.1", shapes, 1, optimizer=run.optimizer, named_parameters=named)
-    for step in range(30):
-        if step == 20:
-            run.optimizer.param_groups[0]["amsgrad"] = True
-        grads = {name: 1e-3 * torch.randn(shape) for name, shape in shapes.items()}
-        with pytest.warns(UserWarning, match="AdamW's settings now") if step == 20 else contextlib.nullcontext():
-            updates = simulation.step([grads])
-        if step >= 20:
-            assert all(update.abs().max() < 0.1 for update in updates.values()), "a direction came as a gradient"
-        for name, parameter in named:
-            parameter.grad = updates[name].clone()
-        run.optimizer.step()
+    assert run.layers()["adam"]["second"] and not run.optimizer.state
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -400,8 +374,26 @@ def uncollected() -> Iterator[None]:
 )
 def test_a_residual_ends_with_its_spec(spec: str) -> None:
     others = {id(each) for each in gc.get_objects() if type(each) is Reducer}
-    run = Run(sgd, spec).train(range(1))
+    run = Run(sgd, spec).on(range(1))
     (before,) = (weakref.ref(each) for each in gc.get_objects() if type(each) is Reducer and id(each) not in others)
     run.handle.change("topk:ratio=0.5")
     plain(run, 1)
     assert before() is None
+
+
+def test_a_lone_rank_stays_with_ddp_under_auto() -> None:
+    auto: Any = Run(sgd, "auto").on(range(5)).handle.stats()["auto"]
+    assert (auto["way"], auto["reason"], auto["choices"]) == ("stock", "one rank exchanges nothing", 1)
+
+
+@pytest.mark.parametrize(
+    "spec, sentence",
+    [
+        ("auto:los=high", r"auto has no knob 'los' \(did you mean 'loss'"),
+        ("auto:loss=medium", "must be one of none, low, high"),
+        ("auto; *.bias=dense", "auto is no compressor"),
+    ],
+)
+def test_wrong_knobs_of_auto_get_a_sentence(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Run(sgd, spec)

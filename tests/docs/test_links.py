@@ -50,29 +50,6 @@ def test_no_page_is_orphaned() -> None:
         assert f" {own}\n" in navigation or (folder and f" {folder}/*\n" in navigation), f"mkdocs.yml does not name {own}"
 
 
-def test_links_that_leave_the_folder_stay_in_the_site() -> None:
-    text = "[a](../benchmarks/README.md#x) `[b](../no.md)` [c](knobs.md) ![d](../benchmarks/results/lgc-redundancy.png)\n"
-    expected = (
-        "[a](repository/benchmarks/README.md#x) `[b](../no.md)` [c](knobs.md) "
-        "![d](repository/benchmarks/results/lgc-redundancy.png)\n"
-    )
-    assert pages.rewritten("docs/claims.md", text) == expected
-    assert pages.rewritten("benchmarks/README.md", "[a](../docs/decisions/levels.md#b)") == "[a](../../decisions/levels.md#b)"
-    assert pages.place("docs/knobs.md") == "knobs.md" and pages.origin("repository/csrc/README.md") == "csrc/README.md"
-    found = pages.outside(["docs/claims.md"])
-    assert "benchmarks/history.md" in found, "a page that claims.md links to"
-    assert "benchmarks/results/compare-sketches-2048.png" in found, "a picture that this page shows"
-
-
-def test_folders_become_their_pages() -> None:
-    class Config:
-        nav = [{"Home": "index.md"}, {"Decisions": "decisions/*"}]  # noqa: RUF012
-
-    nav = pages.on_config(Config()).nav
-    assert nav[0] == {"Home": "index.md"}
-    assert nav[1]["Decisions"][:2] == ["decisions/README.md", "decisions/auto.md"]
-
-
 def test_the_site_is_built_with_warnings_as_errors() -> None:
     """MkDocs counts no warning that --quiet hides, and --strict then finds nothing."""
     (line,) = re.findall(r'^stage "site" .*mkdocs build(.*)$', (ROOT / "scripts" / "check").read_text(), re.MULTILINE)

@@ -7,12 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from threads import Generation, Rank, move, start, together
+from threads import SHAPE, Generation, Rank, move, start, together
+from torch import Tensor
 
 import gradcomp
 from gradcomp.engine.state import scale_state
 
 SPEC = "topk:ratio=0.05"
+MOMENTUM = 0.5
+CONSERVING = [
+    SPEC,
+    "topk:ratio=0.02,warmup=40,route=split",
+    "topk:ratio=0.05,by_host=true",
+    f"sign:momentum={MOMENTUM}",
+    "sdagc:lam=1.5,small=pool",
+    "sdagc:density=0.05,small=none",
+    "gtopk:ratio=0.05",
+    "lgc:dense=2,learn=4,ratio=0.02",
+    "orq:sigmas=1.5,feedback=true",
+]
 
 
 def steps(ranks: list[Rank], count: int, scale: float = 1.0) -> None:
@@ -50,6 +63,39 @@ def test_residuals_are_scaled_to_the_new_number_of_ranks(old: int, new: int, sum
         assert rank.session.reducer.steps_done == 3
 
 
+def waiting(rank: Rank) -> Tensor:
+    """Return a rank's part of all later updates, if all later gradients are zero. A velocity u adds m u + m^2 u + ..."""
+    bucket = rank.session.reducer.buckets[0]
+    velocity = getattr(bucket.states.get("sgd"), "velocity", None)
+    later = 0 if velocity is None else velocity.view(SHAPE).double() * MOMENTUM / (1 - MOMENTUM)
+    return (rank.residual.double() + later) / rank.network.world.size
+
+
+@pytest.mark.parametrize("spec", CONSERVING)
+def test_a_rank_that_ends_takes_its_residual_along_and_nothing_else_is_lost(spec: str) -> None:
+    """Of four ranks one ends, and another one joins. Rounding: sums of some dozen float32 gradients."""
+
+    def train(members: list[Rank]) -> Tensor:
+        before = [rank.given.clone() for rank in members]
+        steps(members, 7)
+        commit(members)
+        return torch.stack([rank.given - old for rank, old in zip(members, before, strict=True)]).mean(0)
+
+    ranks = start(4, spec)
+    given = train(ranks)
+    lost = waiting(ranks.pop(2))
+    for joins in (False, True):
+        ranks += [Rank(Generation(4), 3, spec, "host 4")] if joins else []
+        move(ranks)
+        assert sync(ranks) == [None] * len(ranks)
+        given += train(ranks)
+    weight = 1 / (1 - MOMENTUM) if "momentum" in spec else 1.0
+    came = ranks[0].came + torch.stack([waiting(rank) for rank in ranks]).sum(0)
+    torch.testing.assert_close(came, weight * given - lost, rtol=1e-3, atol=2e-3)
+    assert lost.norm() > 0.1, "what is lost stands out"
+    assert all(torch.equal(rank.came, ranks[0].came) for rank in ranks[:3])
+
+
 @pytest.mark.parametrize("spec,factor", [("orq:", {2: 1.0, 6: 1.5}), ("topk:ratio=0.05,", {2: 0.5, 6: 1.5})])
 @pytest.mark.parametrize("new", [2, 6])
 def test_a_velocity_without_a_residual_does_not_shrink(spec: str, factor: dict[int, float], new: int) -> None:
@@ -81,6 +127,29 @@ def test_a_rank_that_joins_forgets_the_files_that_its_script_has_loaded() -> Non
     for rank, waiting in zip(ranks, before, strict=True):
         torch.testing.assert_close(rank.residual, 1.5 * waiting)
     steps(members, 2)
+
+
+def test_a_new_rank_takes_the_mean_of_adams_moments_and_no_residual() -> None:
+    """A state of two ranks is loaded on three."""
+
+    def adamw(count: int) -> list[Rank]:
+        generation = Generation(count)
+        return [Rank(generation, rank, SPEC, optimizer_of=torch.optim.AdamW) for rank in range(count)]
+
+    def layers(rank: Rank) -> Any:
+        (share,) = rank.session.state_dict()["of_rank"].values()
+        return share["layers"]
+
+    before, after = adamw(2), adamw(3)
+    steps(before, 4)
+    files = [rank.session.state_dict() for rank in before]
+    together(after, lambda rank: rank.session.load_state_dict(files))
+    old = [layers(rank)["adam"] for rank in before]
+    *others, new = (layers(rank) for rank in after)
+    for array in ("first", "second"):
+        torch.testing.assert_close(new["adam"][array]["w"], torch.stack([each[array]["w"] for each in old]).mean(0))
+        assert all(torch.equal(own["adam"][array]["w"], each[array]["w"]) for own, each in zip(others, old, strict=True))
+    assert new["adam"]["steps"] == {"w": 4} and not new["feedback"]["residual"]["w"].any()
 
 
 def test_ranks_that_all_load_files_go_on_from_them() -> None:

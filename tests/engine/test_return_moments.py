@@ -38,7 +38,10 @@ def test_settings_that_change_in_mid_training_are_warned_of() -> None:
     ours.optimizer.add_param_group({"params": [group["params"].pop()], "betas": (0.8, 0.9)})
     with pytest.warns(UserWarning, match=r"does not support AdamW.s settings now.* begin anew.*SPEC,momentum=0") as seen:
         for step in (1, 2):
-            ours.simulation.step(draw(step, ranks=RANKS))
+            updates = ours.simulation.step(
+                [{name: 1e-3 * each for name, each in own.items()} for own in draw(step, ranks=RANKS)]
+            )
+            assert all(each.abs().max() < 0.1 for each in updates.values()), "a direction came as a gradient"
     assert len(seen) == 1
 
 
@@ -66,3 +69,14 @@ def test_turned_off_nothing_is_left_in_gradcomp(case: str) -> None:
     assert not any(bool(left.any()) for rank in range(RANKS) for left in ours.simulation.residual(rank).values())
     kept = "exp_avg" if case == "adamw" else "momentum_buffer"
     assert all(bool(ours.optimizer.state[each][kept].any()) for each in ours.weights.values() if each.numel())
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_a_checkpoint_of_weights_and_optimizer_goes_on_without_gradcomp(case: str) -> None:
+    ours, theirs = (Training(spec, OPTIMIZERS[case], ranks=RANKS) for spec in (EVERYTHING, None))
+    for training in (ours, theirs):
+        training.train(STEPS, alike=case == "adamw")
+    ours.simulation.change("dense:momentum=0")
+    for training in (ours, theirs):
+        training.train(1, STEPS, alike=case == "adamw")
+    ours.resumed(None).train(STEPS, STEPS + 1).ends_as(theirs.train(STEPS, STEPS + 1))

@@ -94,14 +94,6 @@ def test_the_command_of_the_page_runs(name: str, command: str, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_resumed_training_says_where_it_goes_on(tmp_path: Path) -> None:
-    command = dict(ROWS)["resume.py"]
-    first = run(f"{command} --steps 40", tmp_path)
-    assert "begins" in first
-    assert "goes on after step 40" in run(command, tmp_path)
-
-
-@pytest.mark.long
 def test_a_rank_joins_the_elastic_training(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost:1\n")
     running = start(dict(ROWS)["elastic.py"].replace("-np 2", "-np 1", 1) + " --steps 2000", tmp_path)

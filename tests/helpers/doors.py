@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ranks
+import small_net
 import torch
 import torch.distributed as dist
 from small_net import examples
@@ -29,9 +31,11 @@ def join(door: str) -> None:
 
 
 def rank(door: str) -> int:
+    if door == DDP:
+        return dist.get_rank()
     import horovod.torch as hvd
 
-    return dist.get_rank() if door == DDP else hvd.rank()
+    return hvd.rank()
 
 
 def wrapped(
@@ -42,6 +46,7 @@ def wrapped(
     *,
     bucket_mb: float = 25,
     scaler: Any = None,
+    seed: int = 0,
     given: bool = True,
     **options: Any,
 ) -> Any:
@@ -50,11 +55,12 @@ def wrapped(
 
     if door == ALONE:
         return hvd.DistributedOptimizer(optimizer, named, **options)
+    ours: dict[str, Any] = {"bucket_mb": bucket_mb, "scaler": scaler, "seed": seed}
     if door == OWN:
-        return gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, bucket_mb=bucket_mb, scaler=scaler, **options)
-    checked = {"process_set": options["process_set"]} if "process_set" in options else {}
-    checked |= {"optimizer": optimizer} if given else {}
-    compression = gradcomp.horovod.Compression(spec, named, bucket_mb=bucket_mb, scaler=scaler, **checked)
+        return gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, **ours, **options)
+    ours |= {"process_set": options["process_set"]} if "process_set" in options else {}
+    ours |= {"optimizer": optimizer} if given else {}
+    compression = gradcomp.horovod.Compression(spec, named, **ours)
     made = hvd.DistributedOptimizer(optimizer, named, compression=compression, **options)
     made.compression = compression
     return made
@@ -80,27 +86,63 @@ def batches(seed: int = 0, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Training:
-    """A model in training by a door, with the handle that its session has."""
+    """A model in training by a door, or without gradcomp where there is no spec. handle: of its session."""
+
+    _made = itertools.count()
 
     def __init__(
-        self, door: str, model: nn.Module, spec: Any, *, prefix: str = "", lr: float = 0.02, momentum: float = 0, **options: Any
+        self, door: str, model: nn.Module | None = None, spec: Any = None, *, prefix: str | None = None, **options: Any
     ):
-        """Wrap inner=, an optimizer of the model, or an SGD with these settings."""
-        self.model, self._is_ddp = model, door == DDP
-        self.whole: Any = model
-        inner = options.pop("inner", None) or torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+        """Wrap inner=, an optimizer of the model, or an SGD with lr= and momentum=.
+
+        prefix: of the parameters' names under Horovod; by default one that no other training has. options: others for
+        gradcomp, for Horovod's optimizer, or for DistributedDataParallel.
+        """
+        self.model: Any = small_net.net() if model is None else model
+        self.door, self.whole = door, self.model
+        settings = {name: options.pop(name) for name in ("lr", "momentum") if name in options}
+        inner = options.pop("inner", None) or torch.optim.SGD(self.model.parameters(), **{"lr": 0.02, **settings})
         if door == DDP:
-            self.optimizer: Any = inner
-            self.whole = DistributedDataParallel(model, bucket_cap_mb=options.get("bucket_mb", 25))
-            options["optimizer"] = inner if options.pop("given", True) else None
-            self.handle: Any = None if spec is None else gradcomp.ddp.attach(self.whole, spec, **options)
+            self.optimizer, self.prefix = inner, ""
+            ours = {name: options.pop(name) for name in ("scaler", "seed", "bucket_mb") if name in options}
+            given = inner if options.pop("given", True) else None
+            self.whole = DistributedDataParallel(self.model, bucket_cap_mb=ours.get("bucket_mb", 25), **options)
+            self.handle: Any = None if spec is None else gradcomp.ddp.attach(self.whole, spec, optimizer=given, **ours)
         else:
-            self.optimizer = wrapped(door, inner, named(model, prefix), spec, **options)
-            self.handle = self.optimizer.compression
+            self.prefix = f"{next(self._made)}." if prefix is None else prefix
+            self.optimizer = wrapped(door, inner, named(self.model, self.prefix), spec, **options)
+            self.handle = None if door == ALONE else self.optimizer.compression
+        self.data = examples(rank(door))
+
+    def backward(self, **options: Any) -> None:
+        """Run the next batch forward and backward."""
+        small_net.backward(self.whole, next(self.data), **options)
+
+    def train(self, steps: int, skip: Callable[[int], bool] = lambda step: False) -> Tensor:
+        """Take steps, of which some skip a layer of the small net. Return the weights."""
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            self.backward(**({"skip": True} if skip(step) else {}))
+            self.optimizer.step()
+        return self.weights
+
+    @property
+    def weights(self) -> Tensor:
+        return small_net.weights(self.model)
+
+    def residual(self) -> dict[str, Tensor]:
+        """Return the residual by the names of the model's parameters."""
+        return {name.removeprefix(self.prefix): left for name, left in self.handle.residual().items()}
+
+    def layers(self) -> dict[str, Any]:
+        """Return the part of this rank's state that stages save by layer."""
+        (share,) = self.handle.state_dict()["of_rank"].values()
+        found: dict[str, Any] = share["layers"]
+        return found
 
     def apply(self, scaling: Any, unscales: bool = True) -> None:
         """Finish a step under a GradScaler, as Horovod's and torch's documentation say."""
-        if self._is_ddp:
+        if self.door == DDP:
             scaling.step(self.optimizer)
         else:
             self.optimizer.synchronize()

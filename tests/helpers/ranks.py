@@ -2,8 +2,7 @@
 
 The ranks find each other as those of horovodrun do, around the same rendezvous server. They are forked from a process that has
 imported everything (`rank_server`), their outputs are kept apart, and a rank may die without horovodrun ending the others.
-`by_horovodrun` is the command itself. A rank that hangs, fails or reports nothing fails the test, which then shows the output
-of every rank and where it stood.
+A rank that hangs, fails or reports nothing fails the test, which then shows the output of every rank and where it stood.
 """
 
 from __future__ import annotations
@@ -11,23 +10,20 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-import json
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import rank_server
 from rank_server import FOLDER, Order, Outcome, end_together, report
 
-__all__ = ["by_horovodrun", "end_together", "join", "launch", "once", "report", "start_anew"]
+__all__ = ["end_together", "join", "launch", "once", "report", "start_anew"]
 
 ROOT = Path(__file__).resolve().parents[2]
 # The variable that holds the ports of the rendezvous servers that are still unused.
@@ -113,24 +109,6 @@ def once(launching: Callable[..., list]) -> Callable[..., list]:
     return outcome
 
 
-def by_horovodrun(program: Callable[..., Any], count: int, *arguments: Any, seconds: float = 200) -> list:
-    """Run a function on ranks that the users' command starts; the arguments go through JSON."""
-    horovodrun = str(Path(sys.executable).parent / "horovodrun")
-    called = [inspect.getfile(program), program.__name__, json.dumps(arguments)]
-    command = [horovodrun, "-np", str(count), sys.executable, "-m", "ranks", *called]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "out"
-        with output.open("wb") as file:
-            running = subprocess.Popen(
-                command, env=_environment(folder), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        outcome = rank_server.watch([running.pid], [0], time.monotonic() + seconds)
-        running.returncode = outcome.codes[0]  # watch() has collected it
-        said = output.read_text(errors="replace")
-        assert not outcome.trouble, f"{program.__name__} by horovodrun: {outcome.trouble}\n{said}"
-        return _reports(folder, list(range(count)), said)
-
-
 @functools.cache
 def _server() -> Callable[[Order], Outcome]:
     """Start the process that forks ranks, for this test process."""
@@ -213,7 +191,3 @@ def _reports(folder: str, ranks: Sequence[int], said: str) -> list:
     silent = [rank for rank, file in files.items() if not file.exists()]
     assert not silent, f"ranks {silent} reported nothing\n{said}"
     return [pickle.loads(file.read_bytes()) for file in files.values()]
-
-
-if __name__ == "__main__":
-    rank_server.run(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

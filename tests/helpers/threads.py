@@ -77,22 +77,25 @@ class ThreadNetwork:
 class Rank:
     """One rank: a session of one layer, and the sums of its gradients and its updates."""
 
-    def __init__(self, generation: Generation, rank: int, spec: str, host: str = ""):
+    def __init__(self, generation: Generation, rank: int, spec: str, host: str = "", optimizer_of: Any = None):
         self.seconds = 0.0  # of its clock
         self.parameter = torch.nn.Parameter(torch.zeros(SHAPE))
         self.network = ThreadNetwork(generation, rank, host or f"host {rank}")
+        self.optimizer = optimizer_of and optimizer_of([self.parameter])
         network: Any = self.network
-        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, Options(), Door())
+        self.session = Session(make(spec), Parameters([("w", self.parameter)]), network, Options(self.optimizer), Door())
         self._draws = torch.Generator().manual_seed(rank + 100 * generation.ranks)
         self.given, self.came = torch.zeros(SHAPE, dtype=torch.float64), torch.zeros(SHAPE, dtype=torch.float64)
 
     def step(self, scale: float = 1.0) -> Tensor:
-        """Exchange a drawn gradient, and return the update."""
+        """Exchange a drawn gradient, step with the optimizer if there is one, and return the update."""
         self.parameter.grad = torch.randn(SHAPE, generator=self._draws)
         self.given += self.parameter.grad
         self.session.ready(self.session.slot(self.parameter))
         self.session.finish(scale)
         self.came += self.parameter.grad
+        if self.optimizer is not None:
+            self.optimizer.step()
         return self.parameter.grad
 
     @property

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import doors
 import horovod.torch as hvd
 import pytest
 import ranks
 import small_net
 import torch
+from doors import DOORS, Training
 from torch import nn
 
 import gradcomp
@@ -33,12 +33,6 @@ TERMS = {
 }
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-
-
 def differing(term: str, door: str) -> None:
     """Train on ranks of which rank 1 differs in one term."""
     odd = hvd.rank() == 1
@@ -49,23 +43,17 @@ def differing(term: str, door: str) -> None:
         model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
     spec = "topk:ratio=0.06" if term == "spec" and odd else "lgc" if term == "state" else SPEC
     options: dict[str, Any] = {"bucket_mb": 3 if term == "bucket_mb" and odd else 2, "seed": 8 if term == "seed" and odd else 7}
-    named = doors.named(model, f"{term}/{door}{'x' if term == 'names' and odd else ''}.")
     if term == "count" and odd:
         model[1].bias.requires_grad_(False)
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     if term == "moments":
-        optimizer = torch.optim.AdamW(model.parameters(), amsgrad=odd)
+        options["inner"] = torch.optim.AdamW(model.parameters(), amsgrad=odd)
     true, _version.VERSION = _version.VERSION, "9.9" if term == "version" and odd else _version.VERSION
     try:
-        if door == doors.OWN:
-            own = gradcomp.horovod.DistributedOptimizer(optimizer, named, spec, **options)
-        else:
-            compression = gradcomp.horovod.Compression(spec, named, **options)
-            own = hvd.DistributedOptimizer(optimizer, named, compression=compression)
+        run = Training(door, model, spec, prefix=f"{term}/{door}{'x' if term == 'names' and odd else ''}.", **options)
         if term == "state" and odd:
-            kept = own.compression if door == doors.OWN else compression
-            kept.load_state_dict(kept.state_dict())
-        step(model, own)
+            run.handle.load_state_dict(run.handle.state_dict())
+        model(torch.ones(2, 4)).sum().backward()
+        run.optimizer.step()
     finally:
         _version.VERSION = true
 
@@ -76,29 +64,23 @@ def program() -> dict[Any, Any]:
     odd = hvd.rank() == 1
     found: dict[Any, Any] = {}
     for term in TERMS:
-        for door in doors.DOORS:
+        for door in DOORS:
             found[term, door] = small_net.refused(lambda t=term, r=door: differing(t, r))  # type: ignore[misc]
             hvd.barrier()
 
-    runs = {}
-    for door in doors.DOORS:
-        for name in ("broken", "whole"):
-            model = small_net.net()
-            optimizer = doors.sgd(door, model, SPEC, prefix=f"{name}/{door}.", bucket_mb=0.015)
-            runs[name, door] = (model, optimizer, doors.batches())
+    runs = {(name, door): Training(door, spec=SPEC, bucket_mb=0.015) for door in DOORS for name in ("broken", "whole")}
     for (name, _), run in runs.items():
-        small_net.train(*run, steps=10 if name == "broken" else 20)
+        run.train(10 if name == "broken" else 20)
     hvd.barrier()
     ranks.start_anew()
     for (name, door), run in runs.items():
-        found["weights", name, door] = small_net.train(*run, steps=10 if name == "broken" else 0)
+        found["weights", name, door] = run.train(10 if name == "broken" else 0)
     hvd.barrier()
     ranks.start_anew()
-    for (name, door), (model, optimizer, data) in runs.items():
+    for (name, door), run in runs.items():
         if odd:
-            optimizer.compression._session.compressor = gradcomp.make("topk:ratio=0.5")
-        again = small_net.refused(lambda m=model, o=optimizer, d=data: small_net.train(m, o, d, 1))  # type: ignore[misc]
-        found["again", name, door] = again
+            run.handle._session.compressor = gradcomp.make("topk:ratio=0.5")
+        found["again", name, door] = small_net.refused(lambda r=run: r.train(1))  # type: ignore[misc]
         hvd.barrier()
     return found
 
@@ -108,7 +90,7 @@ def found() -> list[dict[Any, Any]]:
     return ranks.launch(program, 3, anew=2)
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("term", TERMS)
 def test_all_ranks_raise_naming_the_term(term: str, door: str) -> None:
     for rank in found():
@@ -118,7 +100,7 @@ def test_all_ranks_raise_naming_the_term(term: str, door: str) -> None:
     assert len({rank[term, door] for rank in found()}) == 1, "all ranks hold the same records, so all say the same"
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
+@pytest.mark.parametrize("door", DOORS)
 def test_training_continues_with_the_residual_after_a_new_start(door: str) -> None:
     """hvd.shutdown() and hvd.init() on all ranks, as in an elastic reset: the same weights as without, to the last bit."""
     for rank in found():
@@ -126,12 +108,9 @@ def test_training_continues_with_the_residual_after_a_new_start(door: str) -> No
         assert torch.equal(rank["weights", "broken", door], found()[0]["weights", "broken", door])
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
+@pytest.mark.parametrize("door", DOORS)
 def test_after_a_new_start_the_ranks_compare_again(door: str) -> None:
     for rank in found():
         for name in ("broken", "whole"):
-            text = rank["again", name, door]
-            assert text == (
-                "ValueError: the ranks do not agree and cannot exchange gradients; make these equal on all ranks: "
-                "spec: rank 0 has 'topk:ratio=0.05', rank 1 has 'topk:ratio=0.5'"
-            )
+            said = "spec: rank 0 has 'topk:ratio=0.05', rank 1 has 'topk:ratio=0.5'"
+            assert rank["again", name, door] == f"ValueError: {DISAGREE}{said}"

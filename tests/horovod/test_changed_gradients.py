@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import doors
 import horovod.torch as hvd
 import pytest
 import ranks
 import small_net
 import torch
+from doors import ALONE, DOORS, Training
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,116 +19,88 @@ pytestmark = pytest.mark.slow
 LIMIT = 0.01
 
 
-def clip(model: nn.Module, optimizer: Any, scaler: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-    optimizer.step()
+def clip(run: Training, scaler: Any) -> None:
+    nn.utils.clip_grad_norm_(run.model.parameters(), LIMIT)
+    run.optimizer.step()
 
 
-def clip_one_layer(model: Any, optimizer: Any, scaler: Any) -> None:
-    nn.utils.clip_grad_norm_(model.part.parameters(), LIMIT)
-    optimizer.step()
+def replace(run: Training, scaler: Any) -> None:
+    for parameter in run.model.parameters():
+        parameter.grad = parameter.grad.clone()
+    run.optimizer.step()
 
 
-def scale_by_hand(model: nn.Module, optimizer: Any, scaler: Any) -> None:
-    for parameter in model.parameters():
-        parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
-    optimizer.step()
+def unscale(run: Training, scaler: Any) -> None:
+    scaler.step(run.optimizer)
 
 
-def replace(model: nn.Module, optimizer: Any, scaler: Any) -> None:
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
-    optimizer.step()
-
-
-def unscale(model: nn.Module, optimizer: Any, scaler: Any) -> None:
-    scaler.step(optimizer)
-
-
-WRONG: dict[str, Callable[..., None]] = {
-    "clip": clip,
-    "clip one layer": clip_one_layer,
-    "scale by hand": scale_by_hand,
-    "replace": replace,
-    "unscale": unscale,
-}
-
-
-def advised(model: nn.Module, optimizer: Any, scaler: Any) -> None:
+def advised(run: Training, scaler: Any) -> None:
     """Do what the message says."""
-    optimizer.synchronize()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
-    with optimizer.skip_synchronize():
-        scaler.step(optimizer)
+    run.optimizer.synchronize()
+    scaler.unscale_(run.optimizer)
+    nn.utils.clip_grad_norm_(run.model.parameters(), LIMIT)
+    with run.optimizer.skip_synchronize():
+        scaler.step(run.optimizer)
     scaler.update()
 
 
-def run(door: str, way: Callable[..., None], steps: int, name: str) -> Tensor:
-    """Train for so many steps; return the weights."""
-    model = small_net.net()
-    optimizer = doors.sgd(door, model, "dense" if door != doors.ALONE else None, prefix=f"{name}.")
-    scaler, data = torch.amp.GradScaler("cpu", init_scale=1024.0), doors.batches()
+def train(door: str, habit: Callable[..., None], steps: int = 1) -> Tensor:
+    run, scaler = Training(door, spec="dense"), torch.amp.GradScaler("cpu", init_scale=1024.0)
     for _ in range(steps):
-        optimizer.zero_grad()
-        x, y = next(data)
-        scaler.scale(functional.cross_entropy(model(x), y)).backward()
-        way(model, optimizer, scaler)
-    return small_net.weights(model)
-
-
-def program() -> dict[Any, Any]:
-    hvd.init()
-    found: dict[Any, Any] = {}
-    for door in doors.DOORS:
-        for name, way in WRONG.items():
-            # One layer in a large model may be looked at a few steps later.
-            steps = 4 if name == "clip one layer" else 1
-            found[name, door] = small_net.refused(lambda d=door, w=way, n=name, s=steps: run(d, w, s, f"{n}/{d}"))  # type: ignore[misc]
-        found["advised", door] = run(door, advised, 4, f"advised/{door}")
-    found["advised", doors.ALONE] = run(doors.ALONE, advised, 4, "advised/alone")
-    return found
-
-
-@ranks.once
-def found() -> list[dict[Any, Any]]:
-    return ranks.launch(program, 2)
-
-
-@pytest.mark.parametrize("door", doors.DOORS)
-@pytest.mark.parametrize("name", WRONG)
-def test_a_change_that_would_be_lost_is_refused_with_the_right_lines(name: str, door: str) -> None:
-    for own in found():
-        said = own[name, door]
-        assert said.startswith("RuntimeError: the gradient of '"), said
-        assert "between backward() and step()" in said
-        for line in ("optimizer.synchronize()", "scaler.unscale_(optimizer)", "with optimizer.skip_synchronize():"):
-            assert line in said
-
-
-@pytest.mark.parametrize("door", doors.DOORS)
-def test_the_lines_it_names_train_as_horovod_alone_does(door: str) -> None:
-    """Rounding: Horovod's sums of two float32 gradients, and ours, divided and scaled in another order."""
-    for own in found():
-        torch.testing.assert_close(own["advised", door], own["advised", doors.ALONE], rtol=1e-5, atol=1e-7)
+        run.optimizer.zero_grad()
+        x, y = next(run.data)
+        scaler.scale(functional.cross_entropy(run.model(x), y)).backward()
+        habit(run, scaler)
+    return run.weights
 
 
 def cut_short(door: str) -> list[str]:
     """Fail outside of gradcomp between backward() and step(), begin anew as Horovod's elastic recovery does, and go on."""
-    hvd.init()
-    model, data = small_net.net(), doors.batches()
-    optimizer = doors.sgd(door, model, "topk:ratio=0.05")
-    small_net.train(model, optimizer, data, 3)
-    state = optimizer.state_dict()
-    optimizer.zero_grad()
-    small_net.backward(model, next(data))
+    run = Training(door, spec="topk:ratio=0.05")
+    run.train(3)
+    state = run.optimizer.state_dict()
+    run.optimizer.zero_grad()
+    run.backward()
     hvd.barrier()
     ranks.start_anew()
-    optimizer.load_state_dict(state)
-    return [small_net.refused(lambda: small_net.train(model, optimizer, data, 1)) for _ in range(2)]
+    run.optimizer.load_state_dict(state)
+    return [small_net.refused(lambda: run.train(1)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("door", doors.DOORS)
+def program() -> dict[Any, Any]:
+    hvd.init()
+    found: dict[Any, Any] = {("advised", door): train(door, advised, 4) for door in (ALONE, *DOORS)}
+    for door in DOORS:
+        for habit in (clip, replace, unscale):
+            found[habit.__name__, door] = small_net.refused(lambda d=door, h=habit: train(d, h))  # type: ignore[misc]
+    hvd.barrier()
+    ranks.start_anew()
+    return found | {("cut short", door): cut_short(door) for door in DOORS}
+
+
+@ranks.once
+def found() -> list[dict[Any, Any]]:
+    return ranks.launch(program, 2, anew=3)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", ["clip", "replace", "unscale"])
+def test_a_change_that_would_be_lost_is_refused_with_the_right_lines(name: str, door: str) -> None:
+    for own in found():
+        said = own[name, door]
+        assert said.startswith("RuntimeError: the gradient of '") and "between backward() and step()" in said, said
+        for line in ("optimizer.synchronize()", "scaler.unscale_(optimizer)", "with optimizer.skip_synchronize():"):
+            assert line in said
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_lines_it_names_train_as_horovod_alone_does(door: str) -> None:
+    """Rounding: Horovod's sums of two float32 gradients, and ours, divided and scaled in another order."""
+    for own in found():
+        torch.testing.assert_close(own["advised", door], own["advised", ALONE], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("door", DOORS)
 def test_a_step_that_was_cut_short_is_forgotten(door: str) -> None:
-    for said in ranks.launch(cut_short, 2, door, anew=1):
-        assert said == ["nothing was raised"] * 2, said
+    for own in found():
+        assert own["cut short", door] == ["nothing was raised"] * 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import doors
 import horovod.torch as hvd
 import pytest
 import ranks
 import small_net
 import torch
+from doors import COMPRESSION, OWN, Training
+from horovod.torch.elastic.state import OptimizerStateHandler
 
 pytestmark = pytest.mark.slow
 
@@ -22,44 +23,46 @@ OPTIMIZERS: dict[str, Any] = {
 }
 SPECS = ["topk:ratio=0.05", "topk:ratio=0.05,momentum=0"]
 # The optimizer is passed as optimizer=, or found.
-WAYS = [(doors.OWN, True), (doors.COMPRESSION, True), (doors.COMPRESSION, False)]
+WAYS = [(OWN, True), (COMPRESSION, True), (COMPRESSION, False)]
 CASES = list(itertools.product(WAYS, SPECS, OPTIMIZERS))
 
 
-def made(prefix: str, way: tuple[str, bool], spec: str, kind: str) -> tuple[torch.nn.Module, Any, Any]:
+def made(case: int) -> tuple[Training, Any]:
     """Make all that a rank of an elastic job makes."""
     model = small_net.net(seed=7 + hvd.rank())
-    door, given = way
-    plain = OPTIMIZERS[kind](model.parameters())
-    optimizer = doors.wrapped(door, plain, doors.named(model, prefix), spec, given=given)
-    return model, optimizer, hvd.elastic.TorchState(model=model, optimizer=optimizer)
+    (door, given), spec, kind = CASES[case]
+    run = Training(door, model, spec, prefix=f"{case}.", inner=OPTIMIZERS[kind](model.parameters()), given=given)
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], 0.1)
+    state = hvd.elastic.TorchState(model=model, optimizer=run.optimizer, plain=plain)
+    assert type(state._handlers["plain"]) is OptimizerStateHandler, "other optimizers keep Horovod's own"
+    return run, state
 
 
 def joining() -> list[dict[str, Any]]:
     """Train on two ranks. Then rank 1 leaves, and another one joins in its place, after the rate has changed."""
     hvd.init()
-    every = [made(f"{i}.", *case) for i, case in enumerate(CASES)]
+    every = [made(case) for case in range(len(CASES))]
     before = []
-    for model, optimizer, state in every:
+    for run, state in every:
         state.sync()
-        small_net.train(model, optimizer, doors.batches(), STEPS)
-        for group in optimizer.param_groups:
+        run.train(STEPS)
+        for group in run.optimizer.param_groups:
             group["lr"] /= 2
         state.save()
-        before.append(optimizer.compression.residual() if hvd.rank() == 0 else {})
+        before.append(run.residual() if hvd.rank() == 0 else {})
     ranks.start_anew()
     if hvd.rank() == 1:
-        every = [made(f"{i}.", *case) for i, case in enumerate(CASES)]
+        every = [made(case) for case in range(len(CASES))]
     found = []
-    for (model, optimizer, state), residual in zip(every, before, strict=True):
+    for (run, state), residual in zip(every, before, strict=True):
         if hvd.rank() == 0:
             state.on_reset()
         state.sync()
-        left = optimizer.compression.residual()
+        left = run.residual()
         found.append({"kept": all(torch.equal(left[name], own) for name, own in residual.items())})
-        found[-1]["rates"] = [group["lr"] for group in optimizer.param_groups]
-        found[-1]["weights"] = small_net.train(model, optimizer, doors.batches(1), STEPS)
-        found[-1]["steps"] = optimizer.compression.stats()["steps"]
+        found[-1]["rates"] = [group["lr"] for group in run.optimizer.param_groups]
+        found[-1]["weights"] = run.train(STEPS)
+        found[-1]["steps"] = run.handle.stats()["steps"]
     return found
 
 

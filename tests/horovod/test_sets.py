@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import doors
 import horovod.torch as hvd
 import pytest
 import ranks
 import small_net
 import torch
+from doors import ALONE, DOORS, Training
 
 from gradcomp.core.requests import Field, Form, Gather, Payload, Reduce, Request, Send
 from gradcomp.messages.payload import empty
@@ -18,17 +18,16 @@ from gradcomp.networks.memory import Board
 
 pytestmark = pytest.mark.slow
 
-both_doors = pytest.mark.parametrize("door", doors.DOORS)
+both_doors = pytest.mark.parametrize("door", DOORS)
 DEVICE = torch.device("cpu")
 FORM: Form = (Field("count", torch.int32, 1), Field("values", torch.float32, 5))
 
 
 def trained(door: str, spec: str, name: str, process_set: Any) -> torch.Tensor:
-    model = small_net.net()
-    optimizer = doors.sgd(door, model, spec, prefix=f"{name}/{door}/{spec}.", bucket_mb=0.015, process_set=process_set)
-    weights = small_net.train(model, optimizer, doors.batches(), 10)
-    if (compression := getattr(optimizer, "compression", None)) is not None:
-        compression.load_state_dict(compression.state_dict())  # as a script does that resumes
+    run = Training(door, spec=spec, prefix=f"{name}/{door}/{spec}.", bucket_mb=0.015, process_set=process_set)
+    weights = run.train(10)
+    if run.handle is not None:
+        run.handle.load_state_dict(run.handle.state_dict())  # as a script does that resumes
     return weights
 
 
@@ -115,12 +114,12 @@ def program() -> dict[Any, Any]:
     hvd.init(process_sets=[pair])
     found: dict[Any, Any] = {}
     if pair.included():  # rank 1 has no part in this, and does not know of it
-        for door in (doors.ALONE, *doors.DOORS):
+        for door in (ALONE, *DOORS):
             for spec in ("topk:ratio=1,wire=exact", "topk:ratio=0.01", "dense"):
                 found["members", door, spec] = trained(door, spec, "members", pair)
-    for door in doors.DOORS:  # an optimizer of all ranks after one of some
+    for door in DOORS:  # an optimizer of all ranks after one of some
         found["all", door] = trained(door, "topk:ratio=0.01", "all", hvd.global_process_set)
-    for door in doors.DOORS:  # every rank makes the optimizer; it works in the set alone, elsewhere each trains by itself
+    for door in DOORS:  # every rank makes the optimizer; it works in the set alone, elsewhere each trains by itself
         found["everywhere", door] = trained(door, "topk:ratio=0.01", "everywhere", pair)
     network = HorovodNetwork(hvd.global_process_set)
     network.prefix = "test"
@@ -141,7 +140,7 @@ def test_within_a_set_training_is_horovods_own(spec: str, door: str) -> None:
     """Two members: a sum of two has one order."""
     for rank in (0, 2):
         own = found()[rank]
-        assert torch.equal(own["members", door, spec], own["members", doors.ALONE, spec])
+        assert torch.equal(own["members", door, spec], own["members", ALONE, spec])
 
 
 @both_doors

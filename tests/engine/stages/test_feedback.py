@@ -48,15 +48,6 @@ def test_clipping_by_model_waits_for_the_last_gradient() -> None:
     assert model.stats()["buckets"] == 1 and not model.stats()["overlap"]
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_clipping_keeps_an_overflow_visible(bad: float) -> None:
-    simulation = gradcomp.Simulation("topk:clip=1,ratio=0.1", SHAPES, 2)
-    grads = draw(0, 2)
-    grads[1]["b.weight"][3, 3] = bad
-    assert not simulation.step(grads)["b.weight"].isfinite().all() or not simulation.step(grads)["a.weight"].isfinite().all()
-    assert all(left.isfinite().all() for rank in range(2) for left in simulation.residual(rank).values())
-
-
 @pytest.mark.parametrize("size", [1e38, 3e38, -3.4e38])
 @pytest.mark.parametrize(
     "spec",
@@ -148,7 +139,7 @@ def test_clipping_loses_no_finite_gradient_of_a_failed_step(clip_by: str, bad: f
     simulation = gradcomp.Simulation(f"topk:ratio=0.001,clip=1,clip_by={clip_by}", SHAPES, 2)
     grads = draw(1, 2)
     grads[1]["a.weight"][0, 0] = bad
-    simulation.step(grads)
+    assert not all(part.isfinite().all() for part in simulation.step(grads).values()), "the overflow stays visible"
     left = simulation.residual(1)
     for name, given in grads[1].items():
         factors = (left[name] / given)[given.isfinite()]

@@ -11,12 +11,9 @@ import pytest
 import ranks
 import small_net
 import torch
-import torch.distributed as dist
+from doors import DDP, EVERY, OWN, Training
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
-
-import gradcomp
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +27,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 # Horovod itself gives frozen layers zeros as gradients, by which these move them.
 FOR_DDP: dict[str, Any] = {"decay": partial(AdamW, lr=1e-2), "outside": partial(SGD, lr=0.02, momentum=0.9)}
-DOORS = ("ddp", *doors.DOORS)
-CASES = [*((door, each) for door in DOORS for each in OPTIMIZERS), *(("ddp", each) for each in FOR_DDP)]
+CASES = [*((door, each) for door in EVERY for each in OPTIMIZERS), *((DDP, each) for each in FOR_DDP)]
 
 
-def prepared(door: str, model: nn.Module, optimizer: Any, spec: str) -> tuple[int, nn.Module, Any, Any]:
-    """Return the rank, the model to call, the optimizer to step, and the handle."""
-    if door == "ddp":
-        ranks.join()
-        whole = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, find_unused_parameters=True)
-        return dist.get_rank(), whole, optimizer, gradcomp.ddp.attach(whole, spec, optimizer=optimizer, bucket_mb=BUCKET_MB)
-    import horovod.torch as hvd
-
-    hvd.init()
-    own = doors.wrapped(door, optimizer, doors.named(model), spec, bucket_mb=BUCKET_MB)
-    return hvd.rank(), model, own, own.compression
+def made(door: str, model: nn.Module, optimizer: Any, spec: str = SPEC) -> Training:
+    doors.join(door)
+    ddp = {"find_unused_parameters": True} if door == DDP else {}
+    return Training(door, model, spec, prefix="", inner=optimizer, bucket_mb=BUCKET_MB, **ddp)
 
 
 def train(door: str, optimizer: str, by: tuple[int, ...]) -> dict[str, Any]:
@@ -54,17 +43,16 @@ def train(door: str, optimizer: str, by: tuple[int, ...]) -> dict[str, Any]:
     """
     model = small_net.net()
     inner = (OPTIMIZERS | FOR_DDP)[optimizer](model.parameters())
-    rank, whole, own, handle = prepared(door, model, inner, f"{SPEC},momentum=0" if optimizer == "outside" else SPEC)
-    data = small_net.examples(rank)
+    run = made(door, model, inner, f"{SPEC},momentum=0" if optimizer == "outside" else SPEC)
     moved, kept = [], []
     for step in range(STEPS):
-        if step in (FROZEN, UNFROZEN) and rank in by:
+        if step in (FROZEN, UNFROZEN) and doors.rank(door) in by:
             model.part.requires_grad_(step == UNFROZEN)
         before = model.part.weight.detach().clone()
-        small_net.train(whole, own, data, 1)
+        run.train(1)
         moved.append(float((model.part.weight.detach() - before).abs().sum()))
-        kept.append(handle.residual()["part.weight"])
-    return {"moved": moved, "waits": kept, "weights": small_net.weights(model)}
+        kept.append(run.residual()["part.weight"])
+    return {"moved": moved, "waits": kept, "weights": run.weights}
 
 
 @ranks.once
@@ -82,7 +70,7 @@ def test_nothing_moves_a_layer_that_all_ranks_have_frozen(door: str, optimizer: 
         assert all(torch.equal(own["waits"][FROZEN - 1], each) for each in own["waits"][FROZEN:UNFROZEN])
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", EVERY)
 def test_the_other_ranks_move_a_layer_that_one_rank_has_frozen_as_without_gradcomp(door: str) -> None:
     """Stock DDP and Horovod average the others' gradients with its zeros, on all ranks alike."""
     found = trained(door, "SGD", (1,))
@@ -95,19 +83,18 @@ def unfreeze(door: str) -> str:
     """Unfreeze a layer on rank 1 alone that was frozen when the exchange was set up. Return the error."""
     model = small_net.net()
     model.part.requires_grad_(False)
-    rank, whole, own, _ = prepared(door, model, OPTIMIZERS["SGD"](model.parameters()), SPEC)
-    data = small_net.examples(rank)
-    small_net.train(whole, own, data, 2)
-    model.part.requires_grad_(rank == 1)
-    said = small_net.refused(lambda: small_net.train(whole, own, data, 2))
-    if rank == 1:
+    run = made(door, model, OPTIMIZERS["SGD"](model.parameters()))
+    run.train(2)
+    model.part.requires_grad_(doors.rank(door) == 1)
+    said = small_net.refused(lambda: run.train(2))
+    if doors.rank(door) == 1:
         model.part.requires_grad_(False)
-        said += f" then: {small_net.refused(own.step)}"
+        said += f" then: {small_net.refused(run.optimizer.step)}"
     ranks.report(said)
     os._exit(0)
 
 
-@pytest.mark.parametrize("door", ["ddp", doors.OWN])
+@pytest.mark.parametrize("door", [DDP, OWN])
 def test_a_layer_that_one_rank_unfreezes_too_late_is_refused(door: str) -> None:
     there, here = ranks.launch(unfreeze, 2, door)
     assert here.startswith("RuntimeError: 'part.weight' of shape (70, 70) was unfrozen or added after the ranks' exchange")
