@@ -23,11 +23,16 @@ def payload(draw: Draw, n: int, space: int) -> tuple[Lent, Lent, Lent]:
     extension.native.pack_sparse(None, values, indices, header, n, *parts)
     luck = draw.random()
     if luck < 0.1:
-        parts = tuple(draw.words(len(part), "uint32") for part in parts)
+        parts = tuple(draw.words(len(part), "uint32").copy() for part in parts)
     elif luck < 0.35:
         for part in parts:
             for _ in range(draw.randrange(3)):
                 part.view(np.uint8)[draw.randrange(4 * len(part))] = draw.choice((0, 255, draw.randrange(256)))
+    indices[:] = -1
+    extension.native.unpack_sparse(values, indices, np.array([space, 0], np.int32), n, *parts)
+    named = indices[indices >= 0]
+    if len(np.unique(named)) < len(named) and not draw.for_cpu:
+        return payload(draw, n, space)
     return draw.header(count), draw.lend(parts[0]), draw.lend(parts[1])
 
 

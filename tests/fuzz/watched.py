@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from fuzz import call
+from fuzz.drawn import BORDERS, Draw
 
 # The share of sizes at borders.
 BORDERED = 0.6
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = {name: 0 for name in run.kernels() if not name.endswith("_scratch") and options.only in (None, name)}
     for name in counts:
         for number in range(options.calls):
-            if failure := call_of(native, name, number, options):
+            print(f"{name} {number}", flush=True)  # the last line names the call that a tool or a limit ended
+            if failure := failure_of(native, name, Bordered(f"{options.seed} {name} {number}"), options.device):
+                failure = f"{failure} (call {number})"
                 failures.append(failure)
                 print(failure, file=sys.stderr, flush=True)
             counts[name] += 1
@@ -73,26 +77,22 @@ class Twin:
         return (lambda on_cuda, *sizes: function(True, *sizes)) if name.endswith("_scratch") else function
 
 
-def call_of(native: Any, kernel: str, number: int, options: argparse.Namespace) -> str:
-    """Make one call. Return its failure, or an empty text."""
-    from fuzz import call
-    from fuzz.drawn import BORDERS, Draw
+class Bordered(Draw):
+    """Draws that lie at borders more often than not: a hundred entries keep one block busy."""
 
-    class Bordered(Draw):
-        """Draws that lie at borders more often than not: a hundred entries keep one block busy."""
+    for_cpu = False
 
-        for_cpu = False
+    def size(self, least: int = 0, wide: bool = True) -> int:
+        if not wide or not self.likely(BORDERED):
+            return super().size(least, wide=False)
+        return max(self.choice(BORDERS) + self.choice((-1, 0, 1)), least)
 
-        def size(self, least: int = 0, wide: bool = True) -> int:
-            if not wide or not self.likely(BORDERED):
-                return super().size(least, wide=False)
-            return max(self.choice(BORDERS) + self.choice((-1, 0, 1)), least)
 
-    draw = Bordered(f"{options.seed} {kernel} {number}")
-    print(f"{kernel} {number}", flush=True)  # the last line names the call that a tool or a limit ended
+def failure_of(native: Any, kernel: str, draw: Draw, device: str) -> str:
+    """Make one legal call on this device. Return its failure, or an empty text."""
     with np.errstate(all="ignore"):
         values, check = call.MAKERS[kernel](draw)
-        moved = list(move(values)) if options.device == "cuda" else []
+        moved = list(move(values)) if device == "cuda" else []
         try:
             if moved:
                 run_on_gpu(native, kernel, values)
@@ -100,14 +100,12 @@ def call_of(native: Any, kernel: str, number: int, options: argparse.Namespace) 
                     lent._memory[:] = memory.cpu().numpy()
             call.run(Done() if moved else native, kernel, values, check, 1, legal=True)
         except (call.Wrong, RuntimeError, ValueError) as error:
-            return f"{kernel}({call.describe(values)}), call {number}: {error}"
+            return f"{kernel}({call.describe(values)}): {error}"
     return ""
 
 
 def move(values: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
     """Copy the arrays of a call to the GPU, each with its bands. Yield the array and its memory there."""
-    from fuzz import call
-
     for value in values.values():
         for lent in call.lents(value):
             dtype = lent.given.dtype if isinstance(lent.given, torch.Tensor) else torch.from_numpy(lent.now).dtype
@@ -119,8 +117,6 @@ def move(values: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
 
 def run_on_gpu(native: Any, kernel: str, values: dict[str, Any]) -> None:
     """Run the kernel on the GPU's copies, and wait for it: an error is then this call's."""
-    from fuzz import call
-
     arguments = [call.given(values[each.name]) for each in call.KERNELS[kernel]]
     getattr(native, kernel)(*arguments, stream=torch.cuda.current_stream().cuda_stream, threads=1)
     torch.cuda.synchronize()

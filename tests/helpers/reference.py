@@ -20,18 +20,14 @@ def flatten(grads: list[Tensor]) -> Tensor:
 
 
 def accumulate(
-    grads: list[Tensor], residual: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool, of_residual: float = 1.0
-) -> tuple[Tensor, Tensor | None, int]:
-    """Compute the new residual, the new velocity and the flag."""
-    g, residual = flatten(grads), residual * torch.tensor(of_residual)
-    good = g.isfinite()
+    grads: list[Tensor], residual: Tensor, velocity: Tensor | None, momentum: float, nesterov: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the new residual and the new velocity, of gradients that are finite and sums that are not too large."""
+    g = flatten(grads)
     if velocity is None:
-        new = (residual + g).clamp(-LARGEST, LARGEST)
-        return torch.where(good, new, residual.clamp(-LARGEST, LARGEST)), None, int(not good.all())
-    u = (momentum * velocity + g).clamp(-LARGEST, LARGEST)
-    new = (residual + (g + momentum * u if nesterov else u)).clamp(-LARGEST, LARGEST)
-    kept = residual.clamp(-LARGEST, LARGEST)
-    return torch.where(good, new, kept), torch.where(good, u, velocity), int(not good.all())
+        return residual + g, None
+    u = momentum * velocity + g
+    return residual + (g + momentum * u if nesterov else u), u
 
 
 def accumulate_adaptive(

@@ -18,6 +18,8 @@ KINDS = ("laplace", "heavy", "sparse")
 SLACK = 20
 # The share that this may add to the error between two levels, or of a group. The mean of many groups is held to 1 %.
 WORSE = 0.1
+# Levels are found near enough, at this price at most.
+NEARLY = 1.01
 
 
 def bounds_of(flat: Tensor, ends: list[int], deviations: float | None) -> Tensor | None:
@@ -148,15 +150,33 @@ def test_a_group_of_very_many_has_its_best_level() -> None:
     assert int((flat > level).sum()) - slack <= wanted <= int((flat >= level).sum()) + slack
 
 
-@given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300), deviations=st.sampled_from([None, 0.5, 1.5, 2.5]))
-def test_no_other_three_levels_err_less(seed: int, kind: str, n: int, deviations: float | None) -> None:
-    flat = gradients.draw(kind, n, seed)
-    bounds = bounds_of(flat, [n], deviations)
-    x = flat if bounds is None else flat.clamp(*bounds)
-    least = error_of(x, quantise(flat, "optimal", 512, 3, bounds=bounds).levels[0])
-    for form in ("norm", "peak", "range", "quantile"):
-        other = error_of(x, quantise(flat, form, 512, 3, bounds=bounds).levels[0])
-        assert least <= other * (1 + WORSE) + 1e-12 * float(x.double().square().sum())  # levels are floats
+@pytest.mark.parametrize("deviations", [None, 1.5, 2.5])
+@pytest.mark.parametrize("kind", ["normal", "laplace", "heavy", "skewed"])
+@pytest.mark.parametrize("count,share", [(3, 1.0), (5, 0.97), (9, 0.97)])
+def test_other_levels_err_less_in_few_groups_and_nowhere_in_the_mean(
+    count: int, share: float, kind: str, deviations: float | None
+) -> None:
+    """Errors include those of clipping."""
+    n = 128 * 512
+    flat = gradients.draw("laplace" if kind == "skewed" else kind, n, 3)
+    if kind == "skewed":
+        flat = flat.abs() + gradients.draw("laplace", n, 4).abs() - 2  # of Gamma(2)
+    most = math.inf if deviations is None else deviations * float(flat.double().std(correction=0))
+    within, wins = flat.clamp(-most, most), []
+    for group in (512, 2048):
+        bounds = None if deviations is None else torch.tensor([-most, most]).repeat(n // group)
+        errors = torch.tensor(
+            [
+                [error_of(x, own) for x, own in zip(within.view(-1, group), levels, strict=True)]
+                for form in ("optimal", "norm", "peak", "range", "quantile")
+                for levels in [quantise(flat, form, group, count, bounds=bounds).levels]
+            ],
+            dtype=torch.float64,
+        )
+        errors += (flat - within).double().square().view(-1, group).sum(1)
+        assert (errors[0].mean() <= errors[1:].mean(1) * NEARLY).all()
+        wins.append(errors[0] <= errors[1:].amin(0) * NEARLY)
+    assert torch.cat(wins).double().mean() >= share
 
 
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))
@@ -171,19 +191,3 @@ def test_partly_is_the_best_there_is(seed: int, kind: str, n: int) -> None:
     x = magnitudes[:, None]
     errors = torch.where(x <= tried, tried.square() - x.square(), (x - tried).square()).sum(0)
     assert errors[0] <= errors.min() * (1 + 1e-6) + 1e-80
-
-
-@pytest.mark.parametrize("kind", ["normal", "laplace", "skewed"])
-def test_lloyd_errs_least(kind: str) -> None:
-    """Of all ways to part a group in two."""
-    n, group = 40 * 512, 512
-    flat = gradients.draw("laplace", n, 3).abs() + gradients.draw("laplace", n, 4).abs()  # Gamma(2)
-    if kind != "skewed":
-        flat = gradients.draw(kind, n, 3)
-    rows = flat.double().view(-1, group)
-    below = rows.sort(1).values.cumsum(1)
-    counts, whole = torch.arange(1.0, group).double(), below[:, -1:]
-    parted = below[:, :-1].square() / counts + (whole - below[:, :-1]).square() / (group - counts)
-    least = rows.square().sum(1) - parted.max(1).values
-    lloyd, mean = ((quantise(flat, form, group, 2).said.view_as(rows) - rows).square().sum(1) for form in ("lloyd", "mean"))
-    assert (lloyd >= least * (1 - 1e-6)).all() and (lloyd <= least * (1 + 1e-6)).all() and lloyd.sum() < mean.sum()

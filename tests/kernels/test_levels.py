@@ -143,16 +143,7 @@ def test_a_scaled_group_has_scaled_levels(form: str, count: int, seed: int, powe
     assert torch.equal(first.words, second.words)
 
 
-@forms
-@settings(max_examples=15)
-@given(seed=gradients.seeds, factor=st.floats(0.01, 100))
-def test_a_group_times_a_number_has_its_levels_times_that(form: str, count: int, seed: int, factor: float) -> None:
-    flat = gradients.draw("normal", 300, seed)
-    first, second = quantise(flat, form, 512, count), quantise(factor * flat, form, 512, count)
-    assert torch.allclose(factor * first.levels, second.levels, rtol=1e-5, atol=1e-5 * factor)
-
-
-MOVING = [case for case in CASES if case[0] in ("optimal", "range", "quantile", "mean", "lloyd")]
+MOVING = [case for case in CASES if case[0] in ("range", "quantile", "mean", "lloyd")]
 
 
 @pytest.mark.parametrize("form,count", MOVING)
@@ -165,22 +156,8 @@ def test_a_shifted_group_has_shifted_levels(form: str, count: int, seed: int, sh
     if form in ("mean", "lloyd"):  # means are rounded
         assert torch.allclose(first.levels + shift / 64, second.levels, rtol=1e-6, atol=1e-5)
         return
-    if form == "optimal":  # found near enough, and not always at an entry
-        for x, own, other in zip(flat[:512].view(2, 256), first.levels, second.levels, strict=False):
-            assert error_of(x, other - shift / 64) == pytest.approx(error_of(x, own), rel=0.05)
-        return
     assert torch.equal(first.levels + shift / 64, second.levels)
     assert torch.equal(first.words, second.words)
-
-
-@settings(max_examples=15)
-@given(seed=gradients.seeds)
-def test_a_mirrored_group_has_mirrored_levels(seed: int) -> None:
-    """This holds for three levels. More are refined from the lowest to the highest."""
-    flat = gradients.draw("laplace", 512, seed)
-    own, mirrored = (quantise(x, "optimal", 256, 3).levels for x in (flat, -flat))
-    for x, levels, others in zip(flat.view(2, 256), own, -mirrored.flip(1), strict=True):
-        assert error_of(x, others) == pytest.approx(error_of(x, levels), rel=0.05)
 
 
 def few_values() -> list[tuple[str, Tensor]]:

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from gradcomp.messages import payload as payloads
+from gradcomp.messages.rounding import LevelRounding, RoundingRule
+from gradcomp.messages.sparse import COMPACT
 from gradcomp.native import extension, kernels
+from gradcomp.native.memory import Update
 
 HUGE = 2**63 - 1
 
@@ -104,3 +108,28 @@ def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> No
     thresholds = torch.empty(2, device=device)
     kernels.set_thresholds(moments, ends, torch.ones(1, device=device), thresholds, live=False)
     assert thresholds[1] == 2
+
+
+@pytest.mark.parametrize("count", [-1, 2**31])
+def test_a_count_that_no_header_holds_is_refused(count: int, device: torch.device) -> None:
+    header = torch.zeros(2, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=rf"write_header: count={count} must be in \[0, 2\^31\)"):
+        kernels.write_header(header, None, count)
+
+
+def test_a_payload_of_another_size_or_between_two_words_is_refused(device: torch.device) -> None:
+    n, k, rule = 1000, 10, RoundingRule("optimal", 3, 100)
+    residual, size = torch.ones(n, device=device), payloads.size(COMPACT.form(n, k))
+    memory = torch.zeros(4096, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=f"take_topk_and_pack: payload has {size + 8} bytes, but needs {size}"):
+        kernels.take_topk_and_pack(residual, k, memory[: size + 8])
+    sentence = "begins at an address that is no multiple of 8: pass a copy"
+    with pytest.raises(ValueError, match=f"take_topk_and_pack: payload {sentence}"):
+        kernels.take_topk_and_pack(residual, k, memory[4 : size + 4])
+    sent = [memory[:size], memory[size + 4 : 2 * size + 4]]
+    with pytest.raises(ValueError, match=f"add_and_settle_packed: payloads {sentence}"):
+        kernels.add_and_settle_packed(Update(residual).flat, sent, k, 1.0, None, residual.clone(), memory[:size])
+    size = payloads.size(LevelRounding(rule, n).form)
+    with pytest.raises(ValueError, match=f"find_and_take_levels: payload has 8 bytes, but needs {size}"):
+        kernels.find_and_take_levels(residual, rule.kind, rule.group, rule.count, 0, memory[:8])
+    assert residual.sum() == n and not memory.any()

@@ -35,7 +35,7 @@ KERNEL_FAULTS = (
         "csrc/cuda",
         "return store_whole(p, four);\n  for (int i = 0; i < 4; ++i) {",
         "return store_whole(p, four);\n  for (int i = 0; i < 2; ++i) {",
-        ("test_feedback.py", "test_take.py"),
+        ("test_definitions.py", "test_feedback.py", "test_take.py"),
     ),
     Fault(
         "off by one: a shortlist that is full overruns by one line",
@@ -92,28 +92,28 @@ KERNEL_FAULTS = (
         "csrc/cpu",
         "header.data[0] = static_cast<int32_t>(k);\n  header.data[1] = flag.given() ? flag.data[0] : 0;",
         "header.data[0] = static_cast<int32_t>(k);\n  header.data[1] = 0;",
-        ("test_take.py",),
+        ("test_definitions.py",),
     ),
     Fault(
         "momentum is masked where entries had not waited",
         "csrc",
         "if (velocity != nullptr && has_waited(sent_in[entry], step)) velocity[entry] = 0.0f;",
         "if (velocity != nullptr) velocity[entry] = 0.0f;",
-        ("test_take.py", "test_above.py"),
+        ("test_definitions.py", "test_above.py"),
     ),
     Fault(
         "an entry that is not finite stays in the residual",
         "csrc/cpu",
         "const bool good = is_finite(g[i]);\n    refused |= good ? 0u : 1u;\n    residual[i] = rule",
         "const bool good = !std::isnan(g[i]);\n    refused |= good ? 0u : 1u;\n    residual[i] = rule",
-        ("test_feedback.py",),
+        ("test_definitions.py",),
     ),
     Fault(
         "a velocity overflows",
         "csrc",
         "{ return within_largest(momentum * velocity + fresh * g); }",
         "{ return momentum * velocity + fresh * g; }",
-        ("test_feedback.py",),
+        ("test_definitions.py",),
     ),
     Fault(
         "a layer whose squares overflow sends nothing",
@@ -141,14 +141,14 @@ KERNEL_FAULTS = (
         "csrc/cpu",
         "const float unscale = loss_scale.given() ? 1.0f / loss_scale.data[0] : 1.0f;",
         "const float unscale = 1.0f;",
-        ("test_delivery.py",),
+        ("test_definitions.py",),
     ),
     Fault(
         "gradients keep the loss scale on a GPU",
         "csrc/cuda",
         "(to.loss_scale != nullptr ? 1.0f / to.loss_scale[0] : 1.0f);",
         "1.0f;",
-        ("test_delivery.py",),
+        ("test_definitions.py",),
     ),
     Fault(
         "what a cast to 16 bits leaves out is lost",
@@ -162,14 +162,14 @@ KERNEL_FAULTS = (
         "csrc/cuda",
         "const float back = 1.0f / (how.loss_scale != nullptr ? how.scale * how.loss_scale[0] : how.scale);",
         "const float back = 1.0f / how.scale;",
-        ("test_delivery.py",),
+        ("test_delivery.py", "test_definitions.py"),
     ),
     Fault(
         "a bucket whose own exchange failed is taken back, too",
         "csrc/cpu",
         "  if (verdicts.data[bucket] == verdict_of(step, true)) return;\n",
         "",
-        ("test_delivery.py",),
+        ("test_definitions.py",),
     ),
     # --- Packed entries: rounding, and bytes that do harm
     Fault(
@@ -205,6 +205,6 @@ KERNEL_FAULTS = (
         "csrc",
         "is_finite(update[0]) ? keep : 1.0f",
         "is_finite(update[0]) ? keep : 0.5f",
-        ("test_take.py", "test_packed.py"),
+        ("test_definitions.py", "test_take.py", "test_packed.py"),
     ),
 )

@@ -11,12 +11,11 @@ from mutations.fault import Fault
 FOLDER = "csrc/cuda"
 ORDERS = re.compile(r"\b__(syncthreads\w*|syncwarp|threadfence|ldcg)\(")
 CONTROL = ("for", "if", "while")
-# The tests that run a file's kernels. Those of the emulator itself come last.
+# The tests that run a file's kernels, besides those of all kernels.
 TESTS = {
-    "block.cuh": ("test_take.py", "test_above.py", "test_packed.py", "test_simt.py"),
+    "block.cuh": ("test_take.py", "test_above.py", "test_packed.py"),
     "block_moments.cuh": ("test_above.py", "test_feedback.py"),
     "block_records.cuh": ("test_above.py", "test_feedback.py"),
-    "delivery.cu": ("test_delivery.py",),
     "device_plan.cuh": ("test_take.py", "test_above.py"),
     "feedback.cu": ("test_feedback.py",),
     "heaviest.cu": ("test_sketch.py",),
@@ -24,6 +23,7 @@ TESTS = {
     "packed.cu": ("test_packed.py",),
     "threshold.cu": ("test_above.py",),
 }
+ALL = "test_definitions.py"
 # Faults that no test finds, and why that is right.
 REASONS: dict[str, str] = {}
 
@@ -76,7 +76,7 @@ def removals(path: Path, everything: str) -> Iterator[Fault]:
             FOLDER,
             text[first:last],
             text[first : found.start()] + wrong + text[end:last],
-            TESTS.get(path.name, ("test_take.py", "test_above.py", "test_feedback.py", "test_packed.py", "test_simt.py")),
+            (*TESTS.get(path.name, ("test_take.py", "test_above.py", "test_feedback.py", "test_packed.py")), ALL),
         )
 
 

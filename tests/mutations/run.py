@@ -24,19 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from mutations.fault import Fault
-from mutations.faults import FAULTS
-from mutations.order_faults import REASONS
+from mutations.kernels_faults import KERNEL_FAULTS
+from mutations.order_faults import ORDER_FAULTS, REASONS
+from mutations.package_faults import PACKAGE_FAULTS
 
 from laboratory import machine
 from laboratory.report import write
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTS = ORDER_FAULTS + KERNEL_FAULTS + PACKAGE_FAULTS
 COPIES = ROOT / "build" / "mutations"
 SOURCES = ("*.py", "*.h", "*.inc", "*.cpp", "*.cu", "*.cuh")
 # Seconds that a set of tests may take. A fault that hangs a test is found, too.
 PATIENCE = 1800
-# The orders that the emulator runs threads in. A missing barrier may show in one only, and the checks run both.
-ORDERS = ("shuffled", "plain")
 
 
 def place_of(fault: Fault, root: Path) -> Path:
@@ -65,10 +65,10 @@ def build(copy: Path) -> None:
             raise RuntimeError(f"the copy {copy} could not be built:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
-def first_failure(copy: Path, tests: list[str], order: str) -> str | None:
+def first_failure(copy: Path, tests: list[str]) -> str | None:
     """Run tests until one fails, and name it, or the signal that ended them. Return None where all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "GRADCOMP_SIMT_ORDER": order}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
@@ -88,19 +88,12 @@ def files_of(fault: Fault, copy: Path) -> list[str]:
     return [str(each) for name in fault.tests for each in sorted((copy / "tests").rglob(name))]
 
 
-def orders_for(fault: Fault) -> tuple[str, ...]:
-    """Return the orders of threads that may show a fault."""
-    return ORDERS if fault.folder == "csrc/cuda" else ORDERS[:1]
-
-
 def check_right_code(results: dict[str, dict[str, Any]], copy: Path) -> None:
     """Refuse the results unless the tests that found faults pass without them."""
     build(copy)
-    for order in ORDERS:
-        found_by = {results[fault.name]["found_by"] for fault in FAULTS if fault.name in results and order in orders_for(fault)}
-        tests = sorted(test for test in found_by if test is not None and "::" in test)
-        if tests and (failed := first_failure(copy, tests, order)) is not None:
-            raise RuntimeError(f"{failed} fails without any fault")
+    tests = sorted({test for each in results.values() if (test := each["found_by"]) is not None and "::" in test})
+    if tests and (failed := first_failure(copy, tests)) is not None:
+        raise RuntimeError(f"{failed} fails without any fault")
     print("without a fault, the tests that found faults pass")
 
 
@@ -116,8 +109,7 @@ def try_out(fault: Fault, copy: Path, others: bool) -> str | None:
     path.write_text(right.replace(fault.right, fault.wrong))
     try:
         build(copy)
-        failures = (first_failure(copy, tests, order) for order in orders_for(fault))
-        found_by = next(filter(None, failures), None)
+        found_by = first_failure(copy, tests)
     finally:
         path.write_text(right)
     return found_by

@@ -6,8 +6,7 @@ import ast
 
 import pytest
 from mutations.fault import Fault
-from mutations.faults import FAULTS
-from mutations.run import ROOT, place_of
+from mutations.run import FAULTS, ROOT, place_of
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
+import build
 import pytest
 
 from gradcomp.native import extension
@@ -27,13 +27,7 @@ def has(target: str) -> bool:
 
 def module(target: str) -> Path:
     """Build the kernels for this target alone."""
-    sys.path.insert(0, str(TESTS / "simt"))
-    import build
-
-    flags = f"-DGRADCOMP_ONE_TARGET {TARGETS[target]}".strip()
-    options = ["-DGRADCOMP_CUDA=OFF", "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CXX_FLAGS={flags}"]
-    folder = build.cmake(TESTS.parent, f"native-{target}", build.compiler(), options)
-    return folder / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return build.extension(f"native-{target}", "Release", f"-DGRADCOMP_ONE_TARGET {TARGETS[target]}".strip())
 
 
 @functools.cache

@@ -1,14 +1,16 @@
-"""Builds the emulator's Python modules, gradcomp_simt and simt_selftest, when something they are made of has changed."""
+"""Builds what tests need when something that it is made of has changed: the emulator, and the extension with other flags."""
 
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SANITIZERS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all"
 
 
 def compiler() -> str:
@@ -23,9 +25,15 @@ def compiler() -> str:
 
 
 def build(sanitize: bool = False) -> Path:
-    """Build the modules and return their folder."""
+    """Build the emulator's modules, gradcomp_simt and simt_selftest, and return their folder."""
     options = [f"-DGRADCOMP_SANITIZE={'ON' if sanitize else 'OFF'}"]
     return cmake(ROOT / "tests" / "simt", "simt-asan" if sanitize else "simt", compiler(), options)
+
+
+def extension(name: str, kind: str, flags: str) -> Path:
+    """Build gradcomp's extension for CPUs with these flags in build/NAME, and return the module."""
+    options = ["-DGRADCOMP_CUDA=OFF", f"-DCMAKE_BUILD_TYPE={kind}", f"-DCMAKE_CXX_FLAGS={flags}"]
+    return cmake(ROOT, name, compiler(), options) / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def cmake(source: Path, name: str, chosen: str, options: Sequence[str]) -> Path:
@@ -53,4 +61,7 @@ def cmake(source: Path, name: str, chosen: str, options: Sequence[str]) -> Path:
 
 
 if __name__ == "__main__":
-    print(build(sanitize="--sanitize" in sys.argv[1:]))
+    if "--extension" in sys.argv[1:]:  # for the fuzzer
+        print(extension("native-asan", "None", SANITIZERS))
+    else:
+        print(build(sanitize="--sanitize" in sys.argv[1:]))
