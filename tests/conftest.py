@@ -100,9 +100,7 @@ def emulator(emulator_folder: str) -> Any:
 @pytest.fixture
 def simt(emulator_folder: str) -> Any:
     """The kernels that test the emulator itself."""
-    module = importlib.import_module("simt_selftest")
-    module.set_order(True)
-    return module
+    return importlib.import_module("simt_selftest")
 
 
 @pytest.fixture(params=DEVICES)

@@ -36,7 +36,7 @@ struct Where {
     std::abort();
   }
   const char* const slash = std::strrchr(where.file, '/');
-  abandon(about_block(": thread ", block().self().index, ' ', what, " in ", slash ? slash + 1 : where.file, ':', where.line));
+  abandon(about_block(": thread ", block().current, ' ', what, " in ", slash ? slash + 1 : where.file, ':', where.line));
 }
 
 }  // namespace
@@ -48,16 +48,10 @@ void ignore_arguments(const void* at, size_t size) {
   arguments_size = size;
 }
 
-// The volatile accesses, and the functions of cuda_runtime.h, are the places where one block sees what others do.
+// A volatile read, and the functions of cuda_runtime.h, are the places where one block sees what others do.
 static void look_at(const void* word, size_t size, const void* site) {
   step_aside();
   note_read(word, size, Level::strong, site);
-  order_atomic(word, Touch::look);
-}
-static void put(const void* word, size_t size, const void* site) {
-  step_aside();
-  note_write(word, size, site, true);
-  order_atomic(word, Touch::put);
 }
 
 void touch_atomic(void* word, size_t size, const void* site) {
@@ -65,7 +59,7 @@ void touch_atomic(void* word, size_t size, const void* site) {
   const bool shared = is_shared(word);
   if (!shared) step_aside();
   note_atomic(word, size, site);
-  if (!shared) order_atomic(word, Touch::change);
+  if (!shared) order_atomic(word);
 }
 
 void touch_second_level(const void* word, size_t size, const void* site) {
@@ -86,10 +80,8 @@ void touch_second_level(const void* word, size_t size, const void* site) {
   WATCHED(write##size, note_write(at, size, SITE))                             \
   WATCHED(unaligned_read##size, note_read(at, size, simt::Level::plain, SITE)) \
   WATCHED(unaligned_write##size, note_write(at, size, SITE))                   \
-  WATCHED(volatile_read##size, look_at(at, size, SITE))                        \
-  WATCHED(volatile_write##size, put(at, size, SITE))                           \
-  WATCHED(unaligned_volatile_read##size, look_at(at, size, SITE))              \
-  WATCHED(unaligned_volatile_write##size, put(at, size, SITE))
+  WATCHED(volatile_write##size, note_write(at, size, SITE))                    \
+  WATCHED(volatile_read##size, look_at(at, size, SITE))
 
 ACCESSES(1)
 ACCESSES(2)

@@ -1,7 +1,6 @@
 // A launch: a few blocks at a time. Their threads are fibers that take turns until all have ended.
 
 #include <algorithm>
-#include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <numeric>
@@ -15,7 +14,7 @@
 namespace simt {
 
 namespace places {
-uint3 thread, block, size, grid;
+Place thread, block, size, grid;
 }  // namespace places
 
 Block* running = nullptr;
@@ -33,10 +32,6 @@ Block slots[kResident];
 std::vector<Block*> resident;
 std::vector<unsigned> started;  // the blocks of this launch that have started, in their order
 std::minstd_rand chance;
-Order order = [] {
-  const char* const wish = std::getenv("GRADCOMP_SIMT_ORDER");
-  return wish != nullptr && std::strcmp(wish, "plain") == 0 ? Order::plain : Order::shuffled;
-}();
 
 void body_of_thread(void*) {
   try {
@@ -54,7 +49,7 @@ bool run_thread(unsigned t) {
   Thread& thread = *block().threads[t];
   if (thread.state != State::ready) return false;
   block().current = t;
-  places::thread = thread.index;
+  places::thread = {t};
   enter_kernel(thread.fiber.stack());
   thread.fiber.run(body_of_thread, nullptr);
   leave_kernel();
@@ -62,15 +57,15 @@ bool run_thread(unsigned t) {
   return true;
 }
 
-// Run a warp until every lane has ended or waits for other warps, or the block steps aside. Lanes meet often, while their
-// stacks are in the cache.
+// Run a warp, its lanes from last to first, until every lane has ended or waits for other warps, or the block steps aside.
+// Lanes meet often, while their stacks are in the cache.
 bool run_warp(unsigned warp) {
   const unsigned base = warp * kLanes, lanes = std::min(kLanes, block().count - base);
   bool any = false;
   for (bool advanced = true; advanced; any |= advanced) {
     advanced = false;
-    for (unsigned i = 0; i < lanes; ++i) {
-      advanced |= run_thread(base + (order == Order::plain ? i : lanes - 1 - i));
+    for (unsigned i = lanes; i-- > 0;) {
+      advanced |= run_thread(base + i);
       if (block().steps_aside) return true;
     }
   }
@@ -79,11 +74,10 @@ bool run_warp(unsigned warp) {
 
 // Give every thread of the running block a turn, up to the next barrier at most.
 void run_turn() {
-  const unsigned warps = (block().count + kLanes - 1) / kLanes;
   block().steps_aside = false;
   bool advanced = false;
-  for (unsigned w = 0; w < warps; ++w) {
-    advanced |= run_warp(order == Order::plain ? w : warps - 1 - w);
+  for (unsigned w = (block().count + kLanes - 1) / kLanes; w-- > 0;) {
+    advanced |= run_warp(w);
     if (block().steps_aside) return;
   }
   if (!advanced) fail_stuck();
@@ -91,14 +85,13 @@ void run_turn() {
 
 void start_block(Block& next, const Shape& shape, unsigned index) {
   next.shape = &shape;
-  next.index = {index % shape.grid.x, index / shape.grid.x % shape.grid.y, index / shape.grid.x / shape.grid.y};
+  next.index = index;
   started.push_back(index);
   next.number = static_cast<unsigned>(started.size());
-  next.count = shape.block.x * shape.block.y * shape.block.z;
+  next.count = shape.threads;
   while (next.threads.size() < next.count) next.threads.push_back(std::make_unique<Thread>());
   for (unsigned t = 0; t < next.count; ++t) {
     Thread& thread = *next.threads[t];
-    thread.index = index_of_thread(t);
     thread.state = State::ready;
     thread.looks = 0;
   }
@@ -112,10 +105,9 @@ void start_block(Block& next, const Shape& shape, unsigned index) {
 }
 
 void run_blocks(const Shape& shape, const std::vector<unsigned>& blocks) {
-  const size_t most = order == Order::plain ? 1 : kResident;
   for (size_t next = 0; next < blocks.size() || !resident.empty();) {
-    while (resident.size() < most && next < blocks.size()) {
-      const auto free = std::find_if(slots, slots + most, [](const Block& slot) { return slot.alive == 0; });
+    while (resident.size() < kResident && next < blocks.size()) {
+      const auto free = std::find_if(slots, slots + kResident, [](const Block& slot) { return slot.alive == 0; });
       free->slot = static_cast<unsigned>(free - slots);
       start_block(*free, shape, blocks[next++]);
     }
@@ -129,23 +121,12 @@ void run_blocks(const Shape& shape, const std::vector<unsigned>& blocks) {
 
 }  // namespace
 
-void set_order(Order wish) { order = wish; }
-
-uint3 block_index(unsigned number) {
-  const uint3& grid = places::grid;
-  const unsigned index = started[number - 1];
-  return {index % grid.x, index / grid.x % grid.y, index / grid.x / grid.y};
-}
-
-uint3 index_of_thread(unsigned t) {
-  const uint3& size = places::size;
-  return {t % size.x, t / size.x % size.y, t / size.x / size.y};
-}
+unsigned block_index(unsigned number) { return started[number - 1]; }
 
 void step_aside() {
   settle_writes();
   if (++block().self().looks > 1'000'000) {
-    abandon(about_block(": thread ", block().self().index, " looks for a change that never comes"));
+    abandon(about_block(": thread ", block().current, " looks for a change that never comes"));
   }
   if (resident.size() < 2 || chance() % kSeldom != 0) return;
   block().steps_aside = true;
@@ -165,15 +146,15 @@ void run(const Shape& wish, void (*thread_body)(void*), void* thread_argument) {
   body = thread_body;
   argument = thread_argument;
   thrown = nullptr;
-  places::grid = {wish.grid.x, wish.grid.y, wish.grid.z};
-  places::size = {wish.block.x, wish.block.y, wish.block.z};
+  places::grid = {wish.blocks};
+  places::size = {wish.threads};
   started.clear();
   chance.seed(12345);
 
-  std::vector<unsigned> blocks(size_t{wish.grid.x} * wish.grid.y * wish.grid.z);
+  std::vector<unsigned> blocks(wish.blocks);
   std::iota(blocks.begin(), blocks.end(), 0u);
-  if (order == Order::shuffled) std::shuffle(blocks.begin(), blocks.end(), std::mt19937(12345));
-  begin_order(static_cast<unsigned>(blocks.size()));
+  std::shuffle(blocks.begin(), blocks.end(), std::mt19937(12345));
+  begin_order(wish.blocks);
   begin_shadow_of_launch();
   ignore_arguments(thread_argument, wish.arguments);
   try {

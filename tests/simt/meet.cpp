@@ -13,10 +13,12 @@ static std::ostream& operator<<(std::ostream& out, const Site& site) {
   return out << (slash ? slash + 1 : site.file) << ':' << site.line;
 }
 
-static std::ostream& operator<<(std::ostream& out, const Thread& thread) {
-  out << "thread " << thread.index << " waits at " << thread.what << " in " << thread.site;
-  if (thread.state == State::at_warp_meeting) out << " with mask " << std::hex << "0x" << thread.mask << std::dec;
-  return out;
+static std::string wait_of(unsigned index) {
+  const Thread& thread = *block().threads[index];
+  std::ostringstream out;
+  out << "thread " << index << " waits at " << thread.what << " in " << thread.site;
+  if (thread.state == State::at_warp_meeting) out << " with mask " << std::hex << "0x" << thread.mask;
+  return out.str();
 }
 
 namespace {
@@ -49,19 +51,20 @@ void leave_meeting_if_complete(const Thread& self) {
 void fail_stuck() {
   const Block& block = simt::block();
   std::ostringstream text;
-  std::vector<std::pair<const Thread*, unsigned>> places;
+  std::vector<std::pair<unsigned, unsigned>> places;  // the first thread there, and how many
   for (unsigned t = 0; t < block.count; ++t) {
     const Thread& thread = *block.threads[t];
     if (thread.state == State::ended) continue;
-    const auto known =
-        std::find_if(places.begin(), places.end(), [&](auto& place) { return same_place(*place.first, thread); });
+    const auto known = std::find_if(places.begin(), places.end(),
+                                    [&](auto& place) { return same_place(*block.threads[place.first], thread); });
     if (known == places.end()) {
-      places.emplace_back(&thread, 1);
+      places.emplace_back(t, 1);
     } else {
       ++known->second;
     }
   }
-  for (const auto& [thread, number] : places) text << *thread << " (" << number << " of " << block.count << " threads); ";
+  for (const auto& [thread, number] : places)
+    text << wait_of(thread) << " (" << number << " of " << block.count << " threads); ";
   text << block.count - block.alive << " threads have ended";
   fail(" is stuck: ", text.str());
 }
@@ -70,24 +73,24 @@ void leave_barrier_if_complete() {
   Block& block = simt::block();
   if (block.at_barrier == 0 || block.at_barrier < block.alive) return;
   const Thread* first = nullptr;
-  Tally sum{block.alive, 0};
+  bool any = false;
   for (unsigned t = 0; t < block.count; ++t) {
     const Thread& thread = *block.threads[t];
     if (thread.state == State::ended) continue;
     if (first == nullptr) first = &thread;
     if (!same_place(thread, *first)) return;
-    sum.yes += thread.mine != 0;
+    any |= thread.mine != 0;
   }
   for (unsigned t = 0; t < block.count; ++t) {
     Thread& thread = *block.threads[t];
     if (thread.state != State::ended) thread.state = State::ready;
   }
   block.at_barrier = 0;
-  block.tally = sum;
+  block.any = any;
   order_barrier(block);
 }
 
-Tally meet_block(const char* what, bool vote, Site site) {
+bool meet_block(const char* what, bool vote, Site site) {
   settle_writes();
   Block& block = simt::block();
   Thread& self = block.self();
@@ -99,7 +102,7 @@ Tally meet_block(const char* what, bool vote, Site site) {
   ++block.at_barrier;
   leave_barrier_if_complete();
   if (self.state != State::ready) Fiber::pause();
-  return block.tally;
+  return block.any;
 }
 
 Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned source, bool orders_memory, Site site) {
@@ -114,7 +117,7 @@ Exchange meet_warp(const char* what, unsigned mask, uint64_t mine, unsigned sour
   self.source = source;
   self.state = State::at_warp_meeting;
   if ((mask >> lane() & 1) == 0 || (mask >> source & 1) == 0) {
-    fail(": ", self, ", which does not name lane ", (mask >> lane() & 1) == 0 ? lane() : source);
+    fail(": ", wait_of(block.current), ", which does not name lane ", (mask >> lane() & 1) == 0 ? lane() : source);
   }
   leave_meeting_if_complete(self);
   if (self.state != State::ready) Fiber::pause();

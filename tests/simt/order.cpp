@@ -138,16 +138,14 @@ void order_fence() {
   block.order.any_fence = block.order.new_fence = true;
 }
 
-void order_atomic(const void* word, Touch touch) {
+void order_atomic(const void* word) {
   Block& block = simt::block();
   ThreadOrder& self = block.self().order;
   const auto found = words.find(word);
-  if (touch != Touch::put && found != words.end()) {
+  if (found != words.end()) {
     self.heard = join(self.heard, &heard.emplace_back(found->second));
     block.order.any_heard = true;
   }
-  if (touch == Touch::look) return;
-  if (touch == Touch::put && found != words.end()) words.erase(found);
   if (!block.order.any_fence) return;
   Known& known = words.try_emplace(word, blocks_of_launch + 1).first->second;
   if (self.acquired != nullptr) {

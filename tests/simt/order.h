@@ -55,10 +55,9 @@ void begin_order(Block& block);
 void order_barrier(Block& block);
 void order_lanes(Block& block, unsigned mask);
 
-// The running thread fences, or touches the word by an atomic or by a volatile access.
+// The running thread fences, or changes the word by an atomic.
 void order_fence();
-enum class Touch { change, look, put };
-void order_atomic(const void* word, Touch touch);
+void order_atomic(const void* word);
 
 // True if the running thread may rely on it that all before this moment has happened. `lanes` has the bits of the threads that
 // the moment stands for, in its thread's warp; 0 stands for all threads of the block.

@@ -17,7 +17,7 @@ namespace {
 
 // ---- Reports
 
-void tell_thread(std::ostream& out, uint32_t block, const uint3& thread) {
+void tell_thread(std::ostream& out, uint32_t block, unsigned thread) {
   out << "thread " << thread;
   if (block == simt::block().number) {
     out << " of this block";
@@ -28,7 +28,7 @@ void tell_thread(std::ostream& out, uint32_t block, const uint3& thread) {
 
 [[noreturn]] void report(const char* does, uintptr_t at, const void* site, const std::string& conflict, const char* remedy) {
   std::ostringstream text;
-  text << about_block(": thread ") << simt::block().self().index << ' ' << does << ' ' << name_of(at) << " in " << line_of(site)
+  text << about_block(": thread ") << simt::block().current << ' ' << does << ' ' << name_of(at) << " in " << line_of(site)
        << ", which " << conflict << ": " << remedy;
   abandon(text.str());
 }
@@ -40,14 +40,14 @@ const char* remedy_for(uint32_t block) {
 
 [[noreturn]] void report_write(const char* does, uintptr_t at, const void* site, const Moment& write, uint32_t write_site) {
   std::ostringstream text;
-  tell_thread(text, write.block, index_of_thread(write.thread));
+  tell_thread(text, write.block, write.thread);
   text << (write.atomic ? " changes by an atomic in " : " writes in ") << line_of(write_site);
   report(does, at, site, text.str(), remedy_for(write.block));
 }
 
 [[noreturn]] void report_stale(uintptr_t at, const void* site, const Moment& write, uint32_t write_site) {
   std::ostringstream text;
-  tell_thread(text, write.block, index_of_thread(write.thread));
+  tell_thread(text, write.block, write.thread);
   text << " wrote in " << line_of(write_site) << " in this launch";
   report("reads", at, site, text.str(), "without __ldcg, the first-level cache may answer with what was there before");
 }
@@ -57,8 +57,7 @@ const char* remedy_for(uint32_t block) {
   if (readers.lanes == 0) {
     text << "threads of " << (readers.block == simt::block().number ? "this block read" : "another block read");
   } else {
-    tell_thread(text, readers.block,
-                index_of_thread(readers.warp * kLanes + static_cast<unsigned>(__builtin_ctz(readers.lanes))));
+    tell_thread(text, readers.block, readers.warp * kLanes + static_cast<unsigned>(__builtin_ctz(readers.lanes)));
     text << " reads";
   }
   text << " in " << line_of(readers.site);
@@ -161,19 +160,19 @@ void note_read(const void* at, size_t size, Level level, const void* site) {
   });
 }
 
-void note_write(const void* at, size_t size, const void* site, bool strong) {
+void note_write(const void* at, size_t size, const void* site) {
   settle_writes();
   for_cells(at, size, [&](Cell& cell, uintptr_t address) {
     check_readers(cell, "writes", address, site);
     const Moment& write = cell.write;
-    if (write.block != 0 && !is_mine(write) && !(strong && write.atomic) && !simt::precedes(write)) {
+    if (write.block != 0 && !is_mine(write) && !simt::precedes(write)) {
       if (write.atomic || size > sizeof twice.before) report_write("writes", address, site, write, cell.site);
       if (twice.size == 0) {
         twice = {reinterpret_cast<uintptr_t>(at), {}, size, site, write, cell.site};
         std::memcpy(twice.before, at, size);
       }
     }
-    set_writer(cell, strong, site);
+    set_writer(cell, false, site);
   });
 }
 

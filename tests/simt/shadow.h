@@ -13,7 +13,7 @@ enum class Level { plain, second, strong };
 
 // The running thread is about to touch memory. `site` is the place in the code that does.
 void note_read(const void* at, size_t size, Level level, const void* site);
-void note_write(const void* at, size_t size, const void* site, bool strong = false);
+void note_write(const void* at, size_t size, const void* site);
 void note_atomic(void* at, size_t size, const void* site);
 
 // Forget the last launch; and the last block's shared memory, for a block whose own has this era.

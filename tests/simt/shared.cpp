@@ -46,7 +46,7 @@ void switch_to(Block& next) {
     next.aside.clear();
   }
   running = &next;
-  places::block = next.index;
+  places::block = {next.index};
 }
 
 void begin_shared(Block& next) {

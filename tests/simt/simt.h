@@ -12,19 +12,12 @@
 struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 
-struct uint3 {
-  unsigned x, y, z;
+struct Place {
+  unsigned x;  // kernels here have one dimension
 };
 
-struct dim3 {
-  unsigned x, y, z;
-  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
-  constexpr dim3(const uint3& its) : x(its.x), y(its.y), z(its.z) {}
-};
-
-// They do not change while a thread runs. Of constants that need no constructor, as dim3 does, the shadow hears nothing.
-extern const uint3 threadIdx, blockIdx, blockDim, gridDim;
-constexpr int warpSize = 32;
+// They do not change while a thread runs. Of constants that need no constructor, the shadow hears nothing.
+extern const Place threadIdx, blockIdx, blockDim, gridDim;
 
 namespace simt {
 
@@ -35,11 +28,8 @@ struct Site {
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
 };
 
-// Wait for all threads of the block that have not ended. The tally counts them, and those that brought true.
-struct Tally {
-  unsigned present, yes;
-};
-Tally meet_block(const char* what, bool vote, Site site);
+// Wait for all threads of the block that have not ended. Return whether any of them brought true.
+bool meet_block(const char* what, bool vote, Site site);
 
 // Wait for the lanes in the mask. The exchange has the value of lane `source`, and the lanes that brought a value other than 0.
 struct Exchange {
@@ -56,30 +46,26 @@ void touch_second_level(const void* word, size_t size, const void* site);
 unsigned lane();
 void* dynamic_shared();
 
-// The order of blocks: plain, one after the other, or shuffled and interleaved (the default, unless GRADCOMP_SIMT_ORDER=plain),
-// with warps and lanes from last to first. A kernel must give the same results in both.
-enum class Order { plain, shuffled };
-void set_order(Order order);
-
 struct Shape {
   const char* name;
-  const void* kernel;
-  dim3 grid, block;
+  unsigned blocks, threads;
   size_t shared;
   size_t arguments;  // the bytes that hold the kernel's arguments
 };
 void run(const Shape& shape, void (*body)(void*), void* argument);
 
-// Run kernel<<<grid, block, shared, stream>>>(args...) to its end. cudaGetLastError reports a launch that no device would take.
+// Run kernel<<<blocks, threads, shared, stream>>>(args...) to its end. cudaGetLastError reports a launch that no device would
+// take.
 template <class... Params, class... Args>
-void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared, cudaStream_t, Args&&... args) {
+void launch(const char* name, void (*kernel)(Params...), unsigned blocks, unsigned threads, size_t shared, cudaStream_t,
+            Args&&... args) {
   using Call = std::pair<void (*)(Params...), std::tuple<Params...>>;
   Call call(kernel, std::tuple<Params...>(std::forward<Args>(args)...));
   const auto body = [](void* argument) {
     const auto& [function, values] = *static_cast<Call*>(argument);
     std::apply(function, values);
   };
-  run({name, reinterpret_cast<const void*>(kernel), grid, block, shared, sizeof call}, body, &call);
+  run({name, blocks, threads, shared, sizeof call}, body, &call);
 }
 
 }  // namespace simt

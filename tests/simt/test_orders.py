@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import SANITIZED
 
-both_orders = pytest.mark.parametrize("shuffled", [False, True])
 # The sanitised build is checked for overruns instead: the compiler cannot put both checks into one program.
 pytestmark = pytest.mark.skipif(SANITIZED, reason="AddressSanitizer and the shadow exclude each other")
 
@@ -29,37 +28,25 @@ def pair(memory: str, write: str, read: str) -> str:
 
 LINE = r"orders\.cu:\d+"
 WITHIN_A_BLOCK = {
-    "told": (128, pair("shared", LINE, LINE)),
     "told_twice": (64, pair("shared", LINE, LINE)),
     "lanes_exchange": (64, pair("shared", LINE, LINE)),
-    "half_a_warp": (32, r"thread \(16, 0, 0\) reads shared .*\(3, 0, 0\)|thread \(3, 0, 0\) writes shared .* \(16, 0, 0\)"),
-    "warps_apart": (64, pair("shared", LINE, LINE)),
-    "same_value": (
-        1,
-        r"writes global memory at .*, which thread \(\d+, 0, 0\) of (this block|block \(\d, 0, 0\)) writes in orders",
-    ),
-    "counts": (
-        1,
-        r"thread \(5, 0, 0\) reads .* changes by an atomic in|changes by an atomic .* \(5, 0, 0\) of this block reads",
-    ),
+    "half_a_warp": (32, r"thread 16 reads shared .* thread 3 of|thread 3 writes shared .* thread 16 of"),
+    "same_value": (1, r"writes global memory at .*, which thread \d+ of (this block|block \d+) writes in orders"),
+    "counts": (1, r"thread 5 reads .* changes by an atomic in|changes by an atomic .* thread 5 of this block reads"),
     "peeks": (2, pair("global", LINE, LINE)),
 }
 
 
-@both_orders
 @pytest.mark.parametrize("kernel", list(WITHIN_A_BLOCK))
-def test_an_order_that_is_missing_within_a_block_is_named(simt: Any, kernel: str, shuffled: bool) -> None:
-    simt.set_order(shuffled)
+def test_an_order_that_is_missing_within_a_block_is_named(simt: Any, kernel: str) -> None:
     size, says = WITHIN_A_BLOCK[kernel]
     getattr(simt, kernel)(words(size), False)
-    with pytest.raises(RuntimeError, match=rf"{kernel}: block \(\d, 0, 0\): .*({says})"):
+    with pytest.raises(RuntimeError, match=rf"{kernel}: block \d+: .*({says})"):
         getattr(simt, kernel)(words(size), True)
     getattr(simt, kernel)(words(size), False)
 
 
-@both_orders
-def test_bytes_of_a_word_belong_to_threads_of_their_own(simt: Any, shuffled: bool) -> None:
-    simt.set_order(shuffled)
+def test_bytes_of_a_word_belong_to_threads_of_their_own(simt: Any) -> None:
     out = np.zeros(64, np.uint8)
     simt.bytes_apart(out, False)
     assert np.array_equal(out, np.arange(64))
@@ -67,71 +54,50 @@ def test_bytes_of_a_word_belong_to_threads_of_their_own(simt: Any, shuffled: boo
         simt.bytes_apart(out, True)
 
 
-@both_orders
 @pytest.mark.parametrize("kernel", ["by_ticket", "by_one_fence"])
 @pytest.mark.parametrize("missing", range(len(STEPS)), ids=STEPS)
-def test_each_step_of_a_ticket_is_needed(simt: Any, kernel: str, missing: int, shuffled: bool) -> None:
-    simt.set_order(shuffled)
+def test_each_step_of_a_ticket_is_needed(simt: Any, kernel: str, missing: int) -> None:
     arrays = words(64 * 6), words(1), words(64)
     if missing == 0:
         getattr(simt, kernel)(*arrays, missing)
         assert np.all(arrays[2] == 1)
         return
     says = {
-        1: r"reads global memory .* of block \(\d, 0, 0\) writes .*: no fence, ticket and fence",
-        2: r"reads global memory .* of block \(\d, 0, 0\) writes .*: no fence, ticket and fence",
+        1: r"reads global memory .* of block \d+ writes .*: no fence, ticket and fence",
+        2: r"reads global memory .* of block \d+ writes .*: no fence, ticket and fence",
         3: r"reads shared memory .* writes .*: no barrier|writes shared memory .* reads .*: no barrier",
-        4: r"reads global memory .* of block \(\d, 0, 0\) writes .*: no fence, ticket and fence",
+        4: r"reads global memory .* of block \d+ writes .*: no fence, ticket and fence",
         5: r"reads global memory .* wrote .* in this launch: without __ldcg, the first-level cache may",
     }[missing]
-    with pytest.raises(RuntimeError, match=rf"{kernel}: block \(\d, 0, 0\): thread .*({says})"):
+    with pytest.raises(RuntimeError, match=rf"{kernel}: block \d+: thread .*({says})"):
         getattr(simt, kernel)(*arrays, missing)
 
 
-@both_orders
 @pytest.mark.parametrize(
     ("kernel", "says"),
     [
-        ("one_unfenced", r"reads global memory .* thread \(5, 0, 0\) of block \(\d, 0, 0\) writes"),
-        (
-            "overwrites",
-            r"writes global memory .* of block \(\d, 0, 0\) reads|reads global memory .* of block \(\d, 0, 0\) writes",
-        ),
+        ("one_unfenced", r"reads global memory .* thread 5 of block \d+ writes"),
+        ("overwrites", r"writes global memory .* of block \d+ reads|reads global memory .* of block \d+ writes"),
     ],
 )
-def test_a_block_that_publishes_too_little_is_named(simt: Any, kernel: str, says: str, shuffled: bool) -> None:
-    simt.set_order(shuffled)
+def test_a_block_that_publishes_too_little_is_named(simt: Any, kernel: str, says: str) -> None:
     sizes = (64 * 6, 1, 64) if kernel == "one_unfenced" else (64, 1, 64 * 6)
     getattr(simt, kernel)(*map(words, sizes), False)
-    with pytest.raises(RuntimeError, match=rf"{kernel}: block \(\d, 0, 0\): thread .*({says})"):
+    with pytest.raises(RuntimeError, match=rf"{kernel}: block \d+: thread .*({says})"):
         getattr(simt, kernel)(*map(words, sizes), True)
 
 
-@both_orders
-def test_blocks_may_wait_for_blocks_that_run(simt: Any, shuffled: bool) -> None:
-    simt.set_order(shuffled)
-    sums = words(20)
-    simt.chain(sums, words(1), words(1), False)
-    assert np.array_equal(sums, np.arange(1, 21))
-    with pytest.raises(RuntimeError, match=r"chain: .* reads global memory .* of block \(\d+, 0, 0\) writes"):
-        simt.chain(sums, words(1), words(1), True)
-
-
-@both_orders
-def test_a_wait_for_nothing_is_named(simt: Any, shuffled: bool) -> None:
-    simt.set_order(shuffled)
+def test_a_wait_for_nothing_is_named(simt: Any) -> None:
     with pytest.raises(RuntimeError, match=r"waits_in_vain: .* looks for a change that never comes"):
         simt.waits_in_vain(words(1))
 
 
 def test_blocks_take_turns(simt: Any) -> None:
-    """Shuffled, a block meets others on its way; plain, it runs to its end."""
-    for shuffled in (False, True):
-        simt.set_order(shuffled)
-        log, place = words(40), words(1)
-        simt.two_tickets(log, place)
-        assert np.array_equal(np.sort(log), np.repeat(np.arange(20), 2))
-        assert np.array_equal(log[::2], log[1::2]) != shuffled
+    """A block meets others on its way."""
+    log, place = words(40), words(1)
+    simt.two_tickets(log, place)
+    assert np.array_equal(np.sort(log), np.repeat(np.arange(20), 2))
+    assert not np.array_equal(log[::2], log[1::2])
 
 
 # ---- Operations that a GPU answers otherwise
@@ -150,5 +116,5 @@ def test_an_operation_that_a_gpu_answers_otherwise_is_named(
     simt: Any, kernel: str, right: float, wrong: float, says: str
 ) -> None:
     getattr(simt, kernel)(words(1), right)
-    with pytest.raises(RuntimeError, match=rf"{kernel}: block \(0, 0, 0\): thread \(0, 0, 0\) {says}"):
+    with pytest.raises(RuntimeError, match=rf"{kernel}: block 0: thread 0 {says}"):
         getattr(simt, kernel)(words(1), wrong)

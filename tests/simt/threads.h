@@ -16,7 +16,7 @@
 
 namespace simt {
 
-// Blocks that take turns, unless the order is plain. AddressSanitizer's red zones lie between shared variables, so that these
+// Blocks that take turns, in shuffled order. AddressSanitizer's red zones lie between shared variables, so that these
 // cannot be put aside.
 #ifdef __SANITIZE_ADDRESS__
 constexpr unsigned kResident = 1;
@@ -28,7 +28,6 @@ enum class State { ready, at_block_barrier, at_warp_meeting, ended };
 
 struct Thread {
   Fiber fiber;
-  uint3 index{};
   State state = State::ended;
   ThreadOrder order;
   unsigned looks = 0;  // volatile reads and atomics
@@ -49,7 +48,7 @@ struct Range {
 struct Block {
   const Shape* shape = nullptr;
   std::vector<std::unique_ptr<Thread>> threads;  // kept from launch to launch, since stacks are expensive
-  uint3 index{};
+  unsigned index = 0;
   unsigned slot = 0;        // its place among the resident ones
   unsigned number = 0;      // in the order in which blocks start, from 1
   uint32_t era = 0;         // of its shared memory
@@ -58,7 +57,7 @@ struct Block {
   unsigned at_barrier = 0;  // threads at a barrier
   unsigned current = 0;     // the thread that runs
   bool steps_aside = false;
-  Tally tally{};  // of the last complete barrier
+  bool any = false;  // whether a thread brought true to the last complete barrier
   BlockOrder order;
   std::unique_ptr<unsigned char[]> dynamic;
   Range touched;            // of its static shared variables
@@ -68,7 +67,7 @@ struct Block {
 };
 // threadIdx and the others, as they are changed between threads.
 namespace places {
-extern uint3 thread __asm__("threadIdx"), block __asm__("blockIdx"), size __asm__("blockDim"), grid __asm__("gridDim");
+extern Place thread __asm__("threadIdx"), block __asm__("blockIdx"), size __asm__("blockDim"), grid __asm__("gridDim");
 }  // namespace places
 
 // The block that runs.
@@ -97,12 +96,7 @@ bool is_shared(const void* at);
 void touch_shared(const void* at, size_t size);
 
 std::string name_of(uintptr_t at);
-uint3 block_index(unsigned number);
-uint3 index_of_thread(unsigned thread);
-
-inline std::ostream& operator<<(std::ostream& out, const uint3& at) {
-  return out << '(' << at.x << ", " << at.y << ", " << at.z << ')';
-}
+unsigned block_index(unsigned number);
 
 template <class... Parts>
 std::string about_block(const Parts&... parts) {

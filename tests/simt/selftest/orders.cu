@@ -14,15 +14,7 @@ namespace {
 
 // ---- Within a block. Each kernel has a right form and, by `wrong`, a form without its barrier.
 
-// All threads read a word that one thread has written.
-__global__ void told(uint32_t* out, bool wrong) {
-  __shared__ uint32_t told;
-  if (threadIdx.x == 0) told = 7;
-  if (!wrong) __syncthreads();
-  out[blockIdx.x * blockDim.x + threadIdx.x] = told;
-}
-
-// One thread writes a word that all threads have read.
+// One thread writes a word that all threads have read, and they read it again.
 __global__ void told_twice(uint32_t* out, bool wrong) {
   __shared__ uint32_t told;
   uint32_t sum = 0;
@@ -55,15 +47,6 @@ __global__ void half_a_warp(uint32_t* out, bool wrong) {
   if (lane < 16) __syncwarp(0xffffu);
   if (lane < 16) out[lane] = words[lane ^ 15];
   if (wrong && lane == 16) out[lane] = words[3];
-}
-
-// Two warps meet within themselves only.
-__global__ void warps_apart(uint32_t* out, bool wrong) {
-  __shared__ uint32_t words[64];
-  words[threadIdx.x] = threadIdx.x;
-  __syncwarp();
-  if (!wrong) __syncthreads();
-  out[threadIdx.x] = words[threadIdx.x ^ 32];
 }
 
 // Bytes of one word are words of their own.
@@ -149,19 +132,6 @@ __global__ void overwrites(uint32_t* x, uint32_t* ticket, uint32_t* out, bool wr
   if (last) x[threadIdx.x] = 9;
 }
 
-// Each block waits for the one that took its ticket before, and hands a sum on.
-__global__ void chain(uint32_t* sums, uint32_t* next, uint32_t* done, bool wrong) {
-  __shared__ uint32_t place;
-  if (threadIdx.x == 0) {
-    place = atomicAdd(next, 1u);
-    while (*static_cast<volatile uint32_t*>(done) != place) continue;
-    __threadfence();
-    sums[place] = 1 + (place == 0 ? 0 : __ldcg(sums + place - 1));
-    if (!wrong) __threadfence();
-    atomicAdd(done, 1u);
-  }
-}
-
 // Writes down that a block has come, and that it comes again.
 __global__ void two_tickets(uint32_t* log, uint32_t* place) {
   for (int round = 0; round < 2; ++round) {
@@ -184,11 +154,9 @@ __global__ void converts(uint32_t* out, float x) { out[0] = static_cast<uint32_t
 }  // namespace
 
 void define_orders(py::module_& m) {
-  DEFINE(told, (U32 out, bool wrong), 2, 64, 0, queue, out.mutable_data(), wrong);
   DEFINE(told_twice, (U32 out, bool wrong), 1, 64, 0, queue, out.mutable_data(), wrong);
   DEFINE(lanes_exchange, (U32 out, bool wrong), 1, 64, 0, queue, out.mutable_data(), wrong);
   DEFINE(half_a_warp, (U32 out, bool wrong), 1, 32, 0, queue, out.mutable_data(), wrong);
-  DEFINE(warps_apart, (U32 out, bool wrong), 1, 64, 0, queue, out.mutable_data(), wrong);
   DEFINE(bytes_apart, (Array<uint8_t> out, bool wrong), 1, 64, 0, queue, out.mutable_data(), wrong);
   DEFINE(same_value, (U32 out, bool wrong), 2, 64, 0, queue, out.mutable_data(), wrong);
   DEFINE(counts, (U32 out, bool wrong), 2, 64, 0, queue, out.mutable_data(), wrong);
@@ -201,8 +169,6 @@ void define_orders(py::module_& m) {
          ticket.mutable_data(), out.mutable_data(), wrong);
   DEFINE(overwrites, (U32 x, U32 ticket, U32 out, bool wrong), blocks_of(out, 64), 64, 0, queue, x.mutable_data(),
          ticket.mutable_data(), out.mutable_data(), wrong);
-  DEFINE(chain, (U32 sums, U32 next, U32 done, bool wrong), blocks_of(sums, 1), 32, 0, queue, sums.mutable_data(),
-         next.mutable_data(), done.mutable_data(), wrong);
   DEFINE(two_tickets, (U32 log, U32 place), blocks_of(log, 2), 64, 0, queue, log.mutable_data(), place.mutable_data());
   DEFINE(waits_in_vain, (U32 out), 2, 32, 0, queue, out.mutable_data());
   DEFINE(shifts, (U32 out, int by), 1, 1, 0, queue, out.mutable_data(), by);
