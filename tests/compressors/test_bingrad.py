@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import gradients
 import pytest
-import torch
 from compressors.test_orq import rounded_bytes
 from torch import Tensor
 
@@ -19,10 +19,7 @@ PROMISED_BYTES: dict[str, Callable[..., int]] = {
 
 
 def draw(kind: str, n: int) -> Tensor:
-    torch.manual_seed(0)
-    if kind == "laplace":
-        return torch.distributions.Laplace(0.0, 1.0).sample((n,))
-    return torch.randn(n) + (0.5 if kind == "shifted" else 0.0)
+    return gradients.draw("normal", n, 0) + 0.5 if kind == "shifted" else gradients.draw(kind, n, 0)
 
 
 def error_of(update: Tensor, value: Tensor) -> float:

@@ -196,17 +196,6 @@ def test_a_wrapper_keeps_a_loaded_state_before_its_first_exchange(kind: type[Wra
     assert "loaded" in wrapper.inner_state(again)
 
 
-@every
-def test_a_loaded_state_is_saved_unchanged(kind: type[Wrapper]) -> None:
-    """Whether a step has come before, after, or not at all."""
-    wrapper = kind(Probe())
-    source, state = wrapper.init(LAYOUT, 7), wrapper.init(LAYOUT, 8)
-    run(wrapper, source)
-    run(wrapper, state)
-    wrapper.load(state, wrapper.save(source))
-    assert wrapper.inner_state(state)["loaded"] == 7
-
-
 def test_a_state_saved_before_the_first_step_can_be_loaded() -> None:
     for spec in ("sdagc:by_host=true", "orq:by_host=true", "topk:by_host=true"):
         fresh, other = (gradcomp.Simulation(spec, {"w": (3000,)}, 4, ranks_per_host=2) for _ in range(2))

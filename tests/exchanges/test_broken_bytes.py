@@ -14,8 +14,13 @@ import specs
 import torch
 
 import gradcomp
-from gradcomp.core.requests import Payload, Purpose, Reply, Request
+from gradcomp.core.compressor import Acc
+from gradcomp.core.requests import Payload, Purpose, Reply, Request, World
+from gradcomp.exchanges import routes
 from gradcomp.messages import payload as payloads
+from gradcomp.messages.sparse import CODECS
+from gradcomp.native import kernels
+from gradcomp.native.memory import Memory
 from gradcomp.networks import Answer
 from gradcomp.networks.memory import MemoryNetwork
 
@@ -66,3 +71,16 @@ def test_no_place_that_arrives_is_trusted(spec: str, monkeypatch: pytest.MonkeyP
             except (ValueError, RuntimeError) as error:  # the simulator compares the ranks' updates
                 assert "is malformed" in str(error) or "has another update" in str(error)
                 break
+
+
+def test_a_malformed_payload_raises_and_names_the_rank() -> None:
+    for form in ("compact", "exact"):
+        acc = Acc(torch.randn(100_000), Memory())
+        taken = CODECS[form].allocate(acc, 50)
+        kernels.take_topk(acc.residual, 50, *taken.unpacked)
+        steps = routes.allgather(acc, taken, World(0, 2))
+        request = next(steps)
+        malformed = payloads.read(request.payload.form, request.payload.bytes.clone())
+        malformed["header"][0] = -5
+        with pytest.raises(ValueError, match="the payload of rank 1 is malformed: its header holds the count -5"):
+            steps.send([request.payload, malformed])

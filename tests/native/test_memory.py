@@ -185,10 +185,6 @@ class Bare(Compressor):
         return total  # type: ignore[return-value]
 
 
-def fail(*arguments: object) -> None:
-    raise RuntimeError("on purpose")
-
-
 def test_memory_goes_with_its_owner_and_so_does_that_of_an_ended_thread() -> None:
     alive: list[weakref.ref[object]] = []
 

@@ -74,17 +74,6 @@ def test_reproducible_decoding_equals_decoding(entries: int, decoders: int, inno
     torch.testing.assert_close(mean, every.mean(1), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("decoders,innovations", [(1, False), (4, True)])
-def test_linear_decoders_give_the_mean_of_their_single_outputs(decoders: int, innovations: bool) -> None:
-    coder = make(decoders, innovations)
-    codes = torch.randn(2, CODE_CHANNELS, 20)
-    told = torch.randn(2, decoders, 330) if innovations else None
-    each = [coder.decode_reproducibly(codes, 330, [decoder] * 2, told) for decoder in range(decoders)]
-    mean = torch.stack(each).double().mean(0)
-    _, found = coder.decode_with_mean(codes, 330, [0, 0], told)
-    torch.testing.assert_close(found.double(), mean, rtol=0, atol=2e-7 * float(mean.abs().max()))
-
-
 def test_a_linear_decoder_decodes_means_to_means() -> None:
     coder = make()
     codes = torch.randn(8, CODE_CHANNELS, 20).half()

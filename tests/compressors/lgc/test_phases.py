@@ -86,27 +86,15 @@ def test_another_ranks_rate_counts_as_much() -> None:
     assert walk(phases, 1, mark=2) + walk(phases, DELAY) == [CODE] * DELAY + [LEARN]
 
 
-def test_phases_at_different_steps_are_saved_differently() -> None:
+@pytest.mark.parametrize("steps,mark,rate", [(3 + DELAY + 20, 1, 0.1), (4, 0, 0.06), (4, 0, 0.04)])
+def test_a_copy_goes_on_alike(steps: int, mark: int, rate: float) -> None:
+    """With bad codes, and with the rate that was learned with."""
     first, second = Phases(1, 2), Phases(1, 2)
-    assert first.save() == second.save()
-    walk(first, 1)
-    assert first.save() != second.save()
-
-
-def test_a_copy_goes_on_alike() -> None:
-    first, second = Phases(1, 2), Phases(1, 2)
-    walk(first, 3 + DELAY + 20, mark=1)
+    walk(first, steps, mark)
     walk(second, 90, mark=1)
     second.load(first.save())
-    assert walk(first, 60, mark=1) == walk(second, 60, mark=1)
-
-
-def test_a_copy_knows_the_rate_that_was_learned_with() -> None:
-    first, second = Phases(0, 2), Phases(0, 2)
-    walk(first, 4)
-    second.load(first.save())
-    assert LEARN not in walk(second, 20, rate=0.06)
-    assert LEARN in walk(second, 20, rate=0.04)
+    found = walk(first, 60, mark, rate)
+    assert found == walk(second, 60, mark, rate) and (LEARN in found) == (rate != 0.06)
 
 
 def notes(error: CodeError, has: list[torch.Tensor], misses: list[torch.Tensor]) -> torch.Tensor:
