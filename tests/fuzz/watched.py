@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(own), str(own / "helpers"), str(own / "simt")]
     from fuzz import run
 
-    native = Twin(module_of(options.device))
+    native = module_of("cpu") if options.device == "cpu" else Twin(module_of(options.device))
     failures: list[str] = []
     counts = {name: 0 for name in run.kernels() if not name.endswith("_scratch") and options.only in (None, name)}
     for name in counts:

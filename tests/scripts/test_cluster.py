@@ -35,10 +35,6 @@ def processes_with(marker: str) -> list[int]:
     return found
 
 
-def network_namespace(process: int | str) -> str:
-    return str(Path(f"/proc/{process}/ns/net").readlink())
-
-
 def traces() -> dict[str, list[str]]:
     """All that a cluster could leave on this machine, except processes."""
     folders = [Path(name) for name in ("/run/netns", "/etc/netns", "/sys/class/net")]
@@ -63,9 +59,6 @@ class Running:
         )
         assert self.process.stdout
         self.ready = sorted(self.process.stdout.readline() for _ in range(2))
-
-    def network_namespaces(self) -> set[str]:
-        return {network_namespace(number) for number in processes_with(self.marker)}
 
     def end(self, number: int) -> tuple[int, str]:
         """Sends the signal and returns the exit status and what was written to stderr."""
@@ -167,17 +160,6 @@ def test_a_second_signal_does_not_wait(running: Callable[..., Running]) -> None:
     time.sleep(0.3)
     assert it.end(signal.SIGINT)[0] == 128 + signal.SIGINT
     assert time.monotonic() - start < 3
-
-
-def test_two_clusters_at_once(running: Callable[..., Running]) -> None:
-    first, second = running(), running()
-    apart = (first.network_namespaces() | second.network_namespaces()) - {network_namespace("self")}
-    assert len(apart) == 6  # of each: two hosts and the bridge
-    assert first.end(signal.SIGKILL)[0] == -signal.SIGKILL
-    assert until(lambda: not processes_with(first.marker))
-    assert lines(cluster("--hosts 2 --launcher torch", program("transfer", "1000000")), 2)  # a third, meanwhile
-    assert second.process.poll() is None and until(lambda: len(processes_with(second.marker)) == 6)
-    assert second.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(

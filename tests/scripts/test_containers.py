@@ -1,4 +1,4 @@
-"""The files for containers on several hosts: their fields are those of published schemas, and their parts fit each other."""
+"""The files for containers on several hosts: their parts fit each other."""
 
 from __future__ import annotations
 
@@ -12,40 +12,6 @@ yaml = pytest.importorskip("yaml", reason="the files for containers were NOT rea
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
-
-# A part of the schema of MPIJob v2beta1, from manifests/base/kubeflow.org_mpijobs.yaml of github.com/kubeflow/mpi-operator
-# (commit caa3c47): the fields of each object that the manifest may have, and the types of their values.
-SPEC = {
-    "launcherCreationPolicy": str,
-    "mpiImplementation": str,
-    "mpiReplicaSpecs": dict,
-    "runLauncherAsWorker": bool,
-    "runPolicy": dict,
-    "slotsPerWorker": int,
-    "sshAuthMountPath": str,
-}
-RUN_POLICY = {
-    "activeDeadlineSeconds": int,
-    "backoffLimit": int,
-    "cleanPodPolicy": str,
-    "managedBy": str,
-    "schedulingPolicy": dict,
-    "suspend": bool,
-    "ttlSecondsAfterFinished": int,
-}
-REPLICA = {"replicas": int, "restartPolicy": str, "template": dict}
-# Fields of pods that the manifest uses, from the same file.
-POD = {"containers": list, "securityContext": dict}
-POD_SECURITY = {"fsGroup": int, "runAsGroup": int, "runAsNonRoot": bool, "runAsUser": int}
-CONTAINER = {"args": list, "command": list, "image": str, "name": str, "readinessProbe": dict, "resources": dict}
-# From schema/compose-spec.json of github.com/compose-spec/compose-spec (commit 170098b): the fields that compose.yaml uses.
-SERVICE = {"command": list, "depends_on": list, "environment": dict, "hostname": str, "image": str, "volumes": list}
-
-
-def fits(found: dict[str, Any], fields: dict[str, type]) -> None:
-    for name, value in found.items():
-        assert name in fields, f"{name} is not among {sorted(fields)}"
-        assert type(value) is fields[name], f"{name}: {value!r}"
 
 
 def read(name: str) -> Any:
@@ -63,22 +29,6 @@ def job() -> Any:
 
 def containers(job: Any) -> dict[str, Any]:
     return {role: each["template"]["spec"]["containers"][0] for role, each in job["spec"]["mpiReplicaSpecs"].items()}
-
-
-def test_the_job_has_the_fields_of_an_mpijob(job: Any) -> None:
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
-    fits(job["spec"], SPEC)
-    fits(job["spec"]["runPolicy"], RUN_POLICY)
-    assert job["spec"]["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
-    assert job["spec"]["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
-    assert set(job["spec"]["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
-    for replica in job["spec"]["mpiReplicaSpecs"].values():
-        fits(replica, REPLICA)
-        pod = replica["template"]["spec"]
-        fits(pod, POD)
-        fits(pod["securityContext"], POD_SECURITY)
-        for container in pod["containers"]:
-            fits(container, CONTAINER)
 
 
 def test_the_launcher_starts_as_many_ranks_as_there_are_slots(job: Any) -> None:
@@ -116,7 +66,6 @@ def test_both_containers_of_compose_run_one_command_and_meet_at_the_first() -> N
     found = read("compose.yaml")
     assert set(found) == {"name", "services", "x-node"} and set(found["services"]) == {"node0", "node1"}
     for name, service in found["services"].items():
-        fits(service, SERVICE)
         assert service["hostname"] == name
         assert service["command"] == found["x-node"]["command"]
     words = found["x-node"]["command"]

@@ -210,14 +210,6 @@ def test_ncus_table_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "described,option", [("--kernel-name arg", "--kernel-name"), ("--kernel-regex", "--kernel-regex"), ("", "")]
-)
-def test_a_sanitizer_is_asked_how_it_names_kernels(described: str, option: str, tmp_path: Path) -> None:
-    fake(tmp_path / "tool", f"echo ' --kernel-name-exclude x'; echo ' {described}'")
-    assert work.only_ours(str(tmp_path / "tool")) == ((option, "kernel_substring=gradcomp") if option else ())
-
-
-@pytest.mark.parametrize(
     "text,status,said",
     [
         ("echo '@{\"calls\": 2}'; echo '========= ERROR SUMMARY: 0 errors'", "ok", '"calls": 2'),
@@ -237,13 +229,19 @@ def test_a_sanitizers_verdict_is_recorded(
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_the_ranks_call_holds(tmp_path: Path) -> None:
+def test_a_dry_run_holds(tmp_path: Path) -> None:
     """But for its build, which takes minutes: the package that is installed stands for it."""
     stages.BUILD.mkdir(parents=True, exist_ok=True)
     output = Output(tmp_path, "ranks", None)
-    chosen = [stage for stage in work.stages("ranks", None) if stage.name != "build"]
+    wanted = ("machine", "ddp", "horovod-ranks"), ("calls", "counters-sparse")
+    chosen = [
+        stage
+        for call, names in zip(("ranks", "tools"), wanted, strict=True)
+        for stage in work.stages(call, None)
+        if stage.name in names
+    ]
     records = stages.run(chosen, 200, output.log, stages.environment(), output.write)
-    assert [record["status"] for record in records] == ["ok"] * 3, records
-    assert all(all(record["figures"]["checks"].values()) for record in records[1:])
+    assert [record["status"] for record in records] == ["ok"] * 5, records
+    assert all(all(record["figures"]["checks"].values()) for record in records[1:3])
     result = json.loads((tmp_path / "dry-run-ranks.json").read_text())
     assert result["device"]["name"].startswith("none") and result["versions"]["torch"]

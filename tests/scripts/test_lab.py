@@ -85,13 +85,11 @@ def test_a_wrong_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[
         (["train", "--ways", "tpk"], "did you mean 'topk'"),
         *((["train", "--later", text], "rate") for text in ("100mbit", "100mbit:", "fast:3", "100mbit:-1")),
         (["study", "--tasks", "cnov"], "unknown task 'cnov' (did you mean 'conv'?); known: mlp, conv, cifar"),
-        (["study", "--tasks", ""], "unknown task ''"),
         (["study", "--seeds", "1"], "give at least two seeds"),
         (["study", "--set", "stpes=3"], "unknown setting 'stpes' (did you mean 'steps'?)"),
         (["study", "--set", "steps=2.5"], "not a whole number above 0"),
         (["study", "--set", "momentum=1"], "momentum='1' is not a number in [0, 1)"),
         (["study", "--set", "weight_decay=-1"], "not a number from 0 on"),
-        (["study", "--set", "cnov.lr=1"], "unknown task 'cnov'"),
     ],
 )
 def test_wrong_options_end_with_a_sentence(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,15 +134,10 @@ def test_the_recorded_command_names_no_folder() -> None:
     [
         (options.size, "16.8M", 16_800_000),
         (options.size, "500k", 500_000),
-        (options.size, "1000", 1000),
         (options.rates, "1gbit, 100MBIT,none", ["1gbit", "100mbit", "none"]),
         (options.hosts, "8", 8),
-        (options.name, "my-run-2", "my-run-2"),
-        (options.folder, "new/folder", Path("new/folder")),
-        (options.folder, "/tmp", Path("/tmp")),
         (options.specs, "dense,topk:ratio=0.01,momentum=0.9,half", ["dense", "topk:ratio=0.01,momentum=0.9", "half"]),
         (options.specs, "dense;topk:ratio=0.01,momentum=0.9; half", ["dense", "topk:ratio=0.01,momentum=0.9", "half"]),
-        (options.specs, "dense,topk:ratio=0.1,wire=exact", ["dense", "topk:ratio=0.1,wire=exact"]),
     ],
 )
 def test_options_are_read_as_people_write_them(read: Callable[[str], object], text: str, found: object) -> None:
@@ -159,7 +152,6 @@ def test_options_are_read_as_people_write_them(read: Callable[[str], object], te
         (options.hosts, ["0", "300", "two"], "hosts|whole number"),
         (options.name, ["", "../x", "Upper", "a b"], "part of a file's name"),
         (options.specs, ["tpk"], "did you mean 'topk'"),
-        (options.specs, ["topk:raito=1"], "did you mean 'ratio'"),
         (options.specs, ["dense,dense"], "twice"),
         (options.specs, [""], "nothing is given"),
         (options.specs, ["stock"], "there is no compressor 'stock'"),

@@ -108,18 +108,6 @@ def test_what_decides_a_training_is_in_its_key() -> None:
     assert Settings(**own.settings._asdict()) == own.settings == Settings(**own.settings.key())
 
 
-def test_a_task_decides_the_optimizer() -> None:
-    model = torch.nn.Linear(2, 2)
-    own = TASKS["cifar"].defaults
-    plain, kept = (optimizer_of(TASKS["cifar"], own, model, momentum).param_groups[0] for momentum in (0.0, 0.9))
-    assert (plain["momentum"], plain["weight_decay"]) == (0.9, 0.0005)
-    assert (kept["momentum"], kept["weight_decay"]) == (0, pytest.approx(0.005))
-    for momentum in (0.0, 0.9):
-        adamw = optimizer_of(TASKS["shakespeare"], TASKS["shakespeare"].defaults, model, momentum)
-        assert isinstance(adamw, torch.optim.AdamW)
-        assert (adamw.param_groups[0]["betas"], adamw.param_groups[0]["weight_decay"]) == ((0.9, 0.95), 0.1)
-
-
 def test_decay_beside_a_specs_momentum_shrinks_weights_as_much_as_sgds() -> None:
     """Without a gradient a weight falls by the decay alone: lr * decay / (1 - momentum) a step, once the momentum has risen."""
     own = TASKS["cifar"].defaults._replace(lr=0.001)
@@ -152,19 +140,6 @@ def test_pictures_are_decoded_and_split(data: Path) -> None:
     wanted = torch.tensor([[5.0 * i, 100.0, 255.0 - 5 * i] for i in range(30, 40)])
     torch.testing.assert_close(colours, wanted, atol=2, rtol=0)  # JPEG rounds
     assert arrays["test_y"].tolist() == list(range(10)) and arrays["train_y"].dtype == torch.int64
-
-
-def test_augmentation_shifts_and_mirrors() -> None:
-    pictures = torch.randint(1, 256, (6, 32, 32, 3), dtype=torch.uint8)
-    chosen, shifts = torch.tensor([5, 0, 3]), torch.tensor([[4, 4], [0, 8], [7, 3]])
-    cut = cifar.augmented(cifar.windows(pictures), chosen, shifts, torch.tensor([False, False, True]))
-    assert torch.equal(cut[0], pictures[5])
-    assert torch.equal(cut[1, 4:, :28], pictures[0, :28, 4:]) and not cut[1, :4].any() and not cut[1, :, 28:].any()
-    back = cut[2].flip(1)
-    assert torch.equal(back[:29, 1:], pictures[3, 3:, :31]) and not back[29:].any() and not back[:, 0].any()
-    x = cifar.normalised(cut)
-    assert x.shape == (3, 3, 32, 32) and x.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(x[1, 2, 5, 6], (cut[1, 5, 6, 2] - cifar.MEAN[2]) / cifar.DEVIATION[2])
 
 
 def test_ranks_take_different_pictures_with_their_labels() -> None:
