@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from gradcomp.core.requests import World
 from gradcomp.engine.context import Rates, StepContext
 from gradcomp.engine.stages.adam import Adam, Moments
 from gradcomp.engine.stages.feedback import Feedback, Residual
-from gradcomp.engine.stages.frozen import FrozenLayers
 from gradcomp.engine.stages.health import Health
 from gradcomp.engine.stages.rates import RateCorrection
 from gradcomp.engine.stages.sgd import Sgd
 from gradcomp.engine.stages.stage import Accumulation, Stage
 from gradcomp.native import kernels
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.streams import Streams
 from gradcomp.networks import Answer
 
@@ -158,6 +158,53 @@ class Bucket:
 
     def _arrays(self) -> list[Tensor]:
         return [array for stage in self.stages for array in stage.arrays(self.states[stage.name])]
+
+
+class FrozenLayers:
+    """The arrays of a bucket's frozen layers, of all stages. They are set aside, and come back once the layers are unfrozen.
+
+    Otherwise the residual of a layer that is frozen in mid-training would move it.
+
+    residual: the bucket's. A sum of several ranks' may arrive in it while a layer is frozen; the other arrays stay as they are.
+    """
+
+    def __init__(self, layout: Layout, residual: Tensor):
+        self._spans, self._residual = layout.spans, residual
+        self._backups: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: each array, and the layer's part of it
+
+    def __bool__(self) -> bool:
+        return bool(self._backups)
+
+    def set_aside(self, frozen: Sequence[int], arrays: Sequence[Tensor]) -> None:
+        """Set the arrays of frozen layers aside, unless they are. The layers go on with zeros."""
+        for layer in frozen:
+            if layer not in self._backups:
+                parts = [(array, array[slice(*self._spans[layer])]) for array in (self._residual, *arrays)]
+                self._backups[layer] = [(array, part.clone()) for array, part in parts]
+                for array, part in parts:
+                    if array.dtype != torch.uint8:  # the steps of the last sends stay
+                        part.zero_()
+
+    def put_back(self, frozen: Container[int] = ()) -> None:
+        """Put the arrays of all layers back, but for those that stay frozen."""
+        for layer in [each for each in self._backups if each not in frozen]:
+            for array, part in self._backups.pop(layer):
+                own = array[slice(*self._spans[layer])]
+                if array is self._residual:
+                    own.add_(part).clamp_(-LARGEST, LARGEST)
+                else:
+                    own.copy_(part)
+
+    def scale_residual(self, factor: float) -> None:
+        """Multiply the residuals by the factor that a step applies to the others."""
+        for parts in self._backups.values():
+            for array, part in parts:
+                if array is self._residual and factor not in (0, 1):
+                    part.mul_(factor).clamp_(-LARGEST, LARGEST)
+
+    def forget(self) -> None:
+        """Forget the arrays that were set aside."""
+        self._backups.clear()
 
 
 def check_type(grad: Tensor, subject: str) -> None:
