@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 import struct
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -163,11 +163,11 @@ class Membership:
         """Note the owner of a residual that replaced this rank's. The ranks then meet again."""
         self.owner, self._met_in = owner, None
 
-    def compare(self, terms: Mapping[str, str], steps: int, leader: int | None, go_back: Callable[[int], bool]) -> Flow[bool]:
+    def compare(self, terms: Mapping[str, str], steps: int, leader: int | None) -> Flow[tuple[int, bool]]:
         """Begin a meeting: wait for the other ranks, and check that all terms are equal, and no share of a residual is missing.
 
-        Return whether this rank is new to a training that goes on, so that its loaded state counts for nothing. See
-        Session.meet(). steps: the steps that this rank has done. The rest of the meeting is settle().
+        Return the leader's steps, and whether this rank is new to a training that goes on, so that its loaded state counts for
+        nothing. See Session.meet(). steps: the steps that this rank has done. The rest of the meeting is settle().
         """
         self._generation, owner = self._network.generation, self.owner
         self._network.prepare()
@@ -182,11 +182,7 @@ class Membership:
         self._check_shares()
         if joins:
             self.owner = Owner()
-        elif (others := facts[leader].steps) != steps and not go_back(others) and steps:
-            rank = self._network.world.rank
-            text = "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d"
-            log.warning(text, rank, steps, others)
-        return joins
+        return facts[leader].steps, joins
 
     def of_leader(self, own: str) -> Flow[str]:
         """Return the leader's text on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from gradcomp.engine.reducer import Options, Reducer, StepObserver
 from gradcomp.engine.return_moments import moments_to_return, return_moments
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
+
+log = logging.getLogger("gradcomp")
 
 
 class Turns(Protocol):
@@ -105,9 +108,8 @@ class Session(StepListener):
         if (message := REFUSED[event].get(phase)) is None:
             return
         reason = "" if self._failure is None else self._failure[1]
-        if phase is Phase.FAILED:
-            message += self.door.after_failure
-        raise RuntimeError(message.format(event=event, reason=reason))
+        remedy = self.door.after_failure if phase is Phase.FAILED else ""
+        raise RuntimeError(message.format(event=event, reason=reason) + remedy)
 
     @property
     def has_met(self) -> bool:
@@ -284,22 +286,24 @@ class Session(StepListener):
 
     # Between two steps.
 
-    def meet(self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False) -> None:
+    def meet(self, leader: int | None = None) -> None:
         """Wait for the other ranks, and check that all agree. Do nothing if they have met since the network was initialised.
 
-        leader: the rank whose state the others adopt where they differ; by default the first with the most steps.
-        go_back: called with the leader's steps on a rank that has done others. It restores a state after as many, if it can.
+        leader: the rank whose state the others adopt where they differ, if need be by going back to a commit; by default the
+        first with the most steps.
         """
         if not self.has_met:
-            run(self.meeting(leader, go_back))
+            run(self.meeting(leader))
 
-    def meeting(
-        self, leader: int | None = None, go_back: Callable[[int], bool] = lambda steps: False, follows: bool = True
-    ) -> Flow[None]:
+    def meeting(self, leader: int | None = None, follows: bool = True) -> Flow[None]:
         """Meet in lock-step with other ranks. See meet(). follows: under auto, adopt the leader's compressor."""
-        membership = self._membership
-        if (yield from membership.compare(self._terms(), self.reducer.steps_done, leader, go_back)):
+        membership, steps = self._membership, self.reducer.steps_done
+        of_leader, joins = yield from membership.compare(self._terms(), steps, leader)
+        if joins:
             state.scale_state(self.reducer, 0.0)
+        elif of_leader != steps and not (leader is not None and self._go_back(of_leader)) and steps:
+            text = "gradcomp: the residual of rank %d is of step %d, but all ranks go on after step %d"
+            log.warning(text, self.network.world.rank, steps, of_leader)
         if follows and self.turns is not None:  # ranks that are new to a training have another compressor
             self._stock = None
             compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
@@ -397,8 +401,7 @@ class Session(StepListener):
         if make is not None and spec != self.spec:
             compressor = make(spec)
             reducer = self._make_reducer(compressor)
-        shapes, adam = self.slots.shapes, taken.adam
-        load = state.load_shares(reducer, shapes, taken.shares, loaded.steps, taken.factor, adam=adam)
+        load = state.load_shares(reducer, self.slots.shapes, taken, loaded.steps)
         meets_again = self.has_met or self.phase is Phase.FAILED
         yield
         self._go_on_from(load, reducer, compressor)
@@ -421,20 +424,21 @@ class Session(StepListener):
 
     def sync(self) -> None:
         """Meet the other ranks, and go on where rank 0 goes on, since all take rank 0's weights."""
-        self.meet(leader=0, go_back=self._go_back)
+        self.meet(leader=0)
 
     def _go_back(self, steps: int) -> bool:
-        """Return to the commit after this number of steps, if there is one."""
-        kept = next((each for each in self._commits if each.share["steps"] == steps), None)
-        if kept is not None:
+        """Return to the commit after this number of steps. Return False if there is none."""
+        for kept in (each for each in self._commits if each.share["steps"] == steps):
             self._restore(kept)
-        return kept is not None
+            return True
+        return False
 
     def _restore(self, snapshot: Snapshot) -> None:
         share, reducer = snapshot.share, self.reducer
         if snapshot.compressor is not self.compressor:  # change() came after the commit
             reducer = self._make_reducer(snapshot.compressor)
-        load = state.load_shares(reducer, self.slots.shapes, {0: share}, share["steps"], trusted=True)
+        taken = state.Taken({0: share}, 1.0, snapshot.owner.place)
+        load = state.load_shares(reducer, self.slots.shapes, taken, share["steps"], trusted=True)
         self._go_on_from(load, reducer, snapshot.compressor)
         self._membership.restore(snapshot.owner)
         self.view.sums = share["sums"]

@@ -25,6 +25,25 @@ from gradcomp.engine.stages.stage import Copy, Share, Shares
 FORMAT = 8
 
 
+class Place(NamedTuple):
+    """A rank's number among the ranks, and their number."""
+
+    rank: int
+    ranks: int
+
+
+class Taken(NamedTuple):
+    """The shares that a rank takes from a state, by the rank that saved them, and the factor for their sum.
+
+    of: the place of that residual. adam: the shares to average Adam's moments of, for a rank without shares.
+    """
+
+    shares: Mapping[int, Mapping[str, Any]]
+    factor: float
+    of: Place
+    adam: Mapping[int, Mapping[str, Any]] = {}
+
+
 def residual_views(reducer: Reducer) -> dict[str, Tensor]:
     """Slice the residuals into layers, by name. Layers without error feedback are left out."""
     views: dict[str, Tensor] = {}
@@ -60,14 +79,7 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
 
 
 def load_shares(
-    reducer: Reducer,
-    shapes: Mapping[str, str],
-    shares: Mapping[int, Mapping[str, Any]],
-    steps: int,
-    factor: float = 1.0,
-    *,
-    adam: Mapping[int, Mapping[str, Any]] | None = None,
-    trusted: bool = False,
+    reducer: Reducer, shapes: Mapping[str, str], taken: Taken, steps: int, *, trusted: bool = False
 ) -> Callable[[], None]:
     """Check shares of the same layers and spec. Return a function that loads them, and cannot fail.
 
@@ -77,22 +89,21 @@ def load_shares(
     Args:
         reducer: The reducer that continues from the shares.
         shapes: The shape and the order of memory of every layer.
-        shares: By the ranks that saved them. Without any, all is zero but for Adam's moments.
+        taken: The shares. Without any, all is zero but for Adam's moments.
         steps: The steps that the training has done.
-        factor: For the sum of residuals.
-        adam: The shares of all ranks, for the moments of a rank without shares.
         trusted: The shares come from this process, and need not be finite.
     """
-    for rank, share in (shares or adam or {}).items():
-        _check_shapes(shapes, share, f"rank {rank}: " if len(shares or adam or {}) > 1 else "")
-    own, others = _readers(shares, trusted), _readers({} if shares else adam or {}, trusted)
+    given = taken.shares or taken.adam
+    for rank, share in given.items():
+        _check_shapes(shapes, share, f"rank {rank}: " if len(given) > 1 else "")
+    own, others = _readers(taken.shares, trusted), _readers({} if taken.shares else taken.adam, trusted)
     loads: list[Callable[[], None]] = []
     inner: list[tuple[Bucket, int, Any]] = []
     for bucket in reducer.buckets:
         bucket.put_back()
         for stage in bucket.stages:
             ours, theirs = ([each.part(stage.name, bucket.layout) for each in side] for side in (own, others))
-            loads.append(stage.load(bucket.states[stage.name], bucket.layout, Shares(ours, theirs, factor)))
+            loads.append(stage.load(bucket.states[stage.name], bucket.layout, Shares(ours, theirs, taken.factor)))
         inner.append((bucket, *_load_inner(bucket, own, steps)))
 
     def load() -> None:
@@ -179,25 +190,6 @@ def in_main_memory(value: Any) -> Any:
 
 
 # --- The shares of several ranks, as files hold them
-
-
-class Place(NamedTuple):
-    """A rank's number among the ranks, and their number."""
-
-    rank: int
-    ranks: int
-
-
-class Taken(NamedTuple):
-    """The shares that a rank takes from a state, by the rank that saved them, and the factor for their sum.
-
-    of: the place of that residual. adam: the shares to average Adam's moments of, for a rank without shares.
-    """
-
-    shares: Mapping[int, Mapping[str, Any]]
-    factor: float
-    of: Place
-    adam: Mapping[int, Mapping[str, Any]] = {}
 
 
 def pack(spec: str, ranks: int, shares: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ PACKAGE_FAULTS = (
     Fault(
         "new ranks of a door begin with moments of zero",
         "gradcomp/engine",
-        ", adam=adam)",
+        ", {} if of_rank else self.shares)",
         ")",
         ("test_membership.py",),
     ),
