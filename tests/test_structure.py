@@ -49,7 +49,6 @@ ROOMS = [
     "engine/optimizer_view",
     "engine/reducer",
     "engine/state",
-    "engine/return_moments",
     "engine/meeting",
     "engine/phases",
     "engine/session",

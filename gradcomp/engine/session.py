@@ -21,7 +21,6 @@ from gradcomp.engine.optimizer_steps import MissingExchange, StepListener, Unkno
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import REFUSED, UNFINISHED, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer, StepObserver
-from gradcomp.engine.return_moments import moments_to_return, return_moments
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
 
@@ -353,13 +352,13 @@ class Session(StepListener):
         old, before = self.reducer, self.compressor
         compressor = compressor if drops else state.successor(compressor, old)
         new = state.carry(old, self._make_reducer(compressor))
-        returned = moments_to_return(self.view, old, new)
+        returned = state.moments_to_return(old, new)
         self.reducer, self.compressor = new, compressor
         if self.has_met or returned:
             try:
                 yield from self.meeting(follows=False)
                 if returned:
-                    yield from return_moments(self.view, old, new, returned)
+                    yield from state.return_moments(old, new, returned)
             except BaseException as error:
                 self.reducer, self.compressor = old, before
                 if not isinstance(error, ValueError):  # which all ranks get

@@ -1,4 +1,4 @@
-"""The state of a session: saved by rank, loaded by any number of ranks, and carried over to another spec.
+"""The state of a session: saved by rank, loaded by any number of ranks, and carried over to another spec or the optimizer.
 
 A rank's share holds each stage's part under the stage's name, by layer where it is by layer, and each compressor's own state by
 bucket. The stages save and load their parts themselves.
@@ -6,20 +6,23 @@ bucket. The stages save and load their parts themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.core.by_layer import ByLayer
 from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.core.requests import Reduce
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.stages.adam import Adam
 from gradcomp.engine.stages.feedback import Feedback, Residual
 from gradcomp.engine.stages.stage import Copy, Share, Shares
+from gradcomp.networks import Answer
 
 # The format of a state. Increase it when a state's content or a knob's default changes.
 FORMAT = 8
@@ -349,6 +352,48 @@ def carry(old: Reducer, new: Reducer) -> Reducer:
             stage.carry(bucket.states[stage.name], bucket.layout, before.part(stage.name, bucket.layout))
     new.steps_done = old.steps_done
     return new
+
+
+def moments_to_return(old: Reducer, new: Reducer) -> Sequence[str]:
+    """List the moments that the optimizer gets back when a new reducer follows an old one. All ranks get the same list."""
+    left = old.takes_momentum and not new.takes_momentum and old.steps_done > 0
+    return new.view.arrays_to_hand_back() if left else ()
+
+
+def return_moments(old: Reducer, new: Reducer, names: Sequence[str]) -> Iterator[None]:
+    """Average the moments of these names in lock-step with other ranks, give them to the optimizer, and rescale residuals.
+
+    A rank that has just joined has none. If all have, the optimizer keeps its own.
+    """
+    network, size = old.network, old.network.world.size
+    answers: list[tuple[str, Layout, Answer]] = []
+    steps, has_moments = 0, False
+    for bucket in old.buckets:
+        kept = bucket.moments()
+        has_moments |= bool(kept)
+        for name in names:
+            own = kept[name] / size if name in kept else torch.zeros_like(bucket.residual)
+            answer = network.start(Reduce(own), f"the mean of {name} moments in bucket {bucket.index}")
+            answers.append((name, bucket.layout, answer))
+        if Adam.name in bucket.states:
+            steps = max(steps, bucket.states[Adam.name].steps_seen())
+    counts = torch.tensor([steps / size, float(has_moments)], device=old.buckets[0].layout.device)
+    answer_of_counts = network.start(Reduce(counts), "the number of ranks with moments")
+    yield
+    means: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for name, layout, answer in answers:
+        means[name] |= layout.views(_sum(answer))
+    counts = _sum(answer_of_counts)
+    if counts[1] > 0:
+        share = new.view.hand_back(means, round(counts[0].item()), size)
+        for residual in residual_views(new).values():
+            residual.mul_(share)
+
+
+def _sum(answer: Answer) -> Tensor:
+    total = answer()
+    assert isinstance(total, Tensor)
+    return total
 
 
 def scale_state(reducer: Reducer, factor: float) -> None:
