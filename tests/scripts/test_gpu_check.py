@@ -171,19 +171,6 @@ def test_a_machine_without_torch_ends_every_stage_within_seconds(tmp_path: Path)
     assert "missing: torch" in found[0]["reason"] and "it needs the stage machine" in found[1]["reason"]
 
 
-def test_programs_are_found_beside_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    for name in ("usr/local/cuda/bin/nvcc", "opt/nvidia/nsight-compute/2025.3.1/ncu", "mine/bin/compute-sanitizer"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("")
-    assert stages.program("nvcc", tmp_path) == str(tmp_path / "usr/local/cuda/bin/nvcc")
-    assert stages.program("ncu", tmp_path) == str(tmp_path / "opt/nvidia/nsight-compute/2025.3.1/ncu")
-    assert stages.program("compute-sanitizer", tmp_path) is None
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "mine"))
-    assert stages.program("compute-sanitizer", tmp_path) == str(tmp_path / "mine/bin/compute-sanitizer")
-
-
 COUNTERS = """\
 ==PROF== Connected to process 1
 ==PROF== Profiling "spread_tiles": 0%....100% - 2 passes

@@ -86,10 +86,7 @@ def table(run: Mapping[str, Any]) -> str:
             figure(line["compression"], "{:.0f} x"),
         ]
         row += [figure(line["interface_bytes_per_step"], "{:,.0f}")] if counted else []
-        row += [_over(line[part].get(rival)) for part in parts for rival in rivals]
+        ratios = [line[part].get(rival) for part in parts for rival in rivals]
+        row += ["-" if of is None else f"{of['median']:.2f}, {figure(of['at_most'], '{:.2f}', 'unresolved')}" for of in ratios]
         rows.append(row)
     return columns(rows)
-
-
-def _over(found: Mapping[str, float | None] | None) -> str:
-    return "-" if found is None else f"{found['median']:.2f}, {figure(found['at_most'], '{:.2f}', 'unresolved')}"
