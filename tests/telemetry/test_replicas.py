@@ -98,15 +98,13 @@ def test_ranks_without_batches_are_left_out_of_the_check() -> None:
 def diverging(door: str) -> Any:
     """Rank 1 changes one bit of a weight after step 5; every third step is checked."""
     doors.join(door)
-    model, data = small_net.net(), small_net.examples(doors.rank(door))
-    training = doors.Training(door, model, SPARSE)
-    telemetry.watch(training.handle, check=3, compare=0)
-    small_net.train(training.whole, training.optimizer, data, 5)
+    run = doors.Training(door, spec=SPARSE, prefix="")
+    telemetry.watch(run.handle, check=3, compare=0)
+    run.train(5)
     if doors.rank(door) == 1:
         with torch.no_grad():
-            model.last.bias.view(torch.int32)[2] ^= 1
-    said = small_net.refused(lambda: small_net.train(training.whole, training.optimizer, data, 5))
-    return said, training.handle.stats()["steps"]
+            run.model.last.bias.view(torch.int32)[2] ^= 1
+    return small_net.refused(lambda: run.train(5)), run.handle.stats()["steps"]
 
 
 def frozen_beside(door: str) -> Any:

@@ -235,10 +235,10 @@ def test_wrong_things_are_refused() -> None:
 def watched_by(door: str) -> Any:
     doors.join(door)
     found: Records = []
-    training = doors.Training(door, small_net.net(), SPARSE, momentum=0.9, bucket_mb=0.02)
-    telemetry.watch(training.handle if door == doors.DDP else training.optimizer, found.append, every=2, compare=4, check=2)
-    small_net.train(training.whole, training.optimizer, small_net.examples(doors.rank(door)), 8)
-    return found, training.handle.stats()["bytes_sent"], training.handle.residual()
+    run = doors.Training(door, spec=SPARSE, momentum=0.9, bucket_mb=0.02)
+    telemetry.watch(run.handle if door == doors.DDP else run.optimizer, found.append, every=2, compare=4, check=2)
+    run.train(8)
+    return found, run.handle.stats()["bytes_sent"], run.handle.residual()
 
 
 @pytest.mark.slow
