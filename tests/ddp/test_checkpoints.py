@@ -11,7 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_run import DdpRun
+from doors import DDP, Training
 from rank_server import FOLDER
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -23,15 +23,15 @@ SPECS = ["topk:ratio=0.05,momentum=0.9", "sdagc:lam=1.5,small=pool", "lgc:dense=
 def program(spec: str) -> dict[str, Any]:
     """Save with both ranks, load on both, and go on."""
     ranks.join()
-    run, folder = DdpRun(spec), Path(os.environ[FOLDER])
+    run, folder = Training(DDP, spec=spec, bucket_mb=0.02), Path(os.environ[FOLDER])
     run.train(4)
     dcp.save({"gradcomp": run.handle.state_dict()}, checkpoint_id=folder / "state")
     if dist.get_rank() == 0:
         dcp_to_torch_save(folder / "state", folder / "whole.pt")
     dist.barrier()
     whole = torch.load(folder / "whole.pt", weights_only=True)["gradcomp"]
-    again = DdpRun(spec)
-    again.plain.load_state_dict(run.plain.state_dict())
+    again = Training(DDP, spec=spec, bucket_mb=0.02)
+    again.model.load_state_dict(run.model.state_dict())
     again.handle.load_state_dict(whole)
     batches = [next(run.data) for _ in range(3)]
     run.data, again.data = iter(batches), iter(batches)

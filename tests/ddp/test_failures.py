@@ -12,7 +12,7 @@ import ranks
 import small_net
 import torch
 import torch.distributed as dist
-from ddp_run import SPARSE, DdpRun
+from doors import DDP, Training
 from torch import Tensor
 
 pytestmark = pytest.mark.slow
@@ -32,13 +32,13 @@ class Broken(torch.autograd.Function):
         raise KeyError("forced")
 
 
-def caught(run: DdpRun) -> dict[str, Any]:
+def caught(run: Training) -> dict[str, Any]:
     """Rank 1's backward pass fails after some gradients were exchanged; the rank goes on. Rank 0 waits for its timeout."""
     before = run.weights
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
     if dist.get_rank() == 0:
         return {"said": small_net.refused(lambda: run.train(1)), "kept": True}
-    broken = run.plain.second.register_forward_hook(lambda module, given, out: Broken.apply(out))
+    broken = run.model.second.register_forward_hook(lambda module, given, out: Broken.apply(out))
     run.optimizer.zero_grad()
     first = small_net.refused(run.backward)
     broken.remove()
@@ -46,18 +46,18 @@ def caught(run: DdpRun) -> dict[str, Any]:
     return {"first": first, "said": said, "kept": torch.equal(before, run.weights), "state": state(run)}
 
 
-def state(run: DdpRun) -> str:
+def state(run: Training) -> str:
     return small_net.refused(run.handle.state_dict)
 
 
-def recovered(run: DdpRun) -> dict[str, Any]:
+def recovered(run: Training) -> dict[str, Any]:
     """After rank 1's failure both load. The group has an exchange that rank 1 never began."""
     own = run.handle.state_dict()
     caught(run)
     return {"said": small_net.refused(lambda: run.handle.load_state_dict(own))}
 
 
-def gone(run: DdpRun) -> dict[str, Any]:
+def gone(run: Training) -> dict[str, Any]:
     """Rank 0 loads, and the other one does not come within the group's timeout."""
     if dist.get_rank() == 1:
         time.sleep(8)
@@ -66,7 +66,7 @@ def gone(run: DdpRun) -> dict[str, Any]:
     return {"said": small_net.refused(lambda: run.handle.load_state_dict(run.handle.state_dict()))}
 
 
-def died(run: DdpRun) -> dict[str, Any]:
+def died(run: Training) -> dict[str, Any]:
     """Rank 1 ends in mid-training, as one that the system kills, and nothing ends the other one."""
     if dist.get_rank() == 1:
         ranks.report({})
@@ -80,7 +80,7 @@ CASES = {"died": died, "caught": caught, "recovered": recovered, "gone": gone}
 def program(case: str) -> None:
     """Train until one rank does something alone. Then report, and end without the group, which has operations under way."""
     ranks.join()
-    run = DdpRun(SPARSE)
+    run = Training(DDP, spec="topk:ratio=0.05", bucket_mb=0.02)
     run.train(3)
     dist.barrier()
     began = time.monotonic()

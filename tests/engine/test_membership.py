@@ -1,8 +1,9 @@
-"""Ranks that leave, join and roll back, with their residuals, in one process."""
+"""Ranks that agree, leave, join and roll back, with their residuals, in one process."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from threads import SHAPE, Generation, Rank, move, start, together
 from torch import Tensor
 
 import gradcomp
+from gradcomp.engine import meeting
 from gradcomp.engine.state import scale_state
 
 SPEC = "topk:ratio=0.05"
@@ -235,3 +237,32 @@ def test_a_state_that_is_refused_on_one_rank_changes_nothing() -> None:
     with pytest.raises(ValueError, match="the state is of rank 1 of 2, but this is rank 0 of 2"):
         ranks[0].session.load_state_dict(ranks[1].session.state_dict())
     steps(ranks, 2)
+
+
+# The records by which ranks agree
+
+TERMS = {"spec": "topk", "seed": "0", "names": "a, b"}
+
+
+def test_all_records_have_one_size() -> None:
+    sizes = {meeting.record(TERMS | {"names": "x" * n}).numel() for n in (0, 1, 111, 112, 113, 100_000)}
+    assert len(sizes) == 1
+
+
+def test_ranks_that_agree_pass() -> None:
+    meeting.check_terms(TERMS, [meeting.record(TERMS)] * 3)
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_ranks_that_differ_are_told_where(term: str) -> None:
+    odd = TERMS | {term: "other"}
+    for own in (TERMS, odd):  # every rank comes to the same sentence
+        with pytest.raises(ValueError, match=re.escape(f"{term}: rank 0 has {TERMS[term]!r}, rank 2 has 'other'")):
+            meeting.check_terms(own, [meeting.record(t) for t in (TERMS, TERMS, odd)])
+
+
+def test_a_difference_beyond_the_shown_text_is_found() -> None:
+    long = "x" * 500
+    records = [meeting.record(TERMS | {"names": long + end}) for end in "ab"]
+    with pytest.raises(ValueError, match=r"names: .*digest"):
+        meeting.check_terms(TERMS, records)

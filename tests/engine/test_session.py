@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import REFUSED, Door, Phase
-from gradcomp.engine.reducer import Options
+from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.session import Session
-from gradcomp.engine.slots import Parameters
+from gradcomp.engine.slots import Parameters, Slot, Slots
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 
@@ -76,3 +77,20 @@ def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the
     residual = session.residual()["p"].clone()
     session.replace(make("dense"))
     assert torch.equal(session.residual()["p"], residual) and residual.any()
+
+
+def test_a_verdict_of_a_discarded_step_does_not_count_for_the_next_one() -> None:
+    """Its bucket had delivered an update that was not finite. Adding the next step's updates back would count them twice."""
+    slots = {name: Slot(name, (100,), torch.device("cpu")) for name in ("a", "b")}
+    options, view = Options(bucket_mb=1e-6), OptimizerView(Slots([*slots.values()]))
+    reducer = Reducer(make("topk:ratio=1,wire=exact"), slots, MemoryNetwork(Board(1), 0, 1), options, view)
+    assert len(reducer.buckets) == 2
+    reducer.ready(slots["a"], torch.full((100,), float("inf")))
+    reducer.advance()
+    reducer.abort()
+    for bucket in reducer.buckets:
+        bucket.residual.zero_()
+    for slot in slots.values():
+        reducer.ready(slot, torch.ones(100))
+    reducer.finish()
+    assert not any(bucket.residual.any() for bucket in reducer.buckets)

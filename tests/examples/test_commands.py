@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,29 +51,18 @@ def test_the_page_has_every_example_and_a_command_that_runs_it() -> None:
     assert SAYS.keys() == {name for name, _ in ROWS} - {"dashboard.py"}
 
 
-def start(command: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a command of the page in a folder that has the examples, and a script that prints what stands in `hosts`."""
-    (folder / "examples").exists() or (folder / "examples").symlink_to(ROOT / "examples")
+def run(command: str, folder: Path) -> str:
+    """Run a command of the page in a folder that has the examples, and a script that names one host of two slots."""
+    (folder / "examples").symlink_to(ROOT / "examples")
     script = folder / "hosts.sh"
-    script.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+    script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o755)
     own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
-    return subprocess.Popen(
-        shlex.split(command),
-        cwd=folder,
-        env={**inherited, **own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(running: subprocess.Popen[str], before: str = "") -> str:
-    """Wait for the end of a command. Return all that it said."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    running = subprocess.Popen(shlex.split(command), cwd=folder, env=inherited | own, **options)
     try:
-        said = before + running.communicate(timeout=180)[0]
+        said: str = running.communicate(timeout=180)[0]
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGINT)  # horovodrun then ends its ranks, which have sessions of their own
@@ -80,31 +70,8 @@ def end(running: subprocess.Popen[str], before: str = "") -> str:
     return said
 
 
-def run(command: str, folder: Path) -> str:
-    """Run a command of the page with one host of two slots."""
-    (folder / "hosts").write_text("localhost:2\n")
-    return end(start(command, folder))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name, command", [row for row in ROWS if row[0] in SAYS])
 def test_the_command_of_the_page_runs(name: str, command: str, tmp_path: Path) -> None:
     assert shutil.which("horovodrun", path=Path(sys.executable).parent), "Horovod is not installed beside this Python"
     assert SAYS[name] in run(command, tmp_path)
-
-
-@pytest.mark.long
-def test_a_rank_joins_the_elastic_training(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("localhost:1\n")
-    running = start(dict(ROWS)["elastic.py"].replace("-np 2", "-np 1", 1) + " --steps 2000", tmp_path)
-    assert running.stdout is not None
-    said = ""
-    while "ranks: 1" not in said:
-        line = running.stdout.readline()
-        assert line, said
-        said += line
-    (tmp_path / "more").write_text("localhost:2\n")
-    (tmp_path / "more").replace(tmp_path / "hosts")
-    said = end(running, said)
-    (begin,) = re.findall(r"training from step (\d+) on, ranks: 2", said)
-    assert 0 < int(begin) < 2000 and int(begin) % 10 == 0 and "step 2000: loss" in said

@@ -95,8 +95,8 @@ class Training:
     ):
         """Wrap inner=, an optimizer of the model, or an SGD with lr= and momentum=.
 
-        prefix: of the parameters' names under Horovod; by default one that no other training has. options: others for
-        gradcomp, for Horovod's optimizer, or for DistributedDataParallel.
+        prefix: of the parameters' names under Horovod; by default none, and for later trainings their number. options: others
+        for gradcomp, for Horovod's optimizer, or for DistributedDataParallel.
         """
         self.model: Any = small_net.net() if model is None else model
         self.door, self.whole = door, self.model
@@ -109,7 +109,8 @@ class Training:
             self.whole = DistributedDataParallel(self.model, bucket_cap_mb=ours.get("bucket_mb", 25), **options)
             self.handle: Any = None if spec is None else gradcomp.ddp.attach(self.whole, spec, optimizer=given, **ours)
         else:
-            self.prefix = f"{next(self._made)}." if prefix is None else prefix
+            number = next(self._made)
+            self.prefix = prefix if prefix is not None else f"{number}." if number else ""
             self.optimizer = wrapped(door, inner, named(self.model, self.prefix), spec, **options)
             self.handle = None if door == ALONE else self.optimizer.compression
         self.data = examples(rank(door))

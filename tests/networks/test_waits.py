@@ -16,7 +16,6 @@ import rank_server
 import ranks
 import small_net
 import torch
-from ddp_run import DdpRun
 
 import gradcomp
 from gradcomp.core.requests import Reduce
@@ -103,7 +102,7 @@ def horovod() -> dict[str, list[str]]:
 def distributed() -> None:
     ranks.join()
     said, found, rank = Said(), {}, torch.distributed.get_rank()
-    run = DdpRun(None)
+    run = doors.Training(doors.DDP, bucket_mb=0.02)
     if rank == 1:
         time.sleep(2.0)
     gradcomp.ddp.attach(run.whole, "topk:ratio=0.05")

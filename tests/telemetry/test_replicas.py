@@ -10,13 +10,13 @@ import ranks
 import small_net
 import torch
 import torch.distributed as dist
-from ddp_run import SPARSE, DdpRun
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import telemetry
 from gradcomp.telemetry import replicas
 
+SPARSE = "topk:ratio=0.05"
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int8, torch.bool]
 
 
@@ -82,7 +82,7 @@ def test_ranks_whose_weights_lag_behind_do_not_count() -> None:
 def joined() -> Any:
     """Rank 1 has three batches, rank 0 eight; then all go on together."""
     ranks.join()
-    run = DdpRun(SPARSE)
+    run = doors.Training(doors.DDP, spec=SPARSE, bucket_mb=0.02)
     telemetry.watch(run.handle, check=5, compare=0)
     with run.whole.join():
         run.train(3 if dist.get_rank() == 1 else 8)

@@ -17,13 +17,13 @@ import pytest
 import ranks
 import small_net
 import torch
-from ddp_run import SPARSE, DdpRun
 
 import gradcomp
 from gradcomp import telemetry
 from gradcomp.engine.stages.health import INTERVAL
 from gradcomp.networks.memory import MemoryNetwork
 
+SPARSE = "topk:ratio=0.05"
 N, WORLD = 5000, 2
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "dashboard.py"
 Records = list[dict[str, Any]]
@@ -263,7 +263,7 @@ def test_every_door_is_watched(door: str) -> None:
 
 def unlike() -> Any:
     ranks.join()
-    run = DdpRun(SPARSE)
+    run = doors.Training(doors.DDP, spec=SPARSE, bucket_mb=0.02)
     rank = torch.distributed.get_rank()
     refused = small_net.refused(lambda: telemetry.watch(run.handle, check=5 + rank))
     telemetry.watch(run.handle, check=5)
