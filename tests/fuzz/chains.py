@@ -62,6 +62,11 @@ def check_written(values: dict[str, Any], copies: dict[str, Any], *names: str) -
         expect(values[name] is None or same(values[name].now, copies[name]), f"{name} is not what the kernels leave")
 
 
+def scratch_for(n: int) -> Content:
+    """Make scratch that is enough for a take by either twin: a GPU's call is compared with kernels on the CPU."""
+    return np.zeros(4 * n + 65_536, np.uint32)
+
+
 def check_packed(values: dict[str, Any], copies: dict[str, Any], space: int, taken: Sequence[Content]) -> None:
     """Pack the taken entries, and compare the payloads."""
     n = len(values["residual"])
@@ -80,11 +85,8 @@ def take_topk_and_pack(draw: Draw) -> Made:
 
     def check() -> None:
         copies, taken = copy(values), (np.zeros(k, f32), np.zeros(k, np.int32))
-        header, scratch = (
-            copies["payload"][:8].view(np.int32),
-            np.zeros(extension.native.take_topk_scratch(False, n, k), np.uint32),
-        )
-        extension.native.take_topk(*(copies[name] for name in TAKE), k, *taken, header, scratch)
+        header = copies["payload"][:8].view(np.int32)
+        extension.native.take_topk(*(copies[name] for name in TAKE), k, *taken, header, scratch_for(n))
         check_packed(values, copies, k, taken)
 
     return values, check if sound else None
@@ -106,8 +108,7 @@ def take_above_and_pack(draw: Draw) -> Made:
         copies, taken = copy(values), (np.zeros(space, f32), np.zeros(space, np.int32))
         header, own = copies["payload"][:8].view(np.int32), [copies[name] for name in ("ends", "lam", "thresholds")]
         extension.native.set_thresholds(copies["moments"], *own[:2], *options.values(), own[2])
-        scratch = np.zeros(extension.native.take_above_scratch(False, n, space), np.uint32)
-        extension.native.take_above(*(copies[name] for name in TAKE), own[0], own[2], *taken, header, scratch)
+        extension.native.take_above(*(copies[name] for name in TAKE), own[0], own[2], *taken, header, scratch_for(n))
         if values["target"]:
             extension.native.steer(own[1], header, values["target"])
         check_packed(values, copies, space, taken)
