@@ -112,7 +112,7 @@ class _CarrierFree(Door):
     """
 
     def __init__(self, door: Door, optimizer: Any):
-        super().__init__(door.unknown, door.unused, door.changed, door.after_failure, holds=True)
+        super().__init__(**vars(door) | {"holds": True})
         self._optimizer = weakref.ref(optimizer)  # which has the session
         self._begun: dict[Tensor, int] = {}
 
