@@ -50,6 +50,8 @@ def joining() -> list[dict[str, Any]]:
             group["lr"] /= 2
         state.save()
         before.append(run.residual() if hvd.rank() == 0 else {})
+        run.train(1)
+        state.restore()  # as after a failure
     ranks.start_anew()
     if hvd.rank() == 1:
         every = [made(case) for case in range(len(CASES))]
