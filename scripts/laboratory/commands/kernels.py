@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from laboratory import kernel_cases as c
-from laboratory import machine, options, report
+from laboratory import kernel_prediction, machine, options, report
 from laboratory.options import Refused
 from laboratory.report import Progress, figure, milliseconds
 from laboratory.timing import Case, Spread, clock, interleave, ratio
@@ -69,14 +69,16 @@ def run(chosen: argparse.Namespace) -> int:
     settings = {"device": chosen.device, "size": chosen.size, "layers": chosen.layers, "rounds": chosen.rounds}
     result: dict[str, Any] = {"settings": settings, "lines": found, "targets": []}
     model = machine.cpu_name()
+    predicted = dict[str, float]()
     if device.type == "cuda":
         described = machine.describe_gpu()
         model = described["gpu"]
+        predicted = kernel_prediction.milliseconds(chosen.size, model)
         result |= {"machine": machine.describe() | described, "versions": machine.versions() | {"cuda": torch.version.cuda}}
     else:
         settings["threads"], result["targets"] = chosen.threads, targets(found)
     print(f"{chosen.size:,} entries in {chosen.layers} layer(s), k = 0.1 %, {settings}\n")
-    print(table(found))
+    print(table(found, predicted))
     for target in result["targets"]:
         promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
         print(f"{target['name']}: {target['found']:.2f} x add_, {promised}")
@@ -104,9 +106,9 @@ def lines(cases: Sequence[Case], seconds: Mapping[str, Sequence[float]]) -> list
     return found
 
 
-def table(found: Sequence[Line]) -> str:
-    """Write the lines as a table."""
-    rows = [("", "ms", "min..max", "x add_", "min..max", "MB moved", "GB/s", "of copy")]
+def table(found: Sequence[Line], predicted: Mapping[str, float]) -> str:
+    """Write the lines as a table. predicted: milliseconds, on a GPU that is known."""
+    rows = [("", "ms", "min..max", "predicted", "x add_", "min..max", "MB moved", "GB/s", "of copy")]
     for line in found:
         ms, to_add = line["ms"], line["ratio_to_add"]
         rows.append(
@@ -114,6 +116,7 @@ def table(found: Sequence[Line]) -> str:
                 line["name"],
                 milliseconds(ms["median"]),
                 "..".join(milliseconds(ms[end]) for end in ("low", "high")),
+                figure(predicted.get(line["name"]), "{:.3f}"),
                 f"{to_add['median']:.2f}",
                 f"{to_add['low']:.2f}..{to_add['high']:.2f}",
                 figure(line["bytes"] and line["bytes"] / 1e6, "{:.4g}"),

@@ -1,0 +1,107 @@
+"""Predicted times of the cases of `lab kernels` on a GPU.
+
+A case takes the sum of its kernels' times, since no kernel starts before the one in front of it has ended. A kernel takes as
+long as its bytes of memory at the speed of a copy, or as its computing, if that takes longer. Each launch adds a little. Bytes
+are those of the comments in csrc/cuda. Computing was measured on an H100; an H200 has the same multiprocessors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from laboratory import kernel_cases as c
+
+
+class Gpu(NamedTuple):
+    """A GPU: its name, the bytes a second of a copy, and the seconds of a launch behind another kernel."""
+
+    name: str
+    copy: float
+    launch: float
+
+
+# H100: measured (results/kernels-cuda-h100.json). H200: 89 % of its data sheet's 4.8 TB/s, the H100's share of its own.
+GPUS = H100, H200 = Gpu("NVIDIA H100", 2.97e12, 5e-6), Gpu("NVIDIA H200", 4.3e12, 5e-6)
+
+
+class Kernel(NamedTuple):
+    """A kernel's cost of an entry: bytes of memory, and picoseconds of computing on an H100 where these take longer there."""
+
+    memory: float
+    computing: float = 0.0
+
+
+class Cost(NamedTuple):
+    """The cost of a case: its kernels that read or write all entries, and the launches of a call, with those of all others."""
+
+    kernels: tuple[Kernel, ...]
+    launches: int = 1
+
+    def seconds(self, n: int, gpu: Gpu) -> float:
+        """Predict the seconds of a call on n entries."""
+        slowest = [max(kernel.memory / gpu.copy, 1e-12 * kernel.computing) for kernel in self.kernels]
+        return self.launches * gpu.launch + n * sum(slowest)
+
+
+# A scattered entry counts 80 bytes: 64 to read and to write the 32 bytes around its place, and 16 for the entry itself.
+SCATTERED, ADD_PACKED = Kernel(80 * c.RATIO), Kernel(80 * c.RATIO, 0.16)
+FLATTEN, SQUARES, SPREAD = Kernel(8), Kernel(4), Kernel(8)
+ADD, ADD_MOMENTUM, ADD_ADAM = Kernel(12), Kernel(20), Kernel(29)
+MEASURE, MEASURE_MOMENTUM = Kernel(12), Kernel(20)
+# take_topk reads all entries twice, take_above once. Each writes the bits of an entry and reads them again.
+DIGITS, MARK, LIST = Kernel(4, 1.6), Kernel(4.13, 1.6), Kernel(0.13)
+TAKE, TAKE_ABOVE = (DIGITS, MARK, LIST), (MARK, LIST)
+# Five rows: a sketch reads 24 bytes an entry from the second cache, and an estimate 22.
+SKETCH, ESTIMATES = Kernel(4, 8.5), (Kernel(0, 5.6), Kernel(0.13, 5.4), LIST)
+FIND_3, FIND_5, FIND_9, FIND_MEANS = Kernel(8, 4.1), Kernel(8, 5.9), Kernel(8, 8.3), Kernel(4, 2.6)
+ROUND_3, ROUND_5, ROUND_9, ROUND_MEANS = Kernel(7, 3.7), Kernel(7, 3.4), Kernel(7, 3.3), Kernel(7, 2.6)
+ADD_3, ADD_5, ADD_9, ADD_2 = Kernel(7, 3.9), Kernel(7, 3.5), Kernel(7, 3.4), Kernel(7, 2.6)
+ADD_3_MANY = Kernel(7 + c.MANY / 5, 5.5)
+
+COSTS = {
+    c.COPY: Cost((Kernel(8),)),
+    c.ADD: Cost((Kernel(12),)),
+    "sum_squares": Cost((SQUARES,), 2),
+    "flatten": Cost((FLATTEN,)),
+    "accumulate": Cost((ADD,)),
+    "accumulate, momentum": Cost((ADD_MOMENTUM,)),
+    "accumulate, Adam": Cost((ADD_ADAM,)),
+    "accumulate, moments": Cost((MEASURE,), 2),
+    "offer_all": Cost((Kernel(8),)),
+    "settle_all": Cost((Kernel(4),)),
+    "spread": Cost((SPREAD,)),
+    c.TAKE_TOPK: Cost(TAKE, 8),
+    c.FEEDBACK: Cost((ADD, *TAKE), 9),
+    f"{c.FEEDBACK}, momentum": Cost((ADD_MOMENTUM, *TAKE), 9),
+    "add_sparse": Cost((SCATTERED,)),
+    "settle_sparse, nothing to do": Cost(()),
+    "settle_sparse": Cost((SCATTERED,)),
+    c.SDAGC: Cost((MEASURE, *TAKE_ABOVE), 11),
+    f"{c.SDAGC}, momentum": Cost((MEASURE_MOMENTUM, *TAKE_ABOVE), 11),
+    "take_above": Cost(TAKE_ABOVE, 8),
+    "pack_sparse": Cost((Kernel(28 * c.RATIO, 0.17),), 2),
+    "unpack_sparse": Cost((Kernel(10 * c.RATIO, 0.22),)),
+    "add_packed": Cost((ADD_PACKED,)),
+    f"add_packed, {c.MANY} ranks": Cost((Kernel(80 * c.MANY * c.RATIO, 0.91),)),
+    "settle_packed": Cost((ADD_PACKED,)),
+    c.SKETCH: Cost((SKETCH,)),
+    c.HEAVIEST: Cost(ESTIMATES, 8),
+    c.ORQ_3: Cost((FIND_3, ROUND_3, ADD_3), 4),
+    c.ORQ_5: Cost((FIND_5, ROUND_5, ADD_5), 4),
+    c.ORQ_9: Cost((FIND_9, ROUND_9, ADD_9), 4),
+    c.BINGRAD_B: Cost((FIND_MEANS, ROUND_MEANS, ADD_2), 4),
+    c.ROUND_3: Cost((FIND_3, ROUND_3), 3),
+    c.ADD_3: Cost((ADD_3,)),
+    f"{c.ADD_3}, {c.MANY} ranks": Cost((ADD_3_MANY,)),
+    "ORQ-3, settle": Cost((ADD_3,)),
+    c.ROUND_B: Cost((FIND_MEANS, ROUND_MEANS), 3),
+    # Measured beside their kernels: 8 bytes of each entry for the delivery, and 8 more for the means of dense.
+    c.SIMULATED: Cost((ADD, *TAKE, Kernel(8)), 13),
+    c.SDAGC_SIMULATED: Cost((MEASURE, *TAKE_ABOVE, Kernel(8)), 15),
+    "Simulation step, dense": Cost((ADD, Kernel(16), SPREAD), 5),
+}
+
+
+def milliseconds(n: int, name: str) -> dict[str, float]:
+    """Predict the milliseconds of every case on n entries of a GPU, by the name that torch gives it. Empty if it is unknown."""
+    return {case: 1000 * cost.seconds(n, gpu) for gpu in GPUS if gpu.name in name for case, cost in COSTS.items()}
