@@ -229,7 +229,7 @@ def _factor(one: float, other: float) -> float:
 
 
 class Chooser:
-    """auto on one rank: the Turns of its session.
+    """auto on one rank, which replaces its session's compressor in turns. All ranks take them before the same steps.
 
     session: outlives the chooser, which must not keep it alive. stock: the types in which its door can exchange past it.
     """
@@ -241,6 +241,9 @@ class Chooser:
         self._probed = max(1, min(LONGEST, sum(layer.size for layer in layers) // PART))
         self._changes = 0
         self._begin(EXACT)
+
+    def __str__(self) -> str:
+        return str(self._auto)
 
     def _begin(self, present: Candidate) -> None:
         self._present, self._policy = present, Policy()
@@ -308,7 +311,7 @@ class Chooser:
     def _candidates(self) -> list[Candidate]:
         session = self._session
         # The session itself must exchange gradients that are watched.
-        stock = self._stock if session.options.observer is None else self._stock[:1]
+        stock = self._stock[:1] if session.is_watched else self._stock
         return candidates(self._auto.loss, stock, session.network.world.shares_hosts, session.view.tolerates_delay)
 
     def _choose(self) -> Course[None]:

@@ -49,11 +49,8 @@ class Handle:
         self._choose(auto)
 
     def _choose(self, auto: Auto | None) -> None:
-        self._chooser: Chooser | None = None
-        if auto is not None:
-            session: Any = weakref.proxy(self._session)  # the session has the chooser
-            self._chooser = Chooser(session, auto, self._stock)
-        self._session.set_chooser(self._chooser, "off" if auto is None else str(auto))
+        session: Any = weakref.proxy(self._session)  # the session has the chooser
+        self._session.turns = None if auto is None else Chooser(session, auto, self._stock)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._session.spec!r}>"
@@ -68,8 +65,8 @@ class Handle:
             >>> handle.stats()["bytes_sent"]
         """
         stats = self._session.reducer.stats()
-        if self._chooser is not None:
-            stats["auto"] = self._chooser.report()
+        if self._session.turns is not None:
+            stats["auto"] = self._session.turns.report()
         return stats
 
     def residual(self) -> dict[str, Tensor]:
@@ -93,23 +90,21 @@ class Handle:
         Example:
             >>> handle.change("topk:ratio=0.001")
         """
-        (compressor, auto), before = beginning_of(spec), (self._chooser, self._session.options.auto)
+        (compressor, auto), before = beginning_of(spec), self._session.turns
         self._choose(auto)
         try:
             self._session.refuse("change()")
             self._session.replace(compressor)
-            if self._chooser is not None:  # the session may have added error feedback, for the residual
-                self._chooser.restart(self._session.spec)
+            if self._session.turns is not None:  # the session may have added error feedback, for the residual
+                self._session.turns.restart(self._session.spec)
         except BaseException:
-            self._chooser = before[0]
-            self._session.set_chooser(*before)
+            self._session.turns = before
             raise
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         session = weakref.proxy(self._session)  # the session has the observer
         named = dict(session.slots.without_gradient) | session.slots.parameters
-        observer = Observer(writers, intervals, session, named, lambda: not session.view.skips_optimizer)
-        session.watch(observer, f"{intervals}, of {len(named)} weights: {', '.join(named)}")
+        self._session.watch(Observer(writers, intervals, session, named))
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on.
@@ -140,4 +135,4 @@ class Handle:
         Example:
             >>> handle.load_state_dict([torch.load(f"rank-{rank}.pt") for rank in range(world)])
         """
-        self._session.load_state_dict(state, None if self._chooser is None else make)
+        self._session.load_state_dict(state, None if self._session.turns is None else make)

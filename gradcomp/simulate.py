@@ -162,7 +162,7 @@ class Simulation:
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
         for session in self._sessions:
             watched: Any = weakref.proxy(session)  # the session has the observer
-            session.observe(Observer(writers, intervals, watched), str(intervals))
+            session.observe(Observer(writers, intervals, watched))
 
     def _renew_updates(self) -> None:
         """Give the slots a new array for their updates. It serves until somebody holds a view of it: each costs page faults."""

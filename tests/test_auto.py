@@ -383,7 +383,7 @@ def test_a_winner_that_the_residual_keeps_away_gives_way_to_one_that_keeps_it(mo
         monkeypatch.setattr(auto, name, value)
 
     def of_rank(rank: Rank) -> dict[str, Any]:
-        rank.session.set_chooser(turns := Chooser(rank.session, gradcomp.spec.Auto(), ()), "auto")
+        rank.session.turns = turns = Chooser(rank.session, gradcomp.spec.Auto(), ())
         while not turns.report()["choices"] and rank.session.reducer.steps_done < 100:
             rank.parameter.requires_grad_(turns.report()["changes"] < 4)  # topk, the exact one, half, topk
             if rank.parameter.requires_grad:

@@ -361,7 +361,7 @@ def last_of_three() -> dict[Any, Any]:
                 stats = run.handle.stats()
             each = 4 if way == "stock" and form == torch.float32 else 2
             assert (stats["auto"]["way"], stats["bytes_sent"]) == (way, each * run.weights.numel())
-            assert ("stock in bf16" in map(str, run.handle._chooser._candidates())) == (form == torch.float32)
+            assert ("stock in bf16" in map(str, run.handle._session.turns._candidates())) == (form == torch.float32)
             same = Training(DDP, copy.deepcopy(run.model), None, **options)
             if way != "stock":  # torch refuses its hook on CPUs, but not a call of it
                 same.whole.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))

@@ -24,31 +24,16 @@ INNER_PACKAGES = ("gradcomp", "horovod", "torch")
 _SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.cuda.amp.GradScaler)
 
 
-class StepListener:
-    """A listener to every step of any optimizer, as long as it lives. view: of the optimizer that it belongs to."""
-
-    view: Any
-
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step, before any listener acts."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        """Act before a step. closure: step() got one."""
-
-    def after_step(self) -> None:
-        """Act after a step that raised no error."""
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-_listeners: weakref.WeakSet[StepListener] = weakref.WeakSet()
-
-
-def listen(listener: StepListener) -> None:
-    """Call a listener around every step from now on."""
+def listen(listener: Any) -> None:
+    """Call a session's check_step, before_step and after_step around every step from now on, as long as it lives."""
     _register_once()
     _listeners.add(listener)
 
 
-def listeners() -> list[StepListener]:
+def listeners() -> list[Any]:
     """List all listeners that live."""
     return list(_listeners)
 

@@ -32,45 +32,19 @@ from gradcomp.networks import Network
 LARGEST_SEED = 2**62
 
 
-class StepObserver:
-    """An observer of one rank's steps, which looks at nothing. Telemetry's looks. Buckets may come in any order."""
-
-    def before(self, bucket: Bucket) -> None:
-        """Look at a bucket before its gradients are added to its residual."""
-
-    def collected(self, bucket: Bucket) -> None:
-        """Look at a bucket before its exchange."""
-
-    def delivered(self, bucket: Bucket, update: Update) -> None:
-        """Look at a bucket's mean update."""
-
-    def step_done(self, reducer: Reducer) -> None:
-        """Look at a step that has ended. Requests may begin here, the same on all ranks."""
-
-    def discard(self) -> None:
-        """Forget a step that will not end."""
-
-    def conclude(self) -> None:
-        """Wait for the replies to the requests of step_done()."""
-
-
 @dataclass(frozen=True)
 class Options:
     """The options that a door passes on from its user.
 
     optimizer: the source of learning rates; its momentum is taken over. scaler: the GradScaler of the loss.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws; later buckets add
-    their index. observer: looks at every step, if there is one. telemetry: the joint acts of the observers of all ranks.
-    auto: the chooser of other compressors, if there is one. memory: the lender of scratch and updates, a new one by default.
+    their index. memory: the lender of scratch and updates, a new one by default.
     """
 
     optimizer: torch.optim.Optimizer | None = None
     scaler: Any = None
     bucket_mb: float = 25
     seed: int = 0
-    observer: StepObserver | None = None
-    telemetry: str = "off"
-    auto: str = "off"
     memory: Memory | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +55,7 @@ class Options:
     @property
     def terms(self) -> dict[str, str]:
         """Describe the options that must be equal on all ranks."""
-        return {"seed": str(self.seed), "bucket_mb": str(self.bucket_mb), "telemetry": self.telemetry, "auto": self.auto}
+        return {"seed": str(self.seed), "bucket_mb": str(self.bucket_mb)}
 
 
 class Stats(TypedDict, total=False):
@@ -106,7 +80,7 @@ class Stats(TypedDict, total=False):
 class Reducer:
     """All buckets of one model on one rank.
 
-    slots: by the layers' names. view: of the optimizer. observer: looks at every step, the options' at first.
+    slots: by the layers' names. view: of the optimizer. observer: telemetry's, which looks at every step; None for none.
     """
 
     def __init__(
@@ -114,7 +88,7 @@ class Reducer:
     ):
         self.network, self.slots, self.view = network, slots, view
         self.layers = {name: slot.layer for name, slot in slots.items()}
-        self.observer = options.observer or StepObserver()
+        self.observer: Any = None
         need = compressor.traits.rates
         if need == "needed" and view.rates() is None:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
@@ -205,7 +179,8 @@ class Reducer:
 
     def conclude(self) -> None:
         """Wait for the replies that the observer has asked for, outside the step's time."""
-        self.observer.conclude()
+        if self.observer is not None:
+            self.observer.conclude()
         self.clock.restart()
 
     def end_step(self) -> None:
@@ -222,7 +197,8 @@ class Reducer:
         self._sent = self._sent_between_hosts = 0
         self.clock.note_encoded(delivered)
         self.clock.note_end()
-        self.observer.step_done(self)
+        if self.observer is not None:
+            self.observer.step_done(self)
 
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""
@@ -249,16 +225,19 @@ class Reducer:
         self._context = None
         self._step += 1  # its verdicts are not the next step's
         self.clock = StepClock()
-        self.observer.discard()
+        if self.observer is not None:
+            self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:
         began, world = time.perf_counter(), self.network.world
         bucket.complete()
         if self._context is None:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
-        self.observer.before(bucket)
+        if self.observer is not None:
+            self.observer.before(bucket)
         acc = bucket.collect(self._context)
-        self.observer.collected(bucket)
+        if self.observer is not None:
+            self.observer.collected(bucket)
         bucket.round, bucket.running = 0, bucket.exchange(acc, world)
         self._resume(bucket, None)
         self.clock.note_encoded(began)
@@ -273,7 +252,8 @@ class Reducer:
                 raise TypeError(
                     f"{bucket.compressor} returned a {type(end.value).__name__}; an exchange returns an Update"
                 ) from None
-            self.observer.delivered(bucket, end.value)
+            if self.observer is not None:
+                self.observer.delivered(bucket, end.value)
             self._deliver(bucket, end.value)
             self.memory.give_back(end.value)
         else:

@@ -6,8 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +16,14 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.changed_gradients import GradientSample
 from gradcomp.engine.meeting import Flow, Membership, Owner, run
-from gradcomp.engine.optimizer_steps import MissingExchange, StepListener, UnknownScaler, listen
+from gradcomp.engine.optimizer_steps import MissingExchange, UnknownScaler, listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import REFUSED, UNFINISHED, Door, Phase
-from gradcomp.engine.reducer import Options, Reducer, StepObserver
+from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
 
 log = logging.getLogger("gradcomp")
-
-
-class Turns(Protocol):
-    """The turns of a session, in which auto replaces the compressor. All ranks take them before the same steps.
-
-    due: a turn comes before the next exchange. take: takes it, before any gradient of the step. note_step: notes the end of a
-    step. restart: begins anew in a meeting of other ranks, or after another state, and returns the spec's compressor.
-    """
-
-    @property
-    def due(self) -> bool: ...
-    def take(self) -> None: ...
-    def note_step(self) -> None: ...
-    def restart(self, spec: str) -> Compressor: ...
 
 
 class Snapshot(NamedTuple):
@@ -49,10 +34,11 @@ class Snapshot(NamedTuple):
     owner: Owner
 
 
-class Session(StepListener):
-    """One model's exchanges on one rank. reducer: of the present compressor. turns: of auto.
+class Session:
+    """One model's exchanges on one rank. reducer: of the present compressor.
 
     view: of the optimizer. Sessions in one process may share one, and then one of them listens to the optimizer's steps.
+    turns: auto's Chooser, whose turns all ranks take before the same steps; None under a fixed spec.
     """
 
     reducer_class: type[Reducer] = Reducer
@@ -68,7 +54,8 @@ class Session(StepListener):
     ):
         self.slots, self.network, self.options, self.door, self.compressor = slots, network, options, door, compressor
         self.view: OptimizerView = view or OptimizerView(slots, options.optimizer, options.scaler)
-        self.turns: Turns | None = None
+        self.turns: Any = None
+        self._observer: Any = None  # telemetry's
         self._by_name = {slot.name: slot for slot in slots.slots}
         self._membership = Membership(network)
         self._step_in: object = None  # the network's generation in which the step under way began; None between steps
@@ -85,7 +72,9 @@ class Session(StepListener):
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         self.view.check_momentum(compressor)
-        return self.reducer_class(compressor, self._by_name, self.network, self.options, self.view)
+        reducer = self.reducer_class(compressor, self._by_name, self.network, self.options, self.view)
+        reducer.observer = self._observer
+        return reducer
 
     # The phase.
 
@@ -147,7 +136,7 @@ class Session(StepListener):
 
         Ranks that have not met since the network was initialised meet within the session.
         """
-        return self._stock if self._stock is not None and self.options.observer is None and self.has_met else None
+        return self._stock if self._stock is not None and not self.is_watched and self.has_met else None
 
     @property
     def _turn_is_due(self) -> bool:
@@ -312,30 +301,31 @@ class Session(StepListener):
 
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
-        own = {"gradcomp's version": _version.VERSION, "spec": self.spec if self.turns is None else self.options.auto}
+        own = {"gradcomp's version": _version.VERSION, "spec": self.spec if self.turns is None else str(self.turns)}
+        own["telemetry"] = str(self._observer or "off")
         return own | self.options.terms | self.view.terms | self.slots.terms()
 
-    def watch(self, observer: StepObserver, telemetry: str) -> None:
-        """Tell an observer of all steps. The ranks meet again: their observers' joint acts must be equal."""
+    @property
+    def is_watched(self) -> bool:
+        """True if an observer is told of all steps."""
+        return self._observer is not None
+
+    def watch(self, observer: Any) -> None:
+        """Tell telemetry's observer of all steps. The ranks meet again: their observers' joint acts must be equal."""
         self.refuse("watch()")
-        before = self.options
-        self.observe(observer, telemetry)
+        before = self._observer
+        self.observe(observer)
         if self.has_met:
             self._membership.part()
             try:
                 self.meet()
             except BaseException:
-                self.observe(before.observer, before.telemetry)
+                self.observe(before)
                 raise
 
-    def observe(self, observer: StepObserver | None, telemetry: str) -> None:
-        """Tell an observer of all steps. See watch()."""
-        self.options = replace(self.options, observer=observer, telemetry=telemetry)
-        self.reducer.observer = observer or StepObserver()
-
-    def set_chooser(self, turns: Turns | None, auto: str) -> None:
-        """Choose compressors in turns from now on, or no longer. auto: the chooser, which the ranks compare when they meet."""
-        self.turns, self.options = turns, replace(self.options, auto=auto)
+    def observe(self, observer: Any) -> None:
+        """Tell an observer of all steps; None for no longer. See watch()."""
+        self._observer = self.reducer.observer = observer
 
     def replace(self, compressor: Compressor | None, stock: torch.dtype | None = None, *, drops: bool = False) -> None:
         """Continue with another compressor, and carry residuals over. The ranks meet again at once if they have met before.

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradcomp.core.requests import Gather, Reduce
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.clock import Seconds, StepClock
-from gradcomp.engine.reducer import Reducer, StepObserver
+from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.session import Session
 from gradcomp.engine.stages.adam import sampled_indices
 from gradcomp.engine.stages.feedback import Residual
@@ -98,11 +98,12 @@ def _join(arrays: dict[int, Tensor]) -> Tensor:
     return torch.cat([array.to(ordered[0].device) for array in ordered])
 
 
-class Observer(StepObserver):
+class Observer:
     """An observer of one rank. On a GPU, figures are read one step later, so that no step waits for the device.
 
     watched: a weak proxy of the session, which has the observer. weights: all parameters, by name; None where there are none.
-    steps_follow: decides whether this rank's weights are stepped after the exchange.
+
+    The reducer calls it in every step. Buckets may come in any order.
     """
 
     def __init__(
@@ -111,10 +112,9 @@ class Observer(StepObserver):
         intervals: Intervals,
         watched: Session,
         weights: Mapping[str, Tensor] | None = None,
-        steps_follow: Callable[[], bool] = lambda: True,
     ):
         self.intervals, self._writers = intervals, [*writers]
-        self._watched, self._weights, self._steps_follow = watched, weights, steps_follow
+        self._watched, self._weights = watched, weights
         self._comparison: Comparison | None = None
         self._figures: dict[int, Callable[[], dict[str, Any]]] = {}
         self._asked: list[Callable[[], None]] = []
@@ -125,6 +125,11 @@ class Observer(StepObserver):
         self._clock: StepClock | None = None
         self._until_last = Seconds()
 
+    def __str__(self) -> str:
+        """Describe the joint acts of the observers of all ranks."""
+        weights = self._weights
+        return str(self.intervals) if weights is None else f"{self.intervals}, of {len(weights)} weights: {', '.join(weights)}"
+
     @property
     def _step(self) -> int:
         return self._watched.reducer.steps_done + 1
@@ -133,27 +138,32 @@ class Observer(StepObserver):
         return interval > 0 and self._step % interval == 0
 
     def before(self, bucket: Bucket) -> None:
+        """Look at a bucket before its gradients are added to its residual."""
         if self._is_due(self.intervals.compare):
             if self._comparison is None or self._comparison.step != self._step:
                 self._comparison = Comparison(self._step)
             self._comparison.before(bucket)
 
     def collected(self, bucket: Bucket) -> None:
+        """Look at a bucket before its exchange."""
         if self._is_due(self.intervals.compare) and self._comparison is not None:
             self._comparison.collected(bucket)
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
+        """Look at a bucket's mean update."""
         if self._is_due(self.intervals.compare) and self._comparison is not None:
             self._comparison.delivered(bucket, update)
         if self._writers and self._is_due(self.intervals.record):
             self._figures[bucket.index] = figures_of(bucket, update)
 
     def discard(self) -> None:
+        """Forget a step that will not end."""
         self._comparison = None
         self._figures.clear()
         self._asked.clear()
 
     def step_done(self, reducer: Reducer) -> None:
+        """Look at a step that has ended, and begin requests, the same on all ranks."""
         late, self._late = self._late, []
         for each in late:
             each()
@@ -169,13 +179,14 @@ class Observer(StepObserver):
             answer = network.start(Reduce(added, 1 / network.world.size), "telemetry's comparison")
             self._asked.append(lambda: self._compare(comparison, answer))
         if weights is not None and self.intervals.check and step % self.intervals.check == 0:
-            digests = payloads.wrap(replicas.digests(weights, self._steps_follow()))
+            digests = payloads.wrap(replicas.digests(weights, counts=not self._watched.view.skips_optimizer))
             found = network.start(Gather(digests), "telemetry's check of the replicas")
             self._asked.append(lambda: self._check([*weights], found, step))
         if self._figures:
             self._asked.append(lambda: self._record(reducer, step))
 
     def conclude(self) -> None:
+        """Wait for the replies to the requests of step_done()."""
         asked, self._asked = self._asked, []
         for each in asked:
             each()

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 
-from gradcomp.engine.optimizer_steps import StepListener, listen
+from gradcomp.engine.optimizer_steps import listen
 
 
-class Noted(StepListener):
-    view = None
-
+class Noted:
     def __init__(self, into: list[Any]):
         self._into = into
 

@@ -104,8 +104,7 @@ def begun(link: Link, loss: str) -> list[Rank]:
     ranks = threads.start(2, auto.EXACT.spec)
     for rank in ranks:
         link.under(rank)
-        knobs = Auto(loss)
-        rank.session.set_chooser(Chooser(rank.session, knobs, (torch.float32,)), str(knobs))
+        rank.session.turns = Chooser(rank.session, Auto(loss), (torch.float32,))
     return ranks
 
 
