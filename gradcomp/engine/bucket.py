@@ -99,15 +99,18 @@ class Bucket:
         frozen = context.frozen(layout)
         if frozen or self.frozen:
             momentum = context.momentum(layout)
-            seeded = momentum is not None and bool(momentum.seeds)  # those of frozen layers are set aside, too
-            self.frozen.put_back(() if seeded else frozen)
-            self.frozen.set_aside(() if seeded else frozen, self._arrays())
+            self.frozen.put_back(frozen)
+            self.frozen.set_residual_aside(frozen)
+            if momentum is not None and momentum.seeds:  # those of frozen layers are set aside, too
+                self.frozen.put_arrays_back()
+            else:
+                self.frozen.set_arrays_aside(frozen, self._arrays())
         for prepare, state in self._prepares:
             prepare(accumulation, state, context)
         if accumulation.dropped:
             self.frozen.forget()
         if frozen:
-            self.frozen.set_aside(frozen, self._arrays())
+            self.frozen.set_arrays_aside(frozen, self._arrays())
             self.frozen.scale_residual(accumulation.residual_factor)
         accumulation.run()
         for after, state in self._afters:
@@ -170,41 +173,56 @@ class FrozenLayers:
 
     def __init__(self, layout: Layout, residual: Tensor):
         self._spans, self._residual = layout.spans, residual
-        self._backups: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: each array, and the layer's part of it
+        self._residuals: dict[int, Tensor] = {}  # by layer
+        self._arrays: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer: each array, and the layer's part of it
 
     def __bool__(self) -> bool:
-        return bool(self._backups)
+        return bool(self._residuals)
 
-    def set_aside(self, frozen: Sequence[int], arrays: Sequence[Tensor]) -> None:
-        """Set the arrays of frozen layers aside, unless they are. The layers go on with zeros."""
+    def set_residual_aside(self, frozen: Sequence[int]) -> None:
+        """Set the residuals of frozen layers aside, unless they are. The layers go on with zeros."""
         for layer in frozen:
-            if layer not in self._backups:
-                parts = [(array, array[slice(*self._spans[layer])]) for array in (self._residual, *arrays)]
-                self._backups[layer] = [(array, part.clone()) for array, part in parts]
+            if layer not in self._residuals:
+                part = self._part(self._residual, layer)
+                self._residuals[layer] = part.clone()
+                part.zero_()
+
+    def set_arrays_aside(self, frozen: Sequence[int], arrays: Sequence[Tensor]) -> None:
+        """Set the other arrays of frozen layers aside, unless they are. The layers go on with zeros."""
+        for layer in frozen:
+            if layer not in self._arrays:
+                parts = [(array, self._part(array, layer)) for array in arrays]
+                self._arrays[layer] = [(array, part.clone()) for array, part in parts]
                 for array, part in parts:
                     if array.dtype != torch.uint8:  # the steps of the last sends stay
                         part.zero_()
 
     def put_back(self, frozen: Container[int] = ()) -> None:
-        """Put the arrays of all layers back, but for those that stay frozen."""
-        for layer in [each for each in self._backups if each not in frozen]:
-            for array, part in self._backups.pop(layer):
-                own = array[slice(*self._spans[layer])]
-                if array is self._residual:
-                    own.add_(part).clamp_(-LARGEST, LARGEST)
-                else:
-                    own.copy_(part)
+        """Put the residual and the arrays of all layers back, but for those that stay frozen."""
+        for layer in [each for each in self._residuals if each not in frozen]:
+            self._part(self._residual, layer).add_(self._residuals.pop(layer)).clamp_(-LARGEST, LARGEST)
+        self.put_arrays_back(frozen)
+
+    def put_arrays_back(self, frozen: Container[int] = ()) -> None:
+        """Put the other arrays of all layers back, but for those that stay frozen."""
+        for layer in [each for each in self._arrays if each not in frozen]:
+            for array, part in self._arrays.pop(layer):
+                self._part(array, layer).copy_(part)
 
     def scale_residual(self, factor: float) -> None:
         """Multiply the residuals by the factor that a step applies to the others."""
-        for parts in self._backups.values():
-            for array, part in parts:
-                if array is self._residual and factor not in (0, 1):
-                    part.mul_(factor).clamp_(-LARGEST, LARGEST)
+        if factor not in (0, 1):
+            for part in self._residuals.values():
+                part.mul_(factor).clamp_(-LARGEST, LARGEST)
 
     def forget(self) -> None:
-        """Forget the arrays that were set aside."""
-        self._backups.clear()
+        """Empty the residuals that were set aside, and forget the other arrays."""
+        for part in self._residuals.values():
+            part.zero_()
+        self._arrays.clear()
+
+    def _part(self, array: Tensor, layer: int) -> Tensor:
+        return array[slice(*self._spans[layer])]
 
 
 def check_type(grad: Tensor, subject: str) -> None:

@@ -79,9 +79,8 @@ def _begin(momentum: Momentum, velocity: Tensor, accumulation: Accumulation) -> 
     for part, seed in zip(velocities, momentum.seeds or [], strict=False):
         if seed is not None:
             part.copy_(seed[0])
-    if momentum.nesterov and momentum.decays and accumulation.residual_factor != 1:
-        accumulation.residual.mul_(accumulation.residual_factor).clamp_(-LARGEST, LARGEST)
-        accumulation.residual_factor = 1.0
+    if momentum.nesterov and momentum.decays:
+        accumulation.scale_residual()
     for decay, (layers, weights) in momentum.decays.items():
         torch._foreach_add_([velocities[i] for i in layers], weights, alpha=decay / momentum.value)
         if momentum.nesterov:

@@ -27,8 +27,8 @@ class Accumulation:
     """The arguments of the one call of kernels.accumulate that adds a bucket's gradients to its residual. Stages fill it in.
 
     step: the number of the bucket's step, from 1. residual_factor: of the old residual; 0 where the step sends nothing of it.
-    residual_is_kept: the step sends none of the old residual, which comes back after it.
-    dropped: a stage has emptied the residual for good.
+    residual_is_scaled: the old residual has its factor already. residual_is_kept: the step sends none of it, and it comes back
+    after the step. dropped: a stage has emptied the residual for good.
     """
 
     grads: Sequence[Tensor]
@@ -39,6 +39,7 @@ class Accumulation:
     step: int
     loss_scale: Tensor | None = None
     residual_factor: float = 1.0
+    residual_is_scaled: bool = False
     residual_is_local: bool = True
     residual_is_kept: bool = False
     dropped: bool = False
@@ -55,6 +56,12 @@ class Accumulation:
         """Empty the residual for good: it holds another quantity than the step adds."""
         self.residual.zero_()
         self.dropped = True
+
+    def scale_residual(self) -> None:
+        """Multiply the old residual by its factor before run(), for a stage that adds to it."""
+        if self.residual_factor != 1:
+            self.residual.mul_(self.residual_factor).clamp_(-LARGEST, LARGEST)
+            self.residual_is_scaled = True
 
     @property
     def adds_gradients(self) -> bool:
@@ -77,7 +84,7 @@ class Accumulation:
             adaptive=self.adaptive,
             mask=None if self.adds_gradients else self.mask,
             residual_is_local=self.residual_is_local,
-            of_residual=self.residual_factor,
+            of_residual=1.0 if self.residual_is_scaled else self.residual_factor,
             memory=self.memory,
         )
 

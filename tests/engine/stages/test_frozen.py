@@ -161,3 +161,24 @@ def test_the_residual_of_a_frozen_layer_keeps_up_with_the_learning_rate() -> Non
         arrivals.append(run.waits() + update)
         torch.testing.assert_close(arrivals[-1], 2 * before)  # the rate is halved
     torch.testing.assert_close(*arrivals)
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True, "weight_decay": 1e-4}], ids=["heavy ball", "nesterov"])
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("rate,factor", [(0.005, 2), (0.0, 1)])
+def test_the_residual_of_a_frozen_layer_follows_the_rate_beside_a_momentum(
+    settings: dict[str, Any], loads: bool, rate: float, factor: float
+) -> None:
+    """loads: the step takes moments of the optimizer's state over. At the rate 0 the residual stays."""
+    run = Run("topk:ratio=0.1", 2, partial(SGD, momentum=0.9, **settings))
+    run.steps(3)
+    run.freeze()
+    before, optimizer = run.waits(), run.training.optimizer
+    if loads:
+        of_layer = {i: {"momentum_buffer": torch.randn(shape)} for i, shape in enumerate(LAYERS.values())}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": of_layer})
+    optimizer.param_groups[0]["lr"] = rate
+    run.steps(1)
+    assert before.any()
+    torch.testing.assert_close(run.waits(), factor * before)
+    assert run.simulation._reducers[0].buckets[0].residual_factor == (factor if rate else 0)
