@@ -67,6 +67,14 @@ class Bucket:
         return {"layers": list(self.layout.names), **measured.figures} if measured and measured.figures else None
 
     @property
+    def loss_scale(self) -> Tensor | None:
+        """The loss scale of the step under way; None if the loss is not scaled, or the bucket's gradients stay scaled.
+
+        They stay scaled without stages: nothing then stays that a later scale could meet.
+        """
+        return None if self._accumulation is None else self._accumulation.loss_scale
+
+    @property
     def ordered_grads(self) -> list[Tensor]:
         """The gradients in the order of the layers. All must be there."""
         return [self.grads[name] for name in self.layout.names]

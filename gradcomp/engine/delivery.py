@@ -45,21 +45,11 @@ class Delivery:
     buckets: of the model. slots: by layer. All of a bucket's have an array for the update, or none has.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot], loss_scale: LossScale | None = None):
+    def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot]):
         self._slots = [[slots[name] for name in bucket.layout.names] for bucket in buckets]
-        self._loss_scale = loss_scale
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
         self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
-
-    def loss_scale(self, bucket: Bucket) -> Tensor | None:
-        """Return the loss scale on a bucket's device; None if the loss is not scaled, or the bucket's gradients stay scaled.
-
-        They stay scaled without stages: nothing then stays that a later scale could meet.
-        """
-        if self._loss_scale is None or bucket.feedback is None:
-            return None
-        return self._loss_scale.on(bucket.layout.device)
 
     def _targets(self, bucket: Bucket) -> list[Tensor]:
         updates = [slot.update for slot in self._slots[bucket.index] if slot.update is not None]
@@ -70,14 +60,13 @@ class Delivery:
 
         With a loss scale the step may be taken back, and then the residual gets the errors of casts to 16 bits.
         """
-        loss_scale = self.loss_scale(bucket)
         update.is_wiped = kernels.spread(
             update.flat,
             self._targets(bucket),
             scale,
             update.marks,
-            loss_scale=loss_scale,
-            residual=bucket.residual if bucket.keeps_residual and loss_scale is not None else None,
+            loss_scale=bucket.loss_scale,
+            residual=bucket.residual if bucket.keeps_residual and bucket.loss_scale is not None else None,
             verdict=self._verdict_of[bucket.layout.device][bucket.index],
             step=step,
             wipes=update.source is not None,
@@ -104,6 +93,6 @@ class Delivery:
                     verdicts[bucket.layout.device],
                     bucket.index,
                     scale,
-                    loss_scale=self.loss_scale(bucket),
+                    loss_scale=bucket.loss_scale,
                     step=step,
                 )

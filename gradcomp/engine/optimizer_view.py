@@ -208,7 +208,7 @@ class OptimizerView:
         self._pending, self._delivery = self.taken, (delivery, step)
         if self.taken:
             updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
-            self._sample.keep(updates, delivery.loss_scale(buckets[0]))
+            self._sample.keep(updates, buckets[0].loss_scale)
 
     def _has_failed(self) -> bool:
         """Decide whether the last step has failed. This waits for a device if there is one."""

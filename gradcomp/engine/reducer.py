@@ -104,7 +104,7 @@ class Reducer:
             view.leave()
         # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
-        self.delivery = Delivery(self.buckets, slots, view.loss_scale)
+        self.delivery = Delivery(self.buckets, slots)
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
