@@ -302,8 +302,8 @@ class Session:
     def _terms(self) -> dict[str, str]:
         """Describe all that must be equal on all ranks."""
         own = {"gradcomp's version": _version.VERSION, "spec": self.spec if self.turns is None else str(self.turns)}
-        own["telemetry"] = str(self._observer or "off")
-        return own | self.options.terms | self.view.terms | self.slots.terms()
+        choice = {"telemetry": str(self._observer or "off"), "auto": str(self.turns or "off")}
+        return own | self.options.terms | choice | self.view.terms | self.slots.terms()
 
     @property
     def is_watched(self) -> bool:
