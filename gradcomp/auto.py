@@ -41,13 +41,13 @@ JOINED = 3
 # out as before, up to MOST_STEPS.
 AGAIN, MOST_STEPS = 300, 4800
 
-# A look is odd if the step time differs by the first factor, or a probe by the second. LOOKS odd looks in a row are a change;
-# up to MOST_LOOKS after tournaments that came out as before.
-STEP_CHANGED, LINK_CHANGED, LOOKS, MOST_LOOKS = 1.25, 2.0, 2, 8
-# The share of the time that probes may take, and the steps between two looks: at least, and at most.
-PROBING, NEXT_LOOK = 0.0025, (10, 1000)
-# The probes of which the fastest counts, at the first look and where the link seems slower. A probe reduces a part of the
-# model's entries, up to a limit.
+# A check is odd if the step time differs by the first factor, or a probe by the second. ODD_CHECKS in a row are a change; up to
+# MOST_ODD_CHECKS after tournaments that came out as before.
+STEP_CHANGED, LINK_CHANGED, ODD_CHECKS, MOST_ODD_CHECKS = 1.25, 2.0, 2, 8
+# The share of the time that probes may take, and the steps between two checks: at least, and at most.
+PROBING, NEXT_CHECK = 0.0025, (10, 1000)
+# The probes at the first check, and where the link seems slower: the fastest one counts. A probe reduces a part of the model's
+# entries, up to a limit.
 PROBES, PART, LONGEST = 5, 8, 2**18
 
 # The exact steps in which a residual must become empty. The residual of a frozen layer cannot.
@@ -123,12 +123,12 @@ class Policy:
     """The tournaments of one training: which candidate takes the next steps, and which one wins. All ranks decide alike.
 
     seconds: a step's, of each candidate of the last tournament. rest: the steps until the next one, if nothing changes.
-    looks: the odd looks in a row that are a change.
+    odd_checks: the number of odd checks in a row that are a change.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[Candidate, float] = {}
-        self.rest, self.looks = AGAIN, LOOKS
+        self.rest, self.odd_checks = AGAIN, ODD_CHECKS
         self._history: list[dict[Candidate, float]] = []
         self._stopped, self._slow = set[Candidate](), set[Candidate]()
         self._counted: dict[Candidate, list[float]] = {}
@@ -170,7 +170,8 @@ class Policy:
         self._stopped = stopped
         winner = best_of(ordered, self.seconds, present)
         same = winner == present
-        self.rest, self.looks = (min(2 * self.rest, MOST_STEPS), min(2 * self.looks, MOST_LOOKS)) if same else (AGAIN, LOOKS)
+        self.rest = min(2 * self.rest, MOST_STEPS) if same else AGAIN
+        self.odd_checks = min(2 * self.odd_checks, MOST_ODD_CHECKS) if same else ODD_CHECKS
         return winner
 
     @property
@@ -190,14 +191,14 @@ class Policy:
 
 
 class Drift:
-    """The looks since a tournament, at the time of a step and at a probe of the link, each compared with the first look.
+    """The checks since a tournament, of the time of a step and of a probe of the link, each compared with the first one.
 
-    needed: odd looks in a row that are a change. heeds_steps: step times alone may be one.
+    needed: odd checks in a row that are a change. heeds_steps: step times alone may be one.
     """
 
     def __init__(self, needed: int, heeds_steps: bool):
         self._needed, self._heeds_steps = needed, heeds_steps
-        self.usual: tuple[float, float] | None = None  # the first look
+        self.usual: tuple[float, float] | None = None  # the first check
         self._odd = 0
         self.link_changed = False
 
@@ -216,12 +217,12 @@ class Drift:
         usual_step, usual_probe = self.usual
         self.link_changed = _factor(probe, usual_probe) > LINK_CHANGED
         odd = self.link_changed or (self._heeds_steps and _factor(step, usual_step) > STEP_CHANGED)
-        self._odd = self._odd + (LOOKS if probe * LINK_CHANGED < usual_probe else 1) if odd else 0
+        self._odd = self._odd + (ODD_CHECKS if probe * LINK_CHANGED < usual_probe else 1) if odd else 0
 
     def interval(self, step: float, took: float) -> int:
-        """Return the steps until the next look, for a step and a look that take these seconds."""
-        rare = int(min(max(NEXT_LOOK[0], took / (PROBING * step)), NEXT_LOOK[1]))
-        return NEXT_LOOK[0] if self._odd else rare
+        """Return the steps until the next check, for a step and a check that take these seconds."""
+        rare = int(min(max(NEXT_CHECK[0], took / (PROBING * step)), NEXT_CHECK[1]))
+        return NEXT_CHECK[0] if self._odd else rare
 
 
 def _factor(one: float, other: float) -> float:
@@ -296,7 +297,7 @@ class Chooser:
             self._timed, self._choices = False, 1
             self._note_choice("one rank exchanges nothing", {}, 0.0)
             while True:
-                yield NEXT_LOOK[1]
+                yield NEXT_CHECK[1]
         heeds_steps = True
         while True:
             self._timed = True
@@ -349,11 +350,11 @@ class Chooser:
         self._last = {"reason": reason, "after_step": self._session.reducer.steps_done, "seconds": tried, "cost_seconds": cost}
 
     def _watch(self, heeds_steps: bool) -> Course[Drift]:
-        """Look at steps and the link now and then, until they have changed, or for long."""
+        """Check steps and the link now and then, until they have changed, or for long."""
         yield SETTLING_RESIDUAL
-        drift, left, next_look = Drift(self._policy.looks, heeds_steps), self._policy.rest, NEXT_LOOK[0]
+        drift, left, next_check = Drift(self._policy.odd_checks, heeds_steps), self._policy.rest, NEXT_CHECK[0]
         while not drift.changed and left > 0:
-            steps = min(next_look, left)
+            steps = min(next_check, left)
             times = yield steps
             left -= steps
             began, count = time.perf_counter(), PROBES if drift.usual is None else 1
@@ -362,7 +363,7 @@ class Chooser:
             if drift.seems_slower(probe):
                 (probe,) = self._means([min(fastest, self._fastest(PROBES - 1))])
             drift.note(step, probe)
-            next_look = drift.interval(step, took)
+            next_check = drift.interval(step, took)
         return drift
 
     def _fastest(self, probes: int) -> float:

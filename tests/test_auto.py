@@ -18,7 +18,7 @@ from threads import Rank
 
 import gradcomp
 from gradcomp import auto
-from gradcomp.auto import COUNTED, EXACT, NEXT_LOOK, SENDS_RESIDUAL, STOCK, Candidate, Chooser, Drift, Policy
+from gradcomp.auto import COUNTED, EXACT, NEXT_CHECK, SENDS_RESIDUAL, STOCK, Candidate, Chooser, Drift, Policy
 from gradcomp.spec import LOSSES
 
 TYPES = (torch.float32, torch.bfloat16)
@@ -153,7 +153,7 @@ def test_equal_outcomes_make_tournaments_rarer_and_all_compete_in_the_rarest() -
     assert {each for each, _ in asked} == {*EVERY}
     policy.forget()
     assert played(policy, lambda each, _: 0.5 if each == HALF else 1.0, present)[0] == HALF
-    assert (policy.rest, policy.looks) == (auto.AGAIN, auto.LOOKS)
+    assert (policy.rest, policy.odd_checks) == (auto.AGAIN, auto.ODD_CHECKS)
 
 
 def test_a_candidate_that_was_faster_by_chance_is_left_at_the_next_tournament() -> None:
@@ -185,7 +185,7 @@ def test_a_link_that_is_slower_twice_or_faster_once_has_changed() -> None:
     for probe, changed in ((1.0, False), (2.5, False), (1.1, False), (2.5, False), (2.5, True)):
         assert drift.seems_slower(probe) == (probe > 2)
         drift.note(0.1, probe)
-        assert drift.changed == changed and drift.interval(1.0, 0.1) == (NEXT_LOOK[0] if probe > 2 else 40)
+        assert drift.changed == changed and drift.interval(1.0, 0.1) == (NEXT_CHECK[0] if probe > 2 else 40)
     assert drift.link_changed
     drift = Drift(2, True)
     drift.note(0.1, 1.0)

@@ -1,4 +1,4 @@
-"""SDAGC: the entries above a multiple of the standard deviation are sent; the other entries wait in the residual.
+"""SDAGC: the entries above a multiple of the standard deviation are sent; the others stay in the residual.
 
 M. Chen, Z. Yan, J. Ren, W. Wu, "Standard Deviation based Adaptive Gradient Compression for Distributed Deep Learning" (CCGRID
 2020). Only the paper's abstract was available. It names the parts: a threshold from each layer's standard deviation, residual

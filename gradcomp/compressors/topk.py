@@ -1,4 +1,4 @@
-"""Top-k: the entries of largest magnitude travel with their indices; the other entries wait in the residual.
+"""Top-k: the entries of largest magnitude travel with their indices; the others stay in the residual.
 
 Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017). With momentum and masking it is the core
 of Lin et al., "Deep Gradient Compression" (ICLR 2018). The choice of the largest is exact, per bucket.

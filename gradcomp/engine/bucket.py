@@ -29,8 +29,7 @@ GRADIENT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Bucket:
     """Layers that are exchanged together.
 
-    feedback: the wrapper around the compressor; None around an exact one, each step of which starts from the gradients
-    alone.
+    feedback: the wrapper around the compressor; None around an exact one, whose steps start from the gradients alone.
 
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
     far. grads: the gradients that are ready. count: the number of layers. running: the exchange under way. answer: waits

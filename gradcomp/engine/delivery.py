@@ -58,7 +58,7 @@ class Delivery:
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.
 
-        With a loss scale the step may be taken back, and then the residual gets the errors of casts to 16 bits.
+        The residual gets the errors of casts to 16 bits with a loss scale: the step may then be taken back.
         """
         update.is_wiped = kernels.spread(
             update.flat,

@@ -200,7 +200,7 @@ class Membership:
         self._met_in, self._ever_met = self._generation, True
 
     def _share(self, reducer: Reducer) -> Flow[None]:
-        """Compare the state that all ranks must share. Where it differs, all ranks adopt the leader's."""
+        """Compare the state that all ranks must share. All ranks adopt the leader's if it differs."""
         own = structure.write({"steps": reducer.steps_done, "buckets": [bucket.save_shared() for bucket in reducer.buckets]})
         host, digest = (
             int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
@@ -217,7 +217,7 @@ class Membership:
         self._network.meeting = f"{self._facts[0].name:x}"
 
     def _check_shares(self) -> None:
-        """Refuse a loaded state of which a rank's share is missing. Name the ranks that left and took theirs along."""
+        """Refuse a loaded state without some rank's share. Name the ranks that left and took theirs along."""
         ranks = max(facts.ranks for facts in self._facts)
         missing = sorted({*range(ranks)} - {facts.rank for facts in self._facts if facts.ranks == ranks})
         loaded = [rank for rank, facts in enumerate(self._facts) if facts.loaded]
@@ -234,8 +234,7 @@ class Membership:
             )
         if missing and self._network.world.rank == self._leader:
             log.warning(
-                "gradcomp: %s of %d left; the gradients that waited in the residual there are lost. The other ranks go on "
-                "after step %d",
+                "gradcomp: %s of %d left; their residuals are lost. The other ranks go on after step %d",
                 in_words(missing),
                 ranks,
                 self._facts[self._leader].steps,

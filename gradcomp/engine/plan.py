@@ -12,7 +12,7 @@ import torch
 from gradcomp.core.compressor import Compressor, Layer, Layout
 from gradcomp.engine.stages.feedback import Feedback, with_feedback
 
-# The most entries of a bucket: kernels number them in 32 bits, of which one is the sign.
+# The most entries of a bucket: kernels number them in 31 bits and a sign.
 MOST_ENTRIES = 2**31 - 1
 
 

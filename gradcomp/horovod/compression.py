@@ -121,7 +121,7 @@ class Compression(Handle):
     def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot | None]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().
 
-        Where compression would not be worth it, the gradient itself is returned, and no slot.
+        The gradient itself is returned, and no slot, where compression would not be worth it.
 
         The ranks meet in the hook of the first gradient. Two optimizers in one backward pass must get their first gradients in
         the same order on all ranks.

@@ -99,8 +99,7 @@ class Codec(ABC):
         self, acc: Acc, capacity: int, bar: kernels.Bar, mask: kernels.Mask | None = None, packs: bool = False
     ) -> Taken:
         """Move the entries above the bar out of acc, at most `capacity`, and steer the bar. mask, packs: see take()."""
-        options = {"from_zero": bar.from_zero, "live": bar.live, "pooled": bar.pooled}
-        kernels.set_thresholds(bar.moments, bar.ends, bar.lam, bar.thresholds, **options)
+        kernels.set_thresholds(bar.moments, bar.ends, bar.lam, bar.thresholds, pooled=bar.pooled)
         taken = self.allocate(acc, capacity)
         layers = bar.ends, bar.thresholds
         kernels.take_above(acc.residual, *layers, *taken.unpacked, mask, acc.flag, acc.peaks, acc.memory)
@@ -266,7 +265,9 @@ CODECS: dict[str, Codec] = {"compact": COMPACT, "exact": EXACT}
 
 def wire_knob() -> Any:
     """Declare the knob that names a codec."""
-    return knob("compact", "compact: some 15 bits an entry, rounding errors wait; exact: 64 bits", choices=CODECS)
+    return knob(
+        "compact", "compact: some 15 bits an entry, rounding errors stay in the residual; exact: 64 bits", choices=CODECS
+    )
 
 
 def ratio_knob(default: float = 0.01) -> Any:

@@ -39,7 +39,7 @@ MOMENTS: int = native.moments
 LINE: int = native.line
 # A sketch's columns are a multiple of this.
 TILE: int = native.tile
-# Entries of a block, of which a part of a search has every so many.
+# Entries of a block. A part of a search has every so many blocks.
 SEARCH_BLOCK: int = native.search_block
 # The largest magnitude in a residual: a little below the largest float, so that rounding a sum of shares cannot overflow.
 LARGEST: float = native.largest

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradcomp.native import extension, streams
 from gradcomp.native.extension import LINE, Array
 
-# Steps between the start of a copy to the host and its use, by which the copy has arrived. All ranks then act alike.
+# Steps between the start of a copy to the host and its use: the copy has arrived then. All ranks act alike.
 DELAY = 8
 
 # Where scratch lies: its use and type, the device, with the library if that is not torch, and the stream.

@@ -87,7 +87,7 @@ class TorchNetwork:
         started = self._roll.texts(meeting)
         if len({*started}) > 1:
             raise RuntimeError(
-                f"a step failed on some ranks only, and the group has exchanges that nobody will finish (the ranks have begun "
+                f"a step failed on some ranks only, and the group has exchanges that cannot finish (the ranks have begun "
                 f"{', '.join(started)}): start all ranks again from their last states"
             )
 

@@ -56,7 +56,7 @@ class Comparison:
 
     def __init__(self, step: int):
         self.step = step
-        self._places: dict[int, Tensor] = {}
+        self._indices: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._added: dict[int, Tensor] = {}
         self._delivered: dict[int, Tensor] = {}
@@ -64,20 +64,20 @@ class Comparison:
     def before(self, bucket: Bucket) -> None:
         """Draw the bucket's entries. Keep their residual."""
         residual, total = bucket.residual, bucket.layout.total
-        places = sampled_indices(total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
-        self._places[bucket.index] = places
-        self._weights[bucket.index] = torch.full_like(places, residual.numel() / len(places), dtype=torch.float64)
-        self._added[bucket.index] = residual.index_select(0, places)
+        indices = sampled_indices(total, ENTRIES, bucket.seed % 2**40 + self.step, bucket.layout.device)
+        self._indices[bucket.index] = indices
+        self._weights[bucket.index] = torch.full_like(indices, residual.numel() / len(indices), dtype=torch.float64)
+        self._added[bucket.index] = residual.index_select(0, indices)
 
     def collected(self, bucket: Bucket) -> None:
         """Keep the addition to the residual."""
         kept = bucket.residual_factor if bucket.keeps_residual else 0.0
-        now = bucket.residual.index_select(0, self._places[bucket.index])
+        now = bucket.residual.index_select(0, self._indices[bucket.index])
         self._added[bucket.index] = now - kept * self._added[bucket.index]
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
         """Keep the update."""
-        self._delivered[bucket.index] = update.flat.index_select(0, self._places[bucket.index])
+        self._delivered[bucket.index] = update.flat.index_select(0, self._indices[bucket.index])
 
     def joined_added(self) -> Tensor:
         """Join the additions of this rank, in the order of the buckets."""

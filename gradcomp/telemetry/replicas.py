@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradcomp.networks.waits import in_words
 
-# Entries of which a digest is computed at once.
+# A digest is computed of so many entries at once.
 PART = 2**20
 # Odd, so that no change of one entry's bits is lost in a product modulo 2^64.
 _FIRST, _SECOND, _PART_FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x2545F4914F6CDD1D

@@ -18,7 +18,7 @@ import torch
 from threads import Rank, StockDoor
 
 from gradcomp import auto
-from gradcomp.auto import LOOKS, Chooser
+from gradcomp.auto import ODD_CHECKS, Chooser
 from gradcomp.core.requests import Request, bytes_of
 from gradcomp.networks import Answer
 from gradcomp.spec import Auto
@@ -28,7 +28,7 @@ LATENCY, SLOW, FAST = 0.3e-3, 4e-6, 1e-9
 # Seconds that a step computes, and by how much more on each further rank: what one rank decides alone does not pass.
 COMPUTES, MORE = 8e-3, 0.05
 # The steps in which a choice is over, and those in which a change of the link must have been seen.
-CHOICE, SEEN = 90, (LOOKS + 1) * 60
+CHOICE, SEEN = 90, (ODD_CHECKS + 1) * 60
 
 
 # The modules of gradcomp that read the time of a step.

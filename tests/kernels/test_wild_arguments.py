@@ -114,7 +114,7 @@ def test_the_length_of_a_layer_is_counted_in_64_bits(device: torch.device) -> No
 def test_a_count_that_no_header_holds_is_refused(count: int, device: torch.device) -> None:
     header = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=rf"write_header: count={count} must be in \[0, 2\^31\)"):
-        kernels.write_header(header, None, count)
+        extension.native.write_header(None, count, header, **extension.queue(header))
 
 
 def test_a_payload_of_another_size_or_between_two_words_is_refused(device: torch.device) -> None:

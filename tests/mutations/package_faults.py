@@ -307,7 +307,7 @@ PACKAGE_FAULTS = (
     Fault(
         "auto has a faster link confirmed",
         "gradcomp",
-        "(LOOKS if probe * LINK_CHANGED < usual_probe else 1) if odd",
+        "(ODD_CHECKS if probe * LINK_CHANGED < usual_probe else 1) if odd",
         "1 if odd",
         ("test_auto.py",),
     ),

@@ -58,7 +58,11 @@ class Lgc(Compressor):
         4096, "entries of all ranks in a learning step; lower = shorter steps", least=common_entries.SHORTEST_WINDOW
     )
     max_code_error: float = knob(
-        0.9, "relative coding error above which a step's entries wait; inf = none wait", above=0, most=math.inf, alias="bound"
+        0.9,
+        "relative coding error above which a step's entries stay in the residual; inf = none",
+        above=0,
+        most=math.inf,
+        alias="bound",
     )
     wire: str = wire_knob()
 

@@ -40,7 +40,7 @@ class Feedback(Wrapper):
 
     A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
     adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OptimizerView).
-    With feedback=false unsent entries are lost, as in some papers: the residual holds one step's gradient.
+    Unsent entries are lost with feedback=false, as in some papers: the residual holds one step's gradient.
     """
 
     feedback: bool = knob(

@@ -81,8 +81,8 @@ class Measurements:
             self._measuring[0] = squares.sum()
         kernels.sum_squares([residual], self._measuring[1:2])
         if mask is not None:
-            sent_in: Any = mask.sent_in
-            self._measuring[3] = _count_old(sent_in, mask.step).double() / max(1, len(sent_in))
+            last_sent: Any = mask.last_sent
+            self._measuring[3] = _count_old(last_sent, mask.step).double() / max(1, len(last_sent))
         self._measuring[4:] = accumulation.flag
 
     def after(self, residual: Tensor) -> None:
@@ -139,10 +139,10 @@ def _measured(steps: Steps, measurements: Measurements, residual: Tensor) -> Ste
     return update
 
 
-def _count_old(sent_in: Tensor, step: int) -> Tensor:
+def _count_old(last_sent: Tensor, step: int) -> Tensor:
     """Count the old entries. The steps of much older ones are moved up, so that modulo 256 they stay old."""
-    count = torch.zeros((), dtype=torch.int64, device=sent_in.device)
-    for part in sent_in.split(PART):
+    count = torch.zeros((), dtype=torch.int64, device=last_sent.device)
+    for part in last_sent.split(PART):
         is_old = step % 256 - part >= OLD  # modulo 256, too
         part.masked_fill_(is_old, (step - OLD) % 256)
         count += is_old.count_nonzero()

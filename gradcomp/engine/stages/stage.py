@@ -84,7 +84,7 @@ class Accumulation:
             adaptive=self.adaptive,
             mask=None if self.adds_gradients else self.mask,
             residual_is_local=self.residual_is_local,
-            of_residual=1.0 if self.residual_is_scaled else self.residual_factor,
+            residual_factor=1.0 if self.residual_is_scaled else self.residual_factor,
             memory=self.memory,
         )
 
@@ -170,7 +170,7 @@ class Stage(ABC):
         return steps
 
     def arrays(self, state: Any) -> list[Tensor]:
-        """List the flat arrays by which a later step may move weights. Of frozen layers they are set aside."""
+        """List the flat arrays that may move weights in a later step. Those of frozen layers are set aside."""
         return [array for field in self.fields if (array := getattr(state, field)) is not None]
 
     def save(self, state: Any, layout: Layout, copy: Copy) -> Part:
@@ -188,7 +188,7 @@ class Stage(ABC):
             self.load(state, layout, Shares([before]))()
 
     def scale(self, state: Any, factor: float) -> None:
-        """Follow a change of the number of ranks, by which the residual is multiplied. At 0 all is forgotten."""
+        """Follow a change of the number of ranks: the residual is multiplied by the factor. A factor of 0 resets all."""
         return
 
 

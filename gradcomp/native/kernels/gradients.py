@@ -101,12 +101,12 @@ def accumulate(
     adaptive: Adaptive | None = None,
     mask: Mask | None = None,
     residual_is_local: bool = True,
-    of_residual: float = 1.0,
+    residual_factor: float = 1.0,
     memory: Memory | None = None,
 ) -> None:
     """Add gradients to a residual.
 
-    velocity <- momentum * velocity + scales * grads;  residual <- of_residual * residual + velocity
+    velocity <- momentum * velocity + scales * grads;  residual <- residual_factor * residual + velocity
 
     adaptive: Adam's coefficients and second moment; nesterov must then be False.
     mask: the step in which each entry was last sent; entries without residual are noted as sent in the step before.
@@ -131,12 +131,12 @@ def accumulate(
             flat,
             _part(velocity, place),
             _part(rule.second, place),
-            None if mask is None else _part(mask.sent_in, place),
+            None if mask is None else _part(mask.last_sent, place),
             flag if len(chunks) == 1 else flags[i : i + 1],
             _part(moments, layers),
             peaks,
             None if moments is None else _lend_scratch(count(flat), part, residual, memory),
-            of_residual,
+            residual_factor,
             momentum,
             *rule[1:],
             0 if mask is None else mask.step,
@@ -213,9 +213,9 @@ def add_back(
         extension.native.add_back(part, own, loss_scale, verdicts, bucket, scale, step, **queue(residual))
 
 
-def write_header(header: Array, flag: Array | None = None, count: int = 0) -> None:
-    """Write a payload's header: the number of entries, 0 where all travel, and the flag, 0 where there is none."""
-    extension.native.write_header(flag, count, header, **queue(header))
+def write_header(header: Array, flag: Array | None = None) -> None:
+    """Write the header of a payload in which all entries travel: 0, and the flag, 0 where there is none."""
+    extension.native.write_header(flag, 0, header, **queue(header))
 
 
 def offer_all(residual: Array, taken: Array, flag: Array | None = None, scale: float = 1.0) -> Array:
@@ -224,6 +224,6 @@ def offer_all(residual: Array, taken: Array, flag: Array | None = None, scale: f
     return taken
 
 
-def settle_all(residual: Array, update: Array, keep: float = 0.0) -> None:
-    """Multiply the residual by keep if update[0] is finite; otherwise leave it."""
-    extension.native.settle_all(residual, update, keep, **queue(residual))
+def settle_all(residual: Array, update: Array, kept_share: float = 0.0) -> None:
+    """Multiply the residual by kept_share if update[0] is finite; otherwise leave it."""
+    extension.native.settle_all(residual, update, kept_share, **queue(residual))

@@ -55,11 +55,9 @@ def add_levels(
         extension.native.add_levels(target, levels[few], words[few], headers[few], group, count, scale, **queue(target))
 
 
-def settle_levels(
-    residual: Array, levels: Array, words: Array, group: int, count: int, update: Array, keep: float = 0.0
-) -> None:
-    """Put keep times the taken levels back if update[0] is finite, otherwise all of them."""
-    extension.native.settle_levels(residual, levels, words, group, count, update, keep, **queue(residual))
+def settle_levels(residual: Array, levels: Array, words: Array, group: int, count: int, update: Array) -> None:
+    """Put the taken levels back unless update[0] is finite."""
+    extension.native.settle_levels(residual, levels, words, group, count, update, 0.0, **queue(residual))
 
 
 def find_and_take_levels(
@@ -90,10 +88,9 @@ def add_and_settle_levels(
     scale: float,
     residual: Array,
     own: Array,
-    keep: float = 0.0,
 ) -> None:
     """Do what add_levels() does, for the payloads of at most MOST_RANKS ranks, and settle_levels() with the sums as the update.
 
     own: the payload that this rank sent. Payloads are given in bytes.
     """
-    extension.native.add_and_settle_levels(update, payloads, group, count, scale, residual, own, keep, **queue(residual))
+    extension.native.add_and_settle_levels(update, payloads, group, count, scale, residual, own, 0.0, **queue(residual))

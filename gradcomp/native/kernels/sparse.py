@@ -19,32 +19,32 @@ BLOCK, VALUE_BITS = 1 << 16, 6
 class Mask(NamedTuple):
     """Notes which entries are sent. It clears the velocity, if given, of sent entries that had a residual.
 
-    sent_in: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. accumulate() notes
+    last_sent: uint8, the step in which each entry was last sent, modulo 256; 0 before the first. accumulate() notes
     entries without residual as sent in the step before. step: this step's number.
     """
 
     velocity: Tensor | None
-    sent_in: Tensor
+    last_sent: Tensor
     step: int
 
-    def note(self, places: Tensor, sent: Tensor) -> None:
-        """Note which of these entries are sent. A place may come twice if it is sent once at most."""
-        last = self.sent_in.index_select(0, places)
+    def note(self, indices: Tensor, sent: Tensor) -> None:
+        """Note which of these entries are sent. An index may come twice if it is sent once at most."""
+        last = self.last_sent.index_select(0, indices)
         if self.velocity is not None:
-            waited = sent & (last != (self.step - 1) % 256)
-            masked = self.velocity.index_select(0, places).masked_fill(~waited, 0.0)
-            self.velocity.index_add_(0, places, masked, alpha=-1)
-        self.sent_in.index_add_(0, places, torch.where(sent, self.step % 256 - last, 0).to(torch.uint8))
+            had_residual = sent & (last != (self.step - 1) % 256)
+            masked = self.velocity.index_select(0, indices).masked_fill(~had_residual, 0.0)
+            self.velocity.index_add_(0, indices, masked, alpha=-1)
+        self.last_sent.index_add_(0, indices, torch.where(sent, self.step % 256 - last, 0).to(torch.uint8))
 
     def note_all(self, sent: Tensor) -> None:
         """Note which of all entries are sent. sent: for each entry, or one for all."""
         if self.velocity is not None:
-            self.velocity.masked_fill_(sent & (self.sent_in != (self.step - 1) % 256), 0.0)
-        self.sent_in.masked_fill_(sent, self.step % 256)
+            self.velocity.masked_fill_(sent & (self.last_sent != (self.step - 1) % 256), 0.0)
+        self.last_sent.masked_fill_(sent, self.step % 256)
 
     def part(self, span: slice) -> Mask:
         """Return the mask of some of the entries."""
-        return Mask(None if self.velocity is None else self.velocity[span], self.sent_in[span], self.step)
+        return Mask(None if self.velocity is None else self.velocity[span], self.last_sent[span], self.step)
 
 
 # The three arguments of a take without a mask.
@@ -104,8 +104,6 @@ class Bar(NamedTuple):
     ends: Array
     lam: Array
     thresholds: Array
-    from_zero: bool = False
-    live: bool = True
     pooled: bool = False
     target: int | None = None
 
@@ -138,8 +136,9 @@ def take_above_and_pack(
     """Do what set_thresholds(), take_above(), steer() and pack_sparse() do. payload: see take_topk_and_pack()."""
     words = scratch_words(extension.native, "take_above_and_pack", on_cuda(residual), count(residual), capacity)
     scratch = (memory or Memory()).scratch("take", words, residual)
-    moments, ends, lam, thresholds, from_zero, live, pooled, target = bar
-    rule = (moments, ends, lam, from_zero, live, pooled, target or 0, thresholds)
+    moments, ends, lam, thresholds, pooled, target = bar
+    # False: sigma is measured from the mean. True: each layer sends an entry.
+    rule = (moments, ends, lam, False, True, pooled, target or 0, thresholds)
     extension.native.take_above_and_pack(
         residual, *(mask or _NO_MASK), flag, peaks, *rule, capacity, payload, scratch, **queue(residual)
     )
@@ -174,9 +173,11 @@ def add_sparse(
     extension.native.add_sparse(target, marks, values, indices, header, scale, **queue(target))
 
 
-def settle_sparse(residual: Array, values: Array, indices: Array, header: Array, update: Array, keep: float = 0.0) -> None:
-    """Put keep times the taken entries back if update[0] is finite, otherwise all of them."""
-    extension.native.settle_sparse(residual, values, indices, header, update, keep, **queue(residual))
+def settle_sparse(
+    residual: Array, values: Array, indices: Array, header: Array, update: Array, kept_share: float = 0.0
+) -> None:
+    """Put kept_share times the taken entries back if update[0] is finite, otherwise all of them."""
+    extension.native.settle_sparse(residual, values, indices, header, update, kept_share, **queue(residual))
 
 
 def packed_words(n: int, capacity: int) -> int:
@@ -212,10 +213,10 @@ def add_packed(
 
 
 def settle_packed(
-    residual: Array, blocks: Array, entries: Array, header: Array, update: Array, capacity: int, keep: float = 0.0
+    residual: Array, blocks: Array, entries: Array, header: Array, update: Array, capacity: int, kept_share: float = 0.0
 ) -> None:
     """Put packed entries back, as settle_sparse() does."""
-    extension.native.settle_packed(residual, blocks, entries, header, update, capacity, keep, **queue(residual))
+    extension.native.settle_packed(residual, blocks, entries, header, update, capacity, kept_share, **queue(residual))
 
 
 def add_and_settle_packed(
@@ -226,23 +227,25 @@ def add_and_settle_packed(
     marks: Array | None,
     residual: Array,
     own: Array,
-    keep: float = 0.0,
+    kept_share: float = 0.0,
 ) -> None:
     """Do what add_packed() does, for the payloads of at most MOST_RANKS ranks, and settle_packed() with the sums as the update.
 
     own: the payload that this rank sent. Payloads are given in bytes.
     """
-    extension.native.add_and_settle_packed(update, marks, payloads, capacity, scale, residual, own, keep, **queue(residual))
+    extension.native.add_and_settle_packed(
+        update, marks, payloads, capacity, scale, residual, own, kept_share, **queue(residual)
+    )
 
 
-def add_within_largest(residual: Tensor, places: Tensor, values: Tensor) -> None:
-    """Add values at these places of a residual, within the largest magnitude. The excess of a sum is lost.
+def add_within_largest(residual: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Add values at these indices of a residual, within the largest magnitude. The excess of a sum is lost.
 
-    Only places with the value 0 may repeat. A value in double precision that is larger than the largest magnitude is added in
-    halves. This is torch's work: few entries come back, too few for a kernel.
+    Only indices of entries that are 0 may repeat. A value in double precision that is larger than the largest magnitude is
+    added in halves. This is torch's work: few entries come back, too few for a kernel.
     """
-    waiting = residual.index_select(0, places).double()
-    added = (waiting + values).clamp(-LARGEST, LARGEST) - waiting
+    before = residual.index_select(0, indices).double()
+    added = (before + values).clamp(-LARGEST, LARGEST) - before
     first = torch.where(added.abs() > LARGEST, added / 2, added)
     for part in (first, added - first):
-        residual.index_add_(0, places, part.float())
+        residual.index_add_(0, indices, part.float())
