@@ -120,10 +120,7 @@ class Simulation:
                 self._together([session.meeting() for session in self._sessions])
             self._exchange(grads)
         except BaseException as error:
-            self._board.clear()
-            for session in self._sessions:
-                session.failed(error)
-                session.recover()
+            self._part(error)
             raise
         self.bytes_sent = [reducer.bytes_sent for reducer in self._reducers]
         return {name: self._updates[name].view(slot.shape) for name, slot in self._slots.items()}
@@ -193,13 +190,24 @@ class Simulation:
             self._view.sums = False
 
     def _together(self, flows: Sequence[Flow[None]]) -> None:
-        """Run the ranks' flows in lock-step. If one fails, the others end where they are."""
+        """Run the ranks' flows in lock-step. If one fails, the others end where they are, and all ranks go on alike."""
         try:
             for _ in zip(*flows, strict=True):
                 pass
-        finally:
+        except BaseException as error:
             for flow in flows:
                 flow.close()
+            self._board.clear()
+            if not isinstance(error, ValueError):  # which leaves all as it was
+                self._part(error)
+            raise
+
+    def _part(self, error: BaseException) -> None:
+        """Discard the step under way after a failure. The ranks meet again before the next one."""
+        self._board.clear()
+        for session in self._sessions:
+            session.failed(error)
+            session.recover()
 
     def _check(self, rank: int, grads: Mapping[str, Tensor | None]) -> None:
         """Refuse wrong gradients before any rank starts, since all ranks must be at the same step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,38 @@ def test_ranks_that_come_to_different_updates_are_found_out() -> None:
     s = gradcomp.Simulation(Nondeterministic(), {"w": (3,)}, 2)
     with pytest.raises(RuntimeError, match="rank 1 has another update of 'w' than rank 0"):
         s.step([{}, {}])
+
+
+@dataclass(frozen=True)
+class Unshared(Compressor):
+    """A compressor whose meeting fails on the rank of this number."""
+
+    rank: int
+    error: type[Exception]
+
+    def exchange(self, acc: Acc, state: None, world: World) -> Steps:
+        return Update((yield from reduce(acc.residual.clone())))
+
+    def save_shared(self, state: None) -> Any:
+        MEETINGS.append(self)
+        if len(MEETINGS) == self.rank + 1:
+            raise self.error("no state to share")
+
+
+MEETINGS: list[Compressor] = []
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_change_that_fails_on_one_rank_leaves_all_ranks_alike(rank: int, error: type[Exception]) -> None:
+    s = simulation()
+    s.step([grads(1), grads(1)])
+    MEETINGS.clear()
+    with pytest.raises(error, match="no state to share"):
+        s.change(Unshared(rank, error))
+    s.step([grads(1), grads(1)])
+    s.change("topk:ratio=1,wire=exact")
+    assert (s.step([grads(1), grads(3)])["w"] == 2).all()
 
 
 CPU, FORM = torch.device("cpu"), (Field("x", torch.float32, 2),)

@@ -351,7 +351,7 @@ class Session:
                     yield from state.return_moments(old, new, returned)
             except BaseException as error:
                 self.reducer, self.compressor = old, before
-                if not isinstance(error, ValueError):  # which all ranks get
+                if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
                     self.failed(error)
                 raise
         self._stock = None
