@@ -416,10 +416,14 @@ class Session:
         self.meet(leader=0)
 
     def _go_back(self, steps: int) -> bool:
-        """Return to the commit after this number of steps. Return False if there is none."""
-        for kept in (each for each in self._commits if each.share["steps"] == steps):
-            self._restore(kept)
-            return True
+        """Return to the newest commit after this number of steps, with the present spec unless auto chooses it.
+
+        Return False if there is none.
+        """
+        for kept in reversed(self._commits):
+            if kept.share["steps"] == steps and (self.turns is not None or str(kept.compressor) == self.spec):
+                self._restore(kept)
+                return True
         return False
 
     def _restore(self, snapshot: Snapshot) -> None:

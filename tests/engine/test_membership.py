@@ -198,6 +198,25 @@ def test_a_rank_that_is_ahead_by_one_commit_goes_back() -> None:
     assert all(torch.equal(rank.residual, waiting) for rank, waiting in zip(ranks, wanted, strict=True))
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_rank_goes_back_to_the_commit_of_the_leaders_spec(later: bool) -> None:
+    """Both commits are after the same step, on both sides of a change. later: rank 1 has committed since, too."""
+    ranks, changed = start(2, SPEC), "topk:ratio=0.1"
+    steps(ranks, 2)
+    commit(ranks)
+    together(ranks, lambda rank: rank.session.replace(gradcomp.make(changed)))
+    commit(ranks)
+    wanted = [rank.residual for rank in ranks]
+    steps(ranks, 1)
+    if later:
+        commit(ranks[1:])
+    ranks[0].session.roll_back()
+    move(ranks)
+    assert sync(ranks) == [None] * 2
+    assert [rank.session.spec for rank in ranks] == [ranks[0].session.spec] * 2 and changed in ranks[0].session.spec
+    assert all(torch.equal(rank.residual, waiting) for rank, waiting in zip(ranks, wanted, strict=True))
+
+
 def test_the_ranks_that_left_are_named(caplog: pytest.LogCaptureFixture) -> None:
     ranks = start(4, SPEC)
     steps(ranks, 1)
