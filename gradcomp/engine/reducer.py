@@ -100,8 +100,6 @@ class Reducer:
         self._layouts = [bucket.layout for bucket in self.buckets]
         # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
         self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets)
-        if not self.takes_momentum:
-            view.leave()
         # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
         self.delivery = Delivery(self.buckets, slots)

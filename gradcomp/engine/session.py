@@ -52,7 +52,7 @@ class Session:
         door: Door,
         view: OptimizerView | None = None,
     ):
-        self.slots, self.network, self.options, self.door, self.compressor = slots, network, options, door, compressor
+        self.slots, self.network, self.options, self.door = slots, network, options, door
         self.view: OptimizerView = view or OptimizerView(slots, options.optimizer, options.scaler)
         self.turns: Any = None
         self._observer: Any = None  # telemetry's
@@ -66,7 +66,7 @@ class Session:
         self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
         # Ranks may differ by one commit where one of them fails while the others commit.
         self._commits: deque[Snapshot] = deque(maxlen=2)
-        self.reducer = self._make_reducer(compressor)
+        self._install(self._make_reducer(compressor), compressor)
         if view is None:
             listen(self)
 
@@ -75,6 +75,12 @@ class Session:
         reducer = self.reducer_class(compressor, self._by_name, self.network, self.options, self.view)
         reducer.observer = self._observer
         return reducer
+
+    def _install(self, reducer: Reducer, compressor: Compressor) -> None:
+        """Continue with a reducer. The momentum is left to the optimizer from now on if not every bucket applies it."""
+        self.reducer, self.compressor = reducer, compressor
+        if not reducer.takes_momentum:
+            self.view.leave()
 
     # The phase.
 
@@ -296,7 +302,7 @@ class Session:
             self._stock = None
             compressor = self.turns.restart((yield from membership.of_leader(self.spec)))
             if str(compressor) != self.spec:
-                self.reducer, self.compressor = state.carry(self.reducer, self._make_reducer(compressor)), compressor
+                self._install(state.carry(self.reducer, self._make_reducer(compressor)), compressor)
         yield from membership.settle(self.reducer, self.view.sums)
 
     def _terms(self) -> dict[str, str]:
@@ -354,6 +360,7 @@ class Session:
                 if not isinstance(error, (ValueError, GeneratorExit)):  # an error that all ranks get, or another rank's
                     self.failed(error)
                 raise
+        self._install(new, compressor)
         self._stock = None
 
     # The state.
@@ -438,6 +445,7 @@ class Session:
 
     def _go_on_from(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         self.recover()
-        self.reducer, self.compressor, self._stock = reducer, compressor, None
+        self._install(reducer, compressor)
+        self._stock = None
         load()
         self.view.note_loaded(any(bucket.moments() for bucket in reducer.buckets))

@@ -79,6 +79,28 @@ def test_a_change_in_the_middle_of_a_step_is_refused_and_one_between_carries_the
     assert torch.equal(session.residual()["p"], residual) and residual.any()
 
 
+def test_a_load_that_is_refused_leaves_the_update_waiting() -> None:
+    """The spec of the state leaves the momentum to the optimizer, which would add its own to the one in the update."""
+    session, parameter = in_phase(Phase.DELIVERED), torch.nn.Parameter(torch.zeros(3))
+    other = Session(make("dense"), Parameters([("p", parameter)]), MemoryNetwork(Board(1), 0, 1), Options(), Door())
+    with pytest.raises(ValueError, match="does not fit the model"):
+        session.load_state_dict(other.state_dict(), make)
+    assert session.phase is Phase.DELIVERED and session.view.taken
+
+
+def test_a_change_that_fails_leaves_the_momentum_with_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = in_phase(Phase.DELIVERED)
+    session.view.acting.step()  # type: ignore[union-attr]
+    monkeypatch.setattr(session._membership, "settle", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.replace(make("topk:ratio=0.1,momentum=0"))
+    assert session.view.taken
+    session.recover()
+    monkeypatch.undo()
+    session.replace(make("topk:ratio=0.1,momentum=0"))
+    assert not session.view.taken
+
+
 def test_a_verdict_of_a_discarded_step_does_not_count_for_the_next_one() -> None:
     """Its bucket had delivered an update that was not finite. Adding the next step's updates back would count them twice."""
     slots = {name: Slot(name, (100,), torch.device("cpu")) for name in ("a", "b")}
