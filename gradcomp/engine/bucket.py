@@ -144,6 +144,10 @@ class Bucket:
         self.steps = shared["steps"]
         self.compressor.load_shared(self.inner, shared["inner"])
 
+    def copied_residual(self) -> dict[str, Tensor]:
+        """Copy the residual of every layer, by name. A step under way goes on as without it."""
+        return {name: self.frozen.residual_of(layer) for layer, name in enumerate(self.layout.names)}
+
     def put_back(self) -> None:
         """Put the arrays of frozen layers back. The next step sets them aside again."""
         self.frozen.put_back()
@@ -215,6 +219,11 @@ class FrozenLayers:
         for layer in [each for each in self._arrays if each not in frozen]:
             for array, part in self._arrays.pop(layer):
                 self._part(array, layer).copy_(part)
+
+    def residual_of(self, layer: int) -> Tensor:
+        """Copy a layer's residual, with the part that is set aside."""
+        copy, part = self._part(self._residual, layer).clone(), self._residuals.get(layer)
+        return copy if part is None else copy.add_(part).clamp_(-LARGEST, LARGEST)
 
     def scale_residual(self, factor: float) -> None:
         """Multiply the residuals by the factor that a step applies to the others."""

@@ -367,8 +367,10 @@ class Session:
 
     def residual(self) -> dict[str, Tensor]:
         """Copy this rank's residual, by name, in the parameters' shapes."""
-        zeros = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in self.slots.slots}
-        flat = zeros | {name: view.clone() for name, view in state.residual_views(self.reducer).items()}
+        flat = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in self.slots.slots}
+        for bucket in self.reducer.buckets:
+            if bucket.keeps_residual:
+                flat |= bucket.copied_residual()
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.slots.slots}
 
     def share(self) -> dict[str, Any]:

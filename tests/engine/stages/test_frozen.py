@@ -182,3 +182,26 @@ def test_the_residual_of_a_frozen_layer_follows_the_rate_beside_a_momentum(
     assert before.any()
     torch.testing.assert_close(run.waits(), factor * before)
     assert run.simulation._reducers[0].buckets[0].residual_factor == (factor if rate else 0)
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.0])
+def test_reading_the_residual_in_the_middle_of_a_step_changes_nothing(rate: float) -> None:
+    kept = []
+    for reads in (False, True):
+        run = Run(SPEC, 2)
+        run.steps(3)
+        run.freeze()
+        run.training.optimizer.param_groups[0]["lr"] = rate
+        before = run.waits()
+        for reducer, grads in zip(run.simulation._reducers, run.grads(), strict=True):
+            reducer.ready(run.simulation._slots["a"], grads["a"])
+        for reducer in run.simulation._reducers:
+            reducer.start_all()
+        assert not reads or torch.equal(run.waits(), before)
+        while [reducer for reducer in run.simulation._reducers if reducer.advance()]:
+            pass
+        for reducer in run.simulation._reducers:
+            reducer.end_step()
+        assert before.any() and torch.equal(run.waits(), before)
+        kept.append(run.simulation.residual(0)["a"])
+    assert torch.equal(*kept)
