@@ -14,7 +14,7 @@ _FAILED = (
 )
 _IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
 _WAITS = "{event} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
-UNFINISHED = "backward() ended before all gradients were exchanged"
+_UNFINISHED = "backward() ended before all gradients were exchanged"
 
 
 class Phase(Enum):
@@ -28,10 +28,11 @@ class Phase(Enum):
 # The phases in which an event is refused, and the message. A network that is initialised anew returns every session to UNMET.
 # A gradient leads to BACKWARD, the end of a step to IDLE or DELIVERED, the optimizer's step from DELIVERED to IDLE. A meeting
 # leads from UNMET to IDLE, an error in a step to FAILED, and load_state_dict() and a rollback from any phase to UNMET.
+# The optimizer's step ends a step in BACKWARD, and is refused there only at a door whose steps end in backward.
 REFUSED: Mapping[str, Mapping[Phase, str]] = {
     "a gradient": {Phase.FAILED: _FAILED},
     "the end of a step": {Phase.FAILED: _FAILED},
-    "the optimizer's step": {Phase.FAILED: _FAILED, Phase.BACKWARD: UNFINISHED},
+    "the optimizer's step": {Phase.FAILED: _FAILED, Phase.BACKWARD: _UNFINISHED},
     "change()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP, Phase.DELIVERED: _WAITS},
     "watch()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},
     "state_dict()": {Phase.FAILED: _FAILED, Phase.BACKWARD: _IN_STEP},

@@ -18,7 +18,7 @@ from gradcomp.engine.changed_gradients import GradientSample
 from gradcomp.engine.meeting import Flow, Membership, Owner, run
 from gradcomp.engine.optimizer_steps import MissingExchange, UnknownScaler, listen
 from gradcomp.engine.optimizer_view import OptimizerView
-from gradcomp.engine.phases import REFUSED, UNFINISHED, Door, Phase
+from gradcomp.engine.phases import REFUSED, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
@@ -260,7 +260,8 @@ class Session:
         if self._failure is not None:
             self.refuse("the optimizer's step")
         if self._step_in is not None and self.door.ends_in_backward:
-            raise self.failed(RuntimeError(UNFINISHED))
+            with self._noting_failure():
+                self.refuse("the optimizer's step")
         self.reducer.note_rates()
         if self.reducer.keeps_state or self.view.taken:
             self._scaler.look()

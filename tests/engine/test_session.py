@@ -51,6 +51,17 @@ def test_an_event_is_refused_in_the_phases_of_its_row(event: str, phase: Phase) 
         session.refuse(event)
 
 
+def test_an_optimizer_that_steps_before_backward_has_ended_is_refused_and_fails_the_step() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    optimizer, network = torch.optim.SGD([parameter], 0.1), MemoryNetwork(Board(1), 0, 1)
+    session = Session(make("dense"), Parameters([("p", parameter)]), network, Options(optimizer), Door(ends_in_backward=True))
+    parameter.grad = torch.randn(100)
+    session.ready(session.slot(parameter))
+    with pytest.raises(RuntimeError, match=r"^backward\(\) ended before all gradients were exchanged$"):
+        optimizer.step()
+    assert session.phase is Phase.FAILED
+
+
 @pytest.mark.parametrize("remedy", ["", "; or load a state from before"])
 def test_after_a_failure_a_door_adds_its_remedy(remedy: str) -> None:
     session, parameter = made(after_failure=remedy)
