@@ -145,7 +145,9 @@ class Bucket:
         self.compressor.load_shared(self.inner, shared["inner"])
 
     def copied_residual(self) -> dict[str, Tensor]:
-        """Copy the residual of every layer, by name. A step under way goes on as without it."""
+        """Copy the residual by layer, if it stays from step to step. A step under way goes on as without this."""
+        if not self.keeps_residual:
+            return {}
         return {name: self.frozen.residual_of(layer) for layer, name in enumerate(self.layout.names)}
 
     def put_back(self) -> None:
@@ -157,6 +159,11 @@ class Bucket:
         kept = self.states.get(RateCorrection.name)
         if kept is not None and kept.rates is None:
             kept.rates = rates
+
+    @property
+    def has_moments(self) -> bool:
+        """True if moments are kept in the optimizer's place."""
+        return any(stage.arrays(self.states[stage.name]) for stage in self.stages if stage.name in (Adam.name, Sgd.name))
 
     def moments(self) -> Mapping[str, Tensor]:
         """Return the moments that are kept in the optimizer's place, by name, as the optimizer would have them."""

@@ -78,7 +78,7 @@ class Session:
 
     def _install(self, reducer: Reducer, compressor: Compressor) -> None:
         """Continue with a reducer. The momentum is left to the optimizer from now on if not every bucket applies it."""
-        self.reducer, self.compressor = reducer, compressor
+        self.reducer, self.compressor, self._stock = reducer, compressor, None
         if not reducer.takes_momentum:
             self.view.leave()
 
@@ -362,7 +362,6 @@ class Session:
                     self.failed(error)
                 raise
         self._install(new, compressor)
-        self._stock = None
 
     # The state.
 
@@ -370,8 +369,7 @@ class Session:
         """Copy this rank's residual, by name, in the parameters' shapes."""
         flat = {slot.name: torch.zeros(slot.layer.size, device=slot.layer.device) for slot in self.slots.slots}
         for bucket in self.reducer.buckets:
-            if bucket.keeps_residual:
-                flat |= bucket.copied_residual()
+            flat |= bucket.copied_residual()
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.slots.slots}
 
     def share(self) -> dict[str, Any]:
@@ -426,10 +424,7 @@ class Session:
         self.meet(leader=0)
 
     def _go_back(self, steps: int) -> bool:
-        """Return to the newest commit after this number of steps, with the present spec unless auto chooses it.
-
-        Return False if there is none.
-        """
+        """Return to the newest commit after these steps, of the present spec unless auto chooses. False: there is none."""
         for kept in reversed(self._commits):
             if kept.share["steps"] == steps and (self.turns is not None or str(kept.compressor) == self.spec):
                 self._restore(kept)
@@ -449,6 +444,5 @@ class Session:
     def _go_on_from(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         self.recover()
         self._install(reducer, compressor)
-        self._stock = None
         load()
-        self.view.note_loaded(any(bucket.moments() for bucket in reducer.buckets))
+        self.view.note_loaded(any(bucket.has_moments for bucket in reducer.buckets))

@@ -66,6 +66,14 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
         sums: True if updates are sums over the ranks, not means.
         copy: Copies a layer's array.
     """
+    share = _save_stages(reducer, copy)
+    for bucket, own in zip(reducer.buckets, share["buckets"], strict=True):
+        own["compressor"] = bucket.compressor.save(bucket.inner)
+    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), **share}
+
+
+def _save_stages(reducer: Reducer, copy: Copy) -> dict[str, Any]:
+    """Copy the stages' parts of a share: those by layer, and the others by bucket."""
     layers: dict[str, dict[str, dict[str, Any]]] = {}
     buckets: list[dict[str, Any]] = []
     for bucket in reducer.buckets:
@@ -76,9 +84,8 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
             own[stage.name] = dict(part.bucket)
             for field, values in part.layers.items():
                 layers.setdefault(stage.name, {}).setdefault(field, {}).update(values)
-        inner = bucket.compressor.save(bucket.inner)
-        buckets.append({"layers": list(bucket.layout.names), "steps": bucket.steps, "stages": own, "compressor": inner})
-    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), "layers": layers, "buckets": buckets}
+        buckets.append({"layers": list(bucket.layout.names), "steps": bucket.steps, "stages": own})
+    return {"layers": layers, "buckets": buckets}
 
 
 def load_shares(
@@ -340,7 +347,7 @@ def carry(old: Reducer, new: Reducer) -> Reducer:
 
     A residual of Adam's directions is dropped where the new reducer exchanges gradients: they are thousands of times smaller.
     """
-    share = save_share(old, {}, copy=lambda view: view)
+    share = _save_stages(old, copy=lambda view: view)
     layers = share["layers"]
     moments = {name for bucket in new.buckets if bucket.takes_momentum for name in bucket.layout.names}
     directions = layers.get(Adam.name, {}).get("second", {}).keys() - moments

@@ -255,3 +255,13 @@ def test_changing_keeps_the_velocity_where_both_have_one() -> None:
     simulation.change("sdagc:momentum=0.5,small=none")
     after = simulation.state_dict()["of_rank"]["0"]["layers"]["sgd"]["velocity"]
     assert before and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_change_copies_no_state_of_the_old_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of no use to another one, and to copy lgc's would wait for its training."""
+    simulation = trained("lgc:dense=1,learn=1,ratio=0.02", 1)
+    before = simulation.residual(0)
+    for bucket in simulation._reducers[0].buckets:
+        monkeypatch.setattr(type(bucket.compressor), "save", lambda *_: 1 / 0)
+    simulation.change("topk:ratio=0.02")
+    assert all(torch.equal(simulation.residual(0)[name], before[name]) for name in SHAPES)
