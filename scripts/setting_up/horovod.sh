@@ -73,8 +73,8 @@ install_horovod() {
     fi
     exec 8>&-
   fi
-  progress "installing Horovod $HOROVOD" "$logs/horovod.log" pip install "$home"/horovod-*.whl
-  "$python" -c 'import horovod.torch' ||
-    progress "installing Horovod $HOROVOD again" "$logs/horovod.log" pip install --force-reinstall --no-deps "$home"/horovod-*.whl
+  # Forced: pip would keep a Horovod of the same version with other patches. What it needs is among the build tools.
+  progress "installing Horovod $HOROVOD" "$logs/horovod.log" pip install --force-reinstall --no-deps "$home"/horovod-*.whl
+  "$python" -c 'import horovod.torch'
   note horovod "$(horovod_note)"
 }
