@@ -86,14 +86,7 @@ class Impossible(Exception):
 
 
 class Failed(Exception):
-    """A stage that ran and went wrong."""
-
-
-class TimedOut(Exception):
-    """A stage that reached its limit."""
-
-
-STATUS: dict[type[Exception], str] = {Impossible: "impossible", TimedOut: "timed out", Failed: "failed"}
+    """A stage that ran and went wrong, or reached its limit."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +110,10 @@ class Clock:
         return self._end - time.monotonic()
 
     def command(self, words: Sequence[str | Path], cwd: Path | None = None, **variables: str) -> str:
-        """Run a command and return its output. Raise Failed or TimedOut if it does not succeed. Leave no process of it."""
+        """Run a command and return its output. Raise Failed if it does not succeed in time. Leave no process of it."""
         name = Path(words[0]).name
         if self.left() <= 0:
-            raise TimedOut(f"no time was left for {name}")
+            raise Failed(f"no time was left for {name}")
         with self._log.open("ab") as log:
             log.write(f"$ {' '.join(map(str, words))}\n".encode())
             log.flush()  # before the command writes to the same file
@@ -136,22 +129,18 @@ class Clock:
             )
             try:
                 process.wait(timeout=self.left())
+                how = f"ended with {process.returncode}" if process.returncode else ""
             except subprocess.TimeoutExpired:
-                raise TimedOut(f"{name} was ended at the stage's limit\n{self._tail(begin)}") from None
+                how = "was ended at the stage's limit"
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=ENDING)
-        if process.returncode != 0:
-            raise Failed(f"{name} ended with {process.returncode}\n{self._tail(begin)}")
-        return self._since(begin)
-
-    def _since(self, begin: int) -> str:
-        return self._log.read_bytes()[begin:].decode(errors="replace")
-
-    def _tail(self, begin: int) -> str:
-        return "\n".join(self._since(begin).splitlines()[-TAIL:])
+        said = self._log.read_bytes()[begin:].decode(errors="replace")
+        if how:
+            raise Failed("\n".join([f"{name} {how}", *said.splitlines()[-TAIL:]]))
+        return said
 
 
 def run(
@@ -179,12 +168,10 @@ def run(
 def _outcome(stage: Stage, clock: Clock, lacking: str) -> Record:
     if lacking:
         return {"status": "impossible", "reason": f"it needs the stage {lacking}, which is not ok"}
-    if clock.left() <= 0:
-        return {"status": "timed out", "reason": "the time for the whole check was over before its turn"}
     try:
         return {"status": "ok", "figures": stage.run(clock)}
-    except (Impossible, Failed, TimedOut) as error:
-        return {"status": STATUS[type(error)], "reason": str(error)}
+    except (Impossible, Failed) as error:
+        return {"status": type(error).__name__.lower(), "reason": str(error)}
     except Exception as error:  # the other stages have their turn
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
 
