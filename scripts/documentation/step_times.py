@@ -5,25 +5,17 @@ PYTHONPATH=scripts python -m documentation.step_times    writes them anew
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from laboratory.commands.accuracy import DOORS, HOSTS, LINKS, RECORDS, cluster, curves, launched
+from laboratory.machine import ROOT
 from laboratory.report import figure, markdown
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
 TASKS = {"cifar-large": "CIFAR, SGD", "shakespeare": "text, AdamW"}
 
 
-def launches(task: str, door: str) -> dict[tuple[int, str], list[dict[str, Any]]]:
-    """Read the lines of every launch, by hosts and rate."""
-    return {place: record["lines"] for place, record in launched(RECORDS, task, door).items()}
-
-
 def steps(task: str, door: str) -> str:
     """Write the milliseconds of a step: a row for each way, a column for each cluster."""
-    every = launches(task, door)
+    every = {place: record["lines"] for place, record in launched(RECORDS, task, door).items()}
     places = [(hosts, rate) for hosts in HOSTS for rate in LINKS if (hosts, rate) in every]
     ways = list(dict.fromkeys(line["way"] for place in places for line in every[place]))
     rows = [["ms a step", *(cluster(*place) for place in places)]]

@@ -21,7 +21,6 @@ SUBCOMMANDS = {
     "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
-INTERRUPTED = 130
 
 # The options that name a folder or a file.
 FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--page", "--records")
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         return _run(name, rest)
     except KeyboardInterrupt:
         print(f"\nlab {name}: interrupted; finished runs and launches are kept, no result is written", file=sys.stderr)
-        return INTERRUPTED
+        return 130  # as shells say of SIGINT
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:

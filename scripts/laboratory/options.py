@@ -59,9 +59,15 @@ def above_0(text: str) -> float:
     return value
 
 
-def listed(text: str, read: Callable[[str], T]) -> list[T]:
-    """Read values that differ, separated by commas."""
-    return _once([part.strip() for part in text.split(",")], read)
+def listed(text: str | list[str], read: Callable[[str], T]) -> list[T]:
+    """Read values that differ, separated by commas if they are one text. Refuse none, and one that is given twice."""
+    parts = [part.strip() for part in text.split(",")] if isinstance(text, str) else text
+    if not parts:
+        raise argparse.ArgumentTypeError("nothing is given; see --help for examples")
+    for part in parts:
+        if parts.count(part) > 1:
+            raise argparse.ArgumentTypeError(f"{part!r} is given twice")
+    return [read(part) for part in parts]
 
 
 def hosts(text: str) -> int:
@@ -77,11 +83,6 @@ def rate(text: str) -> str:
     if not re.fullmatch(r"none|(?=.*[1-9])\d+(\.\d+)?[kmgt]?bit", found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate; write for example 1gbit, 100mbit or none")
     return found
-
-
-def rates(text: str) -> list[str]:
-    """Read 1gbit,100mbit: rates of emulated links."""
-    return listed(text, rate)
 
 
 def later(text: str) -> tuple[str, float]:
@@ -141,7 +142,7 @@ def specs(text: str, check: Callable[[str], object] | None = None) -> list[str]:
             raise argparse.ArgumentTypeError(str(error)) from None
         return spec
 
-    return _once(found, checked)
+    return listed(found, checked)
 
 
 def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None = None) -> None:
@@ -154,13 +155,3 @@ def add_places(parser: argparse.ArgumentParser, name_of: str, cache: Path | None
     if cache is not None:
         text = f"folder of finished work (default: {cache.relative_to(ROOT)})"
         parser.add_argument("--cache", type=folder, default=cache, metavar="FOLDER", help=text)
-
-
-def _once(parts: list[str], read: Callable[[str], T]) -> list[T]:
-    """Read the parts. Refuse none, and one that is given twice."""
-    if not parts:
-        raise argparse.ArgumentTypeError("nothing is given; see --help for examples")
-    for part in parts:
-        if parts.count(part) > 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is given twice")
-    return [read(part) for part in parts]

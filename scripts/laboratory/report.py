@@ -15,9 +15,6 @@ from laboratory.options import Refused
 
 Rows = Sequence[Sequence[str]]
 
-# Cells of a progress bar.
-WIDTH = 30
-
 
 def path_of(chosen: argparse.Namespace, name: str | None) -> Path:
     """Name a file in --out after the subcommand and --name, or this name where none was given."""
@@ -25,8 +22,9 @@ def path_of(chosen: argparse.Namespace, name: str | None) -> Path:
     return Path(chosen.out) / f"{stem}.json"
 
 
-def save(chosen: argparse.Namespace, path: Path, content: Mapping[str, Any]) -> None:
-    """Write a subcommand's result after the kind, command, commit, machine and versions."""
+def save(chosen: argparse.Namespace, name: str | None, content: Mapping[str, Any]) -> None:
+    """Write a subcommand's result, under path_of's name, after the kind, command, commit, machine and versions."""
+    path = path_of(chosen, name)
     write(path, {"what": chosen.subcommand, **machine.origin(chosen.command), **content})
     print(f"written: {path}")
 
@@ -84,13 +82,11 @@ class Progress:
         self._began = self._said = time.monotonic()
 
     def __call__(self, text: str, share: float | None = None) -> None:
-        """Show the text, with a bar if the share of the work that is done is known."""
+        """Show the text, after the share of the work that is done where that is known."""
         now = time.monotonic()
         line = f"{text}  {now - self._began:.0f} s"
         if sys.stderr.isatty():
-            full = int(WIDTH * (share or 0))
-            bar = "" if share is None else f"[{'#' * full}{'.' * (WIDTH - full)}] "
-            print(f"\r\033[K{bar}{line}", end="", file=sys.stderr, flush=True)
+            print("\r\033[K", figure(share, "{:.0%}  ", ""), line, sep="", end="", file=sys.stderr, flush=True)
         elif share == 1 or now - self._said >= self._every:
             self._said = now
             print(line, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
 
 
 def line(task: str, hosts: int, rate: str, way: str) -> Any:
-    lines = step_times.launches(task, "ddp")[hosts, rate]
+    lines = accuracy.launched(accuracy.RECORDS, task, "ddp")[hosts, rate]["lines"]
     return next(each for each in lines if each["way"] == way)
 
 

@@ -34,14 +34,12 @@ def figures(way: str, sent: int) -> dict[str, Any]:
 
 def test_held_out_pictures_are_never_trained_on() -> None:
     data = digits.load()
-    assert (len(data.train_y), len(data.test_y)) == (1437, 360)
-    again = digits.load()
-    assert torch.equal(data.test_x, again.test_x)
+    assert (len(data["train_y"]), len(data["test_y"])) == (1437, 360)
+    assert torch.equal(data["test_x"], digits.load()["test_x"])
 
 
 def test_ranks_share_a_batch_and_never_a_picture() -> None:
-    data = digits.load()
-    numbered = data._replace(train_x=torch.arange(1437.0).unsqueeze(1))
+    numbered = digits.load() | {"train_x": torch.arange(1437.0).unsqueeze(1)}
     parts = [digits.batches(numbered, rank, 3, 64) for rank in range(3)]
     seen = torch.cat([next(part)[0].flatten() for _ in range(7) for part in parts])
     assert len(seen.unique()) == 3 * 7 * 64

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 LABORATORY = SCRIPTS / "laboratory"
 
+RATES = partial(options.listed, read=options.rate)
+
 # From the ground up: a file imports from its own room and from those before it.
 ROOMS = [
     *("__init__", "machine", "options", "cluster", "report", "timing", "stats", "ranks", "tasks", "kernel_cases"),
-    *("harness", "soak", "gpu", "drawings", "demo", "commands", "main"),
+    *("kernel_prediction", "harness", "soak", "gpu", "drawings", "demo", "commands", "main"),
 ]
 
 # Lines of a file, at most.
@@ -134,7 +137,7 @@ def test_the_recorded_command_names_no_folder() -> None:
     [
         (options.size, "16.8M", 16_800_000),
         (options.size, "500k", 500_000),
-        (options.rates, "1gbit, 100MBIT,none", ["1gbit", "100mbit", "none"]),
+        (RATES, "1gbit, 100MBIT,none", ["1gbit", "100mbit", "none"]),
         (options.hosts, "8", 8),
         (options.specs, "dense,topk:ratio=0.01,momentum=0.9,half", ["dense", "topk:ratio=0.01,momentum=0.9", "half"]),
         (options.specs, "dense;topk:ratio=0.01,momentum=0.9; half", ["dense", "topk:ratio=0.01,momentum=0.9", "half"]),
@@ -148,7 +151,7 @@ def test_options_are_read_as_people_write_them(read: Callable[[str], object], te
     ("read", "texts", "message"),
     [
         (options.size, ["", "1G", "999", "-5k", "3000M", "many"], "not a size"),
-        (options.rates, ["fast", "0gbit", "1gbit,", "100"], "not a rate"),
+        (RATES, ["fast", "0gbit", "1gbit,", "100"], "not a rate"),
         (options.hosts, ["0", "300", "two"], "hosts|whole number"),
         (options.name, ["", "../x", "Upper", "a b"], "part of a file's name"),
         (options.specs, ["tpk"], "did you mean 'topk'"),
@@ -179,7 +182,7 @@ def test_progress_comes_in_lines_where_there_is_no_terminal(capsys: pytest.Captu
 def test_a_result_file_names_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = argparse.Namespace(subcommand="kernels", command="scripts/lab kernels", name=None, out=tmp_path)
     path = report.path_of(chosen, "cpu-x")
-    report.save(chosen, path, {"lines": []})
+    report.save(chosen, "cpu-x", {"lines": []})
     found = json.loads((tmp_path / "kernels-cpu-x.json").read_text())
     assert list(found) == ["what", "command", "date", "commit", "machine", "versions", "lines"]
     assert str(path) in capsys.readouterr().out

@@ -5,6 +5,8 @@ import os
 import signal
 from dataclasses import dataclass
 
+from laboratory.options import Refused as Refused
+
 # CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET.
 NEW_MOUNTS, NEW_NAMES, NEW_PIDS, NEW_NET = 0x00020000, 0x04000000, 0x20000000, 0x40000000
 
@@ -15,10 +17,6 @@ BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000
 PARENT_DEATH_SIGNAL = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Refused(Exception):
-    """A system call that was refused. The message names it, and says what to do."""
 
 
 def _call(doing: str, function: str, *arguments: object) -> None:

@@ -58,9 +58,8 @@ def build(count: int, rate: str) -> list[Host]:
 def _host(i: int, table: str) -> Host:
     """Move this process into a new host with its own network, host name, /etc/hosts, /sys and /dev/shm."""
     kernel.unshare(kernel.NEW_NET | kernel.NEW_NAMES | kernel.NEW_MOUNTS)
-    socket.sethostname(
-        f"host{i}"
-    )  # gloo listens at the address of the host's own name, and Horovod's process sets rely on that
+    # Gloo listens at the address of the host's own name, and Horovod's process sets rely on that.
+    socket.sethostname(f"host{i}")
     kernel.mount("tmpfs", "/sys")  # for the hosts file, so that none is on disk; the bind below keeps it alive
     Path("/sys/hosts").write_text(table)
     kernel.mount("hosts", "/etc/hosts", kernel.BIND, "/sys/hosts")

@@ -119,11 +119,10 @@ def run(chosen: argparse.Namespace) -> int:
         if chosen.only:
             return 0
     found = {task: figures(task, chosen.records) for task in TRAINED}
-    path = report.path_of(chosen, None)
-    chosen.page.write_text(page(found, os.path.relpath(path, chosen.page.parent)))
+    chosen.page.write_text(page(found, os.path.relpath(report.path_of(chosen, None), chosen.page.parent)))
     print(f"written: {chosen.page}")
     scores = {task: TASKS[task].score_name for task in TRAINED}
-    report.save(chosen, path, {"hosts": HOSTS, "rates": LINKS, "scores": scores, "tasks": found})
+    report.save(chosen, None, {"hosts": HOSTS, "rates": LINKS, "scores": scores, "tasks": found})
     return 0
 
 

@@ -26,7 +26,7 @@ from gradcomp.prediction.measure import gradients
 from gradcomp.prediction.recording_network import RecordingNetwork
 from gradcomp.spec import make
 from laboratory import machine, options, report
-from laboratory.timing import Spread
+from laboratory.timing import Spread, threads
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -53,14 +53,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_places(parser, "the CPU's model")
 
 
+@threads(1)
 def run(chosen: argparse.Namespace) -> int:
     """Take the steps, and write the table."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        lines = [of_resnet(spec, chosen.ranks, chosen.steps) for spec in chosen.specs]
-    finally:
-        torch.set_num_threads(before)
+    lines = [of_resnet(spec, chosen.ranks, chosen.steps) for spec in chosen.specs]
     rows = [["", "buckets", "native calls a bucket", "Python ms", "least", "binding ms", "least", "both, least", "kernels ms"]]
     for line in lines:
         times = [line[part][which] for part in ("python_ms", "binding_ms") for which in ("median", "low")]
@@ -68,8 +64,7 @@ def run(chosen: argparse.Namespace) -> int:
         rows.append([line["spec"], *counted, *(f"{each:.2f}" for each in (*times, both)), f"{line['kernels_ms']:.0f}"])
     print(report.columns(rows))
     settings = {"ranks": chosen.ranks, "steps": chosen.steps, "bucket_mb": BUCKET_MB}
-    path = report.path_of(chosen, machine.slug(machine.cpu_name()))
-    report.save(chosen, path, {"settings": settings, "lines": lines})
+    report.save(chosen, machine.slug(machine.cpu_name()), {"settings": settings, "lines": lines})
     return 0
 
 

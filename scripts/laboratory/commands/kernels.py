@@ -82,7 +82,7 @@ def run(chosen: argparse.Namespace) -> int:
     for target in result["targets"]:
         promised = f"promised at most {target['at_most']:g} x (one core, {target['of_entries']})"
         print(f"{target['name']}: {target['found']:.2f} x add_, {promised}")
-    report.save(chosen, report.path_of(chosen, f"{chosen.device}-{machine.slug(model)}"), result)
+    report.save(chosen, f"{chosen.device}-{machine.slug(model)}", result)
     return 0
 
 

@@ -142,8 +142,7 @@ def run(chosen: argparse.Namespace) -> int:
     progress.end()
     print(columns(rows))
     settings = {name: getattr(chosen, name) for name in ("layers", "hosts", "rate")}
-    path = report.path_of(chosen, f"steps-{machine.slug(machine.cpu_name())}")
-    report.save(chosen, path, {"settings": settings, "steps": found})
+    report.save(chosen, f"steps-{machine.slug(machine.cpu_name())}", {"settings": settings, "steps": found})
     return 0
 
 

@@ -49,15 +49,6 @@ class Budget(NamedTuple):
     spilled: int = 0
     shared: int = 48 * 1024
 
-    def exceeded(self, use: Use) -> list[str]:
-        """Return a sentence for each bound that a kernel exceeds."""
-        units = ("registers", "bytes of stack", "bytes spilled", "bytes of shared memory")
-        return [
-            f"{use.file}: {use.kernel} uses {found} {unit}, above the {most} of its budget"
-            for unit, found, most in zip(units, use[2:], self, strict=True)
-            if found > most
-        ]
-
 
 # Exceptions, by a pattern of the kernel's name.
 EXCEPTIONS = {
@@ -73,8 +64,14 @@ def budget_of(use: Use) -> Budget:
 
 
 def exceeded(uses: Sequence[Use]) -> list[str]:
-    """Return a sentence for each exceeded bound."""
-    return [sentence for use in uses for sentence in budget_of(use).exceeded(use)]
+    """Return a sentence for each bound that a kernel exceeds."""
+    units = ("registers", "bytes of stack", "bytes spilled", "bytes of shared memory")
+    return [
+        f"{use.file}: {use.kernel} uses {found} {unit}, above the {most} of its budget"
+        for use in uses
+        for unit, found, most in zip(units, use[2:], budget_of(use), strict=True)
+        if found > most
+    ]
 
 
 def measure(arch: str) -> list[Use]:
@@ -134,5 +131,5 @@ def run(chosen: argparse.Namespace) -> int:
     version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
     settings = {"arch": chosen.arch, "nvcc": version.strip().splitlines()[-1]}
     lines = [{**use._asdict(), "budget": budget_of(use)._asdict()} for use in uses]
-    report.save(chosen, report.path_of(chosen, chosen.arch), {"settings": settings, "lines": lines})
+    report.save(chosen, chosen.arch, {"settings": settings, "lines": lines})
     return int(bool(beyond))

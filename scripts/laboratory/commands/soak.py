@@ -60,7 +60,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise Refused(f"--ranks {chosen.ranks} must be from 2 to {len(HOSTS)}: one of them leaves in mid-training")
     soaks = {network: soak(network, chosen) for network in ([*NETWORKS] if chosen.network == "both" else [chosen.network])}
     settings = {"steps": chosen.steps, "ranks": chosen.ranks, "seed": chosen.seed, "entries": ENTRIES, "specs": SPECS}
-    report.save(chosen, report.path_of(chosen, None), {"settings": settings, "networks": soaks})
+    report.save(chosen, None, {"settings": settings, "networks": soaks})
     return int(any(verdict["holds"] is False for found in soaks.values() for verdict in found["verdicts"]))
 
 
@@ -97,7 +97,7 @@ class Driver:
     def __init__(self, folder: Path, label: str, chosen: argparse.Namespace):
         self.folder, self.label, self.steps = folder, label, chosen.steps
         self.random, self._progress = random.Random(f"{chosen.seed} trouble"), Progress()
-        self.arguments = [str(folder), f"--seed={chosen.seed}", f"--steps={chosen.steps}"]
+        self.arguments = [str(folder), str(chosen.seed), str(chosen.steps)]
         self.lines: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
         self._step = 0

@@ -7,6 +7,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ measured code. It also holds decoded data."""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--tasks", type=settings.tasks, default=SMALL_TASKS, help=f"(default: {','.join(SMALL_TASKS)})")
+    tasks = partial(options.listed, read=settings.task)
+    parser.add_argument("--tasks", type=tasks, default=SMALL_TASKS, help=f"(default: {','.join(SMALL_TASKS)})")
     named = ", ".join(sorted({task.source.file for task in TASKS.values() if task.source}))
     parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {named}, for the tasks that need them")
     parser.add_argument("--specs", type=ways.several, required=True, help="compared with dense, which is always among them")
@@ -118,7 +120,7 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
         return 1
     content = {name: getattr(chosen, name) for name in ("ranks", "door", "rate")}
     content |= {"commits_of_runs": sorted(commits), "tasks": tasks}
-    report.save(chosen, report.path_of(chosen, "compare"), content)
+    report.save(chosen, "compare", content)
     return 0
 
 
@@ -131,9 +133,9 @@ def summarize(task: str, records: BySpec) -> list[Line]:
 def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
     seeds = sorted(by_seed.keys() & dense.keys())
     own, others = [by_seed[seed] for seed in seeds], [dense[seed] for seed in seeds]
-    scores = [score_of(record) for record in own]
+    scores, dense_scores = ([record["scores"][-1][2] for record in each] for each in (own, others))
     sign = -1 if TASKS[task].higher_is_better else 1
-    worse = [sign * (a - score_of(b)) for a, b in zip(scores, others, strict=True)]
+    worse = [sign * (a - b) for a, b in zip(scores, dense_scores, strict=True)]
     steps, reached = max(1, round(GOAL_AT * len(own[0]["losses"]))), _reached(own, others)
     return {
         "spec": spec,
@@ -153,8 +155,8 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
 
 
 def _curve(records: Sequence[Record]) -> list[float]:
-    losses = ([number(loss) for loss in record["losses"]] for record in records)
-    return stats.smooth([statistics.fmean(values) for values in zip(*losses, strict=True)])
+    losses = zip(*(record["losses"] for record in records), strict=True)
+    return stats.smooth([statistics.fmean(values) for values in losses])
 
 
 def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
@@ -171,16 +173,6 @@ def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int 
     if reached is None or len(found) < len(without):
         return None
     return or_none(stats.upper_bound([len(own) * reached - (len(own) - 1) * each for each in found]) / steps)
-
-
-def score_of(record: Record) -> float:
-    """Return the score at the end; NaN where the training diverged."""
-    return number(record["scores"][-1][2])
-
-
-def number(value: float | None) -> float:
-    """Read a figure of a record; null stands for NaN."""
-    return math.nan if value is None else value
 
 
 def or_none(value: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from laboratory import machine, options, report
@@ -34,9 +35,8 @@ before the rounds, with those steps that it needs; what it measures later is par
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--hosts", type=options.positive, default=4, help="emulated hosts, with one rank each (default: 4)")
-    parser.add_argument(
-        "--rate", type=options.rates, default="1gbit,100mbit", help="rates of the emulated links (default: 1gbit,100mbit)"
-    )
+    rates = partial(options.listed, read=options.rate)
+    parser.add_argument("--rate", type=rates, default="1gbit,100mbit", help="of the emulated links (default: 1gbit,100mbit)")
     parser.add_argument(
         "--later", type=options.later, metavar="RATE:SECONDS", help="the rate that all links get after so many seconds"
     )
@@ -84,6 +84,5 @@ def run(chosen: argparse.Namespace) -> int:
         runs.append({**each.key(), **found})
         print(f"\n{found['ranks']} ranks, {each.rate}\n\n{rounds.table(found)}\n", flush=True)
     settled = {"launcher": chosen.launcher, "hosts": chosen.hosts, "rounds": chosen.rounds, "steps": chosen.steps}
-    path = report.path_of(chosen, machine.slug(machine.cpu_name()))
-    report.save(chosen, path, {"settings": settled | every[0].settings.key(), "runs": runs})
+    report.save(chosen, machine.slug(machine.cpu_name()), {"settings": settled | every[0].settings.key(), "runs": runs})
     return 0

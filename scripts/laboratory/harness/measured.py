@@ -17,8 +17,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from laboratory import machine, ranks, report
 from laboratory.harness import rounds, simulated
 from laboratory.harness.ways import DDP, HOROVOD, SIMULATED
@@ -162,36 +160,21 @@ def complete(every: Sequence[Measured], folder: Path, lab: Lab) -> None:
     missing = [each for each in every if load(each, folder) is None]
     finished, began = len(every) - len(missing), time.monotonic()
     print(f"{len(every)} measurements, {finished} of them finished", flush=True)
-    alone = [each for each in missing if isinstance(each, Rounds) or each.door != SIMULATED]
+    alone = [each for each in missing if lab.jobs == 1 or isinstance(each, Rounds) or each.door != SIMULATED]
     shared = [each for each in missing if each not in alone]
     with ranks.termination_interrupts():
-        ended = itertools.chain(_simulations(shared, folder, lab), _one_by_one(alone, folder, lab))
+        ended = itertools.chain(_simulations(shared, folder, lab), ((each, keep(each, folder, lab)) for each in alone))
         for done, (each, record) in enumerate(ended, 1):
             score = f"  score {record['scores'][-1][2]:.2f}" if isinstance(each, Training) else ""
             left = (time.monotonic() - began) / done * (len(missing) - done) / 60
             print(f"{finished + done} of {len(every)}  {each.label()}{score}, {left:.0f} min left", flush=True)
 
 
-Ended = Iterator[tuple[Measured, Record]]
-
-
-def _one_by_one(every: Sequence[Measured], folder: Path, lab: Lab) -> Ended:
-    for each in every:
-        yield each, keep(each, folder, lab)
-
-
-def _simulations(every: Sequence[Measured], folder: Path, lab: Lab) -> Ended:
-    if lab.jobs == 1 or not every:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield from _one_by_one(every, folder, lab)
-        finally:
-            torch.set_num_threads(threads)
-        return
+def _simulations(every: Sequence[Measured], folder: Path, lab: Lab) -> Iterator[tuple[Measured, Record]]:
     for name, value in ranks.GLIBC_SETTINGS.items():
         os.environ.setdefault(name, value)
-    pool = ProcessPoolExecutor(min(lab.jobs, len(every)), mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+    workers, spawned = min(lab.jobs, len(every)) or 1, multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawned, _begin)
     try:
         waiting = {pool.submit(keep, each, folder, lab): each for each in every}
         for future in as_completed(waiting):
@@ -205,7 +188,6 @@ def _simulations(every: Sequence[Measured], folder: Path, lab: Lab) -> Ended:
 
 
 def _begin() -> None:
-    """Prepare a worker: one thread; Ctrl-C goes to the process that started it, which ends the workers."""
+    """Prepare a worker: Ctrl-C goes to the process that started it, which ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)

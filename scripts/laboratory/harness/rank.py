@@ -22,7 +22,7 @@ from laboratory.harness.measured import Measured, Rounds, Training
 from laboratory.harness.ways import Door, Fitted, is_spec, passes
 from laboratory.tasks.table import TASKS, load
 from laboratory.tasks.task import Batch, Job, Settings, momentum_of, optimizer_of, rate_of
-from laboratory.timing import rotated
+from laboratory.timing import rotated, threads
 
 # The part of the batches before the first score on the way: no training is nearly as good as dense's end by then.
 SCORED_FROM = 0.4
@@ -82,12 +82,8 @@ class Rank:
         """Compute the score of a trainee's model, on all cores: the other ranks wait."""
         trained: Any = trainee.fitted.model
         self.job.model.load_state_dict(getattr(trained, "module", trained).state_dict())
-        before = torch.get_num_threads()
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        try:
+        with threads(len(os.sched_getaffinity(0))):
             return self.job.score()
-        finally:
-            torch.set_num_threads(before)
 
     def tell(self, text: str, share: float | None = None) -> None:
         """Let rank 0 say how far the job is."""

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from laboratory.options import Refused, listed, positive, suggest
+from laboratory.options import Refused, positive, suggest
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import BELOW_1, FROM_0, OF_SOME, WHOLE, Settings
 
@@ -19,11 +19,6 @@ def task(name: str) -> str:
     if name not in TASKS:
         raise argparse.ArgumentTypeError(f"unknown task {name!r}{suggest(name, TASKS)}; known: {', '.join(TASKS)}")
     return name
-
-
-def tasks(text: str) -> list[str]:
-    """Read mlp,conv."""
-    return listed(text, task)
 
 
 def seeds(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,16 @@ from torch import Tensor
 import gradcomp
 from laboratory.tasks import table
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import Job, Settings, momentum_of, optimizer_of, rate_of
+from laboratory.tasks.task import momentum_of, optimizer_of, rate_of
+from laboratory.timing import threads
 
 if TYPE_CHECKING:
     from laboratory.harness.measured import Training
 
 
+@threads(1)
 def train(own: Training, folder: Path) -> dict[str, Any]:
-    """Train. All ranks share the weights: the simulation checks that their updates are equal to the last bit."""
+    """Train on one thread. All ranks share the weights: the simulation checks that their updates are equal to the last bit."""
     began, task, settings = time.perf_counter(), TASKS[own.task], own.settings
     arrays = table.load(table.place(folder, own.data) if own.data else None)
     job = task.make(settings, own.seed, own.ranks, arrays)
@@ -33,8 +34,13 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
     sent: list[int] = []
     for step in range(1, settings.steps + 1):
         optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
-        own_losses, grads = zip(*gradients(job, list(named.values()), settings), strict=True)
-        losses.append(round(sum(loss / own.ranks for loss in own_losses), 6))
+        loss, grads = 0.0, []
+        for x, y in map(next, job.batches):
+            of_rank = job.loss(job.model(x), y)
+            loss += float(of_rank.detach()) / own.ranks
+            grads.append(torch.autograd.grad(of_rank, [*named.values()]))
+            clip(grads[-1], settings.clip)
+        losses.append(round(loss, 6))
         for name, update in simulation.step([dict(zip(named, each, strict=True)) for each in grads]).items():
             named[name].grad = update
         optimizer.step()
@@ -48,16 +54,6 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
         "parameters": sum(each.numel() for each in named.values()),
         "seconds": seconds,
     }
-
-
-def gradients(job: Job, parameters: list[Tensor], settings: Settings) -> Iterator[tuple[float, tuple[Tensor, ...]]]:
-    """Yield each rank's loss and gradient, which is clipped if the settings say so."""
-    for batches in job.batches:
-        x, y = next(batches)
-        loss = job.loss(job.model(x), y)
-        grads = torch.autograd.grad(loss, parameters)
-        clip(grads, settings.clip)
-        yield float(loss.detach()), grads
 
 
 def clip(grads: tuple[Tensor, ...], longest: float) -> None:

@@ -1,12 +1,12 @@
-"""A rank of a soak, under torchrun or in Horovod's elastic mode: python -m laboratory.soak.job NETWORK FOLDER --seed --steps"""
+"""A rank of a soak, under torchrun or in Horovod's elastic mode: python -m laboratory.soak.job NETWORK FOLDER SEED STEPS"""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -184,10 +184,5 @@ def newest(folder: Path) -> list[Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("network", choices=("horovod", "ddp"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    chosen = parser.parse_args()
-    (horovod if chosen.network == "horovod" else ddp)(Rank(chosen.folder, Plan(chosen.seed, chosen.steps)))
+    network, folder, seed, steps = sys.argv[1:]
+    {"horovod": horovod, "ddp": ddp}[network](Rank(Path(folder), Plan(int(seed), int(steps))))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from laboratory.options import Refused
-from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source, shares
+from laboratory.tasks.task import Arrays, Batch, Job, Settings, Source, accuracy, shares
 
 # The height and width of a picture, the black pixels around it that a shift can uncover, and the shifts in each direction.
 SIDE, MARGIN, SHIFTS = 32, 4, 9
@@ -20,9 +20,6 @@ SIDE, MARGIN, SHIFTS = 32, 4, 9
 # Mean and standard deviation of red, green and blue over the training pictures, of 255.
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465]) * 255
 DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]) * 255
-
-# Test pictures that are classified at once.
-CHUNK = 250
 
 # Stages of the residual net.
 STAGES = 4
@@ -67,19 +64,14 @@ def windows(pictures: Tensor) -> Tensor:
     return padded.as_strided((len(padded), SHIFTS, SHIFTS, SIDE, 3 * SIDE), (picture, row, pixel, row, 1))
 
 
-def augmented(views: Tensor, chosen: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
-    """Cut pictures out of windows(). shifts: down and right, of each; mirrored: swap left and right."""
-    cut = views[chosen, shifts[:, 0], shifts[:, 1]].unflatten(2, (SIDE, 3))
-    return torch.where(mirrored[:, None, None, None], cut.flip(2), cut)
-
-
 def batches(views: Tensor, labels: Tensor, rank: int, ranks: int, batch: int, seed: int) -> Iterator[Batch]:
     """Yield this rank's share of every batch, without end. All ranks draw the shifts and mirrors of all."""
     generator, own = torch.Generator().manual_seed(seed), slice(rank * batch, (rank + 1) * batch)
     for chosen in shares(len(labels), rank, ranks, batch, generator):
         shifts = torch.randint(SHIFTS, (ranks * batch, 2), generator=generator)[own]
         mirrored = torch.randint(2, (ranks * batch,), generator=generator).bool()[own]
-        yield normalised(augmented(views, chosen, shifts, mirrored)), labels[chosen]
+        cut = views[chosen, shifts[:, 0], shifts[:, 1]].unflatten(2, (SIDE, 3))
+        yield normalised(torch.where(mirrored[:, None, None, None], cut.flip(2), cut)), labels[chosen]
 
 
 class Block(nn.Module):
@@ -119,16 +111,6 @@ def residual(seed: int, width: int, depth: int) -> nn.Sequential:
     )
 
 
-def accuracy(model: nn.Module, arrays: Arrays) -> float:
-    """Return the share of test pictures that are classified correctly. The model is in training mode again afterwards."""
-    model.eval()
-    with torch.no_grad():
-        parts = zip(arrays["test_x"].split(CHUNK), arrays["test_y"].split(CHUNK), strict=True)
-        right = sum(int((model(normalised(x)).argmax(1) == y).sum()) for x, y in parts)
-    model.train()
-    return right / len(arrays["test_y"])
-
-
 def job(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make CIFAR-10 with a residual net. It halves pictures at once: in full size a step would take three times as long.
 
@@ -138,4 +120,4 @@ def job(settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     model = residual(seed, settings.width, settings.depth)
     views = windows(arrays["train_x"])
     parts = [batches(views, arrays["train_y"], rank, ranks, settings.batch, seed) for rank in range(ranks)]
-    return Job(model, parts, functional.cross_entropy, lambda: 100 * accuracy(model, arrays))
+    return Job(model, parts, functional.cross_entropy, lambda: accuracy(model, arrays, normalised))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from laboratory.tasks.task import Arrays, Batch, Job, Settings, shares
+from laboratory.tasks.task import Arrays, Batch, Job, Settings, accuracy, shares
 
 # The number of pictures, of 1,797, that are never trained on.
 HELD_OUT = 360
@@ -19,24 +18,15 @@ HELD_OUT = 360
 WIDTH = 2048
 
 
-class Digits(NamedTuple):
-    """Pictures of 8 x 8 grey values in [0, 1], flat, and the digits that they show."""
-
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
-
-
-def load() -> Digits:
-    """Load the data in the fixed split."""
+def load() -> Arrays:
+    """Load the data in the fixed split: pictures of 8 x 8 grey values in [0, 1], flat, and the digits that they show."""
     from sklearn.datasets import load_digits
 
     pictures, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.as_tensor(pictures, dtype=torch.float32)[order] / 16
     y = torch.as_tensor(labels, dtype=torch.int64)[order]
-    return Digits(x[HELD_OUT:], y[HELD_OUT:], x[:HELD_OUT], y[:HELD_OUT])
+    return {"train_x": x[HELD_OUT:], "train_y": y[HELD_OUT:], "test_x": x[:HELD_OUT], "test_y": y[:HELD_OUT]}
 
 
 def model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
@@ -64,20 +54,14 @@ def conv(seed: int, width: int) -> nn.Sequential:
     )
 
 
-def batches(digits: Digits, rank: int, ranks: int, batch: int, seed: int = 0) -> Iterator[Batch]:
+def batches(data: Arrays, rank: int, ranks: int, batch: int, seed: int = 0) -> Iterator[Batch]:
     """Yield this rank's share of every batch, without end."""
-    for own in shares(len(digits.train_y), rank, ranks, batch, torch.Generator().manual_seed(seed)):
-        yield digits.train_x[own], digits.train_y[own]
-
-
-def accuracy(trained: nn.Module, digits: Digits) -> float:
-    """Return the share of held-out pictures that are classified correctly."""
-    with torch.no_grad():
-        return float((trained(digits.test_x).argmax(1) == digits.test_y).float().mean())
+    for own in shares(len(data["train_y"]), rank, ranks, batch, torch.Generator().manual_seed(seed)):
+        yield data["train_x"][own], data["train_y"][own]
 
 
 def job(net: Callable[[int, int], nn.Module], settings: Settings, seed: int, ranks: int, arrays: Arrays) -> Job:
     """Make the digits with a net of this seed and width."""
     data, made = load(), net(seed, settings.width)
     parts = [batches(data, rank, ranks, settings.batch, seed) for rank in range(ranks)]
-    return Job(made, parts, functional.cross_entropy, lambda: 100 * accuracy(made.eval(), data))
+    return Job(made, parts, functional.cross_entropy, lambda: accuracy(made, data))

@@ -23,12 +23,14 @@ FROM_0 = ("clip", "weight_decay")
 # The settings that only some tasks have. They are 0 in the others.
 OF_SOME = ("beta2", "depth")
 
-
 # The share of the steps after which a linear schedule falls, and the part of the learning rate that is left at the end.
 DECAY_FROM, DECAY_TO = 0.6, 0.1
 
 # The part of the learning rate that a cosine schedule leaves at the end.
 COSINE_TO = 0.01
+
+# Test pictures that are classified at once.
+CHUNK = 250
 
 
 class Settings(NamedTuple):
@@ -104,6 +106,16 @@ def shares(count: int, rank: int, ranks: int, batch: int, generator: torch.Gener
         order = torch.randperm(count, generator=generator)
         for first in range(rank * batch, rank * batch + count - together + 1, together):
             yield order[first : first + batch]
+
+
+def accuracy(model: nn.Module, arrays: Arrays, prepared: Callable[[Tensor], Tensor] = torch.Tensor.float) -> float:
+    """Return the percentage of test pictures that are classified correctly. The model is in training mode again afterwards."""
+    model.eval()
+    with torch.no_grad():
+        parts = zip(arrays["test_x"].split(CHUNK), arrays["test_y"].split(CHUNK), strict=True)
+        right = sum(int((model(prepared(x)).argmax(1) == y).sum()) for x, y in parts)
+    model.train()
+    return 100 * right / len(arrays["test_y"])
 
 
 def linear_rate(step: int, steps: int, warmup: float) -> float:
