@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,28 @@ class AdamStep(NamedTuple):
     steps: int
     skipped: bool
     compares: bool
+
+
+class LossScale:
+    """The loss scale of a GradScaler. It is read where the gradients lie, so that no step waits for a device.
+
+    Residuals and velocities are kept without it. Otherwise unsent entries would count double after the scale has halved.
+    """
+
+    def __init__(self, scaler: Any):
+        enabled = getattr(scaler, "is_enabled", None)
+        # A scaler offers its scale in public only as a number, for which the host would have to wait for a GPU.
+        if enabled is None or (enabled() and not hasattr(scaler, "_scale")):
+            raise TypeError(
+                f"scaler= is a {type(scaler).__name__}, and its scale cannot be read; pass the training's torch.amp.GradScaler"
+            )
+        self.scaler = scaler
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """Return the current scale, as one float on a device. None before the first loss is scaled, and if scaling is off."""
+        scale: Tensor | None = self.scaler._scale if self.scaler.is_enabled() else None
+        # A copy to a CPU would not have ended when it is read.
+        return None if scale is None else scale.detach().reshape(1).to(device, torch.float32, non_blocking=device.type != "cpu")
 
 
 @dataclass(eq=False)

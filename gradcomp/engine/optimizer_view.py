@@ -15,8 +15,8 @@ from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.core.requests import World
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.changed_gradients import UpdateSample
-from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, Momentum, StepContext
-from gradcomp.engine.delivery import Delivery, LossScale
+from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Momentum, StepContext
+from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.optimizer_steps import listeners
 from gradcomp.engine.slots import Slots, check_optimizer
 from gradcomp.engine.taken_momentum import AdamMoments, SgdMomentum, check_momentum, steps_as_known
@@ -88,7 +88,7 @@ class OptimizerView:
     def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, ranks: int = 1):
         """ranks: the number of ranks that share the view, as those of a simulation do."""
         self.slots, self.optimizer = slots, optimizer
-        self.loss_scale = None if scaler is None else LossScale(scaler)
+        self._loss_scale = None if scaler is None else LossScale(scaler)
         self.is_told = optimizer is not None
         self.exchanged = self.replaced = self.sums = self.skips_optimizer = False
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
@@ -181,7 +181,7 @@ class OptimizerView:
         """Make the context of a step. layouts: of its buckets. takes_momentum: all buckets apply the optimizer's."""
         momenta = self._momenta(layouts, world.size) if takes_momentum else {}
         rates = self.rates() if uses_rates else None
-        scales = {} if self.loss_scale is None else {device: self.loss_scale.on(device) for _, _, device in layouts}
+        scales = {} if self._loss_scale is None else {device: self._loss_scale.on(device) for _, _, device in layouts}
         follows = rates is not None and (bool(momenta) or self.is_linear)
         return StepContext(memory, world.size, rates, follows, self._frozen_layers(), momenta, scales)
 
