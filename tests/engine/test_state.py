@@ -47,6 +47,15 @@ def mean(simulation: gradcomp.Simulation, world: int) -> dict[str, torch.Tensor]
     return {name: sum(own[name].double() for own in every) / world for name in SHAPES}  # type: ignore[misc]
 
 
+def state_bits(value: Any) -> Any:
+    """Replace the tensors of a state by their bytes, so that == compares."""
+    if isinstance(value, torch.Tensor):
+        return bytes(value.reshape(-1).view(torch.uint8).tolist())
+    if isinstance(value, dict):
+        return {key: state_bits(each) for key, each in value.items()}
+    return [state_bits(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 def test_a_state_says_what_it_is() -> None:
     state = trained("topk:ratio=0.03,wire=compact", 3).state_dict()
     assert (state["format"], state["spec"], state["ranks"], [*state["of_rank"]]) == (
@@ -162,6 +171,18 @@ def test_a_damaged_state_is_refused_by_name_and_leaves_all_as_it_was(
     grads = draw("normal", 9, 2)
     ours, theirs = simulation.step(grads), undisturbed.step(grads)
     assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
+
+
+@every_spec
+def test_a_state_that_was_loaded_stays_as_it_is(spec: str) -> None:
+    """A commit or a state in memory is loaded again after a second failure."""
+    before, after = trained(spec), trained(spec, steps=5)
+    state = before.state_dict()
+    kept = copy.deepcopy(state)
+    after.load_state_dict(state)
+    for step in range(3, 6):
+        after.step(draw("normal", step, 2))
+    assert state_bits(state) == state_bits(kept)
 
 
 def test_states_that_do_not_belong_together_are_refused() -> None:

@@ -211,7 +211,8 @@ class Residual(Stage):
         last_sent = None
         own = shares.own[0].bucket if shares.own else None
         if own is not None and saved.entry(own, "last_sent") is not None:
-            last_sent = saved.tensor(own, "last_sent", state.residual.shape, dtype=torch.uint8).to(layout.device)
+            theirs = saved.tensor(own, "last_sent", state.residual.shape, dtype=torch.uint8)
+            last_sent = theirs.to(layout.device, copy=True)  # a commit may be loaded again
 
         def copy() -> None:
             state.last_sent = last_sent
