@@ -370,7 +370,7 @@ def moments_to_return(old: Reducer, new: Reducer) -> Sequence[str]:
 def return_moments(old: Reducer, new: Reducer, names: Sequence[str]) -> Iterator[None]:
     """Average the moments of these names in lock-step with other ranks, give them to the optimizer, and rescale residuals.
 
-    A rank that has just joined has none. If all have, the optimizer keeps its own.
+    A rank that has just joined has none. If no rank has any, the optimizer keeps its own.
     """
     network, size = old.network, old.network.world.size
     answers: list[tuple[str, Layout, Answer]] = []

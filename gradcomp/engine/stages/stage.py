@@ -144,8 +144,8 @@ class Shares(NamedTuple):
 class Stage(ABC):
     """One stage between a bucket's gradients and its compressor.
 
-    A stage fills in its arguments of the accumulation. It owns its part of the bucket's state, and of a saved state: a saved
-    field is added in the stage's file alone.
+    A stage fills in its arguments of the accumulation. It owns its part of the bucket's state, and of a saved state: a
+    saved field is added in the stage's file, and FORMAT of engine/state counts it.
 
     name: of its part. fields: the flat arrays of its state, which may be None; each is saved by layer.
     """
