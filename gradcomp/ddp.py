@@ -32,7 +32,7 @@ _UNKNOWN = (
 
 _UNUSED = "Call the DistributedDataParallel model that attach() got, not the model inside it"
 
-_DOOR = Door(_UNKNOWN, _UNUSED, ends_in_backward=True)
+_DOOR = Door(_UNKNOWN, _UNUSED, ends_in_backward=True, name="DDP")
 
 
 def attach(

@@ -1,8 +1,9 @@
-"""The steps of any optimizer: calls around each, first all checks and then all acts, and two warnings of misuse."""
+"""The steps of any optimizer: calls around each, first all checks and then all acts, and words for the user at their line."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import warnings
 import weakref
@@ -15,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradcomp.engine.slots import Slots
 from gradcomp.networks import Connection
+
+log = logging.getLogger("gradcomp")
 
 # Steps of an optimizer without an exchange, before the warning.
 STEPS_BEFORE_WARNING = 3
@@ -112,6 +115,42 @@ class UnknownScaler:
                 "a GradScaler steps the optimizer, but gradcomp does not know its scale: whenever the scale changes, entries "
                 "of the residual, and the momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
             )
+
+
+class Announcement:
+    """What a session exchanges, said at the optimizer's step: a line on rank 0, once, and a warning if it costs accuracy, once.
+
+    due: nothing has been said under the present spec.
+    """
+
+    def __init__(self) -> None:
+        self.due, self._said, self._warned = True, False, False
+
+    def look(self, session: Any) -> None:
+        """Say what is due. Doors without a name say nothing."""
+        if not self.due or not session.door.name:
+            return
+        self.due, spec, reducer = False, session.spec, session.reducer
+        if not self._said and session.network.world.rank == 0:
+            text = spec if session.turns is None else f"{session.turns} begins with {spec}, which"
+            _inform(f"gradcomp: {text} over {session.door.name} exchanges {reducer.exchanges}")
+        self._said = True
+        missed = session.view.missed if reducer.takes_momentum and reducer.keeps_residual else None
+        if missed is not None and not self._warned:
+            self._warned = True
+            _warn_user(
+                f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them late and sparse, which costs "
+                f"accuracy. {missed.remedy}, or let the spec be auto, which keeps no residual here. To go on so without this "
+                "warning, write momentum=0 into the spec"
+            )
+
+
+def _inform(text: str) -> None:
+    """Log a line at INFO, or print it where nobody has configured a log: by default Python shows warnings only."""
+    if log.hasHandlers():
+        log.info(text)
+    elif log.level <= logging.INFO:  # not set by the user, or set to show it
+        print(text, file=sys.stderr, flush=True)
 
 
 def _callers() -> Iterator[FrameType]:

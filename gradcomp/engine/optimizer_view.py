@@ -19,7 +19,15 @@ from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Mo
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.optimizer_steps import listeners
 from gradcomp.engine.slots import Slots, check_optimizer
-from gradcomp.engine.taken_momentum import AdamMoments, SgdMomentum, check_momentum, steps_as_known
+from gradcomp.engine.taken_momentum import (
+    TAKE_KNOWN,
+    TAKE_ONE,
+    AdamMoments,
+    Missed,
+    SgdMomentum,
+    check_momentum,
+    steps_as_known,
+)
 from gradcomp.native.memory import Memory
 
 _UNAPPLIED = (
@@ -132,6 +140,26 @@ class OptimizerView:
         """True if a residual loses nothing: the optimizer was given, and its momentum, if any, is taken over."""
         acting = self.acting
         return self.is_told and acting is not None and (self._kind_of(acting) is not None or self._has_no_momentum(acting))
+
+    @property
+    def missed(self) -> Missed | None:
+        """The reason why the optimizer's momentum is not taken over; None if it is, if there is none, or if it is unknown."""
+        acting = self.acting or next((each for each, known in self._known.items() if known.trains), None)
+        if acting is None or (missed := self._missed_of(acting)) is None:
+            return None
+        return missed._replace(reason=f"{type(acting).__name__} {missed.reason}")
+
+    def exchanges(self, takes_momentum: bool) -> str:
+        """Describe what the ranks exchange. takes_momentum: the spec takes the optimizer's momentum over."""
+        acting = self.acting
+        if not takes_momentum:
+            return "gradients, as the spec says"
+        if (missed := self.missed) is not None:
+            return f"gradients, since {missed.reason}"
+        if acting is None:
+            return "gradients, since no optimizer is known"
+        name, kind = type(acting).__name__, self._kind_of(acting)
+        return f"gradients, since {name} has no momentum" if kind is None else kind.exchanged.format(name=name)
 
     @property
     def terms(self) -> dict[str, str]:
@@ -365,13 +393,21 @@ class OptimizerView:
         return acting
 
     def _kind_of(self, optimizer: torch.optim.Optimizer) -> SgdMomentum | AdamMoments | None:
-        """Return the kind of momentum to take over.
-
-        None if the optimizer is none of those known here, has several momenta, or trains other parameters than these.
-        """
-        if not (steps_as_known(type(optimizer)) and self._trains_just_these(optimizer)):
+        """Return the kind of momentum to take over; None if there is none, or if it is missed."""
+        if self._missed_of(optimizer) is not None or self._has_no_momentum(optimizer):
             return None
-        return next((kind for kind in self._kinds if isinstance(optimizer, kind.types) and kind.fits(optimizer)), None)
+        return next(kind for kind in self._kinds if isinstance(optimizer, kind.types))
+
+    def _missed_of(self, optimizer: torch.optim.Optimizer) -> Missed | None:
+        """Say why an optimizer's momentum is not taken over; None if it is, or if there is none."""
+        kind = next((kind for kind in self._kinds if isinstance(optimizer, kind.types)), None)
+        if kind is None:
+            return Missed("is unknown to the exchange", TAKE_KNOWN)
+        if not steps_as_known(type(optimizer)):
+            return Missed("has a step() of its own", TAKE_KNOWN)
+        if not self._trains_just_these(optimizer):
+            return Missed("does not train just the layers that are exchanged", TAKE_ONE)
+        return kind.misfit(optimizer)
 
     def _has_no_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
         if not isinstance(optimizer, torch.optim.SGD) or not steps_as_known(type(optimizer)):

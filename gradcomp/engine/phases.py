@@ -44,11 +44,11 @@ REFUSED: Mapping[str, Mapping[Phase, str]] = {
 class Door:
     """A door: its messages for the user, and its kind of step.
 
-    unknown: the message for a gradient of no known parameter, with {shape} for its shape. unused: advice for a user who trains
-    without the exchange; empty: there is no warning. changed: lines for a user who changes gradients before step(), after a
-    colon. after_failure: ends the refusal of a step after one that failed, with a remedy beside a new start.
-    ends_in_backward: a step ends in backward, and not in the optimizer's step(). holds: gradients wait for the end of the step
-    if the ranks must meet first, since ranks hand them in in orders of their own.
+    name: for messages. unknown: the message for a gradient of no known parameter, with {shape} for its shape. unused: advice
+    for a user who trains without the exchange; empty: there is no warning. changed: lines for a user who changes gradients
+    before step(), after a colon. after_failure: ends the refusal of a step after one that failed, with a remedy beside a new
+    start. ends_in_backward: a step ends in backward, and not in the optimizer's step(). holds: gradients wait for the end of
+    the step if the ranks must meet first, since ranks hand them in in orders of their own.
     """
 
     unknown: str = "a gradient of shape {shape} belongs to no known parameter"
@@ -57,6 +57,7 @@ class Door:
     after_failure: str = ""
     ends_in_backward: bool = False
     holds: bool = False
+    name: str = ""
 
     def start_stock_allreduce(self, slot: Slot) -> None:
         """Start the stock framework's exchange of a gradient, for a door that hands gradients in before it knows who does."""

@@ -61,11 +61,13 @@ class Options:
 class Stats(TypedDict, total=False):
     """Figures of the last step on this rank. A compressor may add figures of its own.
 
-    health: of each bucket's residual, at the last measurement. steps: done. overlap: exchanges overlap with backward.
-    bytes_dense: of the gradients as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of it as goes to
-    other hosts. compression: bytes_dense / bytes_sent; None before the first step. auto: the choice, and its reason.
+    exchanges: what the ranks exchange, in words. health: of each bucket's residual, at the last measurement. steps: done.
+    overlap: exchanges overlap with backward. bytes_dense: of the gradients as float32. bytes_sent: handed to the network;
+    bytes_between_hosts: as much of it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first
+    step. auto: the choice, and its reason.
     """
 
+    exchanges: str
     health: list[dict[str, Any]]
     steps: int
     buckets: int
@@ -113,6 +115,11 @@ class Reducer:
     def keeps_residual(self) -> bool:
         """True if unsent entries of any bucket stay from step to step."""
         return any(bucket.keeps_residual for bucket in self.buckets)
+
+    @property
+    def exchanges(self) -> str:
+        """Describe what the ranks exchange."""
+        return self.view.exchanges(self.takes_momentum)
 
     def ready(self, slot: Slot, grad: Tensor | None = None) -> None:
         """Note a layer's gradient, and start its bucket if it is the last one.
@@ -269,6 +276,7 @@ class Reducer:
         dense = 4 * sum(layer.size for layer in self.layers.values())
         own = {name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()}
         stats: Stats = {
+            "exchanges": self.exchanges,
             "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),

@@ -16,7 +16,7 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.changed_gradients import GradientSample
 from gradcomp.engine.meeting import Flow, Membership, Owner, run
-from gradcomp.engine.optimizer_steps import MissingExchange, UnknownScaler, listen
+from gradcomp.engine.optimizer_steps import Announcement, MissingExchange, UnknownScaler, listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import REFUSED, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer
@@ -64,6 +64,7 @@ class Session:
         self._stock: torch.dtype | None = None
         self._sample = GradientSample(len(slots.slots), door.changed)
         self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
+        self._announcement = Announcement()
         # Ranks may differ by one commit where one of them fails while the others commit.
         self._commits: deque[Snapshot] = deque(maxlen=2)
         self._install(self._make_reducer(compressor), compressor)
@@ -78,7 +79,7 @@ class Session:
 
     def _install(self, reducer: Reducer, compressor: Compressor) -> None:
         """Continue with a reducer. The momentum is left to the optimizer from now on if not every bucket applies it."""
-        self.reducer, self.compressor, self._stock = reducer, compressor, None
+        self.reducer, self.compressor, self._stock, self._announcement.due = reducer, compressor, None, True
         if not reducer.takes_momentum:
             self.view.leave()
 
@@ -266,6 +267,7 @@ class Session:
         if self.reducer.keeps_state or self.view.taken:
             self._scaler.look()
         self.view.refuse_unexchanged(optimizer)
+        self._announcement.look(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Take the momentum out of an optimizer that is about to step. A step() that first ends the exchange calls another."""

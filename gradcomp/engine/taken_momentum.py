@@ -22,6 +22,17 @@ HIDDEN = ("momentum", "weight_decay")
 UNLIKE = ("amsgrad", "differentiable")
 
 
+class Missed(NamedTuple):
+    """The reason why an optimizer's momentum is not taken over, which follows its name, and the remedy."""
+
+    reason: str
+    remedy: str
+
+
+# The remedies for an optimizer that is unknown, and for one that does not train all layers.
+TAKE_KNOWN, TAKE_ONE = "Train with torch's SGD, Adam or AdamW", "Let one optimizer train all layers of the model"
+
+
 class _Loaded(NamedTuple):
     """A parameter's moments from an optimizer's state, and the steps that they have seen if the optimizer counts them."""
 
@@ -35,13 +46,14 @@ class TakenMomentum:
     Moments of an optimizer's state are copied: each rank gets those of a parameter once, and the optimizer loses them when it
     steps. ranks: the number of ranks that ask for each parameter; more than one in a simulation.
 
-    name, types: of the optimizers. holds: the content of updates. arrays: those of a bucket that stand for the optimizer's, by
-    their names there; the second holds squares.
+    name, types: of the optimizers. holds: the content of updates. exchanged: its description, with {name} for the optimizer.
+    arrays: those of a bucket that stand for the optimizer's, by their names there; the second holds squares.
     """
 
     name: ClassVar[str]
     types: ClassVar[tuple[type, ...]]
     holds: ClassVar[Holds]
+    exchanged: ClassVar[str]
     arrays: ClassVar[Mapping[str, str]]
 
     def __init__(self, slots: Slots, ranks: int):
@@ -102,17 +114,21 @@ class SgdMomentum(TakenMomentum):
     name: ClassVar[str] = "SGD"
     types: ClassVar[tuple[type, ...]] = (torch.optim.SGD,)
     holds: ClassVar[Holds] = "velocity"
+    exchanged: ClassVar[str] = "{name}'s velocities (momentum taken over)"
     arrays: ClassVar[Mapping[str, str]] = {"momentum_buffer": "velocity"}
 
     def __init__(self, slots: Slots, ranks: int):
         super().__init__(slots, ranks)
         self._decays_of: dict[tuple[str, ...], tuple[Any, list[Any], Decays]] = {}
 
-    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Decide whether the momentum of an optimizer of these types can be taken over: there is one, and no dampening."""
-        first = optimizer.param_groups[0]
-        kinds = {(group["momentum"], group["nesterov"], group["dampening"]) for group in optimizer.param_groups}
-        return len(kinds) == 1 and first["dampening"] == 0 and first["momentum"] > 0
+    def misfit(self, optimizer: torch.optim.Optimizer) -> Missed | None:
+        """Say why the momentum of an optimizer of these types cannot be taken over; None if it can, or if there is none."""
+        groups = optimizer.param_groups
+        if len({(group["momentum"], group["nesterov"], group["dampening"]) for group in groups}) > 1:
+            return Missed("differs in momentum, nesterov or dampening between its groups", "Make these equal in all groups")
+        if groups[0]["momentum"] and groups[0]["dampening"]:
+            return Missed("has dampening", "Make it with dampening=0")
+        return None
 
     def for_step(
         self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool, compares: bool
@@ -182,14 +198,20 @@ class AdamMoments(TakenMomentum):
     name: ClassVar[str] = "Adam"
     types: ClassVar[tuple[type, ...]] = (torch.optim.Adam,)
     holds: ClassVar[Holds] = "direction"
+    exchanged: ClassVar[str] = "{name}'s directions (moments taken over)"
     arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "first", "exp_avg_sq": "second"}
 
-    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Decide whether the moments can be taken over: one kind of them, and a weight decay that stays out of them."""
+    def misfit(self, optimizer: torch.optim.Optimizer) -> Missed | None:
+        """Say why the moments cannot be taken over: one kind of them can, with a weight decay that stays out of them."""
         groups = optimizer.param_groups
-        kinds = {(*map(float, group["betas"]), group["eps"]) for group in groups}
-        apart = all(group["weight_decay"] == 0 or group.get("decoupled_weight_decay") for group in groups)
-        return len(kinds) == 1 and groups[0]["eps"] > 0 and apart and not any(g.get(each) for g in groups for each in UNLIKE)
+        if len({(*map(float, group["betas"]), group["eps"]) for group in groups}) > 1:
+            return Missed("differs in betas or eps between its groups", "Make these equal in all groups")
+        if not groups[0]["eps"] > 0:
+            return Missed("has eps=0", "Make it with eps=1e-8")
+        if any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
+            return Missed("adds weight_decay to gradients", "Train with AdamW")
+        unlike = next((each for each in UNLIKE for group in groups if group.get(each)), None)
+        return Missed(f"has {unlike}", f"Make it with {unlike}=False") if unlike else None
 
     def for_step(
         self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool, compares: bool

@@ -114,7 +114,7 @@ class Compression(Handle):
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options, self._parameters = Options(optimizer, scaler, bucket_mb, seed), Parameters(named_parameters)
         stock = (torch.float32,) if self._parameters.types <= SUMMED else ()
-        door = Door(_UNKNOWN, _UNUSED, _CHANGED, _AFTER_FAILURE)
+        door = Door(_UNKNOWN, _UNUSED, _CHANGED, _AFTER_FAILURE, name="Horovod")
         super().__init__(spec, self._parameters, self._network, options, door, stock)
         self._knows_optimizer = False
 

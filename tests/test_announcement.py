@@ -1,0 +1,169 @@
+"""What is exchanged is said at the first step: a line on rank 0, and a warning at the user's line where it costs accuracy."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from typing import Any
+
+import doors
+import pytest
+import ranks
+from doors import COMPRESSION, DDP, OWN, Training
+from small_net import net
+from torch import optim
+
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Parameters
+from gradcomp.networks.memory import Board, MemoryNetwork
+from gradcomp.spec import make
+
+REMEDY = "or let the spec be auto, which keeps no residual here"
+
+
+class OwnStep(optim.AdamW):
+    """An optimizer by AdamW that does something else."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+# For each: the optimizer, what is exchanged, and the beginning of the remedy if it costs accuracy.
+CASES: dict[str, tuple[Any, str, str]] = {
+    "sgd": (lambda ps: optim.SGD(ps, 0.1, momentum=0.9), "SGD's velocities (momentum taken over)", ""),
+    "adamw": (lambda ps: optim.AdamW(ps), "AdamW's directions (moments taken over)", ""),
+    "no momentum": (lambda ps: optim.SGD(ps, 0.1), "gradients, since SGD has no momentum", ""),
+    "amsgrad": (lambda ps: optim.AdamW(ps, amsgrad=True), "gradients, since AdamW has amsgrad", "Make it with amsgrad=False"),
+    "radam": (lambda ps: optim.RAdam(ps), "gradients, since RAdam is unknown to the exchange", "Train with torch's"),
+    "subclass": (lambda ps: OwnStep(ps), "gradients, since OwnStep has a step() of its own", "Train with torch's"),
+    "dampening": (
+        lambda ps: optim.SGD(ps, 0.1, momentum=0.9, dampening=0.5),
+        "gradients, since SGD has dampening",
+        "Make it with dampening=0",
+    ),
+    "two momenta": (
+        lambda ps: optim.SGD([{"params": ps[:2]}, {"params": ps[2:], "momentum": 0.5}], 0.1, momentum=0.9),
+        "gradients, since SGD differs in momentum, nesterov or dampening between its groups",
+        "Make these equal in all groups",
+    ),
+}
+
+
+def session_of(optimizer: Any, model: Any, spec: str) -> Session:
+    network = MemoryNetwork(Board(1), 0, 1)
+    session = Session(make(spec), Parameters(model.named_parameters()), network, Options(optimizer), Door(name="a door"))
+    session.meet()
+    session.view.note_exchange()
+    return session
+
+
+def said(session: Session, optimizer: Any, steps: int = 1) -> tuple[list[str], list[warnings.WarningMessage]]:
+    """The lines that steps without gradients print, and the warnings."""
+    out = io.StringIO()
+    with contextlib.redirect_stderr(out), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            optimizer.step()
+    return out.getvalue().splitlines(), caught
+
+
+@pytest.fixture
+def no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has not configured logging. pytest has, for all loggers."""
+    monkeypatch.setattr(logging.getLogger("gradcomp"), "hasHandlers", lambda: False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_line_and_a_warning_at_the_first_step(case: str, no_handlers: None) -> None:
+    make_optimizer, exchanges, remedy = CASES[case]
+    model = net()
+    optimizer = make_optimizer([*model.parameters()])
+    session = session_of(optimizer, model, "topk")
+    lines, caught = said(session, optimizer, steps=2)
+    assert lines == [f"gradcomp: topk over a door exchanges {exchanges}"]
+    assert session.reducer.stats()["exchanges"] == exchanges
+    assert len(caught) == bool(remedy)
+    for warning in caught:
+        text = str(warning.message)
+        assert text.startswith(f"topk exchanges {exchanges}: ") and remedy in text and REMEDY in text
+        assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("spec", ["dense", "half", "orq", "topk:momentum=0", "topk:feedback=false"])
+def test_no_warning_where_nothing_waits_or_the_user_says_so(spec: str) -> None:
+    model = net()
+    optimizer = optim.RAdam(model.parameters())
+    session = session_of(optimizer, model, spec)
+    assert said(session, optimizer)[1] == []
+    assert session.reducer.stats()["exchanges"].startswith("gradients")
+
+
+def test_another_spec_may_warn_and_says_no_second_line(no_handlers: None) -> None:
+    model = net()
+    optimizer = optim.RAdam(model.parameters())
+    session = session_of(optimizer, model, "dense")
+    assert len(said(session, optimizer)[0]) == 1
+    session.replace(make("topk"))
+    lines, caught = said(session, optimizer, steps=2)
+    assert lines == [] and len(caught) == 1
+
+
+def test_who_configures_logging_gets_a_record(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    with caplog.at_level(logging.INFO, logger="gradcomp"):
+        assert said(session_of(optimizer, model, "topk"), optimizer)[0] == []
+    assert [each.levelname for each in caplog.records] == ["INFO"]
+
+
+def test_a_level_silences_the_line(no_handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("gradcomp"), "level", logging.WARNING)
+    model = net()
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    assert said(session_of(optimizer, model, "topk"), optimizer) == ([], [])
+
+
+def program(door: str) -> dict[str, Any]:
+    """Train a step or two by a door, with optimizers that are taken over and one that is not."""
+    doors.join(door)
+    found = {}
+    for case, spec, given in (
+        ("adamw", "topk", True),
+        ("adamw", "auto", True),
+        ("radam", "topk", True),
+        ("sgd", "topk", False),
+    ):
+        model = net()
+        inner = CASES[case][0]([*model.parameters()])
+        out = io.StringIO()
+        with contextlib.redirect_stderr(out), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = (
+                Training(door, model, spec, inner=inner, given=given)
+                if door != OWN
+                else Training(door, model, spec, inner=inner)
+            )
+            run.train(2)
+        texts = [(str(each.message), each.filename) for each in caught if "exchanges gradients" in str(each.message)]
+        found[f"{case} {spec}"] = (out.getvalue().splitlines(), texts, run.handle.stats()["exchanges"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", [DDP, COMPRESSION, OWN])
+def test_by_every_door(door: str) -> None:
+    name = "DDP" if door == DDP else "Horovod"
+    for rank, found in enumerate(ranks.launch(program, 2, door)):
+        lines, texts, now = found["adamw topk"]
+        line = f"gradcomp: topk over {name} exchanges AdamW's directions (moments taken over)"
+        assert (lines, texts) == ([line] * (rank == 0), []) and now in line
+        lines, texts, now = found["sgd topk"]  # not given: known from the first step on
+        assert lines == [f"gradcomp: topk over {name} exchanges SGD's velocities (momentum taken over)"] * (rank == 0)
+        lines, texts, now = found["adamw auto"]
+        assert texts == [] and [each.split(" begins")[0] for each in lines] == ["gradcomp: auto"] * (rank == 0)
+        lines, texts, now = found["radam topk"]
+        assert len(texts) == 1 and texts[0][1].endswith("doors.py") and len(lines) == (rank == 0)
