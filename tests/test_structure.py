@@ -305,7 +305,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (13_920, 101), "scripts": (7_500, 70), "tests": (27_420, 211)}
+TOTALS = {"gradcomp": (13_950, 101), "scripts": (7_500, 70), "tests": (27_450, 211)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

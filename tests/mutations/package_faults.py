@@ -185,6 +185,20 @@ PACKAGE_FAULTS = (
         ("test_rates.py",),
     ),
     Fault(
+        "a residual of which hardly anything is sent is not warned of",
+        "gradcomp/engine",
+        "steps * statistics.median(self._taken) < HARDLY",
+        "steps * statistics.mean(self._taken) < 0",
+        ("test_health.py",),
+    ),
+    Fault(
+        "a residual may outgrow the steps by any power",
+        "gradcomp/engine",
+        "(now / half) ** POWER",
+        "(now / half) ** (9 * POWER)",
+        ("test_health.py",),
+    ),
+    Fault(
         "a sketch's entries stay although they were sent",
         "gradcomp/exchanges",
         "torch.where(failed, values, 0.0)",

@@ -20,7 +20,7 @@ from gradcomp.core.requests import World
 from gradcomp.core.wrapper import Wrapper
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.stages.adam import Adam
-from gradcomp.engine.stages.health import Health
+from gradcomp.engine.stages.health import Health, remedy
 from gradcomp.engine.stages.rates import RateCorrection
 from gradcomp.engine.stages.sgd import Sgd
 from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, load_sum
@@ -139,7 +139,7 @@ class Feedback(Wrapper):
         if self.clip > 0:
             stages.append(Clip(self.clip, self.clip_by == "model"))
         if self.feedback and not traits.shares_residual:
-            stages.append(Health(str(self)))
+            stages.append(Health(str(self), remedy(self.inner)))
         return stages
 
 

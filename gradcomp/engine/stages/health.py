@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Layout, Steps
+from gradcomp.core.compressor import Compressor, Layout, Steps
 from gradcomp.core.requests import World
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.stages.stage import Accumulation, Stage
@@ -28,23 +29,40 @@ OLD = 128
 TAKES_NOTHING, TIMES, SOME_OLD = 1.0, 3, 0.5
 # A residual that grew by this factor between so many measurements on end grows exponentially.
 GROWTH, GROWTHS = 1.5, 8
+# The measurements before the next two findings. Those end once the measured steps stand for takes of so many residuals: a good
+# training gets there in some hundred steps.
+FEWEST, SENT = 3, 1.0
+# The median of all takes, times all steps, is less than this part of a residual: hardly anything has been sent yet.
+HARDLY = 0.05
+# A residual of which nothing is sent grows with the steps where gradients stay as they are. A higher power is divergence.
+POWER = 1.3
 
 _WARNING = (
-    "{spec}: the residual of {layers} grows without bound: {why}. Gradients in it will come late or never. Send more "
-    "(a higher ratio, a lower lam, more levels, a smaller group), clip with clip=, or write feedback=false; see "
-    'stats()["health"]'
+    "{spec}: the residual of {layers} grows without bound: {why}. Gradients in it will come late or never, and the training "
+    'may diverge. {remedy}, clip with clip=, or write feedback=false; see stats()["health"]'
 )
+# What sends more, by knob.
+_VERBS = {"ratio": "raise", "lam": "lower", "levels": "raise", "group": "lower"}
+
+
+def remedy(compressor: Compressor) -> str:
+    """Name the knobs of a compressor that send more."""
+    while (inner := getattr(compressor, "inner", None)) is not None:
+        compressor = inner
+    named = [f"{verb} {knob}={value:g}" for knob, verb in _VERBS.items() if (value := getattr(compressor, knob, None))]
+    return "Send more: " + " or ".join(named) if named else "Choose a spec that sends more"
 
 
 @dataclass(frozen=True)
 class Health(Stage):
-    """Measures the residual of a bucket before and after a take. spec: for the warning."""
+    """Measures the residual of a bucket before and after a take. spec, remedy: for the warning."""
 
     name: ClassVar[str] = "health"
     spec: str
+    remedy: str
 
     def init(self, layout: Layout, seed: int) -> Measurements:
-        return Measurements(self.spec, layout.names)
+        return Measurements(self, layout.names)
 
     def after(self, accumulation: Accumulation, state: Measurements, context: StepContext) -> None:
         if accumulation.step % INTERVAL == 0:
@@ -62,12 +80,14 @@ class Measurements:
     figures: of the last measurement. warning: once given.
     """
 
-    def __init__(self, spec: str, names: tuple[str, ...]):
-        self._spec, self._names = spec, names
+    def __init__(self, stage: Health, names: tuple[str, ...]):
+        self._stage, self._names = stage, names
         self._measured: HostCopy | None = None
         self._measuring = torch.empty(0)
         self._left_most = self._grew = 0
         self._last = 0.0
+        self._taken: list[float] = []
+        self._residuals: list[float] = []
         self.warning = ""
         self.figures: dict[str, float] = {}
 
@@ -105,20 +125,43 @@ class Measurements:
             self.figures["residual_over_gradient"] = (after / gradient) ** 0.5 if gradient else 0.0
         if not math.isnan(old):
             self.figures["older"] = old
-        self._judge(share_left >= TAKES_NOTHING and not old < SOME_OLD, after**0.5)
+        self._judge(share_left, after**0.5, others_sent=old < SOME_OLD)
 
-    def _judge(self, took_nothing: bool, residual: float) -> None:
-        self._left_most = self._left_most + 1 if took_nothing else 0
+    def _judge(self, share_left: float, residual: float, others_sent: bool) -> None:
+        """Judge a measurement. others_sent: steps that were not measured have sent most entries."""
+        self._left_most = self._left_most + 1 if share_left >= TAKES_NOTHING and not others_sent else 0
         self._grew = self._grew + 1 if residual > GROWTH * self._last > 0 else 0
         self._last = residual
-        if self.warning or (self._left_most < TIMES and self._grew < GROWTHS):
+        if self._left_most >= TIMES:
+            self._warn(f"{TIMES} of {TIMES} measured steps took nothing out of it")
+        elif self._grew >= GROWTHS:
+            self._warn(f"it grew {GROWTH}-fold {GROWTHS} times on end, every {INTERVAL} steps")
+        elif INTERVAL * sum(self._taken) < SENT:
+            self._taken.append(1 - share_left)
+            self._residuals.append(residual)
+            if len(self._taken) >= FEWEST and not others_sent:
+                self._judge_all()
+
+    def _judge_all(self) -> None:
+        """Judge all measurements together."""
+        now = len(self._taken)
+        half, steps = now // 2, now * INTERVAL
+        earlier, residual, sent = self._residuals[half - 1], self._residuals[-1], INTERVAL * sum(self._taken)
+        if steps * statistics.median(self._taken) < HARDLY:
+            self._warn(
+                f"steps take {statistics.median(self._taken):.2g} of its squares, which is hardly anything of it in {steps}"
+            )
+        elif sent < SENT and residual > earlier * (now / half) ** POWER > 0:
+            self._warn(
+                f"it grew {residual / earlier:.2g}-fold while steps grew {now / half:.2g}-fold, and less than all was sent"
+            )
+
+    def _warn(self, why: str) -> None:
+        if self.warning:
             return
-        takes_nothing = f"{TIMES} of {TIMES} measured steps took nothing out of it"
-        grew = f"it grew {GROWTH}-fold {GROWTHS} times on end, every {INTERVAL} steps"
         first, *others = self._names
         layers = repr(first) + (f" and {len(others)} more layers" if others else "")
-        why = takes_nothing if self._left_most >= TIMES else grew
-        self.warning = _WARNING.format(spec=self._spec, layers=layers, why=why)
+        self.warning = _WARNING.format(spec=self._stage.spec, layers=layers, why=why, remedy=self._stage.remedy)
         warnings.warn(self.warning, stacklevel=2)
 
 
