@@ -45,6 +45,7 @@ ROOMS = [
     "engine/clock",
     "engine/optimizer_steps",
     "engine/changed_gradients",
+    "engine/origin",
     "engine/taken_momentum",
     "engine/optimizer_view",
     "engine/reducer",
@@ -305,7 +306,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (13_950, 101), "scripts": (7_500, 70), "tests": (27_450, 211)}
+TOTALS = {"gradcomp": (14_120, 102), "scripts": (7_500, 70), "tests": (27_680, 213)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -154,6 +154,13 @@ class Bucket:
         """Put the arrays of frozen layers back. The next step sets them aside again."""
         self.frozen.put_back()
 
+    def forget(self, *, moments_only: bool) -> None:
+        """Forget the moments that are kept in the optimizer's place, or all that stays from step to step."""
+        self.put_back()
+        for stage in self.stages:
+            if stage.name == Adam.name or (stage.name == Sgd.name and self.takes_momentum) or not moments_only:
+                stage.scale(self.states[stage.name], 0.0)
+
     def note_rates(self, rates: Rates) -> None:
         """Note the rates that the residual was made under, where they were unknown in the last step."""
         kept = self.states.get(RateCorrection.name)

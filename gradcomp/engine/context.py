@@ -39,12 +39,16 @@ class LayerRates(dict[str, float]):
 
 
 class Momentum(NamedTuple):
-    """The optimizer's momentum in a step of a bucket, which its velocity is to apply."""
+    """The optimizer's momentum in a step of a bucket, which its velocity is to apply.
+
+    decay_factor: of the decays, on the device; None stands for 1.
+    """
 
     value: float
     nesterov: bool
     seeds: Seeds
     decays: Decays
+    decay_factor: Tensor | None = None
 
 
 class AdamStep(NamedTuple):
@@ -94,7 +98,7 @@ class StepContext:
     None where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that
     it was found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by
     a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale
-    of the loss as one float there.
+    of the loss as one float there. generation: of the optimizer's state (Origin).
     """
 
     memory: Memory
@@ -104,6 +108,7 @@ class StepContext:
     frozen_layers: frozenset[str] = frozenset()
     momenta: Mapping[str, Momentum | AdamStep] = field(default_factory=dict)
     loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
+    generation: tuple[int, int] = (0, 0)
 
     def rates(self, layout: Layout) -> Rates:
         """Return the learning rate of each layer of a bucket."""

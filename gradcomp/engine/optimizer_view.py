@@ -18,11 +18,13 @@ from gradcomp.engine.changed_gradients import UpdateSample
 from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Momentum, StepContext
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.optimizer_steps import listeners
+from gradcomp.engine.origin import Origin
 from gradcomp.engine.slots import Slots, check_optimizer
 from gradcomp.engine.taken_momentum import (
     TAKE_KNOWN,
     TAKE_ONE,
     AdamMoments,
+    LastStep,
     Missed,
     SgdMomentum,
     check_momentum,
@@ -108,8 +110,10 @@ class OptimizerView:
         self._kind: SgdMomentum | AdamMoments | None = None
         self._sample = UpdateSample(slots.slots)
         self._pending = False  # no step has applied the last update, which holds momentum
+        self._may_be_skipped = False  # the optimizer looks on the device whether to apply it
         self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
         self._resumed = False  # moments were loaded, and no optimizer has been known since
+        self.origin = Origin()
         if optimizer is not None:
             check_optimizer(optimizer)
             if not self._trained_by(optimizer):
@@ -208,10 +212,12 @@ class OptimizerView:
     ) -> StepContext:
         """Make the context of a step. layouts: of its buckets. takes_momentum: all buckets apply the optimizer's."""
         momenta = self._momenta(layouts, world.size) if takes_momentum else {}
+        self.origin.compare(self.acting)
         rates = self.rates() if uses_rates else None
         scales = {} if self._loss_scale is None else {device: self._loss_scale.on(device) for _, _, device in layouts}
         follows = rates is not None and (bool(momenta) or self.is_linear)
-        return StepContext(memory, world.size, rates, follows, self._frozen_layers(), momenta, scales)
+        frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
+        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self.origin.generation)
 
     def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[str, Momentum | AdamStep]:
         """Take the momentum over for a step's buckets. Return nothing if it is left to the optimizer, or is 0."""
@@ -225,15 +231,13 @@ class OptimizerView:
             if optimizer is not None and before is not None:
                 warnings.warn(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW), stacklevel=2)
             return {}
-        share, skipped = 1 / (ranks if self.sums else 1), self._pending and self._has_failed()
-        return {each.names[0]: kind.for_step(optimizer, each, share, skipped, self.is_told) for each in layouts}
-
-    def _frozen_layers(self) -> frozenset[str]:
-        return frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
+        successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
+        share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), self.is_told, successes)
+        return {each.names[0]: kind.for_step(optimizer, each, share, last) for each in layouts}
 
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
         """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
-        self._pending, self._delivery = self.taken, (delivery, step)
+        self._pending, self._may_be_skipped, self._delivery = self.taken, False, (delivery, step)
         if self.taken:
             updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
             self._sample.keep(updates, buckets[0].loss_scale)
@@ -258,6 +262,7 @@ class OptimizerView:
         """Note that a state was loaded: no update is due any more. moments: the state has some."""
         self.show()
         self.forget_update()
+        self.origin.forget()
         self._resumed = moments
 
     def leave(self) -> None:
@@ -318,7 +323,10 @@ class OptimizerView:
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Hide the settings that the updates hold from an optimizer that is about to step. Its step may call another one."""
         kind = self._kind
-        if kind is None or kind.hides or optimizer is not self.acting:
+        if optimizer is not self.acting or (kind is not None and kind.hides):
+            return
+        self.origin.note_step(optimizer, self._pending)
+        if kind is None:
             return
         if closure:
             raise RuntimeError(_CLOSURE)
@@ -328,7 +336,8 @@ class OptimizerView:
         gradients = (each.grad for each in _parameters_of(optimizer))
         if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
-        if getattr(optimizer, "found_inf", None) is None:  # fused=True under a GradScaler has one
+        self._may_be_skipped = getattr(optimizer, "found_inf", None) is not None  # of fused=True under a GradScaler
+        if not self._may_be_skipped:
             self._sample.check(kind.holds)
         kind.drop_copied()
         kind.hide(optimizer, self._pending)
@@ -339,8 +348,10 @@ class OptimizerView:
         if self._kind is not None:
             self._kind.show()
 
-    def refuse_unexchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a gradient of a parameter that was unfrozen or added too late: no rank exchanges it."""
+    def refuse_misuse(self, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
+        """Refuse a gradient of a parameter that came too late, which no rank exchanges, and a change of maximize."""
+        if keeps_state:
+            self.origin.check_sign(optimizer)
         for parameter in self._known[optimizer].not_exchanged:
             if parameter.requires_grad and parameter.grad is not None:
                 frozen = self.slots.without_gradient

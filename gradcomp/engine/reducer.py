@@ -110,6 +110,7 @@ class Reducer:
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self.clock = StepClock()
         self._context: StepContext | None = None  # of the step under way
+        self._generation = view.origin.generation
 
     @property
     def keeps_residual(self) -> bool:
@@ -238,6 +239,7 @@ class Reducer:
         bucket.complete()
         if self._context is None:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
+            self._begin_anew(self._context.generation)
         if self.observer is not None:
             self.observer.before(bucket)
         acc = bucket.collect(self._context)
@@ -246,6 +248,13 @@ class Reducer:
         bucket.round, bucket.running = 0, bucket.exchange(acc, world)
         self._resume(bucket, None)
         self.clock.note_encoded(began)
+
+    def _begin_anew(self, generation: tuple[int, int]) -> None:
+        """Forget the moments where the optimizer or its state was replaced, and the residual where a state was loaded."""
+        before, self._generation = self._generation, generation
+        if generation != before:
+            for bucket in self.buckets:
+                bucket.forget(moments_only=generation[0] == before[0])
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None

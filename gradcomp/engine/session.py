@@ -264,9 +264,9 @@ class Session:
             with self._noting_failure():
                 self.refuse("the optimizer's step")
         self.reducer.note_rates()
-        if self.reducer.keeps_state or self.view.taken:
+        if keeps_state := self.reducer.keeps_state or self.view.taken:
             self._scaler.look()
-        self.view.refuse_unexchanged(optimizer)
+        self.view.refuse_misuse(optimizer, keeps_state)
         self._announcement.look(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.engine.changed_gradients import Holds
 from gradcomp.engine.context import AdamStep, Decays, Momentum, Seeds
+from gradcomp.engine.origin import sign_of
 from gradcomp.engine.slots import Slots
 
 # The modules of the steps that the exchange knows. A subclass with a step() of its own does something else.
@@ -34,14 +35,32 @@ TAKE_KNOWN, TAKE_ONE = "Train with torch's SGD, Adam or AdamW", "Let one optimiz
 
 
 class _Loaded(NamedTuple):
-    """A parameter's moments from an optimizer's state, and the steps that they have seen if the optimizer counts them."""
+    """A parameter's moments from an optimizer's state, and the steps that they have seen if the optimizer counts them.
+
+    sign: of the gradients that they were made of.
+    """
 
     moments: tuple[Tensor, ...]
     steps: int
+    sign: int
+
+
+class LastStep(NamedTuple):
+    """The last step, as the next one must know it.
+
+    skipped: the optimizer skipped it. compares: all ranks know the optimizer. successes: by device, 1.0 or 0.0, for an
+    optimizer with fused=True, which looks on the device whether it is to skip a step.
+    """
+
+    skipped: bool
+    compares: bool
+    successes: Mapping[torch.device, Tensor]
 
 
 class TakenMomentum:
     """Base of the kinds of momentum that are taken over. Updates hold its effect, which is hidden from the optimizer's step().
+
+    torch's moments are of the negative gradient where a group has maximize=True. The ranks' are of the gradient.
 
     Moments of an optimizer's state are copied: each rank gets those of a parameter once, and the optimizer loses them when it
     steps. ranks: the number of ranks that ask for each parameter; more than one in a simulation.
@@ -70,14 +89,16 @@ class TakenMomentum:
         """Return the moments of the optimizer's state that layers continue from, and the most steps that these have seen."""
         if not (optimizer.state or any(self._waiting.values())):
             return None, 0
-        found = [self._take(optimizer, name) for name in layout.names]
+        signs: dict[int, int] = {}
+        found = [self._take(optimizer, name, signs) for name in layout.names]
         seeds = [
-            None if own is None else tuple(share**power * each for power, each in enumerate(own.moments, 1)) for own in found
+            None if own is None else tuple((share * own.sign) ** power * each for power, each in enumerate(own.moments, 1))
+            for own in found
         ]
         return seeds, max((own.steps for own in found if own is not None), default=0)
 
-    def _take(self, optimizer: torch.optim.Optimizer, name: str) -> _Loaded | None:
-        """Copy a parameter's moments from the optimizer's state.
+    def _take(self, optimizer: torch.optim.Optimizer, name: str, signs: dict[int, int]) -> _Loaded | None:
+        """Copy a parameter's moments from the optimizer's state. signs: by parameter, filled when the first one is copied.
 
         None if there are none, or all are zeros: hvd.broadcast_optimizer_state() makes zeros, beside loaded velocities.
         """
@@ -87,7 +108,10 @@ class TakenMomentum:
             self._copied[name] = optimizer.state
             if any(bool(state[key].any()) for key in self.arrays):
                 moments = tuple(slot.flat(state[key]).float() for key in self.arrays)
-                self._waiting[name] = [_Loaded(moments, int(state.get("step", 0)))] * self._ranks
+                if not signs:
+                    signs |= {id(each): sign_of(group) for group in optimizer.param_groups for each in group["params"]}
+                loaded = _Loaded(moments, int(state.get("step", 0)), signs[id(slot.parameter)])
+                self._waiting[name] = [loaded] * self._ranks
         waiting = self._waiting.get(name)
         return waiting.pop() if waiting else None
 
@@ -104,8 +128,8 @@ class TakenMomentum:
 
         kept: means over the ranks, in the order of arrays. sums: the number of ranks if updates are their sums; otherwise 1.
         """
-        moments = zip(self.arrays, kept, strict=True)
-        return {key: (sums**power * mean).to(parameter.dtype) for power, (key, mean) in enumerate(moments, 1)}
+        moments, factor = zip(self.arrays, kept, strict=True), sums * sign_of(group)
+        return {key: (factor**power * mean).to(parameter.dtype) for power, (key, mean) in enumerate(moments, 1)}
 
 
 class SgdMomentum(TakenMomentum):
@@ -130,18 +154,15 @@ class SgdMomentum(TakenMomentum):
             return Missed("has dampening", "Make it with dampening=0")
         return None
 
-    def for_step(
-        self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool, compares: bool
-    ) -> Momentum:
+    def for_step(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, before: LastStep) -> Momentum:
         """Take the momentum over for a bucket's layers in this step.
 
-        share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1. skipped: the optimizer
-        skipped the last step: the velocity has its weight decay, and no other one is due. compares: all ranks know the
-        optimizer.
+        share: of an update that is a sum over the ranks, each rank's share of a mean; otherwise 1. before: the last step. If
+        the optimizer skipped it, the velocity has its weight decay, and no other one is due.
         """
         first, (seeds, _) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
-        decays = {} if skipped else self._decays(optimizer, layout, share)
-        return Momentum(first["momentum"], first["nesterov"], seeds, decays)
+        decays = {} if before.skipped else self._decays(optimizer, layout, share)
+        return Momentum(first["momentum"], first["nesterov"], seeds, decays, before.successes.get(layout.device))
 
     def _decays(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Decays:
         """Gather the weights that decay. They are kept as long as nothing but their values changes."""
@@ -162,7 +183,7 @@ class SgdMomentum(TakenMomentum):
         group_of = {id(each): group for group in groups for each in group["params"]}
         for i, (slot, parameter) in enumerate(zip(slots, parameters, strict=True)):
             group = group_of[id(parameter)]
-            decay = share * (-group["weight_decay"] if group.get("maximize") else group["weight_decay"])
+            decay = share * sign_of(group) * group["weight_decay"]
             if decay and parameter.requires_grad:
                 layers, weights = decays.setdefault(decay, ([], []))
                 layers.append(i)
@@ -213,13 +234,11 @@ class AdamMoments(TakenMomentum):
         unlike = next((each for each in UNLIKE for group in groups if group.get(each)), None)
         return Missed(f"has {unlike}", f"Make it with {unlike}=False") if unlike else None
 
-    def for_step(
-        self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, skipped: bool, compares: bool
-    ) -> AdamStep:
+    def for_step(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, before: LastStep) -> AdamStep:
         """Take the moments over. See SgdMomentum.for_step()."""
         group, (seeds, steps) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(*betas, group["eps"], share, seeds, steps, skipped, compares)
+        return AdamStep(*betas, group["eps"], share, seeds, steps, before.skipped, before.compares)
 
     def state(
         self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
@@ -268,7 +287,7 @@ def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, An
     rate = group["lr"] if on_device else float(group["lr"])
     if group["weight_decay"]:
         torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
-    signed = rate if group.get("maximize") else -rate
+    signed = -rate * sign_of(group)
     if on_device:
         torch._foreach_add_(own, torch._foreach_mul(directions, signed))
     else:

@@ -49,6 +49,7 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
         if self._follows_state():
             super().sync()
         self._session.sync()
+        self._session.view.origin.forget()  # the state may be another one, and the moments stay
 
     def _follows_state(self) -> bool:
         """Decide whether rank 0's optimizer has a state that Horovod is to broadcast. If not, take over its groups' settings.

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.usefixtures("group_of_one")
 SPEC = "topk:ratio=1,wire=exact"
 # The optimizer keeps its momentum.
 LEFT = f"{SPEC},momentum=0"
+IS_TURNED = "maximize of .* has changed in mid-training.*negate the loss"
+IS_NEW = r"(SGD|AdamW) is new.*holds the moments of the one before.*momentum=0"
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -331,8 +333,54 @@ def test_of_two_optimizers_the_one_that_steps_is_asked(optimizer_of: Any) -> Non
     first, other = run.optimizer, optimizer_of(run.model.parameters())
     for step in range(12):
         run.optimizer = other if 4 <= step < 8 else first
-        plain(run, step)
+        with pytest.warns(UserWarning, match=IS_NEW) if step in (4, 8) else contextlib.nullcontext():
+            plain(run, step)
         assert not run.optimizer.state, "torch has no momentum beside the exchange's"
+
+
+@both
+@pytest.mark.parametrize("hands_back", [True, False])
+def test_a_new_optimizer_begins_anew(optimizer_of: Any, hands_back: bool) -> None:
+    """Its first update is made before anybody can know it, unless the spec leaves the momentum to the optimizer then."""
+
+    def training(spec: str | None) -> Run:
+        run = Run(optimizer_of, spec).on(range(5))
+        if spec and hands_back:
+            run.handle.change(LEFT)
+        run.optimizer = optimizer_of(run.model.parameters())
+        with pytest.warns(UserWarning, match=IS_NEW) if spec and not hands_back else contextlib.nullcontext():
+            plain(run, 5)
+        if not hands_back:
+            torch.manual_seed(7)
+            run.optimizer.state.clear()
+            for weight in run.model.parameters():
+                weight.data.normal_()
+        elif spec:
+            run.handle.change(spec)
+        return run.on(range(6, 12))
+
+    same(training)
+
+
+@both
+def test_maximize_that_changes_is_refused_and_a_negated_loss_does_the_same(optimizer_of: Any) -> None:
+    def training(spec: str | None) -> Run:
+        run = Run(optimizer_of, spec).on(range(4))
+        run.optimizer.zero_grad()
+        run.loss(4).backward()
+        run.optimizer.param_groups[0]["maximize"] = bool(spec)
+        with pytest.raises(RuntimeError, match=IS_TURNED) if spec else contextlib.nullcontext():
+            run.optimizer.step()
+        run.optimizer.param_groups[0]["maximize"] = not spec
+        if spec:
+            run.optimizer.step()
+        for step in range(5, 9):
+            run.optimizer.zero_grad()
+            (-run.loss(step) if spec else run.loss(step)).backward()
+            run.optimizer.step()
+        return run
+
+    same(training)
 
 
 def test_freezing_after_attach_keeps_the_momentum() -> None:

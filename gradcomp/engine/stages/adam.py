@@ -145,7 +145,7 @@ class Adam(Stage):
     def scale(self, state: Moments, factor: float) -> None:
         """Keep the moments, unless all is forgotten: they are no sums."""
         if factor == 0:
-            state.steps = 0
+            state.steps, state.noise.of_mean = 0, 0.0
             for each in self.arrays(state):
                 each.zero_()
 

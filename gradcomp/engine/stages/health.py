@@ -49,7 +49,7 @@ def remedy(compressor: Compressor) -> str:
     """Name the knobs of a compressor that send more."""
     while (inner := getattr(compressor, "inner", None)) is not None:
         compressor = inner
-    named = [f"{verb} {knob}={value:g}" for knob, verb in _VERBS.items() if (value := getattr(compressor, knob, None))]
+    named = [f"{verb} {knob}={value}" for knob, verb in _VERBS.items() if (value := getattr(compressor, knob, None))]
     return "Send more: " + " or ".join(named) if named else "Choose a spec that sends more"
 
 

@@ -82,7 +82,15 @@ def _begin(momentum: Momentum, velocity: Tensor, accumulation: Accumulation) -> 
     if momentum.nesterov and momentum.decays:
         accumulation.scale_residual()
     for decay, (layers, weights) in momentum.decays.items():
-        torch._foreach_add_([velocities[i] for i in layers], weights, alpha=decay / momentum.value)
+        _add([velocities[i] for i in layers], weights, decay / momentum.value, momentum.decay_factor)
         if momentum.nesterov:
             residuals = accumulation.residual.split(sizes)
-            torch._foreach_add_([residuals[i] for i in layers], weights, alpha=decay)
+            _add([residuals[i] for i in layers], weights, decay, momentum.decay_factor)
+
+
+def _add(sums: list[Tensor], weights: list[Tensor], decay: float, factor: Tensor | None) -> None:
+    if factor is None:
+        torch._foreach_add_(sums, weights, alpha=decay)
+        return
+    for own, weight in zip(sums, weights, strict=True):
+        own.addcmul_(weight, factor, value=decay)

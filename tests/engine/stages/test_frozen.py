@@ -175,8 +175,8 @@ def test_the_residual_of_a_frozen_layer_follows_the_rate_beside_a_momentum(
     run.freeze()
     before, optimizer = run.waits(), run.training.optimizer
     if loads:
-        of_layer = {i: {"momentum_buffer": torch.randn(shape)} for i, shape in enumerate(LAYERS.values())}
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": of_layer})
+        for weight in run.training.weights.values():
+            optimizer.state[weight] = {"momentum_buffer": torch.randn(weight.shape)}
     optimizer.param_groups[0]["lr"] = rate
     run.steps(1)
     assert before.any()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
-from training import OptimizerOf, Training, draw
+from training import OptimizerOf, Training, draw, mean
 
 SPEC = "topk:ratio=1,wire=exact"
 SHAPES = {"a": (8, 8), "b": (8,)}
@@ -113,3 +113,22 @@ def test_a_frozen_layer_does_not_decay(case: str) -> None:
     pair.step()
     if case in ("sgd", "nesterov"):  # Adam counts the steps of a bucket
         pair.check()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_weight_decay_of_a_step_that_a_fused_optimizer_skips_acts_once(nesterov: bool) -> None:
+    """torch calls step() of a fused optimizer also where a GradScaler skips it: the kernel reads that on the device."""
+    of_sgd = partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=nesterov, fused=True)
+    ours, theirs = (Training(spec, of_sgd, SHAPES, 2, 1) for spec in (SPEC, None))
+    for training in (ours, theirs):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(1))
+        for step, bad in enumerate([0, 0, math.inf, 0, math.inf, math.nan, 0, 0]):
+            grads = [{name: grad + bad for name, grad in own.items()} for own in draw(step, SHAPES, 2)]
+            updates = mean(grads) if training is theirs else training.simulation.step(grads)
+            for name, weight in training.weights.items():
+                weight.grad = updates[name].clone()
+            scaler.step(training.optimizer)
+            scaler.update(1.0)
+    assert not ours.optimizer.state
+    ours.ends_as(theirs)

@@ -1,0 +1,36 @@
+"""Faults of the moments that the exchange keeps in the optimizer's place, as users replace, load and scale it."""
+
+from __future__ import annotations
+
+from mutations.fault import Fault
+
+MOMENTS_FAULTS = (
+    Fault(
+        "moments of a maximizing optimizer change hands without their sign",
+        "gradcomp/engine",
+        "factor = zip(self.arrays, kept, strict=True), sums * sign_of(group)",
+        "factor = zip(self.arrays, kept, strict=True), sums",
+        ("test_other_states.py",),
+    ),
+    Fault(
+        "moments go on after the optimizer's state was cleared",
+        "gradcomp/engine",
+        "is_loaded or state.__sizeof__() == self._SIZES.get(type(state))",
+        "is_loaded",
+        ("test_other_states.py",),
+    ),
+    Fault(
+        "the residual of abandoned steps stays where the optimizer is rolled back",
+        "gradcomp/engine",
+        "moments_only=generation[0] == before[0]",
+        "moments_only=True",
+        ("test_other_states.py",),
+    ),
+    Fault(
+        "the weight decay of a skipped step acts twice with a fused optimizer",
+        "gradcomp/engine",
+        "seeds, decays, before.successes.get(layout.device))",
+        "seeds, decays)",
+        ("test_skipped_steps.py",),
+    ),
+)
