@@ -33,7 +33,7 @@ GROWTH, GROWTHS = 1.5, 8
 # training gets there in some hundred steps.
 FEWEST, SENT = 3, 1.0
 # The median of all takes, times all steps, is less than this part of a residual: hardly anything has been sent yet.
-HARDLY = 0.05
+HARDLY = 0.08
 # A residual of which nothing is sent grows with the steps where gradients stay as they are. A higher power is divergence.
 POWER = 1.3
 
@@ -41,15 +41,22 @@ _WARNING = (
     "{spec}: the residual of {layers} grows without bound: {why}. Gradients in it will come late or never, and the training "
     'may diverge. {remedy}, clip with clip=, or write feedback=false; see stats()["health"]'
 )
-# What sends more, by knob.
-_VERBS = {"ratio": "raise", "lam": "lower", "levels": "raise", "group": "lower"}
+# The verb by which a knob sends more. Of a pair, the second counts where the first is no number.
+_SENDING = ({"ratio": "raise"}, {"lam": "lower", "density": "raise"}, {"levels": "raise"}, {"group": "lower"})
 
 
 def remedy(compressor: Compressor) -> str:
     """Name the knobs of a compressor that send more."""
     while (inner := getattr(compressor, "inner", None)) is not None:
         compressor = inner
-    named = [f"{verb} {knob}={value}" for knob, verb in _VERBS.items() if (value := getattr(compressor, knob, None))]
+    named = []
+    for pair in _SENDING:
+        found = [
+            (verb, knob, value)
+            for knob, verb in pair.items()
+            if isinstance(value := getattr(compressor, knob, None), int | float)
+        ]
+        named += [f"{verb} {knob}={value:g}" for verb, knob, value in found[:1]]
     return "Send more: " + " or ".join(named) if named else "Choose a spec that sends more"
 
 

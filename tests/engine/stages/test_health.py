@@ -165,7 +165,7 @@ SPARSE = {"w": (200, 100), "b": (20,)}
     ("spec", "power", "why"),
     [
         ("gs_sgd:ratio=0.001", 0, "of its squares, which is hardly anything of it in 150"),
-        ("sdagc:lam=6", 1, "fold while steps grew 3-fold, and less than all was sent"),
+        ("topk:ratio=0.0003", 1, "fold while steps grew 3-fold, and less than all was sent"),
         ("topk:ratio=0.001", 0, ""),
         ("topk:ratio=0.01", 1, ""),
     ],
@@ -190,7 +190,22 @@ def test_a_residual_that_is_hardly_sent_or_outgrows_the_steps_is_warned_of(spec:
     texts = {str(each.message) for each in seen}
     if why:
         (text,) = texts
-        knob = {"gs_sgd": "raise ratio=0.001", "sdagc": "lower lam=6"}[spec.partition(":")[0]]
+        knob = {"gs_sgd": "raise ratio=0.001", "topk": "raise ratio=0.0003"}[spec.partition(":")[0]]
         assert why in text and f"Send more: {knob}" in text
     else:
         assert texts == set()
+
+
+def test_the_remedy_names_the_knobs_of_the_spec() -> None:
+    named = {
+        "sdagc": "raise density=0.01",
+        "sdagc:lam=8": "lower lam=8",
+        "topk:by_host=true": "raise ratio=0.01",
+        "orq:levels=9,group=512": "raise levels=9 or lower group=512",
+        "dense:feedback=true": "",
+    }
+    for spec, knobs in named.items():
+        found = health.remedy(gradcomp.make(spec))
+        assert found == (f"Send more: {knobs}" if knobs else "Choose a spec that sends more"), spec
+    for name in gradcomp.names():
+        health.remedy(gradcomp.make(name))
