@@ -306,7 +306,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (14_122, 102), "scripts": (7_500, 70), "tests": (27_694, 213)}
+TOTALS = {"gradcomp": (14_152, 102), "scripts": (7_500, 70), "tests": (27_959, 215)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layer
+from gradcomp.native import extension
 
 # Parameters with their names.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
@@ -25,7 +26,7 @@ class Slot:
 
     def __init__(self, name: str, shape: Sequence[int], device: torch.device, parameter: torch.nn.Parameter | None = None):
         self.name, self.shape, self.parameter = name, torch.Size(shape), parameter
-        self.layer = Layer(self.shape.numel(), device, len(self.shape))
+        self.layer = Layer(self.shape.numel(), extension.numbered(device), len(self.shape))
         self.order = list(range(len(self.shape)))
 
     def read(self) -> Tensor:

@@ -19,7 +19,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import Codec, CountObserver, Entries, Taken
 from gradcomp.native import kernels
 from gradcomp.native.extension import LINE
-from gradcomp.native.kernels.sparse import add_within_largest
+from gradcomp.native.kernels.sparse import add_entries, add_within_largest
 from gradcomp.native.memory import Memory, Update
 
 # The capacity of a part's payload: SLACK times the mean count, plus this many standard deviations of a random count.
@@ -114,8 +114,8 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     failed = ~update.flat[:1].isfinite()
     arrived = (update.flat[dealt.indices] != 0) & ~failed
     returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)
-    acc.residual.index_add_(0, dealt.indices.flatten(), returned.masked_fill(~dealt.used, 0.0).flatten())
-    acc.residual.index_add_(0, dealt.overflow_indices, dealt.overflow_values)
+    add_entries(acc.residual, dealt.indices.flatten(), returned.flatten())
+    add_entries(acc.residual, dealt.overflow_indices, dealt.overflow_values)
     indices = parts.indices(world.rank, sent_on).long()
     errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on).double()
     add_within_largest(acc.residual, indices, errors.masked_fill((update.flat[indices] == 0) | failed, 0.0))
@@ -127,14 +127,13 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
 class DealtEntries(NamedTuple):
     """The entries that a rank took, dealt out to the parts.
 
-    values, indices in the bucket, local indices in the part, whether a slot is used: [ranks, capacity]. headers: [ranks, 2].
+    values, indices in the bucket, local indices in the part: [ranks, capacity], 0 where unused. headers: [ranks, 2].
     overflow: the entries beyond their part's capacity; values are zero for all others.
     """
 
     values: Tensor
     indices: Tensor
     local: Tensor
-    used: Tensor
     headers: Tensor
     overflow_values: Tensor
     overflow_indices: Tensor
@@ -159,7 +158,6 @@ def _deal(taken: Entries, parts: Partition) -> DealtEntries:
         values[slots].masked_fill(~used, 0.0),
         indices[slots].masked_fill(~used, 0),
         local[slots].masked_fill(~used, 0).int(),
-        used,
         headers,
         values.masked_fill(~overflow, 0.0),
         indices.masked_fill(~overflow, 0),

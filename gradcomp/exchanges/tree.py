@@ -12,7 +12,7 @@ from gradcomp.core.requests import Payload, Requests, World, send
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import CountObserver, Entries, are_outside, check_indices
 from gradcomp.native import kernels
-from gradcomp.native.kernels.sparse import add_within_largest
+from gradcomp.native.kernels.sparse import add_entries, add_within_largest
 from gradcomp.native.memory import Memory
 
 
@@ -133,7 +133,7 @@ def _settle(acc: Acc, taken: Entries, dropped: list[Dropped], result: Payload, u
     indices = taken.indices.clamp(max=n - 1).long()
     sent = is_in(taken.indices, result["indices"]) & ~failed
     returned = torch.where(sent, kept_share * taken.values, taken.values)
-    acc.residual.index_add_(0, indices, returned.masked_fill(~used, 0.0))
+    add_entries(acc.residual, indices, returned)
     if acc.mask is not None:
         acc.mask.note(indices, sent & used)
     for values, indices in dropped:

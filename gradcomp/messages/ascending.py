@@ -23,7 +23,7 @@ def pack(indices: Tensor, n: int) -> Tensor:
     low, wide = _low_bits(n, k), indices.long()
     bits = (wide[:, None] >> torch.arange(low, device=indices.device)) & 1
     high = torch.zeros(_high_bits(n, k, low), dtype=torch.uint8, device=indices.device)
-    high[(wide >> low) + torch.arange(k, device=indices.device)] = 1
+    high.index_fill_(0, (wide >> low) + torch.arange(k, device=indices.device), 1)  # high[...] = 1 would wait for the GPU
     return torch.cat([_to_bytes(bits.flatten().to(torch.uint8)), _to_bytes(high)])
 
 

@@ -77,6 +77,11 @@ def _public_stream(index: int) -> int:
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Number a device as its tensors do: "cuda" is the current GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+
+
 def stream(array: Array) -> int:
     """Find the current stream of the array's own library; 0 on a CPU."""
     if isinstance(array, Tensor):

@@ -90,14 +90,16 @@ class Memory:
         return lent
 
     def lend(self, n: int, device: torch.device) -> Update:
-        """Lend n zeros for an update that only sparse codecs write to. This costs nothing for lines that stay 0."""
-        place = _numbered(device)
-        free = self._free.get(place)
+        """Lend n zeros for an update that only sparse codecs write to. This costs nothing for lines that stay 0.
+
+        device: with its number.
+        """
+        free = self._free.get(device)
         source = free.pop() if free else None
         if source is None or source.flat.numel() < n:
-            source = ZeroedUpdate(torch.zeros(n, device=place), torch.zeros(-(-n // LINE), dtype=torch.uint8, device=place))
+            source = ZeroedUpdate(torch.zeros(n, device=device), torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device))
         elif source.stream is not None:
-            streams.follow(torch.cuda.current_stream(place), source.stream)
+            streams.follow(torch.cuda.current_stream(device), source.stream)
         return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
@@ -133,8 +135,3 @@ class HostCopy:
             self._event.synchronize()  # returns at once: the copy began steps ago
             self._event = None
         return self._host.flatten().tolist()
-
-
-def _numbered(device: torch.device) -> torch.device:
-    """Number the device as tensors do: "cuda" means the current one."""
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device

@@ -23,6 +23,7 @@ from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import EXACT, Codec, count_of
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST, LINE
+from gradcomp.native.kernels.sparse import add_entries
 from gradcomp.native.memory import Memory
 
 # Entries are clipped to this many root mean squares before they are coded.
@@ -186,9 +187,9 @@ class CommonEntries(NamedTuple):
             acc.mask.note(self.common.indices.flatten(), taken.expand(self.values.shape).flatten())
         for rank, (indices, values) in enumerate([] if self.innovations is None else self.innovations.outside):
             sent = values.masked_fill(check.failed, 0.0)
-            update.index_add_(0, indices, sent / self.world.size)
+            add_entries(update, indices, sent / self.world.size)
             if rank == self.world.rank:
-                acc.residual.index_add_(0, indices, -sent)
+                add_entries(acc.residual, indices, -sent)
                 if acc.mask is not None:
                     acc.mask.note(indices, sent != 0)
 

@@ -33,7 +33,7 @@ class Mask(NamedTuple):
         if self.velocity is not None:
             had_residual = sent & (last != (self.step - 1) % 256)
             masked = self.velocity.index_select(0, indices).masked_fill(~had_residual, 0.0)
-            self.velocity.index_add_(0, indices, masked, alpha=-1)
+            add_entries(self.velocity, indices, -masked)
         self.last_sent.index_add_(0, indices, torch.where(sent, self.step % 256 - last, 0).to(torch.uint8))
 
     def note_all(self, sent: Tensor) -> None:
@@ -238,14 +238,26 @@ def add_and_settle_packed(
     )
 
 
+def add_entries(target: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Add values at these indices. Only indices of entries that are 0 may repeat: the zeros are added at index 0.
+
+    On a GPU, torch's index_add_ adds by atomics, which take subnormal numbers for 0.
+    """
+    count, at = len(values), torch.where(values != 0, indices, 0).int()
+    header = torch.arange(
+        count, -1, -count, dtype=torch.int32, device=values.device
+    )  # (count, 0), without a copy from the host
+    add_sparse(target, values, at, header)
+
+
 def add_within_largest(residual: Tensor, indices: Tensor, values: Tensor) -> None:
     """Add values at these indices of a residual, within the largest magnitude. The excess of a sum is lost.
 
     Only indices of entries that are 0 may repeat. A value in double precision that is larger than the largest magnitude is
-    added in halves. This is torch's work: few entries come back, too few for a kernel.
+    added in halves.
     """
     before = residual.index_select(0, indices).double()
     added = (before + values).clamp(-LARGEST, LARGEST) - before
     first = torch.where(added.abs() > LARGEST, added / 2, added)
     for part in (first, added - first):
-        residual.index_add_(0, indices, part.float())
+        add_entries(residual, indices, part.float())

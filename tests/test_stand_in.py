@@ -1,0 +1,75 @@
+"""Whole steps on a GPU that is none: nothing waits for it, and no atomic sums floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from laws import SHAPES, check_conservation, draw
+from specs import ALL
+from stand_in import GPU, StandIn, stand_in
+
+import gradcomp
+
+WORLD = 2
+SPECS = [
+    *ALL,
+    "topk:momentum=0.9,route=tree",
+    "gs_sgd:momentum=0.9",
+    "topk:clip=1",
+    "lgc:dense=0,learn=1,ratio=0.1,window=64",
+    "lgc:dense=0,learn=1,ratio=0.1,window=64,instance=server,innovation=0.01",
+]
+# Steps of which the first may wait for the GPU: they make state, and lgc changes its phase.
+WARM = 2
+
+
+@pytest.fixture
+def gpu(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    with stand_in(emulator, monkeypatch) as mode:
+        yield mode
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_step_waits_or_sums_by_atomics(spec: str, gpu: StandIn) -> None:
+    simulation = gradcomp.Simulation(spec, SHAPES, WORLD, device="cuda")
+    steps = [draw("normal", step, WORLD, GPU) for step in range(WARM + 1)]
+    for grads in steps[:WARM]:
+        simulation.step(grads)
+    gpu.waits.clear()
+    simulation.step(steps[WARM])
+    assert set(gpu.waits) <= {"equal"} and gpu.sums == []  # a simulation compares the ranks' updates
+
+
+def test_a_wait_and_an_atomic_sum_would_be_found(gpu: StandIn) -> None:
+    ones, places = torch.ones(4, device="cuda"), torch.zeros(4, dtype=torch.int64, device=GPU)
+    assert ones.is_cuda and ones.device == GPU and (ones + 1).is_cuda and not ones.cpu().is_cuda
+    gpu.waits.clear()
+    for wait in (
+        lambda: bool(ones[0] > 0),
+        lambda: float(ones.sum()),
+        lambda: ones[ones > 0],
+        lambda: ones.__setitem__(places, 1),
+        lambda: ones.to("cpu"),
+        lambda: torch.tensor([1.0], device="cuda"),
+        lambda: ones.nonzero(),
+        lambda: ones[places[0]],
+    ):
+        wait()
+        assert gpu.waits, wait
+        gpu.waits.clear()
+    (2 * ones).clamp_(max=1).index_fill_(0, places, 1)[1:3] = 0
+    torch.full((3,), 2.0, device="cuda").copy_(ones[:3])
+    assert gpu.waits == []
+    ones.mul_(1e-39).index_add_(0, places, ones.clone())
+    torch.zeros_like(places).index_add_(0, places, places)
+    assert gpu.sums == ["index_add_"] and ones.tolist()[0] == 0 < ones.tolist()[1]
+
+
+@pytest.mark.parametrize("spec", ["gtopk", "topk:route=split", "topk:route=split,wire=exact", "topk:route=tree", "sdagc"])
+def test_subnormal_numbers_are_conserved(spec: str, gpu: StandIn) -> None:
+    simulation = gradcomp.Simulation(spec, SHAPES, WORLD, device="cuda")
+    for step in range(3):
+        check_conservation(simulation, draw("tiny", step, WORLD, GPU))
