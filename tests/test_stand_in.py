@@ -1,4 +1,4 @@
-"""Whole steps on a GPU that is none: nothing waits for it, and no atomic sums floats."""
+"""Whole steps on a GPU that is none: nothing waits for it, no atomic sums floats, and no step that counts is captured."""
 
 from __future__ import annotations
 
@@ -73,3 +73,21 @@ def test_subnormal_numbers_are_conserved(spec: str, gpu: StandIn) -> None:
     simulation = gradcomp.Simulation(spec, SHAPES, WORLD, device="cuda")
     for step in range(3):
         check_conservation(simulation, draw("tiny", step, WORLD, GPU))
+
+
+@pytest.mark.parametrize("spec", ["topk", "orq", "gs_sgd", "dense:feedback=true"])
+def test_a_step_that_counts_is_not_captured(spec: str, gpu: StandIn) -> None:
+    simulation, grads = gradcomp.Simulation(spec, {"w": (70,)}, 1, device="cuda"), [{"w": torch.ones(70, device="cuda")}]
+    simulation.step(grads)
+    gpu.is_capturing = True
+    with pytest.raises(RuntimeError, match=f"^{spec}.* counts its steps on the host, and a CUDA graph would repeat"):
+        simulation.step(grads)
+    gpu.is_capturing = False
+    assert simulation.step(grads)["w"].isfinite().all()
+
+
+def test_a_dense_step_is_captured(gpu: StandIn) -> None:
+    simulation, grads = gradcomp.Simulation("dense", {"w": (70,)}, 1, device="cuda"), [{"w": torch.ones(70, device="cuda")}]
+    simulation.step(grads)
+    gpu.is_capturing = True
+    assert simulation.step(grads)["w"].tolist() == [1.0] * 70

@@ -99,6 +99,11 @@ class Bucket:
         if not self.stages:
             kernels.flatten(grads, self.residual)
             return Acc(self.residual, context.memory, rates=context.rates(layout))
+        if self.streams.are_captured:
+            raise RuntimeError(
+                f"{self.feedback} counts its steps on the host, and a CUDA graph would repeat the captured step's number; "
+                "capture forward and backward passes without the exchange, or use dense"
+            )
         flag, scale = self.states[Residual.name].flag, context.loss_scale(layout.device)
         self._accumulation = accumulation = Accumulation(
             grads, layout, self.residual, flag, context.memory, self.steps + 1, scale, float(self.keeps_residual)

@@ -19,6 +19,11 @@ class Streams:
         self._device, self.has_streams = device, device.type == "cuda"
         self._busy: dict[int, Any] = {}
 
+    @property
+    def are_captured(self) -> bool:
+        """True while the current stream is captured as a CUDA graph."""
+        return self.has_streams and torch.cuda.is_current_stream_capturing()
+
     def note(self) -> None:
         """Note that the current stream has work on the bucket: it made a gradient."""
         if not self.has_streams:

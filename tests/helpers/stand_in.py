@@ -1,4 +1,4 @@
-"""A GPU that is none: tensors in main memory that say they are on one, and the emulator's kernels. It notes waits and float sums.
+"""A GPU that is none: tensors in main memory that say they are on one, and the emulator's kernels. It notes waits and sums.
 
 It knows only the calls of torch by which a step waited once, or may. tests/test_cuda.py asks torch on a GPU, which CI has not.
 """

@@ -397,13 +397,6 @@ PACKAGE_FAULTS = (
         ("test_masking.py", "test_feedback.py"),
     ),
     Fault(
-        "entries that are 0 keep their indices, which may repeat: a GPU adds to one place from two threads",
-        "gradcomp/native",
-        "torch.where(values != 0, indices, 0).int()",
-        "indices.int()",
-        ("test_stand_in.py", "test_split.py"),
-    ),
-    Fault(
         "a neighbour's share of what waits is forgotten",
         "gradcomp/engine",
         "residual_is_local = not self.traits.shares_residual",
