@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def attach(
     model: DistributedDataParallel,
     spec: str | Compressor = "topk",
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     scaler: "torch.amp.GradScaler | None" = None,
     bucket_mb: float = 25,
     seed: int = 0,
@@ -49,7 +50,8 @@ def attach(
     Args:
         model: The result of DistributedDataParallel(...).
         spec: "name:knob=value", a compressor, or "auto".
-        optimizer: The source of learning rates, for specs that need them; its momentum is taken over.
+        optimizer: The source of learning rates, for specs that need them; its momentum is taken over. Or the list of all
+            optimizers of the model, each of layers of its own.
         scaler: The GradScaler that scales the loss, if one does.
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         seed: The seed of random draws, equal on all ranks.

@@ -293,5 +293,5 @@ class _OtherRank(Session):
 
     def _make_reducer(self, compressor: Compressor) -> Reducer:
         reducer = super()._make_reducer(compressor)
-        reducer.delivery = self._first.reducer.delivery
+        reducer.deliveries = self._first.reducer.deliveries
         return reducer

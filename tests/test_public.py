@@ -26,7 +26,7 @@ gradcomp.Simulation.state_dict() -> 'dict[str, Any]'
 gradcomp.Simulation.stats() -> 'Stats'
 gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dict[str, Tensor]'
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
-gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
+gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
 gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'

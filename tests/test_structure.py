@@ -47,7 +47,9 @@ ROOMS = [
     "engine/changed_gradients",
     "engine/origin",
     "engine/taken_momentum",
+    "engine/acting_optimizer",
     "engine/optimizer_view",
+    "engine/several_optimizers",
     "engine/reducer",
     "engine/state",
     "engine/meeting",
@@ -306,7 +308,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (14_152, 102), "scripts": (7_500, 70), "tests": (27_959, 215)}
+TOTALS = {"gradcomp": (14_440, 104), "scripts": (7_500, 70), "tests": (28_230, 216)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -95,16 +95,16 @@ class StepContext:
     """The facts of a step that do not depend on its gradients. All buckets of the step read the same ones.
 
     memory: the lender of scratch. ranks: the number of ranks in the exchange. layer_rates: the learning rates by layer;
-    None where no optimizer is known, or the compressor does not use them. follows_rates: the residual keeps the rates that
-    it was found under; False where the optimizer is not linear. frozen_layers: the names of all frozen layers. momenta: by
-    a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by device, the scale
-    of the loss as one float there. generation: of the optimizer's state (Origin).
+    None where no optimizer is known, or the compressor does not use them. follows_rates: by their first layers, the buckets
+    that keep the rates that the residual was found under: those of linear optimizers. frozen_layers: the names of all frozen
+    layers. momenta: by a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by
+    device, the scale of the loss as one float there. generation: of the optimizer's state (Origin).
     """
 
     memory: Memory
     ranks: int
     layer_rates: LayerRates | None = None
-    follows_rates: bool = False
+    follows_rates: frozenset[str] = frozenset()
     frozen_layers: frozenset[str] = frozenset()
     momenta: Mapping[str, Momentum | AdamStep] = field(default_factory=dict)
     loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class StepContext:
 
     def own_rates(self, layout: Layout) -> Rates:
         """Return the rates that the residual is to keep; None where the optimizer does not allow it."""
-        return self.rates(layout) if self.follows_rates else None
+        return self.rates(layout) if layout.names[0] in self.follows_rates else None
 
     def momentum(self, layout: Layout) -> Momentum | AdamStep | None:
         """Return the optimizer's momentum for a bucket that applies it."""

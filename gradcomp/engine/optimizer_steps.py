@@ -135,8 +135,7 @@ class Announcement:
             text = spec if session.turns is None else f"{session.turns} begins with {spec}, which"
             _inform(f"gradcomp: {text} over {session.door.name} exchanges {reducer.exchanges}")
         self._said = True
-        missed = session.view.missed if reducer.takes_momentum and reducer.keeps_residual else None
-        if missed is not None and not self._warned:
+        if (missed := reducer.missed) is not None and not self._warned:
             self._warned = True
             _warn_user(
                 f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them late and sparse, which costs "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.core.requests import World
+from gradcomp.engine.acting_optimizer import ActingOptimizer, parameters_of
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.changed_gradients import UpdateSample
 from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Momentum, StepContext
 from gradcomp.engine.delivery import Delivery
-from gradcomp.engine.optimizer_steps import listeners
-from gradcomp.engine.origin import Origin
-from gradcomp.engine.slots import Slots, check_optimizer
+from gradcomp.engine.slots import Slots
 from gradcomp.engine.taken_momentum import (
     TAKE_KNOWN,
     TAKE_ONE,
@@ -62,50 +60,21 @@ _UNKNOWN = (
     "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
     "lost: pass optimizer= where you pass the spec"
 )
-_UNEXCHANGED = (
-    "{name} of shape {shape} was unfrozen or added after the ranks' exchange was set up: its gradient stays on this rank, and "
-    "the replicas drift apart. It must be in the model and in the optimizer, and unfrozen, when the exchange is set up. Freeze "
-    "it right after that, by requires_grad_(False), until it is to train"
-)
 
 
-@dataclass
-class _Known:
-    """An optimizer's parameters, as far as the session knows them.
-
-    foreign: ids of those that the session never had. count: all of them. trains: some are the session's own.
-    not_exchanged: those that came too late.
-    """
-
-    foreign: set[int]
-    count: int = -1
-    trains: bool = False
-    not_exchanged: list[torch.nn.Parameter] = field(default_factory=list)
-
-
-class OptimizerView:
+class OptimizerView(ActingOptimizer):
     """The exchange's view of an optimizer.
 
-    optimizer: the source of learning rates; None if none was given. An optimizer that trains as much as this one replaces it:
-    hvd.DistributedOptimizer makes another object. The one that acts is the last that stepped and trains all of the slots'
-    parameters, or else the source.
-
-    is_told: all ranks knew the optimizer before their first exchange. exchanged: gradients have been exchanged. replaced:
-    another session has exchanged gradients of the same parameters since. sums: updates are sums over the ranks, not means.
-    skips_optimizer: no step of the optimizer follows this rank's exchanges, and its weights lag behind.
+    sums: updates are sums over the ranks, not means. skips_optimizer: no step of the optimizer follows this rank's exchanges,
+    and its weights lag behind.
     """
 
     def __init__(self, slots: Slots, optimizer: torch.optim.Optimizer | None = None, scaler: Any = None, ranks: int = 1):
         """ranks: the number of ranks that share the view, as those of a simulation do."""
-        self.slots, self.optimizer = slots, optimizer
+        super().__init__(slots, optimizer)
         self._loss_scale = None if scaler is None else LossScale(scaler)
-        self.is_told = optimizer is not None
-        self.exchanged = self.replaced = self.sums = self.skips_optimizer = False
-        self._acts: weakref.ref[torch.optim.Optimizer] | None = None
+        self.sums = self.skips_optimizer = False
         self._rates: tuple[Any, LayerRates] = None, LayerRates({})  # the facts that they follow from, and the last rates
-        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
-        self._ids = {id(parameter) for parameter in slots.parameters.values()}
-        self._trained: tuple[Any, list[int], bool] = None, [], False
         self._kinds = SgdMomentum(slots, ranks), AdamMoments(slots, ranks)
         self._kind: SgdMomentum | AdamMoments | None = None
         self._sample = UpdateSample(slots.slots)
@@ -113,21 +82,8 @@ class OptimizerView:
         self._may_be_skipped = False  # the optimizer looks on the device whether to apply it
         self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
         self._resumed = False  # moments were loaded, and no optimizer has been known since
-        self.origin = Origin()
-        if optimizer is not None:
-            check_optimizer(optimizer)
-            if not self._trained_by(optimizer):
-                raise ValueError("optimizer= has none of the model's parameters; pass the optimizer that trains them")
-            self._known[optimizer] = _Known(self._foreign(optimizer))
 
-    # The optimizer: which one, and its facts.
-
-    @property
-    def acting(self) -> torch.optim.Optimizer | None:
-        """The optimizer that applies the updates; None if it is unknown, or applies another session's."""
-        if self.replaced:
-            return None
-        return (None if self._acts is None else self._acts()) or self.optimizer
+    # The optimizer's facts.
 
     @property
     def is_linear(self) -> bool:
@@ -146,9 +102,14 @@ class OptimizerView:
         return self.is_told and acting is not None and (self._kind_of(acting) is not None or self._has_no_momentum(acting))
 
     @property
+    def has_no_momentum(self) -> bool:
+        """True if the optimizer is SGD without momentum."""
+        return self._has_no_momentum(self.acting)
+
+    @property
     def missed(self) -> Missed | None:
         """The reason why the optimizer's momentum is not taken over; None if it is, if there is none, or if it is unknown."""
-        acting = self.acting or next((each for each, known in self._known.items() if known.trains), None)
+        acting = self.acting or self.in_part
         if acting is None or (missed := self._missed_of(acting)) is None:
             return None
         return missed._replace(reason=f"{type(acting).__name__} {missed.reason}")
@@ -178,6 +139,20 @@ class OptimizerView:
             text = f"without {'momentum' if self._has_no_momentum(acting) else 'moments that the exchange takes over'}"
         return {"optimizer": text}
 
+    @property
+    def generation(self) -> tuple[int, int]:
+        """The generation of the optimizer's state (Origin)."""
+        return self.origin.generation
+
+    @property
+    def parts(self) -> Sequence[OptimizerView]:
+        """The views of single optimizers that this view consists of."""
+        return (self,)
+
+    def part_of(self, name: str) -> int:
+        """Return the number of the part that has a layer."""
+        return 0
+
     def rates(self) -> LayerRates | None:
         """Return the current learning rates by layer; None where no optimizer is known.
 
@@ -196,10 +171,6 @@ class OptimizerView:
             self._rates = facts, LayerRates(own)
         return self._rates[1]
 
-    def owns(self, parameter: Tensor) -> bool:
-        """Decide whether the session exchanges a parameter's gradient."""
-        return id(parameter) in self._ids
-
     def check_momentum(self, compressor: Compressor) -> None:
         """Refuse a compressor whose momentum would act twice."""
         if self.optimizer is not None:
@@ -215,9 +186,9 @@ class OptimizerView:
         self.origin.compare(self.acting)
         rates = self.rates() if uses_rates else None
         scales = {} if self._loss_scale is None else {device: self._loss_scale.on(device) for _, _, device in layouts}
-        follows = rates is not None and (bool(momenta) or self.is_linear)
+        follows = frozenset([each.names[0] for each in layouts] if rates is not None and (momenta or self.is_linear) else ())
         frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
-        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self.origin.generation)
+        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self.generation)
 
     def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[str, Momentum | AdamStep]:
         """Take the momentum over for a step's buckets. Return nothing if it is left to the optimizer, or is 0."""
@@ -276,8 +247,8 @@ class OptimizerView:
         kind = None if optimizer is None else self._kind_of(optimizer)
         return () if kind is None else tuple(kind.arrays.values())
 
-    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: int, ranks: int) -> float:
-        """Give the optimizer its moments back. Return the factor that makes the residual one of gradients.
+    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: int, ranks: int) -> dict[str, float]:
+        """Give the optimizer its moments back. Return the factors, by layer, that make the residual one of gradients.
 
         means: over the ranks, by array and by layer, flat. steps: those of Adam.
         """
@@ -290,35 +261,9 @@ class OptimizerView:
                 kept = [slot.shaped(means[array][slot.name]).clone() for array in kind.arrays.values()]
                 group = group_of[id(slot.parameter)]
                 optimizer.state[slot.parameter] = kind.state(group, slot.parameter, kept, steps, ranks if self.sums else 1)
-        return kind.share_of_gradients(optimizer)
+        return dict.fromkeys(self.slots.layers, kind.share_of_gradients(optimizer))
 
     # A step of the optimizer.
-
-    def note_exchange(self) -> None:
-        """Note that gradients are exchanged. Another session's view of the same parameters ends with the first ones."""
-        if self.exchanged:
-            return
-        self.exchanged = True
-        for other in self._others():
-            if other.exchanged:
-                other.replaced |= bool(other._ids & self._ids)
-
-    def note_optimizer(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
-        """Note the optimizer that will apply the updates, before its first step."""
-        self.is_told = True
-        self._meet(optimizer, compressor)
-        self._note_acting(optimizer)
-
-    def check_step(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> bool:
-        """Check an optimizer that is about to step. Return whether it trains some of the session's parameters."""
-        if not self.exchanged or self.replaced:
-            return False
-        self._meet(optimizer, compressor)
-        known = self._known[optimizer]
-        self._update(known, optimizer)
-        if known.trains:
-            self._note_acting(optimizer)
-        return known.trains
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Hide the settings that the updates hold from an optimizer that is about to step. Its step may call another one."""
@@ -333,7 +278,7 @@ class OptimizerView:
         if self._kind_of(optimizer) is not kind:
             text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
             raise RuntimeError(text.format(name=type(optimizer).__name__, old=kind.name, outcome=_MADE_BEFORE))
-        gradients = (each.grad for each in _parameters_of(optimizer))
+        gradients = (each.grad for each in parameters_of(optimizer))
         if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
         self._may_be_skipped = getattr(optimizer, "found_inf", None) is not None  # of fused=True under a GradScaler
@@ -347,55 +292,6 @@ class OptimizerView:
         """Show the hidden settings again, also after a step that raised an error."""
         if self._kind is not None:
             self._kind.show()
-
-    def refuse_misuse(self, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
-        """Refuse a gradient of a parameter that came too late, which no rank exchanges, and a change of maximize."""
-        if keeps_state:
-            self.origin.check_sign(optimizer)
-        for parameter in self._known[optimizer].not_exchanged:
-            if parameter.requires_grad and parameter.grad is not None:
-                frozen = self.slots.without_gradient
-                name = next((repr(name) for name, each in frozen if each is parameter), "a parameter")
-                raise RuntimeError(_UNEXCHANGED.format(name=name, shape=tuple(parameter.shape)))
-
-    def _meet(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> None:
-        """Note an optimizer. If it replaces the given one, parameters that it has beyond the given one's were added since."""
-        if optimizer in self._known:
-            return
-        if trained := self._trained_by(optimizer):
-            check_momentum(compressor, optimizer)
-        foreign = self._foreign(optimizer)
-        if self.optimizer is not None and trained >= self._trained_by(self.optimizer):
-            foreign, self.optimizer = self._known[self.optimizer].foreign, optimizer
-        self._known[optimizer] = _Known(foreign)
-
-    def _note_acting(self, optimizer: torch.optim.Optimizer) -> None:
-        if (self._acts is None or self._acts() is not optimizer) and self._trained_by(optimizer) == self._ids:
-            self._acts = weakref.ref(optimizer)
-
-    def _foreign(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        frozen = {id(parameter) for _, parameter in self.slots.without_gradient}
-        return {id(each) for each in _parameters_of(optimizer)} - self._ids - frozen
-
-    def _update(self, known: _Known, optimizer: torch.optim.Optimizer) -> None:
-        """Look through the parameters of an optimizer if their number has changed."""
-        if known.count == sum(len(group["params"]) for group in optimizer.param_groups):
-            return
-        every = [*_parameters_of(optimizer)]
-        known.count, known.trains = len(every), any(map(self.owns, every))
-        others = [other for other in self._others() if not other.replaced]
-        known.not_exchanged = [
-            each
-            for each in every
-            if id(each) not in known.foreign and not self.owns(each) and not any(other.owns(each) for other in others)
-        ]
-
-    def _others(self) -> list[OptimizerView]:
-        return [each.view for each in listeners() if each.view is not self]
-
-    def _trained_by(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Return the ids of the session's parameters that an optimizer has."""
-        return {id(each) for each in _parameters_of(optimizer)} & self._ids
 
     def _known_optimizer(self) -> torch.optim.Optimizer | None:
         """Return the optimizer if it is known. Refuse to go on without it where moments were loaded."""
@@ -425,15 +321,6 @@ class OptimizerView:
             return False
         return self._trains_just_these(optimizer) and not any(group["momentum"] for group in optimizer.param_groups)
 
-    def _trains_just_these(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Compare the optimizer's parameters with the slots'. Others may be frozen."""
-        counts = [len(group["params"]) for group in optimizer.param_groups]
-        if self._trained[0] is not optimizer or self._trained[1] != counts:
-            every = {id(each): each for each in _parameters_of(optimizer)}
-            others = any(each.requires_grad for key, each in every.items() if key not in self._ids)
-            self._trained = optimizer, counts, not others and self._ids <= every.keys()
-        return self._trained[2]
-
 
 class FixedRates(OptimizerView):
     """A view without an optimizer: all layers have the same learning rate."""
@@ -444,7 +331,3 @@ class FixedRates(OptimizerView):
 
     def rates(self) -> LayerRates:
         return self._fixed
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -24,11 +24,14 @@ class Plan(NamedTuple):
     feedback: Feedback | None
 
 
-def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) -> list[Plan]:
+def plan(
+    layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor, parts: Mapping[str, int] | None = None
+) -> list[Plan]:
     """Group the layers into buckets of one compressor each, last layer first, since backward reaches it first.
 
     bucket_mb: the largest size of a bucket, in 10^6 bytes of float32. A bucket may be larger if it holds one layer, or if its
     compressor needs the whole model; but no bucket has more than MOST_ENTRIES. Empty layers are left out.
+    parts: by layer; layers of different parts share no bucket.
     """
     given: Any = bucket_mb
     if not isinstance(given, numbers.Real) or not float(given) > 0:
@@ -36,7 +39,7 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
     if layers and (reason := compressor.misfit(list(layers))):
         warnings.warn(f"{compressor}: {reason}", stacklevel=2)
     buckets: list[tuple[Compressor, list[str]]] = []
-    last_of: dict[tuple[Compressor, torch.device], int] = {}
+    last_of: dict[tuple[Compressor, torch.device, int], int] = {}
     sizes: dict[int, int] = {}
     for name in reversed(list(layers)):
         layer = layers[name]
@@ -48,10 +51,11 @@ def plan(layers: Mapping[str, Layer], bucket_mb: float, compressor: Compressor) 
                 "it into several parameters"
             )
         chosen = compressor.choose(name, layer)
-        index = last_of.get((chosen, layer.device))
+        kin = chosen, layer.device, parts[name] if parts else 0
+        index = last_of.get(kin)
         most = MOST_ENTRIES if chosen.traits.whole_model else min(bucket_mb * 1e6 / 4, MOST_ENTRIES)
         if index is None or sizes[index] + layer.size > most:
-            index = last_of[chosen, layer.device] = len(buckets)
+            index = last_of[kin] = len(buckets)
             buckets.append((chosen, []))
             sizes[index] = 0
         buckets[index][1].append(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -25,9 +25,14 @@ from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
+from gradcomp.engine.taken_momentum import Missed
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
 
+# The reason why the momenta of several optimizers are missed by a compressor of the whole model.
+ONE_BUCKET = Missed(
+    "its only bucket has layers of several optimizers", "Write a spec that lets each bucket go by itself, such as topk"
+)
 # Seeds stay below this, so that kernels can add a bucket's number to one.
 LARGEST_SEED = 2**62
 
@@ -36,12 +41,12 @@ LARGEST_SEED = 2**62
 class Options:
     """The options that a door passes on from its user.
 
-    optimizer: the source of learning rates; its momentum is taken over. scaler: the GradScaler of the loss.
+    optimizer: the source of learning rates, or a list of several; momentum is taken over. scaler: the GradScaler of the loss.
     bucket_mb: the largest size of a bucket of several layers, in 10^6 bytes. seed: the seed of random draws; later buckets add
     their index. memory: the lender of scratch and updates, a new one by default.
     """
 
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     scaler: Any = None
     bucket_mb: float = 25
     seed: int = 0
@@ -97,20 +102,27 @@ class Reducer:
         self._uses_rates, self._rates_noted = need != "unused", False
         self.memory = options.memory or Memory()
         seed = int(options.seed)
-        planned = plan(self.layers, options.bucket_mb, compressor)
+        # A momentum is one optimizer's: a bucket has no layers of two. A compressor that needs them all leaves it to them.
+        divides = len(view.parts) > 1 and not compressor.traits.whole_model
+        planned = plan(self.layers, options.bucket_mb, compressor, {n: view.part_of(n) for n in slots} if divides else None)
         self.buckets = [Bucket(i, *each, seed=seed + i) for i, each in enumerate(planned)]
         self._layouts = [bucket.layout for bucket in self.buckets]
         # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
-        self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets)
+        self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets) and (divides or len(view.parts) == 1)
         # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
-        self.delivery = Delivery(self.buckets, slots)
+        # An optimizer applies, or skips, the updates of its buckets as one: each has a delivery for them.
+        self._part_of = [view.part_of(bucket.layout.names[0]) if divides else 0 for bucket in self.buckets]
+        self._groups = {
+            n: [each for each, of in zip(self.buckets, self._part_of, strict=True) if of == n] for n in self._part_of
+        }
+        self.deliveries = {n: Delivery(self.buckets, slots) for n in self._groups}
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self.clock = StepClock()
         self._context: StepContext | None = None  # of the step under way
-        self._generation = view.origin.generation
+        self._generation = view.generation
 
     @property
     def keeps_residual(self) -> bool:
@@ -120,7 +132,16 @@ class Reducer:
     @property
     def exchanges(self) -> str:
         """Describe what the ranks exchange."""
-        return self.view.exchanges(self.takes_momentum)
+        if self.takes_momentum or (missed := self.missed) is None:
+            return self.view.exchanges(self.takes_momentum)
+        return f"gradients, since {missed.reason}"
+
+    @property
+    def missed(self) -> Missed | None:
+        """The reason why the optimizer's momentum is missed, if that costs accuracy: where a residual is kept."""
+        if not (self.keeps_residual and all(bucket.takes_momentum for bucket in self.buckets)):
+            return None
+        return self.view.missed if self.takes_momentum or self.view.has_no_momentum else ONE_BUCKET
 
     def ready(self, slot: Slot, grad: Tensor | None = None) -> None:
         """Note a layer's gradient, and start its bucket if it is the last one.
@@ -192,9 +213,11 @@ class Reducer:
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         delivered = time.perf_counter()
-        self.delivery.add_back(self.buckets, self.scale, self._step)
-        if self.takes_momentum and self.buckets:
-            self.view.note_delivered(self.buckets, self.delivery, self._step)
+        for part, buckets in self._groups.items():
+            delivery = self.deliveries[part]
+            delivery.add_back(buckets, self.scale, self._step)
+            if self.takes_momentum:
+                self.view.note_delivered(buckets, delivery, self._step)
         for bucket in self.buckets:
             bucket.forget_grads()
         self._context = None
@@ -278,7 +301,7 @@ class Reducer:
             bucket.round += 1
 
     def _deliver(self, bucket: Bucket, update: Update) -> None:
-        self.delivery.write(bucket, update, self.scale, self._step)
+        self.deliveries[self._part_of[bucket.index]].write(bucket, update, self.scale, self._step)
 
     def stats(self) -> Stats:
         """Return figures of the last step."""

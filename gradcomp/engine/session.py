@@ -20,6 +20,7 @@ from gradcomp.engine.optimizer_steps import Announcement, MissingExchange, Unkno
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import REFUSED, Door, Phase
 from gradcomp.engine.reducer import Options, Reducer
+from gradcomp.engine.several_optimizers import view_of
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
 
@@ -37,8 +38,7 @@ class Snapshot(NamedTuple):
 class Session:
     """One model's exchanges on one rank. reducer: of the present compressor.
 
-    view: of the optimizer. Sessions in one process may share one, and then one of them listens to the optimizer's steps.
-    turns: auto's Chooser, whose turns all ranks take before the same steps; None under a fixed spec.
+    view: of the optimizer; simulated ranks share one, and one of them listens to its steps. turns: auto's Chooser, or None.
     """
 
     reducer_class: type[Reducer] = Reducer
@@ -53,7 +53,7 @@ class Session:
         view: OptimizerView | None = None,
     ):
         self.slots, self.network, self.options, self.door = slots, network, options, door
-        self.view: OptimizerView = view or OptimizerView(slots, options.optimizer, options.scaler)
+        self.view: OptimizerView = view or view_of(slots, options.optimizer, options.scaler)
         self.turns: Any = None
         self._observer: Any = None  # telemetry's
         self._by_name = {slot.name: slot for slot in slots.slots}

@@ -392,9 +392,9 @@ def return_moments(old: Reducer, new: Reducer, names: Sequence[str]) -> Iterator
         means[name] |= layout.views(_sum(answer))
     counts = _sum(answer_of_counts)
     if counts[1] > 0:
-        share = new.view.hand_back(means, round(counts[0].item()), size)
-        for residual in residual_views(new).values():
-            residual.mul_(share)
+        shares = new.view.hand_back(means, round(counts[0].item()), size)
+        for name, residual in residual_views(new).items():
+            residual.mul_(shares.get(name, 1.0))
 
 
 def _sum(answer: Answer) -> Tensor:

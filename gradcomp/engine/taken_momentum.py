@@ -31,7 +31,10 @@ class Missed(NamedTuple):
 
 
 # The remedies for an optimizer that is unknown, and for one that does not train all layers.
-TAKE_KNOWN, TAKE_ONE = "Train with torch's SGD, Adam or AdamW", "Let one optimizer train all layers of the model"
+TAKE_KNOWN, TAKE_ONE = (
+    "Train with torch's SGD, Adam or AdamW",
+    "Pass the list of all optimizers of the model (under Horovod, wrap each)",
+)
 
 
 class _Loaded(NamedTuple):

@@ -51,6 +51,11 @@ _AFTER_FAILURE = (
 _CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
 
 
+_ONE = (
+    "optimizer= is a list; under Horovod each optimizer has its own hvd.DistributedOptimizer and its own Compression: make one "
+    "of each for every optimizer, with named_parameters of its layers"
+)
+
 # Callers of compress() among which Horovod's optimizer is looked for.
 _MOST_CALLERS = 4
 
@@ -111,6 +116,8 @@ class Compression(Handle):
     ):
         if process_set is not None and not isinstance(process_set, hvd.ProcessSet):
             raise TypeError(f"process_set is a {type(process_set).__name__}; pass the result of hvd.add_process_set(...)")
+        if isinstance(optimizer, (list, tuple)):
+            raise TypeError(_ONE)
         self._network = HorovodNetwork(process_set or hvd.global_process_set)
         options, self._parameters = Options(optimizer, scaler, bucket_mb, seed), Parameters(named_parameters)
         stock = (torch.float32,) if self._parameters.types <= SUMMED else ()

@@ -33,4 +33,18 @@ MOMENTS_FAULTS = (
         "seeds, decays)",
         ("test_skipped_steps.py",),
     ),
+    Fault(
+        "layers of two optimizers share a bucket, and one of their momenta",
+        "gradcomp/engine",
+        "parts[name] if parts else 0",
+        "0",
+        ("test_several_optimizers.py",),
+    ),
+    Fault(
+        "a scaler that skips one optimizer takes back what another has applied",
+        "gradcomp/engine",
+        "{n: Delivery(self.buckets, slots) for n in self._groups}",
+        "dict.fromkeys(self._groups, Delivery(self.buckets, slots))",
+        ("test_several_optimizers.py",),
+    ),
 )

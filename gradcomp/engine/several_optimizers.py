@@ -1,0 +1,197 @@
+"""The exchange's view of several optimizers of one model: each trains layers of its own, which share no bucket with others'."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Compressor, Layout
+from gradcomp.core.requests import World
+from gradcomp.engine.bucket import Bucket
+from gradcomp.engine.context import UNKNOWN, LayerRates, StepContext
+from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.slots import Slots, check_optimizer
+from gradcomp.engine.taken_momentum import Missed
+from gradcomp.native.memory import Memory
+
+_WITHOUT = (
+    "optimizer= has no optimizer of {layers}: the exchange takes no momentum over for them until their optimizer steps; pass "
+    "all optimizers of the model"
+)
+_TWICE = "optimizer= has two optimizers of {layer!r}; let one of them train it"
+
+
+def view_of(slots: Slots, optimizer: Any = None, scaler: Any = None) -> OptimizerView:
+    """Make the view of an optimizer, of a sequence of optimizers, or of one that is unknown yet."""
+    if not isinstance(optimizer, (list, tuple)) or len(optimizer) == 1:
+        return OptimizerView(slots, optimizer[0] if isinstance(optimizer, (list, tuple)) else optimizer, scaler)
+    return SeveralOptimizers(slots, optimizer, scaler)
+
+
+class SeveralOptimizers(OptimizerView):
+    """A view of several optimizers. It has one for each, of the optimizer's own layers.
+
+    parts: these views. One more has the layers that no optimizer was given for, if there are any.
+    """
+
+    parts: Sequence[OptimizerView] = ()
+
+    def __init__(self, slots: Slots, optimizers: Sequence[torch.optim.Optimizer], scaler: Any = None):
+        super().__init__(slots, None, scaler)
+        self.is_told = True
+        left, parts = {id(slot.parameter): slot for slot in slots.slots}, []
+        trained: set[int] = set()
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+            ids = self._trained_by(optimizer)
+            if twice := ids & trained:
+                raise ValueError(_TWICE.format(layer=next(s.name for s in slots.slots if id(s.parameter) in twice)))
+            trained |= ids
+            own = [left.pop(id(slot.parameter)) for slot in slots.slots if id(slot.parameter) in ids]
+            parts.append(OptimizerView(Slots(own, slots.without_gradient), optimizer))
+        if left:
+            names = [repr(slot.name) for slot in left.values()]
+            more = f" and {len(names) - 3} more layers" if len(names) > 3 else ""
+            warnings.warn(_WITHOUT.format(layers=", ".join(names[:3]) + more), stacklevel=2)
+            parts.append(OptimizerView(Slots([*left.values()], slots.without_gradient)))
+        self.parts = parts
+        self._part_of = {slot.name: part for part, view in enumerate(parts) for slot in view.slots.slots}
+        self._joined: tuple[list[LayerRates | None], LayerRates] = [], LayerRates({})
+
+    # The facts of the optimizers.
+
+    @property
+    def replaced(self) -> bool:
+        """True if another session has exchanged gradients of the same parameters since."""
+        return self._replaced
+
+    @replaced.setter
+    def replaced(self, value: bool) -> None:
+        self._replaced = value
+        for part in self.parts:
+            part.replaced = value
+
+    @property
+    def is_linear(self) -> bool:
+        return all(part.is_linear for part in self.parts)
+
+    @property
+    def taken(self) -> bool:
+        return any(part.taken for part in self.parts)
+
+    @property
+    def tolerates_delay(self) -> bool:
+        return all(part.tolerates_delay for part in self.parts)
+
+    @property
+    def has_no_momentum(self) -> bool:
+        return all(part.has_no_momentum for part in self.parts)
+
+    @property
+    def missed(self) -> Missed | None:
+        return next((missed for part in self.parts if (missed := part.missed) is not None), None)
+
+    def exchanges(self, takes_momentum: bool) -> str:
+        if not takes_momentum:
+            return super().exchanges(takes_momentum)
+        texts = (f"{part.exchanges(takes_momentum)}, in {len(part.slots.slots)} layers" for part in self.parts)
+        return "; ".join(texts)
+
+    @property
+    def terms(self) -> dict[str, str]:
+        texts = [f"{part.terms['optimizer']}, in {len(part.slots.slots)} layers" for part in self.parts]
+        return {"optimizer": "; ".join(texts + [", ".join(part.slots.layers) for part in self.parts])}
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """The sums of the optimizers' generations: the moments of all begin anew with those of one."""
+        loaded, changed = zip(*(part.generation for part in self.parts), strict=True)
+        return sum(loaded), sum(changed)
+
+    def part_of(self, name: str) -> int:
+        return self._part_of[name]
+
+    def rates(self) -> LayerRates | None:
+        found = [part.rates() for part in self.parts]
+        if len(found) != len(self._joined[0]) or any(a is not b for a, b in zip(found, self._joined[0], strict=True)):
+            own = {name: UNKNOWN if (of := found[part]) is None else of[name] for name, part in self._part_of.items()}
+            self._joined = found, LayerRates({slot.name: own[slot.name] for slot in self.slots.slots})
+        return self._joined[1]
+
+    def check_momentum(self, compressor: Compressor) -> None:
+        for part in self.parts:
+            part.check_momentum(compressor)
+
+    # A step of the exchange.
+
+    def context(
+        self, layouts: Sequence[Layout], memory: Memory, world: World, uses_rates: bool, takes_momentum: bool
+    ) -> StepContext:
+        joint = super().context(layouts, memory, world, uses_rates, takes_momentum=False)
+        if not takes_momentum:  # a bucket may have layers of several optimizers
+            return joint
+        for number, part in enumerate(self.parts):
+            own = [layout for layout in layouts if self._part_of[layout.names[0]] == number]
+            of_part = part.context(own, memory, world, uses_rates, takes_momentum)
+            joint.momenta = {**joint.momenta, **of_part.momenta}
+            joint.follows_rates = joint.follows_rates | of_part.follows_rates
+        joint.generation = self.generation
+        return joint
+
+    def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
+        self.parts[self._part_of[buckets[0].layout.names[0]]].note_delivered(buckets, delivery, step)
+
+    # Between two steps.
+
+    @property
+    def update_waits(self) -> bool:
+        return any(part.update_waits for part in self.parts)
+
+    def forget_update(self) -> None:
+        for part in self.parts:
+            part.forget_update()
+
+    def note_loaded(self, moments: bool) -> None:
+        for part in self.parts:
+            part.note_loaded(moments)
+
+    def leave(self) -> None:
+        for part in self.parts:
+            part.leave()
+
+    def arrays_to_hand_back(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.arrays_to_hand_back()))
+
+    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: int, ranks: int) -> dict[str, float]:
+        factors: dict[str, float] = {}
+        for part in self.parts:
+            if part.arrays_to_hand_back():
+                factors |= part.hand_back(means, steps, ranks)
+        return factors
+
+    # A step of one of the optimizers.
+
+    def note_exchange(self) -> None:
+        super().note_exchange()
+        for part in self.parts:
+            part.exchanged = True
+
+    def check_step(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> bool:
+        return any([part.check_step(optimizer, compressor) for part in self.parts])  # noqa: C419 - all of them check
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        for part in self.parts:
+            part.before_step(optimizer, closure)
+
+    def show(self) -> None:
+        for part in self.parts:
+            part.show()
+
+    def refuse_misuse(self, optimizer: torch.optim.Optimizer, keeps_state: bool) -> None:
+        for part in self.parts:
+            part.refuse_misuse(optimizer, keeps_state)
