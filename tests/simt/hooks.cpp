@@ -97,12 +97,30 @@ HOOK __tsan_write_range(void* at, size_t size) {
 HOOK __tsan_vptr_update(void*, void*) {}
 HOOK __tsan_vptr_read(void*) {}
 HOOK __tsan_init() {}
-// Host code that a file has beside its kernels: guards of static variables, and reference counts.
-#define HOST extern "C" __attribute__((visibility("hidden")))
-HOST unsigned char __tsan_atomic8_load(const volatile unsigned char* at, int) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
-HOST unsigned __tsan_atomic32_fetch_add(volatile unsigned* at, unsigned x, int) {
-  return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST);
-}
+// Host code that a file has beside its kernels: guards of static variables, and std::atomic in headers.
+#define ATOMIC(bits, name, result, arguments, ...) \
+  extern "C" __attribute__((visibility("hidden"))) result __tsan_atomic##bits##_##name arguments { __VA_ARGS__; }
+#define MODIFY(bits, word, name) \
+  ATOMIC(bits, name, word, (volatile word * at, word x, int), return __atomic_##name(at, x, __ATOMIC_SEQ_CST))
+#define COMPARE(bits, word, name)                                                  \
+  ATOMIC(bits, name, int, (volatile word * at, word * expected, word x, int, int), \
+         return __atomic_compare_exchange_n(at, expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+#define ATOMICS(bits, word)                                                                                            \
+  ATOMIC(bits, load, word, (const volatile word* at, int), return __atomic_load_n(at, __ATOMIC_SEQ_CST))               \
+  ATOMIC(bits, store, void, (volatile word * at, word x, int), __atomic_store_n(at, x, __ATOMIC_SEQ_CST))              \
+  ATOMIC(bits, exchange, word, (volatile word * at, word x, int), return __atomic_exchange_n(at, x, __ATOMIC_SEQ_CST)) \
+  MODIFY(bits, word, fetch_add)                                                                                        \
+  MODIFY(bits, word, fetch_sub)                                                                                        \
+  MODIFY(bits, word, fetch_and)                                                                                        \
+  MODIFY(bits, word, fetch_or)                                                                                         \
+  MODIFY(bits, word, fetch_xor)                                                                                        \
+  COMPARE(bits, word, compare_exchange_strong)                                                                         \
+  COMPARE(bits, word, compare_exchange_weak)
+
+ATOMICS(8, uint8_t)
+ATOMICS(16, uint16_t)
+ATOMICS(32, uint32_t)
+ATOMICS(64, uint64_t)
 
 // ---- Operations that a CPU answers and a GPU answers otherwise, or not at all. The first argument begins with the place.
 

@@ -24,6 +24,12 @@ def draw(n: int, most: int = 1000) -> np.ndarray:
     return np.random.default_rng(n).integers(0, most, n).astype(np.uint32)
 
 
+def test_host_code_beside_kernels_may_use_every_atomic_operation(simt: Any) -> None:
+    """Python's bindings use some of them, others from one version to the next."""
+    # Agreed, before: add 4 to 12, sub 1, and 10, or 1, xor 2, exchange 7; then what is there.
+    assert simt.host_atomics() == (1_12_16_15_10_11_09_07,) * 4
+
+
 # ---- Right kernels
 
 

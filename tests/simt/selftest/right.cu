@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "cuda/block.cuh"
 #include "launches.h"
 
@@ -86,9 +88,28 @@ __global__ void move_vectors(const float* from, float* to) {
   *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<const float4*>(from + i);
 }
 
+// Host code: every operation of std::atomic on one word. Headers use some of them beside kernels.
+template <class Word>
+uint64_t host_atomics() {
+  std::atomic<Word> at{0};
+  at.store(5);
+  Word expected = 5;
+  const bool strong = at.compare_exchange_strong(expected, 12);
+  const bool weak = at.compare_exchange_weak(expected = 11, 13);  // it holds 12: neither changes nor agrees
+  uint64_t seen = (strong && !weak && expected == 12);
+  for (const Word before :
+       {at.fetch_add(4), at.fetch_sub(1), at.fetch_and(10), at.fetch_or(1), at.fetch_xor(2), at.exchange(7)})
+    seen = 100 * seen + before;
+  return 100 * seen + at.load();
+}
+
 }  // namespace
 
 void define_right(py::module_& m) {
+  m.def("host_atomics", [] {
+    return py::make_tuple(host_atomics<uint8_t>(), host_atomics<uint16_t>(), host_atomics<uint32_t>(),
+                          host_atomics<uint64_t>());
+  });
   DEFINE(scan, (const U32& x, U32 sums, U32 totals), blocks_of(x), kBlock, 0, queue, x.data(), sums.mutable_data(),
          totals.mutable_data());
   DEFINE(shuffles, (const U32& x, U32 out, int width), blocks_of(x), kBlock, 0, queue, x.data(), out.mutable_data(), width);
