@@ -27,6 +27,10 @@ int __wrap_pthread_create(pthread_t* thread, const pthread_attr_t* attributes, v
 int __wrap_pthread_join(pthread_t thread, void** result) { return pthread_join(thread, result); }
 int __wrap_pthread_once(pthread_once_t* control, void (*work)()) { return pthread_once(control, work); }
 
+// libstdc++ on glibc 2.38 or newer reads numbers by a function that also knows the binary digits of C23. Its texts have none.
+unsigned long oldest_strtoul(const char* text, char** end, int base) __asm__("strtoul");
+unsigned long __wrap___isoc23_strtoul(const char* text, char** end, int base) { return oldest_strtoul(text, end, base); }
+
 // libstdc++ asks this variable of glibc 2.32 whether it may do without atomic operations. It may not.
 char __libc_single_threaded = 0;
 }
