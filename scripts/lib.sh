@@ -48,8 +48,8 @@ gradcomp_python() {
 }
 
 # Sets up if need be; afterwards $PYTHON is the interpreter, and its environment's programs (horovodrun) come first on PATH.
-ensure_setup() {
-  "$ROOT/scripts/setup" || exit
+ensure_setup() { # scripts/setup's option
+  "$ROOT/scripts/setup" "$@" || exit
   PYTHON=$(gradcomp_python)
   PATH="$(dirname "$PYTHON"):$PATH"
   export PYTHON PATH

@@ -52,14 +52,14 @@ def main(arguments: Sequence[str]) -> int:
     for result in trained:
         if not result["weights_are_equal"]:
             print(f"{result['way']}: the ranks' weights DIFFER after the training")
-    plot(trained, options.out / "loss-against-bytes.png")
+    plot(trained, options.out / "loss.png")
     return 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--spec", default="topk:ratio=0.001", help="spec of the compressed training (default: %(default)s)")
+    parser.add_argument("--spec", default="topk", help="spec of the compressed training (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=120, help="steps of each training (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.5, help="learning rate of both (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -80,23 +80,30 @@ def train(label: str, way: str, options: argparse.Namespace) -> Result:
     training = measured.Training("mlp", way, options.seed, RANKS, settings, door="horovod")
     print(f"$ horovodrun -np {RANKS} python -m laboratory.harness.rank ...  ({way})", flush=True)
     words = measured.command(training, options.out)
-    return {"way": way} | ranks.run(words, ranks.environment(RANKS), label, options.out / f"{label}.log")
+    log = options.out / f"{label}.log"
+    result = {"way": way} | ranks.run(words, ranks.environment(RANKS), label, log)
+    if not log.stat().st_size:
+        log.unlink()
+    return result
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw the loss of each training against the bytes that a rank has sent so far."""
+    """Draw the loss of each training against the bytes that a rank has sent so far, and against its steps' seconds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_bytes, by_seconds = figure.subplots(1, 2, sharey=True)
     for result in results:
-        sent = itertools.accumulate(each / 1e6 for each in result["sent"])
-        axes.plot(list(sent), smooth(result["losses"], AVERAGED), label=_title(result))
-    axes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {AVERAGED} steps)")
-    axes.set_title(f"Digits, {RANKS} ranks, {len(results[0]['losses'])} steps")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(which="both", alpha=0.25)
-    axes.legend()
+        losses, step = smooth(result["losses"], AVERAGED), result["seconds"] / len(result["losses"])
+        by_bytes.plot([*itertools.accumulate(each / 1e6 for each in result["sent"])], losses, label=_title(result))
+        by_seconds.plot([step * (i + 1) for i in range(len(losses))], losses, label=_title(result))
+    by_bytes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {AVERAGED} steps)")
+    by_bytes.xaxis.set_major_formatter("{x:g}")
+    by_seconds.set(xlabel="seconds, both ranks on this machine (steps of mean time)")
+    figure.suptitle(f"Digits, {RANKS} ranks, {len(results[0]['losses'])} steps")
+    for axes in (by_bytes, by_seconds):
+        axes.grid(which="both", alpha=0.25)
+        axes.legend()
     figure.savefig(path, dpi=100)
     print(f"drawn: {path}")
 

@@ -105,6 +105,6 @@ def test_the_demo_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
         accuracy = float(line.split(" %")[0].split()[-1])
         assert accuracy > 50
     assert "DIFFER" not in said
-    plot = tmp_path / "loss-against-bytes.png"
-    assert str(plot) in said
+    plot = tmp_path / "loss.png"
+    assert str(plot) in said and [*tmp_path.iterdir()] == [plot]
     assert plot.read_bytes().startswith(b"\x89PNG")
