@@ -1,22 +1,30 @@
-"""Bare Debian machines: set-up names every missing package, and then README's commands and the demo run from nothing.
+"""Bare Debian machines: set-up names every missing package, and then README's commands run from nothing, to the last test.
 
 A machine is a folder, made by debootstrap. Its commands run in mount, process and host-name namespaces of their own: mounts and
-processes end with the command, however it ends. A machine takes up to 6 GB of disk and an hour; `-k` chooses one.
+processes end with the command, however it ends. A machine takes up to 9 GB of disk and an hour; `-k` chooses one. The record,
+benchmarks/results/machines.json, has the last run of each.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from laboratory import machine as this_machine
+from laboratory.report import write
+
 ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "benchmarks" / "results" / "machines.json"
 PROGRAMS = ("debootstrap", "unshare", "chroot", "setpriv", "git", "tar")
 LACKING = [program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 NVCC = shutil.which("nvcc")
@@ -51,17 +59,22 @@ exec chroot "$root" env -u PWD -u OLDPWD -u SHLVL "$@"
 
 
 class Cell(NamedTuple):
-    """One machine: Debian's release, packages that its user has already, CXX, the user, and whether nvcc is there."""
+    """One machine: Debian's release, packages that its user has already, CXX, the user, and whether nvcc is there.
+
+    checks: whether scripts/check runs there, too. It needs g++.
+    """
 
     suite: str
     packages: str
     cxx: str
     user: str
     nvcc: bool = False
+    checks: bool = False
 
 
 CELLS = {
-    "debian12-gcc12-root": Cell("bookworm", "", "", "root"),
+    "debian12-gcc12-root": Cell("bookworm", "", "", "root", checks=True),
+    "debian13-gcc14-user": Cell("trixie", "", "", "newcomer", checks=True),
     "debian13-clang19-user": Cell("trixie", "clang", "clang++", "newcomer"),
     "debian13-gcc14-nvcc-user": Cell("trixie", "", "", "newcomer", nvcc=True),
 }
@@ -135,9 +148,21 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]
         shutil.rmtree(tmp_path / "root", ignore_errors=True)
 
 
+def record(cell: Cell, ready: str, minutes: dict[str, float]) -> None:
+    """Write what a machine did, in place of its last run."""
+    (name,) = (name for name, each in CELLS.items() if each == cell)
+    own = {"cell": name, **this_machine.origin("scripts/check --long"), "ready": ready, "minutes": minutes}
+    del own["versions"]  # this machine's: those of the cell stand in its last line
+    with RECORD.open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        others = [each for each in json.loads(RECORD.read_text())["cells"] if each["cell"] != name and each["cell"] in CELLS]
+        write(RECORD, {"what": "machines", "cells": [*others, own]})
+
+
 def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
     (block,) = re.findall(r"## Install\n.*?^```sh\n(.+?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    packages, setup, *rest = [line.partition("#")[0].strip() for line in block.splitlines()]
+    packages, *commands = [line.partition("#")[0].strip() for line in block.splitlines()]
+    setup, enter, doctor, demo, check = commands
     user, there = machine.cell.user, f"cd {machine.home}/gradcomp"
 
     status, said = machine.run(f"{there} && {setup}", user)
@@ -146,8 +171,16 @@ def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
     assert machine.cell.cxx or set(packages.split()) <= set(asked[1].split()), "README names a package that set-up does not"
     machine.must(asked[1].replace("apt-get install", INSTALL), "root")
 
-    machine.must(" && ".join([there, setup, *rest]), user)
-    said = machine.must(f"{there} && scripts/demo", user)
-    ready = re.search(r"^ready: torch \S+, .*CUDA kernels (yes|no)", said, re.MULTILINE)
-    assert ready and (ready[1] == "yes") == machine.cell.nvcc, ready and ready[0]
-    assert machine.must(f"{there} && scripts/setup", user).count("\n") == 1, "a set-up that is done says one line"
+    minutes, said = {}, ""
+    for command in (setup, f"{enter} && {doctor}", demo, *[check] * machine.cell.checks):
+        began = time.monotonic()
+        now = machine.must(f"{there} && {command}", user)
+        minutes[command] = round((time.monotonic() - began) / 60, 1)
+        if command == demo:
+            ready = re.search(r"^ready: torch \S+, .*CUDA kernels (yes|no)", now, re.MULTILINE)
+            assert ready and (ready[1] == "yes") == machine.cell.nvcc, ready and ready[0]
+            assert now.startswith(ready[0]), f"the demo set up again what {setup} has:\n{now}"
+            said = ready[0]
+    again = "scripts/setup" if machine.cell.checks else setup
+    assert machine.must(f"{there} && {again}", user).count("\n") == 1, "a set-up that is done says one line"
+    record(machine.cell, said, minutes)
