@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 class Sketcher(Compressor):
     """Sends the k entries with the largest sums over the ranks: k = max(1, ceil(ratio * n)) of the model's n entries."""
 
-    ratio: float = ratio_knob(0.001)
+    ratio: float = ratio_knob()
     candidates: int = knob(4, "candidates with exact values for each entry sent; higher = fewer large ones missed", least=1)
     rows: int = knob(5, "rows of the table; higher = better estimates, more bytes", choices=(3, 5, 7, 9))
     columns: int = knob(0, "columns of the table; 0 = from compression, or five for each entry sent", least=0, multiple=TILE)
@@ -56,6 +56,8 @@ class Sketcher(Compressor):
             raise ValueError(f"{self}: compression sets the number of columns; remove columns or compression")
         if 0 < self.compression <= 1:
             raise ValueError(f"{self.name}: compression={self.compression} must be above 1, or 0 to leave it unused")
+        if self.compression * self.candidates * self.ratio >= 1:
+            raise ValueError(f"{self}: candidates={self.candidates} leave no room for a table; lower ratio={self.ratio}")
 
     @property
     def traits(self) -> Traits:

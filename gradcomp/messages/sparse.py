@@ -270,9 +270,9 @@ def wire_knob() -> Any:
     )
 
 
-def ratio_knob(default: float = 0.01) -> Any:
+def ratio_knob() -> Any:
     """Declare the knob for the share of entries sent."""
-    return knob(default, "share of entries sent; lower = fewer bytes, staler gradients", above=0, most=1)
+    return knob(0.01, "share of entries sent; lower = fewer bytes, staler gradients", above=0, most=1)
 
 
 def count_of(ratio: float, n: int) -> int:

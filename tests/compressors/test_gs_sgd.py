@@ -27,7 +27,7 @@ def _bytes(ratio: float, rows: int = 5, columns: int = 0, candidates: int = 4) -
 
 
 PROMISED_BYTES = {
-    "gs_sgd": _bytes(0.001),
+    "gs_sgd": _bytes(0.01),
     "gs_sgd:ratio=0.01,rows=3,columns=160,candidates=2": _bytes(0.01, 3, 160, 2),
     "gs_sgd:ratio=0.002,rows=7": _bytes(0.002, 7),
 }
@@ -88,10 +88,10 @@ def test_momentum_is_masked_where_something_was_sent() -> None:
 
 @pytest.mark.parametrize(
     "spec,n,columns",
-    [("gs_sgd", 1_000_000, 4992), ("gs_sgd:columns=640", 1_000_000, 640), ("gs_sgd:compression=50", 1_000_000, 2784)],
+    [("ratio=0.001", 1_000_000, 4992), ("columns=640", 1_000_000, 640), ("ratio=0.001,compression=50", 1_000_000, 2784)],
 )
 def test_columns_follow_from_the_number_of_winners(spec: str, n: int, columns: int) -> None:
-    compressor = gradcomp.make(spec)
+    compressor = gradcomp.make(f"gs_sgd:{spec}")
     assert isinstance(compressor, Feedback) and isinstance(compressor.inner, GsSgd)
     assert compressor.inner.sizes(n).columns == columns
 
@@ -99,6 +99,6 @@ def test_columns_follow_from_the_number_of_winners(spec: str, n: int, columns: i
 @pytest.mark.parametrize("candidates", [1, 4])
 def test_compression_is_kept(candidates: int) -> None:
     n = 500_000
-    simulation = gradcomp.Simulation(f"gs_sgd:compression=60,candidates={candidates}", {"w": (n,)}, 2)
+    simulation = gradcomp.Simulation(f"gs_sgd:ratio=0.001,compression=60,candidates={candidates}", {"w": (n,)}, 2)
     simulation.step([{"w": torch.randn(n)}] * 2)
     assert 60 <= simulation.stats()["compression"] < 61

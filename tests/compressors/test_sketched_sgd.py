@@ -34,7 +34,7 @@ def _bytes(ratio: float, candidates: int = 4, rows: int = 5, columns: int = 0) -
 
 
 PROMISED_BYTES = {
-    "sketched_sgd": _bytes(0.001),
+    "sketched_sgd": _bytes(0.01),
     "sketched_sgd:ratio=0.01,rows=3,columns=160,candidates=2": _bytes(0.01, 2, 3, 160),
 }
 

@@ -131,7 +131,6 @@ def test_scores_and_times_of_sums() -> None:
         for label, *cells in rows:
             name = label.strip("`")
             spec = name if name == "dense" else f"{name}{',' if ':' in name else ':ratio=0.001,'}momentum=0.9"
-            spec = spec.replace("gs_sgd:rows", "gs_sgd:ratio=0.001,rows")
             own = [next(line for line in of_cluster if line["spec"] == spec) for of_cluster in chosen]
             training = next(line for line in record["training"] if line["spec"] == spec)
             times = [f"{line['ms']['median']:,.0f} ms" for line in own]
