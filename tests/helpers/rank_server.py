@@ -113,6 +113,7 @@ def import_everything() -> None:
     """Import all that programs import."""
     import hypothesis
     import pytest
+    import torch._dynamo  # the first optimizer of a process imports it, in two seconds
     import torch.distributed
     import torch.nn.parallel
 
