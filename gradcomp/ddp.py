@@ -179,9 +179,11 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
     if (stock := session.stock) is not None:
         return state.start_stock_allreduce(buffer, stock, bucket.is_last())
     grads = [grad.view(-1) for grad in bucket.gradients()]
-    slots = [session.slot(parameter) for parameter in bucket.parameters()]
+    parameters = bucket.parameters()
+    slots = [session.slot(parameter) for parameter in parameters]
     if state.some_unused:
         state.grads += zip(slots, grads, strict=True)
+        session.reducer.note_unused([slot.name for slot, each in zip(slots, parameters, strict=True) if each.grad is None])
     session.ready_all(slots, grads)
     future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
     state.promised.append((future, buffer))

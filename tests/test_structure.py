@@ -308,7 +308,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (14_440, 104), "scripts": (7_520, 70), "tests": (28_310, 216)}
+TOTALS = {"gradcomp": (14_520, 104), "scripts": (7_520, 70), "tests": (28_490, 218)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -32,10 +32,11 @@ class Bucket:
     feedback: the wrapper around the compressor; None around an exact one, whose steps start from the gradients alone.
 
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
-    far. grads: the gradients that are ready. count: the number of layers. running: the exchange under way. answer: waits
-    for the reply to the latest request. round: requests made so far. streams: those with work on the bucket.
-    residual_factor: that of the last accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent
-    entries stay for the next step. takes_momentum: the bucket applies the optimizer's momentum.
+    far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. count: the
+    number of layers. running: the exchange under way. answer: waits for the reply to the latest request. round: requests
+    made so far. streams: those with work on the bucket. residual_factor: that of the last accumulation. traits: of the
+    compressor with its error feedback. keeps_residual: unsent entries stay for the next step. takes_momentum: the bucket
+    applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -53,6 +54,7 @@ class Bucket:
         self.steps, self.residual_factor = 0, 0.0
         self._accumulation: Accumulation | None = None
         self.grads: dict[str, Tensor] = {}
+        self.unused: set[str] = set()
         self.count = len(layout.names)
         self.running: Steps | None = None
         self.answer: Answer | None = None
@@ -85,11 +87,13 @@ class Bucket:
             return
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
             if name not in self.grads:
+                self.unused.add(name)
                 self.grads[name] = torch.zeros(size, device=self.layout.device)
 
     def forget_grads(self) -> None:
         """Forget the step's gradients."""
         self.grads.clear()
+        self.unused.clear()
         self.streams.clear()
         self._accumulation = None
 
@@ -117,6 +121,8 @@ class Bucket:
                 self.frozen.put_arrays_back()
             else:
                 self.frozen.set_arrays_aside(frozen, self._arrays())
+        if self.unused or frozen:
+            accumulation.idle = {i for i, name in enumerate(layout.names) if name in self.unused}.union(frozen)
         for prepare, state in self._prepares:
             prepare(accumulation, state, context)
         if accumulation.dropped:

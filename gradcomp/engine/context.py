@@ -54,8 +54,8 @@ class Momentum(NamedTuple):
 class AdamStep(NamedTuple):
     """The settings of Adam's moments in a step of a bucket.
 
-    share: the factor of a direction. steps: the steps that the seeds have seen. skipped: the optimizer skipped the last step,
-    since a gradient was not finite. compares: all ranks know Adam, and may compare their noise.
+    share: the factor of a direction. steps: of each layer's seeds. skipped: the optimizer skipped the last step, since a
+    gradient was not finite. compares: all ranks know Adam, and may compare their noise.
     """
 
     beta1: float
@@ -63,7 +63,7 @@ class AdamStep(NamedTuple):
     epsilon: float
     share: float
     seeds: Seeds
-    steps: int
+    steps: Sequence[int]
     skipped: bool
     compares: bool
 

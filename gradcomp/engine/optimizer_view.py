@@ -247,10 +247,10 @@ class OptimizerView(ActingOptimizer):
         kind = None if optimizer is None else self._kind_of(optimizer)
         return () if kind is None else tuple(kind.arrays.values())
 
-    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: int, ranks: int) -> dict[str, float]:
+    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: Mapping[str, int], ranks: int) -> dict[str, float]:
         """Give the optimizer its moments back. Return the factors, by layer, that make the residual one of gradients.
 
-        means: over the ranks, by array and by layer, flat. steps: those of Adam.
+        means: over the ranks, by array and by layer, flat. steps: those of Adam, by layer.
         """
         self._resumed, optimizer = False, self.acting
         kind = None if optimizer is None else self._kind_of(optimizer)
@@ -260,7 +260,8 @@ class OptimizerView(ActingOptimizer):
             if slot.parameter is not None and slot.layer.size:  # others have no bucket
                 kept = [slot.shaped(means[array][slot.name]).clone() for array in kind.arrays.values()]
                 group = group_of[id(slot.parameter)]
-                optimizer.state[slot.parameter] = kind.state(group, slot.parameter, kept, steps, ranks if self.sums else 1)
+                own = kind.state(group, slot.parameter, kept, steps[slot.name], ranks if self.sums else 1)
+                optimizer.state[slot.parameter] = own
         return dict.fromkeys(self.slots.layers, kind.share_of_gradients(optimizer))
 
     # A step of the optimizer.

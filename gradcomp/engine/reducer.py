@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -169,6 +169,12 @@ class Reducer:
         if len(grads) == bucket.count:
             self.clock.note_full_bucket(len(self.buckets))
             self._start(bucket)
+
+    def note_unused(self, names: Iterable[str]) -> None:
+        """Note layers that this rank has not used in this step. Gradients of zeros come for them."""
+        for name in names:
+            if (bucket := self._bucket_of[name]) is not None:
+                bucket.unused.add(name)
 
     def start_all(self, scale: float = 1.0) -> None:
         """Start every bucket that has not started. A layer without a gradient gets one of zeros.

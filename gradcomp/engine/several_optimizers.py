@@ -167,7 +167,7 @@ class SeveralOptimizers(OptimizerView):
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for part in self.parts for name in part.arrays_to_hand_back()))
 
-    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: int, ranks: int) -> dict[str, float]:
+    def hand_back(self, means: Mapping[str, Mapping[str, Tensor]], steps: Mapping[str, int], ranks: int) -> dict[str, float]:
         factors: dict[str, float] = {}
         for part in self.parts:
             if part.arrays_to_hand_back():

@@ -374,25 +374,26 @@ def return_moments(old: Reducer, new: Reducer, names: Sequence[str]) -> Iterator
     """
     network, size = old.network, old.network.world.size
     answers: list[tuple[str, Layout, Answer]] = []
-    steps, has_moments = 0, False
+    steps: dict[str, float] = {}
+    has_moments = False
     for bucket in old.buckets:
-        kept = bucket.moments()
+        kept, adam = bucket.moments(), bucket.states.get(Adam.name)
         has_moments |= bool(kept)
         for name in names:
             own = kept[name] / size if name in kept else torch.zeros_like(bucket.residual)
             answer = network.start(Reduce(own), f"the mean of {name} moments in bucket {bucket.index}")
             answers.append((name, bucket.layout, answer))
-        if Adam.name in bucket.states:
-            steps = max(steps, bucket.states[Adam.name].steps_seen())
-    counts = torch.tensor([steps / size, float(has_moments)], device=old.buckets[0].layout.device)
+        seen = [0] * bucket.count if adam is None else adam.steps_seen(bucket.layout)
+        steps |= zip(bucket.layout.names, seen, strict=True)
+    counts = torch.tensor([*steps.values(), float(has_moments)], device=old.buckets[0].layout.device) / size
     answer_of_counts = network.start(Reduce(counts), "the number of ranks with moments")
     yield
     means: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for name, layout, answer in answers:
         means[name] |= layout.views(_sum(answer))
-    counts = _sum(answer_of_counts)
-    if counts[1] > 0:
-        shares = new.view.hand_back(means, round(counts[0].item()), size)
+    *counted, with_moments = _sum(answer_of_counts).tolist()
+    if with_moments > 0:
+        shares = new.view.hand_back(means, dict(zip(steps, map(round, counted), strict=True)), size)
         for name, residual in residual_views(new).items():
             residual.mul_(shares.get(name, 1.0))
 

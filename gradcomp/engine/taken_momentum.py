@@ -88,17 +88,17 @@ class TakenMomentum:
     def hides(self) -> bool:
         return bool(self._hidden)
 
-    def seeds(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> tuple[Seeds, int]:
-        """Return the moments of the optimizer's state that layers continue from, and the most steps that these have seen."""
+    def seeds(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> tuple[Seeds, Sequence[int]]:
+        """Return the moments of the optimizer's state that layers continue from, and the steps that each layer's have seen."""
         if not (optimizer.state or any(self._waiting.values())):
-            return None, 0
+            return None, ()
         signs: dict[int, int] = {}
         found = [self._take(optimizer, name, signs) for name in layout.names]
         seeds = [
             None if own is None else tuple((share * own.sign) ** power * each for power, each in enumerate(own.moments, 1))
             for own in found
         ]
-        return seeds, max((own.steps for own in found if own is not None), default=0)
+        return seeds, [0 if own is None else own.steps for own in found]
 
     def _take(self, optimizer: torch.optim.Optimizer, name: str, signs: dict[int, int]) -> _Loaded | None:
         """Copy a parameter's moments from the optimizer's state. signs: by parameter, filled when the first one is copied.

@@ -17,8 +17,8 @@ squares multiplies its directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -38,6 +38,8 @@ ONE_IN, FEWEST, MOST = 256, 1024, 4096
 INTERVAL, FIRST, LATER = 8, 128, 32
 # Steps after which a comparison counts: on a GPU it has reached main memory then.
 DELAY = 4
+# A bias of a moment that no float shows.
+UNBIASED = 2.0**-26
 # The share of the sums that a comparison leaves of the earlier ones.
 KEPT = 0.7
 
@@ -46,20 +48,43 @@ KEPT = 0.7
 class Moments:
     """Adam's moments of a bucket. They are None until there is an optimizer by Adam.
 
-    steps: begun with the moments. refused: int32[1], not 0 where a gradient of the last step was not finite.
-    compares: the ranks compare their noise in this step.
+    steps: begun with the moments. late: by the numbers of layers, the steps among these that were not the layer's. idle: layers
+    without the last step. refused: int32[1], not 0 where a gradient of the last step was not finite. compares: the ranks
+    compare their noise in this step.
     """
 
     noise: RankNoise
     first: Tensor | None = None
     second: Tensor | None = None
     steps: int = 0
+    late: dict[int, int] = field(default_factory=dict)
+    idle: Collection[int] = ()
     refused: Tensor | None = None
     compares: bool = False
 
-    def steps_seen(self) -> int:
-        """Return the steps that the moments have seen, without the last one if it was refused. This waits for the device."""
-        return self.steps if self.refused is None else max(0, self.steps - int(self.refused))
+    def end_step(self, *, looks: bool) -> None:
+        """End the last step. looks: look whether it was refused, and does not count. This waits for the device."""
+        if looks and self.refused is not None and self.steps and int(self.refused):
+            self.steps -= 1
+        else:
+            for layer in self.idle:
+                self.late[layer] = self.late.get(layer, 0) + 1
+        self.idle, self.refused = (), None
+
+    def steps_of(self, layer: int) -> int:
+        """Return the steps of a layer that have ended."""
+        return max(0, self.steps - self.late.get(layer, 0))
+
+    def steps_seen(self, layout: Layout) -> list[int]:
+        """Return the steps that each layer's moments have seen, without the last one if it was refused. This may wait."""
+        ended = replace(self, late=dict(self.late))
+        ended.end_step(looks=True)
+        return [ended.steps_of(layer) for layer in range(len(layout.names))]
+
+    def set_steps(self, of_layers: Sequence[int]) -> None:
+        """Set the steps that each layer's moments have seen."""
+        self.steps, self.idle, self.refused = max(of_layers, default=0), (), None
+        self.late = {layer: self.steps - steps for layer, steps in enumerate(of_layers) if steps < self.steps}
 
     def for_optimizer(self) -> dict[str, Tensor]:
         """Return the moments, the second as of the mean gradient, which an optimizer sees once it has them back.
@@ -91,14 +116,19 @@ class Adam(Stage):
         if not isinstance(adam, AdamStep):
             if state.second is not None:  # the residual holds directions, which are no gradients
                 accumulation.drop_residual()
-                state.first, state.second, state.steps, state.refused = None, None, 0, None
+                state.first = state.second = None
+                state.set_steps(())
             return
         state.compares = adam.compares and state.noise.begin(accumulation.step - 1, context.ranks)
         if state.second is None:  # the residual holds gradients, which may be much longer than directions
             accumulation.drop_residual()
         first, second = state.make(accumulation.layout)
         accumulation.velocity, accumulation.momentum = first, adam.beta1
-        accumulation.adaptive = _rule(adam, state, accumulation.layout)
+        _begin(adam, state, accumulation.layout)
+        frozen = context.frozen(accumulation.layout)
+        idle = {layer for layer in accumulation.idle if layer in frozen or not state.steps_of(layer)}
+        accumulation.adaptive, accumulation.others = _rules(adam, state, len(accumulation.layout.names), idle)
+        state.idle = idle
         state.refused = accumulation.flag
         if state.compares:
             state.noise.before(first, second)
@@ -112,7 +142,7 @@ class Adam(Stage):
 
     def save(self, state: Moments, layout: Layout, copy: Copy) -> Part:
         arrays = super().save(state, layout, copy).layers
-        steps = {"steps": dict.fromkeys(layout.names, state.steps_seen())} if arrays else {}
+        steps = {"steps": dict(zip(layout.names, state.steps_seen(layout), strict=True))} if arrays else {}
         return Part({**arrays, **steps}, {"noise": state.noise.save()})
 
     def load(self, state: Moments, layout: Layout, shares: Shares) -> Callable[[], None]:
@@ -124,7 +154,7 @@ class Adam(Stage):
         given = shares.own or shares.others
         steps = [_steps_of(share) for share in given]
         whole = [share for share, count in zip(given, steps, strict=True) if count == max(steps)]
-        arrays = [{field: share.arrays(field, layout, optional=True) for field in self.fields} for share in given]
+        arrays = [{moment: share.arrays(moment, layout, optional=True) for moment in self.fields} for share in given]
         for each in arrays:
             if missing := sorted(each["second"].keys() ^ each["first"].keys()):
                 raise ValueError(f"the state has only one of Adam's moments of {missing[0]!r}: it is damaged; load another one")
@@ -132,20 +162,22 @@ class Adam(Stage):
         noise = RankNoise(layout, state.noise.seed)
         if shares.own and whole[0].bucket is not None:
             noise.load(saved.numbers_of(whole[0].bucket, "noise", 5))
-        count = max((_steps_of(share, layout.names) for share in whole), default=0)
+        counts = [max((_steps_of(share, [name]) for share in whole), default=0) for name in layout.names]
 
         def copy() -> None:
-            state.steps, state.refused, state.noise = count, None, noise
-            for field in self.fields:
-                found = [each[field] for each in parts if each[field]]
-                load_sum(state, field, layout, found, 1 / max(1, len(found)))
+            state.noise = noise
+            state.set_steps(counts)
+            for moment in self.fields:
+                found = [each[moment] for each in parts if each[moment]]
+                load_sum(state, moment, layout, found, 1 / max(1, len(found)))
 
         return copy
 
     def scale(self, state: Moments, factor: float) -> None:
         """Keep the moments, unless all is forgotten: they are no sums."""
         if factor == 0:
-            state.steps, state.noise.of_mean = 0, 0.0
+            state.noise.of_mean = 0.0
+            state.set_steps(())
             for each in self.arrays(state):
                 each.zero_()
 
@@ -156,25 +188,52 @@ def _steps_of(share: Share, names: Sequence[str] | None = None) -> int:
     return max((saved.read_int(theirs, name) for name in theirs if names is None or name in names), default=0)
 
 
-def _rule(adam: AdamStep, state: Moments, layout: Layout) -> kernels.Adaptive:
-    """Begin a step with the moments, and return the rule by which a gradient becomes a direction."""
-    first, second = state.make(layout)
-    if adam.skipped:
-        state.steps = state.steps_seen()
-    if adam.seeds is not None:
-        firsts, seconds = first.split(layout.sizes), second.split(layout.sizes)
-        for own_first, own_second, seed in zip(firsts, seconds, adam.seeds, strict=True):
-            if seed is not None:
-                own_first.copy_(seed[0])
-                own_second.copy_(seed[1])
-                state.steps, state.noise.of_mean = adam.steps, 1.0
+def _begin(adam: AdamStep, state: Moments, layout: Layout) -> None:
+    """Begin a step: count the last one, and take the seeds over."""
+    state.end_step(looks=adam.skipped)
+    if adam.seeds is None:
+        return
+    counts = [state.steps_of(layer) for layer in range(len(layout.names))]
+    firsts, seconds = (moment.split(layout.sizes) for moment in state.make(layout))
+    for layer, (first, second, seed) in enumerate(zip(firsts, seconds, adam.seeds, strict=True)):
+        if seed is not None:
+            first.copy_(seed[0])
+            second.copy_(seed[1])
+            counts[layer], state.noise.of_mean = adam.steps[layer], 1.0
+    state.set_steps(counts)
+
+
+def _rules(
+    adam: AdamStep, state: Moments, layers: int, idle: Collection[int]
+) -> tuple[kernels.Adaptive, dict[int, kernels.Adaptive]]:
+    """Count a step, and return the rule by which a gradient becomes a direction, and others from some layers on.
+
+    A layer that began later than the others of its bucket has another correction of its moments' bias, until both are 1.
+    """
     weight = 1 - adam.beta2**state.steps  # of all gradients that the second moment has seen
     state.steps += 1
     state.noise.of_mean *= adam.beta2 * weight / (1 - adam.beta2**state.steps)
-    root_scale = 1 / math.sqrt(1 - adam.beta2**state.steps)
     share = adam.share * state.noise.lengthening
-    of_first = share / (1 - adam.beta1**state.steps)
-    return kernels.Adaptive(second, 1 - adam.beta1, 0.0, of_first, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon, share)
+    slowest = max(adam.beta1, adam.beta2)
+    enough = math.ceil(math.log(UNBIASED) / math.log(slowest)) if slowest else 1
+
+    def rule(steps: int) -> kernels.Adaptive:
+        first, root_scale = share / (1 - adam.beta1**steps), 1 / math.sqrt(1 - adam.beta2**steps)
+        assert state.second is not None
+        return kernels.Adaptive(
+            state.second, 1 - adam.beta1, 0.0, first, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon, share
+        )
+
+    counts = {layer: min(state.steps - late, enough) for layer, late in state.late.items() if layer not in idle}
+    if all(count == min(state.steps, enough) for count in counts.values()):
+        return rule(state.steps), {}
+    counts = {layer: counts.get(layer, state.steps) for layer in range(layers) if layer not in idle}
+    rules, last = {}, None
+    for layer, count in counts.items():
+        if min(count, enough) != last:
+            rules[layer], last = rule(count), min(count, enough)
+    first = rules.pop(min(rules))
+    return first, rules
 
 
 class RankNoise:

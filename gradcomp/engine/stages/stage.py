@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,7 +28,8 @@ class Accumulation:
 
     step: the number of the bucket's step, from 1. residual_factor: of the old residual; 0 where the step sends nothing of it.
     residual_is_scaled: the old residual has its factor already. residual_is_kept: the step sends none of it, and it comes back
-    after the step. dropped: a stage has emptied the residual for good.
+    after the step. dropped: a stage has emptied the residual for good. idle: the numbers of layers without a gradient on this
+    rank: frozen, or unused in this step.
     """
 
     grads: Sequence[Tensor]
@@ -47,6 +48,8 @@ class Accumulation:
     momentum: float = 0.0
     nesterov: bool = False
     adaptive: kernels.Adaptive | None = None
+    others: Mapping[int, kernels.Adaptive] | None = None
+    idle: Collection[int] = ()
     scales: Tensor | None = None
     moments: Tensor | None = None
     peaks: Tensor | None = None
@@ -82,6 +85,7 @@ class Accumulation:
             moments=self.moments,
             peaks=self.peaks,
             adaptive=self.adaptive,
+            others=self.others,
             mask=None if self.adds_gradients else self.mask,
             residual_is_local=self.residual_is_local,
             residual_factor=1.0 if self.residual_is_scaled else self.residual_factor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,13 +22,15 @@ class _Chunk(NamedTuple):
     place: slice | None
 
 
-def _chunks(grads: Sequence[Array]) -> list[_Chunk]:
-    if len(grads) <= MOST_PIECES:
+def _chunks(grads: Sequence[Array], starts: Collection[int] = ()) -> list[_Chunk]:
+    """List the launches. starts: layers that begin one, beside the first."""
+    if len(grads) <= MOST_PIECES and not starts:
         return [_Chunk(grads, None, None)]
     chunks = []
     at = 0
-    for first in range(0, len(grads), MOST_PIECES):
-        part = grads[first : first + MOST_PIECES]
+    firsts = sorted({*range(0, len(grads), MOST_PIECES), *starts})
+    for first, end in zip(firsts, [*firsts[1:], len(grads)], strict=True):
+        part = grads[first:end]
         stop = at + sum(map(count, part))
         chunks.append(_Chunk(part, slice(first, first + len(part)), slice(at, stop)))
         at = stop
@@ -99,6 +101,7 @@ def accumulate(
     raw: bool = False,
     peaks: Array | None = None,
     adaptive: Adaptive | None = None,
+    others: Mapping[int, Adaptive] | None = None,
     mask: Mask | None = None,
     residual_is_local: bool = True,
     residual_factor: float = 1.0,
@@ -109,6 +112,7 @@ def accumulate(
     velocity <- momentum * velocity + scales * grads;  residual <- residual_factor * residual + velocity
 
     adaptive: Adam's coefficients and second moment; nesterov must then be False.
+    others: coefficients in their place, from a layer of this number on. Each costs a launch.
     mask: the step in which each entry was last sent; entries without residual are noted as sent in the step before.
     residual_is_local: False where another rank may hold an entry's residual, so that none is noted.
     loss_scale: float32[1]; gradients are divided by it. flag: becomes 1 if an entry was not finite, otherwise 0.
@@ -117,13 +121,15 @@ def accumulate(
     """
     memory = memory or Memory()
     rule = Adaptive(None, 1, 1, momentum) if nesterov else adaptive or _PLAIN
-    chunks = _chunks(grads)
+    chunks = _chunks(grads, others or ())
     if len(chunks) > 1 and peaks is not None:  # chunks do not end where lines do
         peaks[:] = UNKNOWN_PEAK
         peaks = None
     flags = flag if len(chunks) == 1 else memory.scratch("flags", len(chunks), residual)
     for i, (part, layers, place) in enumerate(chunks):
         flat = _part(residual, place)
+        if others and layers is not None:
+            rule = others.get(layers.start, rule)
         extension.native.accumulate(
             part,
             _part(scales, layers),
