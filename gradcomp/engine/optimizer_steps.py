@@ -87,7 +87,7 @@ class MissingExchange:
         self._settled = any(view.exchanged and not view.replaced and view.owns(own) for view in views)
         if not self._settled and self._steps == STEPS_BEFORE_WARNING:
             self._settled = True
-            _warn_user(
+            warn_user(
                 f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {spec}: the ranks send "
                 f"dense gradients, or none at all. {self._remedy}"
             )
@@ -111,7 +111,7 @@ class UnknownScaler:
         scaler = next((each for each in calling if isinstance(each, _SCALERS)), None)
         if scaler is not None and scaler is not self._known and scaler.is_enabled():
             self._warned = True
-            _warn_user(
+            warn_user(
                 "a GradScaler steps the optimizer, but gradcomp does not know its scale: whenever the scale changes, entries "
                 "of the residual, and the momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
             )
@@ -137,7 +137,7 @@ class Announcement:
         self._said = True
         if (missed := reducer.missed) is not None and not self._warned:
             self._warned = True
-            _warn_user(
+            warn_user(
                 f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them late and sparse, which costs "
                 f"accuracy. {missed.remedy}, or let the spec be auto, which keeps no residual here. To go on so without this "
                 "warning, write momentum=0 into the spec"
@@ -159,7 +159,7 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _warn_user(text: str) -> None:
+def warn_user(text: str) -> None:
     """Warn at the user's line that called a step()."""
     packages = ((frame, frame.f_globals.get("__name__", "").partition(".")[0]) for frame in _callers())
     frame = next((frame for frame, package in packages if package not in INNER_PACKAGES), sys._getframe(1))

@@ -17,6 +17,7 @@ from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.changed_gradients import UpdateSample
 from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Momentum, StepContext
 from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slots
 from gradcomp.engine.taken_momentum import (
     TAKE_KNOWN,
@@ -48,6 +49,10 @@ _SETTINGS = (
     "momentum=auto does not support {name}'s settings now: dampening, amsgrad, or several momenta or betas, for example. "
     '{outcome}. Call change("SPEC,momentum=0") between two steps, before the change: it hands the moments over'
 )
+_OTHER_STATE = (
+    "the groups of {name} have no {key}: the state of another kind of optimizer was loaded into it. Load the state of "
+    "{name}, or make the optimizer anew"
+)
 _ANEW = "Its moments begin anew, and the residual of Adam's directions is dropped"
 _MADE_BEFORE = "But the update that it steps with was made before"
 _WITHOUT = (
@@ -55,6 +60,12 @@ _WITHOUT = (
     "the momentum: this step would do without it, or nothing at all. Let the last backward pass before each step exchange "
     'its gradients. To train on without exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks '
     "first"
+)
+_BEGINS_WITHOUT = (
+    "{name} goes on without the moments that it had: they were not in its saved state, but in the ranks' own. They begin with "
+    "zeros now, and the residuals, too. Save the state_dict() of the handle, or of optimizer.compression, on every rank beside "
+    'the model, and load it with load_state_dict(); or call change("SPEC,momentum=0") before a checkpoint, which gives the '
+    "optimizer its moments"
 )
 _UNKNOWN = (
     "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
@@ -196,7 +207,7 @@ class OptimizerView(ActingOptimizer):
         if self.update_waits:
             self._pending = False
             raise RuntimeError(_UNAPPLIED)
-        optimizer, before, self._resumed = self._known_optimizer(), self._kind, False
+        optimizer, before, resumed, self._resumed = self._known_optimizer(), self._kind, self._resumed, False
         self._kind = kind = None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None or kind is None:
             if optimizer is not None and before is not None:
@@ -204,7 +215,11 @@ class OptimizerView(ActingOptimizer):
             return {}
         successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
         share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), self.is_told, successes)
-        return {each.names[0]: kind.for_step(optimizer, each, share, last) for each in layouts}
+        momenta = {each.names[0]: kind.for_step(optimizer, each, share, last) for each in layouts}
+        self.origin.note_moments(
+            optimizer, resumed or any(seed is not None for m in momenta.values() for seed in m.seeds or ())
+        )
+        return momenta
 
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
         """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
@@ -239,7 +254,7 @@ class OptimizerView(ActingOptimizer):
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()
-        self._kind, self._pending = None, False
+        self._kind, self._pending, self.origin.holds_moments = None, False, False
 
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         """List the arrays of a bucket that the optimizer gets back where a spec leaves its momentum to it."""
@@ -272,6 +287,9 @@ class OptimizerView(ActingOptimizer):
         if optimizer is not self.acting or (kind is not None and kind.hides):
             return
         self.origin.note_step(optimizer, self._pending)
+        if self.origin.begins_without:
+            self.origin.begins_without = False
+            warn_user(_BEGINS_WITHOUT.format(name=type(optimizer).__name__))
         if kind is None:
             return
         if closure:
@@ -315,7 +333,10 @@ class OptimizerView(ActingOptimizer):
             return Missed("has a step() of its own", TAKE_KNOWN)
         if not self._trains_just_these(optimizer):
             return Missed("does not train just the layers that are exchanged", TAKE_ONE)
-        return kind.misfit(optimizer)
+        try:
+            return kind.misfit(optimizer)
+        except KeyError as error:
+            raise RuntimeError(_OTHER_STATE.format(name=type(optimizer).__name__, key=error)) from error
 
     def _has_no_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
         if not isinstance(optimizer, torch.optim.SGD) or not steps_as_known(type(optimizer)):

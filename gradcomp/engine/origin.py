@@ -21,6 +21,10 @@ _MAXIMIZE = (
 )
 
 
+# In the groups of a saved optimizer: its moments were not in its state, but in the ranks'.
+MARK = "gradcomp"
+
+
 class Origin:
     """The optimizer that the ranks' moments and residuals belong to, and the state that it had in its last step.
 
@@ -28,13 +32,15 @@ class Origin:
     another learning rate, say. The state of an optimizer without moments of its own is an empty dict, also after clear(). But a
     cleared dict has no table, and a dict that had an entry has one.
 
-    generation: the numbers of changes, of states that were loaded and of all.
+    generation: the numbers of changes, of states that were loaded and of all. holds_moments: the ranks have them, and not the
+    optimizer. begins_without: a state was loaded that was saved without them, and nothing has them.
     """
 
     _SIZES: ClassVar[Mapping[type, int]] = {kind: kind().__sizeof__() for kind in (dict, defaultdict)}
 
     def __init__(self) -> None:
         self.generation = 0, 0
+        self.holds_moments = self.begins_without = False
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._state: Any = None
@@ -62,6 +68,12 @@ class Origin:
             warnings.warn(_ANOTHER.format(name=type(optimizer).__name__), stacklevel=2)
         self._note(optimizer)
 
+    def note_moments(self, optimizer: torch.optim.Optimizer, are_known: bool) -> None:
+        """Note that the ranks go on with moments. are_known: some were loaded. Forget the marks of a saved state."""
+        marks = [group.pop(MARK, False) for group in optimizer.param_groups]
+        self.begins_without |= any(marks) and not (are_known or self._reloads)
+        self.holds_moments = True
+
     def check_sign(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that has begun to maximize, or to minimize, in mid-training."""
         signs = [sign_of(group) for group in optimizer.param_groups]
@@ -88,6 +100,9 @@ class Origin:
 def _note_saved(origin: weakref.ref[Origin], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     if (found := origin()) is not None:
         found._saved = state["state"]
+        if found.holds_moments:
+            for group in state["param_groups"]:
+                group[MARK] = True
 
 
 def _note_loaded(origin: weakref.ref[Origin], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from horovod.torch.elastic import state as elastic
 from horovod.torch.functions import broadcast_object
 
+from gradcomp.engine.origin import MARK
 from gradcomp.engine.session import Session
 from gradcomp.horovod.compression import Compression
 
@@ -59,7 +60,9 @@ class _Handler(elastic.OptimizerStateHandler):  # type: ignore[misc]
         which have come before, so that the step's rate is 0 here.
         """
         optimizer = self.value
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        settings = [
+            {name: value for name, value in group.items() if name not in ("params", MARK)} for group in optimizer.param_groups
+        ]
         has_state, settings = broadcast_object((bool(optimizer.state), settings), 0)
         if not has_state:
             optimizer.state.clear()
