@@ -22,6 +22,7 @@ from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.gradient_norm import GradientNorm
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
@@ -66,13 +67,15 @@ class Options:
 class Stats(TypedDict, total=False):
     """Figures of the last step on this rank. A compressor may add figures of its own.
 
-    exchanges: what the ranks exchange, in words. health: of each bucket's residual, at the last measurement. steps: done.
-    overlap: exchanges overlap with backward. bytes_dense: of the gradients as float32. bytes_sent: handed to the network;
-    bytes_between_hosts: as much of it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first
-    step. auto: the choice, and its reason.
+    exchanges: what the ranks exchange, in words. grad_norm: of this rank's own gradients before their exchange, in the last
+    step that measured it. health: of each bucket's residual, at the last measurement. steps: done. overlap: exchanges overlap
+    with backward. bytes_dense: of the gradients as float32. bytes_sent: handed to the network; bytes_between_hosts: as much of
+    it as goes to other hosts. compression: bytes_dense / bytes_sent; None before the first step. auto: the choice, and its
+    reason.
     """
 
     exchanges: str
+    grad_norm: float | None
     health: list[dict[str, Any]]
     steps: int
     buckets: int
@@ -101,6 +104,7 @@ class Reducer:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self._uses_rates, self._rates_noted = need != "unused", False
         self.memory = options.memory or Memory()
+        self._norm = GradientNorm(self.memory)
         seed = int(options.seed)
         # A momentum is one optimizer's: a bucket has no layers of two. A compressor that needs them all leaves it to them.
         divides = len(view.parts) > 1 and not compressor.traits.whole_model
@@ -227,6 +231,8 @@ class Reducer:
         for bucket in self.buckets:
             bucket.forget_grads()
         self._context = None
+        if self._norm.measures:
+            self._norm.end_step()
         self._step, self.steps_done = self._step + 1, self.steps_done + 1
         self.bytes_sent, self.bytes_between_hosts = self._sent, self._sent_between_hosts
         self._sent = self._sent_between_hosts = 0
@@ -269,8 +275,11 @@ class Reducer:
         if self._context is None:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
             self._begin_anew(self._context.generation)
+            self._norm.begin_step()
         if self.observer is not None:
             self.observer.before(bucket)
+        if self._norm.measures:
+            self._norm.add(bucket, self._context.loss_scale(bucket.layout.device))
         acc = bucket.collect(self._context)
         if self.observer is not None:
             self.observer.collected(bucket)
@@ -315,6 +324,7 @@ class Reducer:
         own = {name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()}
         stats: Stats = {
             "exchanges": self.exchanges,
+            "grad_norm": self._norm.asked(),
             "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
