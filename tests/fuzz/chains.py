@@ -1,4 +1,4 @@
-"""Calls of the chains. Their definition is that of their kernels, called one after the other on copies."""
+"""Calls of the chains. Their definition is that of their kernels of the same twin, called one after the other on copies."""
 
 from __future__ import annotations
 
@@ -62,11 +62,6 @@ def check_written(values: dict[str, Any], copies: dict[str, Any], *names: str) -
         expect(values[name] is None or same(values[name].now, copies[name]), f"{name} is not what the kernels leave")
 
 
-def scratch_for(n: int) -> Content:
-    """Make scratch that is enough for a take by either twin: a GPU's call is compared with kernels on the CPU."""
-    return np.zeros(4 * n + 65_536, np.uint32)
-
-
 def check_packed(values: dict[str, Any], copies: dict[str, Any], space: int, taken: Sequence[Content]) -> None:
     """Pack the taken entries, and compare the payloads."""
     n = len(values["residual"])
@@ -86,7 +81,8 @@ def take_topk_and_pack(draw: Draw) -> Made:
     def check() -> None:
         copies, taken = copy(values), (np.zeros(k, f32), np.zeros(k, np.int32))
         header = copies["payload"][:8].view(np.int32)
-        extension.native.take_topk(*(copies[name] for name in TAKE), k, *taken, header, scratch_for(n))
+        scratch = np.zeros(extension.native.take_topk_scratch(False, n, k), np.uint32)
+        extension.native.take_topk(*(copies[name] for name in TAKE), k, *taken, header, scratch)
         check_packed(values, copies, k, taken)
 
     return values, check if sound else None
@@ -108,7 +104,8 @@ def take_above_and_pack(draw: Draw) -> Made:
         copies, taken = copy(values), (np.zeros(space, f32), np.zeros(space, np.int32))
         header, own = copies["payload"][:8].view(np.int32), [copies[name] for name in ("ends", "lam", "thresholds")]
         extension.native.set_thresholds(copies["moments"], *own[:2], *options.values(), own[2])
-        extension.native.take_above(*(copies[name] for name in TAKE), own[0], own[2], *taken, header, scratch_for(n))
+        scratch = np.zeros(extension.native.take_above_scratch(False, n, space), np.uint32)
+        extension.native.take_above(*(copies[name] for name in TAKE), own[0], own[2], *taken, header, scratch)
         if values["target"]:
             extension.native.steer(own[1], header, values["target"])
         check_packed(values, copies, space, taken)

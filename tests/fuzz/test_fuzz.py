@@ -108,6 +108,38 @@ def test_every_watched_kernel_keeps_its_contract(module: Any, device: str, capsy
     assert json.loads(result[1:]) == {"calls": len(kernels), "kernels": len(kernels), "failures": []}
 
 
+class Placed:
+    """Kernels that take only arrays which were copied to the GPU."""
+
+    def __init__(self, module: Any, copies: list[torch.Tensor]):
+        self._module, self._copies = module, copies
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            arrays = [each for value in arguments for each in (value if isinstance(value, list) else [value])]
+            places = {copy.untyped_storage().data_ptr() for copy in self._copies}
+            for array in arrays:
+                assert not hasattr(array, "__dlpack__") or array.untyped_storage().data_ptr() in places, name
+            return found(*arguments, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("kernel", ["take_above_and_pack", "find_and_take_levels", "spread_and_wipe"])
+def test_a_chain_on_a_gpu_is_held_to_the_kernels_of_the_gpu(module: Any, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[torch.Tensor] = []
+
+    def cuda(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    monkeypatch.setattr(torch.Tensor, "cuda", cuda)
+    monkeypatch.setattr(watched, "module_of", lambda device: Placed(module, copies))
+    assert watched.main(["--calls", "4", "--device", "cuda", "--only", kernel]) == 0
+
+
 @pytest.mark.parametrize("device", ["simt", "cuda"])
 def test_a_kernel_that_does_nothing_is_named(
     module: Any, device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(own), str(own / "helpers"), str(own / "simt")]
     from fuzz import run
 
-    native = module_of("cpu") if options.device == "cpu" else Twin(module_of(options.device))
+    native = module_of("cpu") if options.device == "cpu" else twin_of(module_of(options.device), options.device)
     failures: list[str] = []
     counts = {name: 0 for name in run.kernels() if not name.endswith("_scratch") and options.only in (None, name)}
     for name in counts:
@@ -70,11 +70,50 @@ class Twin:
         from gradcomp.native import extension
 
         self._module = module
-        extension.native = self  # the makers of calls ask for scratch
+        extension.native = self  # the makers of calls ask for scratch, and call the kernels that a chain joins
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._module, name)
         return (lambda on_cuda, *sizes: function(True, *sizes)) if name.endswith("_scratch") else function
+
+
+class GpuTwin(Twin):
+    """The same on a GPU. Arrays in main memory are copied there and back: a chain is held to the kernels of its own twin.
+
+    CPU twins sum floats in another order.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name.endswith("_scratch") or not callable(found):
+            return found
+
+        def call(*arguments: Any, **options: Any) -> None:
+            moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+            there = _moved(arguments, moved)
+            found(*there, **{**options, "stream": torch.cuda.current_stream().cuda_stream})
+            torch.cuda.synchronize()
+            for here, back in moved:
+                here.copy_(back)
+
+        return call
+
+
+def _moved(value: Any, moved: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Copy the arrays in main memory to the GPU. moved: gets each with its copy."""
+    if isinstance(value, list | tuple):
+        return [_moved(each, moved) for each in value]
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, torch.Tensor) or value.is_cuda:
+        return value
+    moved.append((value, value.cuda()))
+    return moved[-1][1]
+
+
+def twin_of(module: Any, device: str) -> Twin:
+    """Wrap the CUDA kernels of a device, or of the emulator."""
+    return GpuTwin(module) if device == "cuda" else Twin(module)
 
 
 class Bordered(Draw):
@@ -116,10 +155,9 @@ def move(values: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def run_on_gpu(native: Any, kernel: str, values: dict[str, Any]) -> None:
-    """Run the kernel on the GPU's copies, and wait for it: an error is then this call's."""
+    """Run the kernel on the GPU's copies. The twin waits for it: an error is then this call's."""
     arguments = [call.given(values[each.name]) for each in call.KERNELS[kernel]]
-    getattr(native, kernel)(*arguments, stream=torch.cuda.current_stream().cuda_stream, threads=1)
-    torch.cuda.synchronize()
+    getattr(native, kernel)(*arguments, threads=1)
 
 
 class Done:

@@ -31,7 +31,7 @@ def native(device: torch.device, request: pytest.FixtureRequest, monkeypatch: py
     if request.node.callspec.params["device"] == "cpu":
         return extension.native
     monkeypatch.setattr(extension, "native", extension.native)  # restored after the test
-    return watched.Twin(extension.native)
+    return watched.twin_of(extension.native, request.node.callspec.params["device"])
 
 
 def failure_of(native: Any, device: torch.device, kernel: str, n: int, number: int) -> str:

@@ -50,6 +50,16 @@ def test_accumulate_is_its_definition(
     assert flag.item() == 0
 
 
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_a_refused_gradient_counts_as_0_also_in_a_zeros_sign(device: torch.device, momentum: float | None) -> None:
+    """0 * -1 + 0 is 0 and not -0, by both twins."""
+    residual, flag = torch.tensor([-1.0, 1.0, -0.0], device=device), flag_on(device, 0)
+    velocity = None if momentum is None else torch.ones(3, device=device)
+    grads = [torch.full((3,), torch.inf, device=device)]
+    kernels.accumulate(grads, residual, velocity, flag, momentum or 0.0, residual_factor=0.0)
+    assert residual.tolist() == [0.0] * 3 and not residual.signbit().any() and flag.item() == 1
+
+
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("of_gradient", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", TYPES)
