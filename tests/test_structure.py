@@ -309,7 +309,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (14_630, 105), "scripts": (7_520, 70), "tests": (28_670, 220)}
+TOTALS = {"gradcomp": (14_630, 105), "scripts": (7_520, 70), "tests": (28_775, 220)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

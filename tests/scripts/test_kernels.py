@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,19 +68,43 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "no GPU" in capsys.readouterr().err
 
 
-RECORD = report.read(ROOT / "benchmarks" / "results" / "kernels-cuda-h100.json")
+RESULTS, PAGE = ROOT / "benchmarks" / "results", (ROOT / "benchmarks" / "gpu.md").read_text()
+RECORD = report.read(RESULTS / "kernels-cuda-h100.json")
 
 
-def test_the_page_of_gpu_times_is_that_of_its_record_and_of_the_predictions() -> None:
+def share_of(line: dict[str, Any]) -> str:
+    return report.figure(line["share_of_copy"] and 100 * line["share_of_copy"], "{:.0f} %")
+
+
+def test_the_page_of_gpu_times_is_that_of_its_records_and_of_the_predictions() -> None:
     size = RECORD["settings"]["size"]
     on_h100, on_h200 = (kernel_prediction.milliseconds(size, gpu.name) for gpu in kernel_prediction.GPUS)
-    rows = [["on 64 M entries, ms", "H100", "of the copy bandwidth", "predicted", "H200 predicted"]]
+    rows = [
+        ["on 64 M entries, ms", "H100", "of the copy bandwidth", "predicted", "H200 predicted", "25.6 M, 161 layers", "6.25 M"]
+    ]
+    smaller = [
+        {line["name"]: share_of(line) for line in report.read(RESULTS / f"kernels-{name}-cuda-h100.json")["lines"]}
+        for name in ("layers", "6m")
+    ]
     for line in RECORD["lines"]:
-        share = report.figure(line["share_of_copy"] and 100 * line["share_of_copy"], "{:.0f} %")
         both = [report.figure(predicted.get(line["name"]), "{:.3f}") for predicted in (on_h100, on_h200)]
-        rows.append([line["name"], report.milliseconds(line["ms"]["median"]), share, *both])
+        shares = [of.get(line["name"], "-") for of in smaller]
+        rows.append([line["name"], report.milliseconds(line["ms"]["median"]), share_of(line), *both, *shares])
     table = report.markdown(rows)
-    assert size == 64_000_000 and table in (ROOT / "benchmarks" / "gpu.md").read_text(), table
+    assert size == 64_000_000 and table in PAGE, table
+
+
+def test_the_page_of_steps_and_of_a_training_on_a_gpu_is_that_of_its_records() -> None:
+    rows = [["way", "optimizer", "bucket MB", "step ms", "GPU ms", "own kernels ms", "own launches"]]
+    for way in report.read(RESULTS / "gpt-h100.json")["ways"]:
+        times = [f"{way[name]:.1f}" for name in ("step_ms", "gpu_ms")]
+        own = [f"{way['own_ms']:.2f}", str(way["own_launches"])] if way["own_launches"] else ["-", "-"]
+        rows.append([f"`{way['way']}`", way["optimizer"], str(way["bucket_mb"]), *times, *own])
+    assert report.markdown(rows) in PAGE, report.markdown(rows)
+    rows = [["spec", "accuracy", "compression", "seconds"]]
+    for one in report.read(RESULTS / "training-h100.json")["trainings"]:
+        rows.append([f"`{one['spec']}`", f"{one['accuracy']:.2f} %", f"{one['compression']:,}", f"{one['seconds']:.0f}"])
+    assert report.markdown(rows) in PAGE, report.markdown(rows)
 
 
 def test_predictions_are_near_the_record() -> None:
