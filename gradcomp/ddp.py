@@ -80,8 +80,9 @@ def attach(
     handle = Handle(spec, parameters, network, options, _DOOR, stock)
     session = handle._session
     session.meet()  # here and not in a backward pass: DDP does not survive a backward pass that fails
+    backward = _BackwardPass(session, model)
     try:
-        model.register_comm_hook(_BackwardPass(session, model), _hook)
+        model.register_comm_hook(backward, _hook)
     except RuntimeError as error:
         if "once" not in str(error):
             raise
@@ -89,6 +90,7 @@ def attach(
             "the model has a communication hook already; keep the handle of the first attach() and call its change(spec), or "
             "wrap the model in DistributedDataParallel again"
         ) from error
+    model.register_forward_pre_hook(backward.expect)
     return handle
 
 
@@ -105,6 +107,12 @@ class _BackwardPass:
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.grads: list[tuple[Any, Tensor]] = []
         self.used: set[str] = set()
+
+    def expect(self, model: DistributedDataParallel, inputs: Any) -> None:
+        """Let the session look at gradients before a backward pass, and not before a pass that goes round the model."""
+        last = self.session.last
+        if last.waits and torch.is_grad_enabled() and not model._join_config.enable:
+            last.watch(self.session.slots.slots)
 
     def discard(self) -> None:
         """Discard the state of a failed backward pass."""

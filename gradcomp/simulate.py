@@ -243,11 +243,11 @@ class _View(OptimizerView):
     def note_exchange(self) -> None:
         """Do nothing. See owns()."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the momentum out of an optimizer that steps with the last step's updates."""
         if self.taken and optimizer is self.acting and all(map(_holds_update, self.slots.slots)):
             self._drives = True
-            super().before_step(optimizer, closure)
+            super().before_step(optimizer)
 
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         """List them if the optimizer has stepped with updates. Otherwise it has moments of its own."""

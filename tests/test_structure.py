@@ -54,6 +54,7 @@ ROOMS = [
     "engine/reducer",
     "engine/state",
     "engine/meeting",
+    "engine/last_exchange",
     "engine/phases",
     "engine/session",
     "spec",
@@ -309,7 +310,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (14_630, 105), "scripts": (7_520, 70), "tests": (28_775, 220)}
+TOTALS = {"gradcomp": (14_850, 106), "scripts": (7_520, 70), "tests": (29_045, 223)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

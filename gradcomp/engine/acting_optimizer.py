@@ -14,7 +14,7 @@ from gradcomp.core.compressor import Compressor
 from gradcomp.engine.optimizer_steps import listeners
 from gradcomp.engine.origin import Origin
 from gradcomp.engine.slots import Slots, check_optimizer
-from gradcomp.engine.taken_momentum import check_momentum
+from gradcomp.engine.taken_momentum import check_momentum, steps_as_known
 
 _UNEXCHANGED = (
     "{name} of shape {shape} was unfrozen or added after the ranks' exchange was set up: its gradient stays on this rank, and "
@@ -78,6 +78,14 @@ class ActingOptimizer:
     def owns(self, parameter: Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""
         return id(parameter) in self._ids
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether an optimizer trains some of the session's parameters."""
+        return not self.replaced and any(map(self.owns, parameters_of(optimizer)))
+
+    def calls_once(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether an optimizer trains them, and its step begins with the only call of a closure."""
+        return steps_as_known(type(optimizer)) and self.trains(optimizer)
 
     def note_exchange(self) -> None:
         """Note that gradients are exchanged. Another session's view of the same parameters ends with the first ones."""

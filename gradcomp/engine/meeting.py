@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Field, Gather, Purpose, Request, Send
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.state import Place, scale_state
@@ -113,6 +114,14 @@ class Owner(NamedTuple):
     place: Place = Place(0, 0)
     scaled_for: int = 0
     loaded: bool = False
+
+
+class Snapshot(NamedTuple):
+    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
+
+    compressor: Compressor
+    share: dict[str, Any]
+    owner: Owner
 
 
 class Membership:

@@ -48,13 +48,19 @@ def _register_once() -> None:
     register_optimizer_step_post_hook(_after)
 
 
-def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    closure = any(each is not None for each in (*args[1:], options.get("closure")))
-    every = listeners()
+def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[Any, Any] | None:
+    """Act before a step. A closure that it calls once is called here, with its exchange, and gives step() its result."""
+    every, instead = listeners(), None
+    closure = next((each for each in (*args[1:2], options.get("closure")) if each is not None), None)
+    if closure is not None and any(each.view.calls_once(optimizer) for each in every):
+        with torch.enable_grad():
+            loss = closure()
+        instead = (args[0], lambda: loss, *args[2:]), {name: each for name, each in options.items() if name != "closure"}
     for each in every:
         each.check_step(optimizer)
     for each in every:
-        each.before_step(optimizer, closure)
+        each.before_step(optimizer)
+    return instead
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:

@@ -33,13 +33,10 @@ from gradcomp.native.memory import Memory
 
 _UNAPPLIED = (
     "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
-    "the momentum: added to the next gradient, or dropped, it would spoil the training. To accumulate gradients, let only the "
-    "last backward pass before each step exchange them. If updates are dropped, or if gradients of several losses meet, write "
-    "momentum=0 into the spec; under auto, loss=low"
-)
-_CLOSURE = (
-    "step(closure) cannot work with momentum=auto: the closure would exchange gradients within the step. Call the closure "
-    "before, and step() without it, or write momentum=0 into the spec; under auto, loss=low"
+    "the momentum: added to the next gradient, it would spoil the training. gradcomp can undo the exchange, but not where no "
+    "optimizer steps at all, as in a loop over the parameters, within DistributedDataParallel.join(), or in a model on several "
+    "devices: let only the last backward pass before each step exchange gradients, or write momentum=0 into the spec; under "
+    "auto, loss=low"
 )
 _OTHER_KIND = (
     "{name} steps with updates that were made for {old}. Write momentum=0 into the spec before the kind of optimizer changes: "
@@ -244,6 +241,14 @@ class OptimizerView(ActingOptimizer):
         self._pending = False
         self._sample.discard()
 
+    def take_back_update(self, stays: bool) -> None:
+        """Forget the last update: its exchange is undone. stays: in the gradients, where a change of it is refused."""
+        if stays and self._kind is not None:
+            self._sample.check(self._kind.holds)
+        self.forget_update()
+        for kind in self._kinds:
+            kind.forget_copied()
+
     def note_loaded(self, moments: bool) -> None:
         """Note that a state was loaded: no update is due any more. moments: the state has some."""
         self.show()
@@ -281,7 +286,7 @@ class OptimizerView(ActingOptimizer):
 
     # A step of the optimizer.
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hide the settings that the updates hold from an optimizer that is about to step. Its step may call another one."""
         kind = self._kind
         if optimizer is not self.acting or (kind is not None and kind.hides):
@@ -292,8 +297,6 @@ class OptimizerView(ActingOptimizer):
             warn_user(_BEGINS_WITHOUT.format(name=type(optimizer).__name__))
         if kind is None:
             return
-        if closure:
-            raise RuntimeError(_CLOSURE)
         if self._kind_of(optimizer) is not kind:
             text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
             raise RuntimeError(text.format(name=type(optimizer).__name__, old=kind.name, outcome=_MADE_BEFORE))

@@ -126,7 +126,7 @@ class Reducer:
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
         self.clock = StepClock()
         self._context: StepContext | None = None  # of the step under way
-        self._generation = view.generation
+        self.generation = view.generation
 
     @property
     def keeps_residual(self) -> bool:
@@ -241,6 +241,10 @@ class Reducer:
         if self.observer is not None:
             self.observer.step_done(self)
 
+    def has_failed(self) -> bool:
+        """Decide whether the last step has failed. This waits for a device if there is one."""
+        return any(each.has_failed(self._step - 1) for each in self.deliveries.values())
+
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""
         self.clock.note_last_gradient()
@@ -289,7 +293,7 @@ class Reducer:
 
     def _begin_anew(self, generation: tuple[int, int]) -> None:
         """Forget the moments where the optimizer or its state was replaced, and the residual where a state was loaded."""
-        before, self._generation = self._generation, generation
+        before, self.generation = self.generation, generation
         if generation != before:
             for bucket in self.buckets:
                 bucket.forget(moments_only=generation[0] == before[0])

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from gradcomp import _version
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.changed_gradients import GradientSample
-from gradcomp.engine.meeting import Flow, Membership, Owner, run
+from gradcomp.engine.last_exchange import TRIAL, LastExchange
+from gradcomp.engine.meeting import Flow, Membership, Snapshot, run
 from gradcomp.engine.optimizer_steps import Announcement, MissingExchange, UnknownScaler, listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import REFUSED, Door, Phase
@@ -25,14 +26,6 @@ from gradcomp.engine.slots import Slot, Slots
 from gradcomp.networks import Connection
 
 log = logging.getLogger("gradcomp")
-
-
-class Snapshot(NamedTuple):
-    """A rank's share of a state in main memory, with the compressor and the owner of the residual."""
-
-    compressor: Compressor
-    share: dict[str, Any]
-    owner: Owner
 
 
 class Session:
@@ -64,7 +57,7 @@ class Session:
         self._stock: torch.dtype | None = None
         self._sample = GradientSample(len(slots.slots), door.changed)
         self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
-        self._announcement = Announcement()
+        self.last, self._announcement = LastExchange(slots, self.view, TRIAL if view is None else 0), Announcement()
         # Ranks may differ by one commit where one of them fails while the others commit.
         self._commits: deque[Snapshot] = deque(maxlen=2)
         self._install(self._make_reducer(compressor), compressor)
@@ -79,6 +72,7 @@ class Session:
 
     def _install(self, reducer: Reducer, compressor: Compressor) -> None:
         """Continue with a reducer. The momentum is left to the optimizer from now on if not every bucket applies it."""
+        self.last.settle()
         self.reducer, self.compressor, self._stock, self._announcement.due = reducer, compressor, None, True
         if not reducer.takes_momentum:
             self.view.leave()
@@ -126,6 +120,7 @@ class Session:
 
     def _discard_step(self) -> None:
         """Discard the step under way. The entries that it has taken from the residual are lost."""
+        self.last.settle()
         self.reducer.abort()
         self._sample.discard()
         self._held.clear()
@@ -151,8 +146,7 @@ class Session:
 
     def slot(self, parameter: Tensor) -> Slot:
         """Find the slot of a parameter. Refuse an unknown parameter."""
-        slot = self.slots.slot(parameter)
-        if slot is None:
+        if (slot := self.slots.slot(parameter)) is None:
             raise self.failed(ValueError(self.door.unknown.format(shape=tuple(parameter.shape))))
         return slot
 
@@ -166,6 +160,7 @@ class Session:
             self._failure = None
         if self._step_in is not None:  # the network was initialised anew
             self._discard_step()
+        self.last.begin(self.turns or (self.spec if self.reducer.keeps_state else ""))
         if not self.door.holds:
             self._take_turn()
         self._step_in = here
@@ -190,12 +185,14 @@ class Session:
         self.meet()
         with self._noting_failure():
             for slot, grad in zip(slots, grads, strict=True):
+                self.last.keep(self.reducer, slot)
                 self.reducer.ready(slot, grad)
 
     def _hand_over(self, slot: Slot) -> None:
         self.meet()
         try:
             if self.stock is None:
+                self.last.keep(self.reducer, slot)
                 self.reducer.ready(slot)
             else:
                 self.door.start_stock_allreduce(slot)
@@ -213,6 +210,7 @@ class Session:
         if self.stock is None:
             with self._noting_failure():
                 self.reducer.finish(scale)
+            self.last.end(self.reducer, watches=not self.door.ends_in_backward)
         self._end_step(scale)
 
     def _release(self) -> None:
@@ -256,7 +254,7 @@ class Session:
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check an optimizer that is about to step."""
-        if not self.view.check_step(optimizer, self.compressor):
+        if not self.last.enter_step(optimizer, self.view.check_step(optimizer, self.compressor)):
             return
         if self._failure is not None:
             self.refuse("the optimizer's step")
@@ -269,10 +267,10 @@ class Session:
         self.view.refuse_misuse(optimizer, keeps_state)
         self._announcement.look(self)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the momentum out of an optimizer that is about to step. A step() that first ends the exchange calls another."""
         if self._step_in is None:
-            self.view.before_step(optimizer, closure)
+            self.view.before_step(optimizer)
         if self.door.unused:
             self._missing.before_step(optimizer, self.spec)
 
@@ -280,6 +278,7 @@ class Session:
         """Show the optimizer's values again."""
         self.view.show()
         self._missing.after_step()
+        self.last.leave_step()
 
     # Between two steps.
 
@@ -374,9 +373,9 @@ class Session:
             flat |= bucket.copied_residual()
         return {slot.name: slot.shaped(flat[slot.name]) for slot in self.slots.slots}
 
-    def share(self) -> dict[str, Any]:
-        """Copy this rank's share of a state."""
-        return state.save_share(self.reducer, self.slots.shapes, sums=self.view.sums)
+    def share(self, copy: Callable[[Tensor], Tensor] = Tensor.clone) -> dict[str, Any]:
+        """Copy this rank's share of a state, from before an exchange that will probably be undone."""
+        return self.last.share_before or state.save_share(self.reducer, self.slots.shapes, sums=self.view.sums, copy=copy)
 
     def state_dict(self) -> dict[str, Any]:
         """Copy all that this rank's next step depends on."""
@@ -413,8 +412,9 @@ class Session:
     def commit(self) -> None:
         """Keep a copy of the state in main memory, beside the last one, for a training that rolls back."""
         self.refuse("commit()")
-        share = state.save_share(self.reducer, self.slots.shapes, sums=self.view.sums, copy=lambda view: view)
-        self._commits.append(Snapshot(self.compressor, state.in_main_memory(share), self._membership.owner))
+        self._commits.append(
+            Snapshot(self.compressor, state.in_main_memory(self.share(lambda view: view)), self._membership.owner)
+        )
 
     def roll_back(self) -> None:
         """Return to the last commit, also in the middle of a step or after one that failed. The ranks then meet again."""

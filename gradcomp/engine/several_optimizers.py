@@ -156,6 +156,10 @@ class SeveralOptimizers(OptimizerView):
         for part in self.parts:
             part.forget_update()
 
+    def take_back_update(self, stays: bool) -> None:
+        for part in self.parts:
+            part.take_back_update(stays)
+
     def note_loaded(self, moments: bool) -> None:
         for part in self.parts:
             part.note_loaded(moments)
@@ -184,9 +188,9 @@ class SeveralOptimizers(OptimizerView):
     def check_step(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> bool:
         return any([part.check_step(optimizer, compressor) for part in self.parts])  # noqa: C419 - all of them check
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for part in self.parts:
-            part.before_step(optimizer, closure)
+            part.before_step(optimizer)
 
     def show(self) -> None:
         for part in self.parts:

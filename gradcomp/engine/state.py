@@ -126,6 +126,11 @@ def load_shares(
     return load
 
 
+def return_to(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> None:
+    """Return to a share that save_share() has made of the same reducer."""
+    load_shares(reducer, shapes, Taken({0: share}, 1.0, Place(0, 1)), share["steps"], trusted=True)()
+
+
 class _Reader(NamedTuple):
     """One rank's share. records: of its buckets, by each of their layers. trusted, partial, prefix: see Share."""
 

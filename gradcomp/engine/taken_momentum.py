@@ -124,6 +124,10 @@ class TakenMomentum:
             state.pop(self._slots[name].parameter, None)
         self._copied.clear()
 
+    def forget_copied(self) -> None:
+        """Copy the moments again for the next exchange: the last one was undone, and the optimizer still has them."""
+        self._copied.clear()
+
     def state(
         self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
     ) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,27 +11,42 @@ from gradcomp.engine.optimizer_steps import listen
 
 
 class Noted:
-    def __init__(self, into: list[Any]):
-        self._into = into
+    """A listener. calls_once: of its view, for every optimizer."""
+
+    def __init__(self, into: list[Any], calls_once: bool):
+        self._into, self.view = into, SimpleNamespace(calls_once=lambda optimizer: calls_once, replaced=True, exchanged=False)
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._into.append("check")
 
-    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        self._into.append(closure)
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._into.append("before")
 
     def after_step(self) -> None:
         self._into.append("after")
 
 
-def test_checks_come_first_and_a_closure_is_seen() -> None:
+def test_checks_come_first_and_a_closure_before_all() -> None:
     optimizer, seen = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), list[Any]()
-    hooked = [Noted(seen) for _ in range(3)]
-    for each in hooked:
-        listen(each)
-    optimizer.step()
-    optimizer.step(lambda: 0.0)
-    assert seen == ["check"] * 3 + [False] * 3 + ["after"] * 3 + ["check"] * 3 + [True] * 3 + ["after"] * 3
-    del each, hooked
-    optimizer.step()
-    assert len(seen) == 18, "a listener that has ended is not called"
+
+    def closure() -> float:
+        seen.append(f"closure with grad: {torch.is_grad_enabled()}")
+        return 0.5
+
+    around = ["check"] * 3 + ["before"] * 3
+    for calls_once in (False, True):
+        hooked = [Noted(seen, calls_once and each == 1) for each in range(3)]
+        for each in hooked:
+            listen(each)
+        optimizer.step()
+        assert seen == around + ["after"] * 3
+        for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+            seen.clear()
+            with torch.no_grad():
+                assert step() == 0.5
+            called = ["closure with grad: True"]
+            assert seen == (called + around if calls_once else around + called) + ["after"] * 3
+        seen.clear()
+        del each, hooked
+        optimizer.step()
+        assert not seen, "a listener that has ended is not called"

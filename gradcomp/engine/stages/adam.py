@@ -169,6 +169,8 @@ class Adam(Stage):
             state.set_steps(counts)
             for moment in self.fields:
                 found = [each[moment] for each in parts if each[moment]]
+                if not found:  # the residual may hold gradients
+                    setattr(state, moment, None)
                 load_sum(state, moment, layout, found, 1 / max(1, len(found)))
 
         return copy

@@ -1,0 +1,167 @@
+"""The last exchange of a session, until a step of the optimizer applies its update. It is undone if none does."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.engine import state
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.slots import Slot, Slots
+
+# The first exchanges of a session, before which its state is copied. A GAN whose discriminator takes five steps for each of the
+# generator drops its sixth exchange.
+TRIAL = 8
+
+_LATE = (
+    "no optimizer.step() applied the update of exchange {number}. This once, the entries that it sent are lost, and others of "
+    "its gradients come later. From now on the state is copied before every exchange, which is undone if no step applies it"
+)
+_CLOSURES = (
+    "{name} calls its closure several times in one step(), and compares gradients. Under {keeper} they differ even where the "
+    "weights are equal: a residual moves on with every exchange, and auto tries candidates. Take a spec that keeps nothing, "
+    "such as half, or an optimizer that calls it once"
+)
+
+
+class LastExchange:
+    """The last exchange of a session, until a step of an optimizer applies its update. It is undone if none does.
+
+    The state and this rank's own gradients are copied before an exchange: in the first ones, and for good once a step has left
+    one out. The next backward pass finds the update in the gradients, or it was dropped. An update without momentum that is
+    still there counts: it is exchanged with the new gradients. One with momentum is undone, and the own gradients return in its
+    place. A dropped update is undone.
+
+    waits: no step has applied the update. trial: the exchanges that are copied at first; 0: no steps follow at all.
+    """
+
+    def __init__(self, slots: Slots, view: OptimizerView, trial: int):
+        self._slots, self._view, self._trial = slots, view, trial
+        self.waits, self._inside = False, ""  # the name of the optimizer that steps
+        self._exchanges = self._exchanges_inside = 0
+        self._copies = self._for_good = self._in_main_memory = self._steps_are_seen = False
+        self._reducer: Reducer | None = None
+        self._generation = 0, 0  # the reducer's, before the exchange
+        self._share: dict[str, Any] | None = None
+        self._own: list[tuple[Tensor, Tensor]] = []
+        self._watched: list[tuple[Any, Any]] = []  # nodes of the graph, which live as long as somebody has them
+        # A backward pass has a thread for each device: one would add to gradients while another looks at them.
+        self._on_one_device = len({each.device for each in slots.parameters.values()}) == 1
+
+    @property
+    def share_before(self) -> dict[str, Any] | None:
+        """The share of a state from before an exchange that no step has applied; None if a step will probably do it."""
+        return self._share if self.waits and self._for_good else None
+
+    # Steps of the optimizer.
+
+    def enter_step(self, optimizer: torch.optim.Optimizer, trains: bool) -> bool:
+        """Note that an optimizer steps. trains, which is returned: it trains parameters that have been exchanged."""
+        if trains or (not self._view.exchanged and self._view.trains(optimizer)):
+            self._inside, self._exchanges_inside, self._steps_are_seen = type(optimizer).__name__, 0, True
+            if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
+                self.settle()
+        return trains
+
+    def leave_step(self) -> None:
+        """Note that the optimizer has stepped, also by the update of an exchange in its closure."""
+        if self._inside and self._exchanges_inside:
+            self.settle()
+        self._inside = ""
+
+    def settle(self) -> None:
+        """Forget the last exchange: its update has been applied, or is no longer known."""
+        self.waits, self._share, self._reducer = False, None, None
+        self._own.clear()
+        while self._watched:
+            self._watched.pop()[1].remove()
+
+    # An exchange.
+
+    def begin(self, keeper: Any) -> None:
+        """Begin an exchange. keeper: has state that changes with every exchange; empty: nothing has.
+
+        Refuse a second one in the same step of an optimizer if there is a keeper.
+        """
+        # After a step that failed, and was skipped, the velocity has that step's weight decay already.
+        self._copies = self._for_good or (self._exchanges < self._trial and not self.waits)
+        self.settle()
+        self._exchanges_inside += bool(self._inside)
+        if keeper and self._exchanges_inside > 1:
+            raise RuntimeError(_CLOSURES.format(name=self._inside, keeper=keeper))
+
+    def keep(self, reducer: Reducer, slot: Slot) -> None:
+        """Copy this rank's own gradient, and before the first one the state."""
+        if not self._copies or not (reducer.keeps_state or reducer.takes_momentum):
+            return
+        if self._share is None:
+            self._generation = reducer.generation
+            self._share = state.save_share(reducer, self._slots.shapes, sums=self._view.sums, copy=self._copy)
+        if reducer.takes_momentum and slot.parameter is not None and (grad := slot.parameter.grad) is not None:
+            self._own.append((slot.parameter, self._copy(grad)))
+
+    def end(self, reducer: Reducer, watches: bool) -> None:
+        """Note that the updates have been delivered. watches: look at gradients in the next backward pass, whichever it is."""
+        self.waits, self._reducer = self._trial > 0, reducer
+        self._exchanges += 1
+        if watches:
+            largest = max(self._slots.slots, key=lambda slot: slot.layer.size)
+            self.watch([largest] if self._share is None else self._slots.slots)
+
+    def watch(self, slots: Iterable[Slot]) -> None:
+        """Look at the gradients before the next backward pass adds to those of these slots."""
+        own = weakref.ref(self)  # torch, which has the nodes, is not to have the session
+
+        def look(grads: Any) -> None:
+            if (last := own()) is not None:
+                last._look()
+
+        for slot in slots if self.waits and not self._watched and self._on_one_device else []:
+            if (parameter := slot.parameter) is not None and parameter.requires_grad:
+                with torch.enable_grad():
+                    node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                self._watched.append((node, node.register_prehook(look)))
+
+    def _look(self) -> None:
+        reducer, self._reducer = self._reducer, None
+        # A loop over the parameters, say, may have applied the update, if no optimizer has been seen to step.
+        seen = self._steps_are_seen or (self._view.is_told and self._exchanges <= self._trial)
+        if reducer is not None and seen:  # otherwise another gradient of this pass came first
+            self._decide(reducer)
+
+    @torch.no_grad()
+    def _decide(self, reducer: Reducer) -> None:
+        """Undo the exchange if its update was dropped, or holds momentum. This waits for a device if gradients are there."""
+        grads = [each.grad for each in self._slots.parameters.values() if each.grad is not None]
+        stays, taken = any(bool(grad.any()) for grad in grads), self._view.taken
+        if stays and not taken:
+            return
+        if not (reducer.keeps_state or taken) or (not self._for_good and reducer.has_failed()):
+            return  # nothing is left of it: the updates of a step that failed have been taken back
+        self._view.take_back_update(stays)
+        if self._share is None:
+            warnings.warn(_LATE.format(number=self._exchanges), stacklevel=2)
+            torch._foreach_zero_(grads)
+        else:
+            state.return_to(reducer, self._slots.shapes, self._share)
+            reducer.generation = self._generation
+            if stays:
+                for parameter, own in self._own:
+                    if parameter.grad is not None:
+                        parameter.grad.copy_(own)
+        self._for_good, self.waits = True, False
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor: to main memory where the copy may be for nothing, or a device has no room."""
+        if self._for_good and not self._in_main_memory:
+            try:
+                return tensor.detach().clone()
+            except torch.cuda.OutOfMemoryError:
+                self._in_main_memory = True
+        return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,139 @@
+"""Exchanges that no step of an optimizer applies, and steps that call a closure: trainings are those of torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, both, plain, same
+from torch import Tensor
+from torch.optim import Optimizer
+
+pytestmark = pytest.mark.usefixtures("group_of_one")
+
+
+def close(run: Run, step: int) -> None:
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        loss = run.loss(step)
+        loss.backward()
+        return loss
+
+    assert run.optimizer.step(closure) > 0
+
+
+def drop(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step % 3:
+        run.optimizer.step()
+
+
+def drop_late(run: Run, step: int) -> None:
+    """As a program with gradients of zeros does."""
+    run.optimizer.zero_grad(set_to_none=False)
+    run.loss(step).backward()
+    if step not in (9, 10):
+        run.optimizer.step()
+
+
+def play(run: Run, step: int) -> None:
+    """Train a discriminator: two losses in two passes, a step, and a pass of the generator's loss, which is dropped."""
+    accumulate(run, 2 * step)
+    run.loss(2 * step + 1).backward()
+
+
+def regularise(run: Run, step: int) -> None:
+    """Add the gradient of a loss that goes round the model, and is the same on all ranks."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    (0.1 * sum(each.square().sum() for each in run.model.parameters())).backward()
+    torch.autograd.grad(run.loss(step), [*run.model.parameters()])
+    run.optimizer.step()
+
+
+@both
+@pytest.mark.parametrize("spec", [SPEC, LEFT])
+@pytest.mark.parametrize("body", [plain, accumulate_alone, accumulate, drop, play, close])
+def test_a_training_alone_is_torchs_own(optimizer_of: Any, spec: str, body: Body) -> None:
+    same(lambda spec: Run(optimizer_of, spec).on(body=body), spec)
+    if body is play:
+        same(lambda spec: Run(optimizer_of, spec, gradient_as_bucket_view=True).on(body=body), spec)
+
+
+@both
+def test_a_loss_round_the_model_keeps_the_update(optimizer_of: Any) -> None:
+    same(lambda spec: Run(optimizer_of, spec).on(body=regularise), LEFT)
+
+
+@both
+@pytest.mark.parametrize("body", [drop, play])
+@pytest.mark.parametrize("spec", ["topk:ratio=0.2", "sdagc:lam=2,momentum=0", "orq:levels=5,feedback=true"])
+def test_an_exchange_that_no_step_applies_leaves_no_trace(optimizer_of: Any, spec: str, body: Body) -> None:
+    """The weights and the state are those of a training without it."""
+
+    def without(run: Run, step: int) -> None:
+        if body is play:
+            accumulate(run, 2 * step)
+        elif step % 3:
+            plain(run, step)
+
+    own, wanted = Run(optimizer_of, spec), Run(optimizer_of, spec)
+    own.on(range(9), body)
+    wanted.on(range(9), without)
+    plain(own, 99)
+    plain(wanted, 99)
+    for one, other in zip(own.model.parameters(), wanted.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert own.handle.stats()["steps"] == wanted.handle.stats()["steps"]
+    assert all(torch.equal(one, wanted.residual()[name]) for name, one in own.residual().items())
+
+
+@both
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_first_late_exchange_without_a_step_warns(optimizer_of: Any, kept: bool) -> None:
+    """Its state was not copied. Later ones are undone."""
+
+    def body(run: Run, step: int) -> None:
+        (accumulate if step > 9 else plain)(run, step) if kept else drop_late(run, step)
+
+    with pytest.warns(UserWarning, match=r"no optimizer.step\(\) applied the update of exchange 1\d.*This once") as seen:
+        Run(optimizer_of, "topk:ratio=0.2").on(range(14), body)
+    assert len(seen) == 1
+
+
+@both
+def test_a_loop_over_the_parameters_is_no_dropped_update(optimizer_of: Any) -> None:
+    """No optimizer steps, so that a residual would never last."""
+
+    def body(run: Run, step: int) -> None:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        with torch.no_grad():
+            for each in run.model.parameters():
+                each.data -= 0.1 * each.grad  # type: ignore[operator]
+
+    left = Run(optimizer_of, "topk:ratio=0.2", given=False).on(body=body).residual()
+    assert sum(float(each.abs().sum()) for each in left.values()) > 0
+    with pytest.raises(RuntimeError, match=r"has not applied the last one's update"):
+        Run(optimizer_of, "topk:ratio=0.2").on(range(20), body)
+
+
+@pytest.mark.parametrize("spec", ["topk", "auto", "topk:momentum=0.9,feedback=false"])
+def test_a_closure_that_is_called_several_times_is_refused_where_something_is_kept(spec: str) -> None:
+    def lbfgs(parameters: Any) -> Optimizer:
+        return torch.optim.LBFGS(parameters, max_iter=4)
+
+    for given in (False, True):
+        with pytest.raises(RuntimeError, match=r"LBFGS calls its closure several times.*such as half, or"):
+            Run(lbfgs, spec, given=given).on(body=close)
+    same(lambda spec: Run(lbfgs, spec).on(range(3), close), "dense")
+    Run(lbfgs, "orq:momentum=0").on(range(3), close)
+
+
+@both
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("body", [accumulate, drop])
+def test_an_update_that_is_not_applied_is_undone_on_a_gpu(optimizer_of: Any, body: Body) -> None:
+    same(lambda spec: Run(optimizer_of, spec).on(body=body))
