@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
     "study": "train over many seeds and compare accuracy and loss with dense",
     "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",
+    "loops": "train usual loops by every door and spec on two ranks, and judge that none is worse than plain unsaid",
     "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"

@@ -151,6 +151,7 @@ def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
         "times_the_steps": reached / steps if reached is not None else None,
         "times_at_most": _times_at_most(own, others, reached, steps) if spec != "dense" else 1.0,
         "seconds": round(statistics.median(record["seconds"] for record in own), 1),
+        "warned_at": [record.get("warned_at") for record in own],  # the step in which simulated ranks warned, by seed
     }
 
 
@@ -192,7 +193,9 @@ def markdown(score_name: str, lines: Sequence[Line]) -> str:
         "at most (95 %)",
     ]
     with_errors = any(line.get("squared_error") is not None for line in lines)  # older records have some
-    rows = [[*heads, "relative squared error"] if with_errors else heads]
+    with_warnings = any(step is not None for line in lines for step in line.get("warned_at", ()))
+    more = ["relative squared error"] * with_errors + ["warned in step"] * with_warnings
+    rows = [[*heads, *more]]
     for line in lines:
         dense = line["spec"] == "dense"
         cells = [
@@ -204,5 +207,7 @@ def markdown(score_name: str, lines: Sequence[Line]) -> str:
             figure(line["times_the_steps"], "{:.2f} x", "never"),
             "" if dense else figure(line["times_at_most"], "{:.2f} x", "never"),
         ]
-        rows.append([*cells, figure(line.get("squared_error"), "{:.3f}", "")] if with_errors else cells)
+        error = figure(line.get("squared_error"), "{:.3f}", "")
+        warned = ", ".join(str(step) for step in line.get("warned_at", ()) if step is not None)
+        rows.append([*cells, *[error] * with_errors, *[warned] * with_warnings])
     return report.markdown(rows)

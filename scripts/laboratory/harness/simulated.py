@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
     simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
     losses: list[float] = []
     sent: list[int] = []
+    warned_at = None
     for step in range(1, settings.steps + 1):
         optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
         loss, grads = 0.0, []
@@ -41,7 +43,11 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
             grads.append(torch.autograd.grad(of_rank, [*named.values()]))
             clip(grads[-1], settings.clip)
         losses.append(round(loss, 6))
-        for name, update in simulation.step([dict(zip(named, each, strict=True)) for each in grads]).items():
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            updates = simulation.step([dict(zip(named, each, strict=True)) for each in grads])
+        warned_at = step if seen and warned_at is None else warned_at
+        for name, update in updates.items():
             named[name].grad = update
         optimizer.step()
         optimizer.zero_grad()
@@ -53,6 +59,7 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
         "scores": [(settings.steps, seconds, job.score())],
         "parameters": sum(each.numel() for each in named.values()),
         "seconds": seconds,
+        "warned_at": warned_at,
     }
 
 

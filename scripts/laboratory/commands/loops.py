@@ -1,0 +1,171 @@
+"""Train usual loops by every door, spec and optimizer on two real ranks, and judge that none is worse than plain unsaid."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from laboratory import options, report
+from laboratory.loops.cases import CASES
+from laboratory.loops.cell import FAILED, Key
+from laboratory.machine import ROOT
+from laboratory.report import columns
+
+SPECS = "topk;sdagc;orq;auto"
+DOORS = ("ddp", "horovod")
+
+# A cell is worse where its score is below plain's mean by more than so many points and so many standard deviations.
+POINTS, DEVIATIONS = 2.0, 3.0
+# Seeds of a cell that seems worse, of which the mean counts.
+AGAIN = 3
+# Seconds of one launch, and the most cells in it.
+SECONDS, MOST = 150.0, 8
+
+EXAMPLES = """\
+examples:
+  scripts/lab loops                                       # all of them, in half an hour
+  scripts/lab loops --cases base,GAN --doors ddp --specs topk
+
+The exit status is 1 if a cell is worse than plain by more than noise and neither a warning nor a refusal said so, or if
+ranks fail."""
+
+Found = dict[Key, dict[str, Any]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--cases", type=lambda text: _known(text, CASES, ";"), default=[*CASES], help="separated by semicolons")
+    parser.add_argument("--doors", type=lambda text: _known(text, DOORS, ","), default=[*DOORS], help="(default: both)")
+    parser.add_argument("--specs", type=lambda text: options.specs(text, _spec), default=SPECS, help=f"(default: {SPECS})")
+    parser.add_argument("--steps", type=options.positive, default=150, help="of each training (default: 150)")
+    parser.add_argument(
+        "--seeds", type=options.positive, default=3, help="trainings of plain, which show its noise (default: 3)"
+    )
+    options.add_places(parser, "none")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Train all cells, and those that seem worse again; write the table and the record."""
+    plain = [key for key in cells(chosen, [""]) for key in (key._replace(seed=seed) for seed in range(chosen.seeds))]
+    found = train(plain + cells(chosen, chosen.specs, more=True))
+    suspects = [line["key"] for line in judge(found) if line["verdict"] == "worse"]
+    found |= train([key._replace(seed=seed) for key in suspects for seed in range(1, AGAIN)])
+    lines = judge(found)
+    print(columns(table(lines)))
+    wrong = [line for line in lines if line["verdict"] in ("worse", "failed")]
+    for line in wrong:
+        print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
+    record = [{**line, "key": list(line["key"][:4])} for line in lines]
+    report.save(chosen, None, {"steps": chosen.steps, "ranks": 2, "seeds_of_plain": chosen.seeds, "cells": record})
+    return int(bool(wrong))
+
+
+def cells(chosen: argparse.Namespace, specs: Sequence[str], more: bool = False) -> list[Key]:
+    """List the cells of these specs. more: and of the case's own."""
+    return [
+        Key(name, door, kind, spec, 0, chosen.steps)
+        for name in chosen.cases
+        for door in chosen.doors
+        if door in CASES[name].doors
+        for kind in CASES[name].kinds
+        for spec in [*specs, *(CASES[name].more if more else ())]
+    ]
+
+
+def train(keys: Sequence[Key]) -> Found:
+    """Train cells on two ranks, many in one launch. A refusal ends a launch, and the rest goes into the next."""
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    from ranks import launch  # type: ignore[import-not-found]
+
+    from laboratory.loops.rank import play
+
+    found: Found = {}
+    in_launches = sorted(keys, key=lambda key: (key.door, not key.spec))
+    for _, group in groupby(in_launches, key=lambda key: (key.door, not key.spec)):
+        left = [*group]
+        while left:
+            part = left[:MOST]
+            try:
+                every = launch(play, 2, [list(key) for key in part], seconds=SECONDS)
+            except AssertionError as failure:
+                if len(part) > 1:  # one of them took the ranks down
+                    for key in part:
+                        found |= train([key])
+                every = [[{"key": list(part[0]), "score": None, "refused": f"{FAILED}{failure}"[:2000], "warned": []}]] * 2
+            for own in zip(*every, strict=False):
+                key, cell = Key(*own[0]["key"]), joined(own)
+                if key not in found:
+                    found[key] = cell
+                    print(*key[:5], cell["score"], cell["refused"][:200], sep="  ", file=sys.stderr, flush=True)
+            left = [key for key in left if key not in found]
+    return found
+
+
+def joined(own: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Join the ranks' reports of a cell. The first rank with a refusal has said why."""
+    refused = next((each["refused"] for each in own if each["refused"]), "")
+    return {**own[0], "refused": refused, "score": None if refused else own[0]["score"]}
+
+
+def judge(found: Found) -> list[dict[str, Any]]:
+    """Compare each cell with plain's seeds. Return a line for each: its scores, and ok, worse, warned, refused or failed."""
+    lines = []
+    for key, cell in found.items():
+        if key.seed or not key.spec:
+            continue
+        plains = [own for other, own in found.items() if not other.spec and other[:3] == key[:3]]
+        scores = [own["score"] for own in plains if own["score"] is not None]
+        own_scores = [own["score"] for other, own in found.items() if other[:4] == key[:4] and own["score"] is not None]
+        warned = [text for text in cell["warned"] if not any(text in own["warned"] for own in plains)]
+        line = {"key": key, "score": None, "plain": None, "noise": None, "refused": cell["refused"], "warned": warned}
+        line["verdict"] = "failed" if cell["refused"].startswith(FAILED) else "refused" if cell["refused"] else "ok"
+        if scores:
+            line["plain"], line["noise"] = round(statistics.mean(scores), 2), round(statistics.pstdev(scores), 2)
+        if own_scores and scores:
+            line["score"] = round(statistics.mean(own_scores), 2)
+            is_worse = not line["score"] >= line["plain"] - max(POINTS, DEVIATIONS * line["noise"])
+            line["verdict"] = ("warned" if warned else "worse") if is_worse else "ok"
+        elif cell["score"] is None and not cell["refused"]:
+            line["verdict"] = "warned" if warned else "worse"
+        lines.append(line)
+    return lines
+
+
+def table(lines: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Write a row for each case, door and optimizer: plain's score, then each spec's."""
+    specs = list(dict.fromkeys(line["key"].spec for line in lines))
+    rows = [["", "plain", *specs]]
+    for place, group in groupby(sorted(lines, key=lambda line: line["key"][:3]), key=lambda line: line["key"][:3]):
+        by_spec = {line["key"].spec: line for line in group}
+        plain = next(iter(by_spec.values()))
+        shown = [_shown(by_spec.get(spec)) for spec in specs]
+        rows.append([", ".join(place), report.figure(plain["plain"], "{:.1f}"), *shown])
+    return rows
+
+
+def _shown(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    if line["score"] is None:
+        return str(line["verdict"])
+    mark = {"worse": " WORSE", "warned": " warned", "ok": " said" if line["warned"] else ""}[line["verdict"]]
+    return f"{line['score']:.1f}{mark}"
+
+
+def _known(text: str, names: Any, between: str) -> list[str]:
+    chosen = [each.strip() for each in text.split(between)]
+    for each in chosen:
+        if each not in names:
+            raise argparse.ArgumentTypeError(f"{each!r} is none of: {', '.join(names)}")
+    return chosen
+
+
+def _spec(spec: str) -> None:
+    from laboratory.harness import ways
+
+    if not ways.is_spec(spec) and not spec.startswith("auto"):
+        raise ValueError(f"{spec!r} is no spec of gradcomp, and not auto")

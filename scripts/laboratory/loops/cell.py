@@ -1,0 +1,145 @@
+"""A cell of the table of loops: a training by a door, a spec and an optimizer on two real ranks; its score and warnings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import traceback
+import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+from laboratory.tasks import digits
+from laboratory.tasks.task import accuracy
+
+# Pictures of a rank in a batch, and the width of the net, which takes some 3 ms a step.
+BATCH, WIDTH = 32, 16
+# Grey values' mean and standard deviation. Without them SGD stays where it begins for half of the steps.
+MEAN, DEVIATION = 0.3, 0.38
+
+# The beginning of an error that is no refusal of gradcomp's.
+FAILED, PACKAGE = "FAILED: ", Path(gradcomp.__file__).parent
+
+# The learning rates by kind of optimizer.
+RATES = {"sgd": 0.05, "adamw": 0.002}
+
+
+class Key(NamedTuple):
+    """A cell's place in the table. spec: empty for the door alone."""
+
+    case: str
+    door: str
+    kind: str
+    spec: str
+    seed: int
+    steps: int
+
+
+class Cell:
+    """The parts of a training, for the cases: net, batches, optimizer, and the model to call (whole)."""
+
+    _made = itertools.count()
+
+    def __init__(self, key: Key):
+        self.key, self.steps = key, key.steps
+        self.rank, self.size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
+        self.data = {
+            name: (each - MEAN) / DEVIATION if each.is_floating_point() else each for name, each in digits.load().items()
+        }
+        self.batches = digits.batches(self.data, self.rank, self.size, BATCH, key.seed)
+        self.net: Any = digits.conv(key.seed, WIDTH)
+        self.whole: Any = None
+        self.optimizer: Any = None
+        self.handle: Any = None
+
+    @property
+    def by_ddp(self) -> bool:
+        return self.key.door == "ddp"
+
+    def make(self, parameters: Iterable[Any] | None = None, **options: Any) -> torch.optim.Optimizer:
+        """Make the kind's optimizer."""
+        given = [*(self.net.parameters() if parameters is None else parameters)]
+        if self.key.kind == "sgd":
+            return torch.optim.SGD(given, **{"lr": RATES["sgd"], "momentum": 0.9, **options})
+        return torch.optim.AdamW(given, **{"lr": RATES["adamw"], **options})
+
+    def wrap(self, optimizer: Any = None, scaler: Any = None, ddp: dict[str, Any] | None = None, **options: Any) -> None:
+        """Put the net and the optimizer through the door. ddp: options of DDP; options: of Horovod's optimizer."""
+        inner = self.make() if optimizer is None else optimizer
+        if self.by_ddp:
+            self.whole, self.optimizer = DistributedDataParallel(self.net, **(ddp or {})), inner
+            if self.key.spec:
+                self.handle = gradcomp.ddp.attach(self.whole, self.key.spec, optimizer=inner, scaler=scaler)
+            return
+        self.whole = self.net
+        self.optimizer, self.handle = self.wrapped(inner, self.net, scaler, **options)
+
+    def wrapped(self, inner: Any, net: nn.Module, scaler: Any = None, **options: Any) -> tuple[Any, Any]:
+        """Wrap an optimizer for Horovod. Names are new ones each time, since Horovod joins operations by name."""
+        import horovod.torch as hvd
+
+        import gradcomp.horovod
+
+        number, own = next(self._made), {id(each) for group in inner.param_groups for each in group["params"]}
+        named = [(f"{number}.{name}", each) for name, each in net.named_parameters() if id(each) in own]
+        if not self.key.spec:
+            return hvd.DistributedOptimizer(inner, named, **options), None
+        made = gradcomp.horovod.DistributedOptimizer(inner, named, self.key.spec, scaler=scaler, **options)
+        return made, made.compression
+
+    def loss(self, model: Any = None) -> Tensor:
+        """Run the next batch forward."""
+        x, y = next(self.batches)
+        return functional.cross_entropy((self.whole if model is None else model)(x), y)
+
+    def backward(self) -> None:
+        """Run the next batch forward and backward."""
+        self.optimizer.zero_grad()
+        self.loss().backward()
+
+    def synchronized_step(self, step: Any = None) -> None:
+        """Step after a change of the exchanged gradients: under Horovod without an exchange of its own."""
+        with ExitStack() as stack:
+            if not self.by_ddp:
+                stack.enter_context(self.optimizer.skip_synchronize())
+            (step or self.optimizer.step)()
+
+    def synchronize(self) -> None:
+        """Wait for the exchanged gradients."""
+        if not self.by_ddp:
+            self.optimizer.synchronize()
+
+    def train(self, steps: int | None = None) -> None:
+        """Take steps in the usual way."""
+        for _ in range(self.steps if steps is None else steps):
+            self.backward()
+            self.optimizer.step()
+
+    def score(self, net: nn.Module | None = None) -> float:
+        """Return the percentage of test pictures that are classified correctly."""
+        trained: Any = self.net if net is None else net
+        return accuracy(trained, self.data)
+
+
+def of_cell(key: Key, case: Any) -> dict[str, Any]:
+    """Train a cell. Return its score, the warnings of this rank, and the refusal, if it was refused."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        score, refused = math.nan, ""
+        try:
+            cell = Cell(key)
+            score = float(case(cell))
+        except Exception as error:
+            raised_by = traceback.extract_tb(error.__traceback__)[-1].filename
+            refused = f"{'' if PACKAGE in Path(raised_by).parents else FAILED}{type(error).__name__}: {error}"
+    said = [*dict.fromkeys(str(each.message) for each in seen)]
+    return {"key": list(key), "score": None if math.isnan(score) else round(score, 3), "refused": refused, "warned": said}

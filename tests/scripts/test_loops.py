@@ -1,0 +1,46 @@
+"""`lab loops`: cells on real ranks through the command line, and the judgement of scores and warnings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from laboratory.commands.loops import judge, table
+from laboratory.loops.cell import FAILED, Key
+from laboratory.main import main
+
+
+def cell(spec: str, score: float | None, seed: int = 0, refused: str = "", warned: tuple[str, ...] = ()) -> Any:
+    key = Key("base", "ddp", "sgd", spec, seed, 100)
+    return key, {"key": list(key), "score": score, "refused": refused, "warned": list(warned)}
+
+
+def test_a_cell_below_the_noise_of_plain_has_to_be_said() -> None:
+    plains = [cell("", score, seed, warned=("of torch",)) for seed, score in enumerate((98.0, 97.0, 96.0))]
+    cells = [
+        cell("near", 95.0),
+        cell("below", 94.0, warned=("of torch",)),
+        cell("warned", 50.0, warned=("of gradcomp",)),
+        cell("refused", None, refused="ValueError: no"),
+        cell("broken", None, refused=f"{FAILED}KeyError: 'x'"),
+        cell("lost", None),
+        cell("again", 90.0),
+        cell("again", 97.0, 1),
+        cell("again", 98.0, 2),
+    ]
+    lines = judge(dict(plains + cells))
+    found = {line["key"].spec: line["verdict"] for line in lines}
+    wanted = {"near": "ok", "below": "worse", "warned": "warned", "refused": "refused", "broken": "failed"}
+    assert found == wanted | {"lost": "worse", "again": "ok"}
+    assert table(lines)[1][:5] == ["base, ddp, sgd", "97.0", "95.0", "94.0 WORSE", "50.0 warned"]
+
+
+def test_two_cases_on_real_ranks(tmp_path: Path) -> None:
+    chosen = ["--cases", "AdamW(amsgrad);LBFGS", "--doors", "ddp", "--specs", "topk", "--steps", "24", "--seeds", "1"]
+    assert main(["loops", *chosen, "--out", str(tmp_path)]) in (0, 1)
+    record = json.loads((tmp_path / "loops.json").read_text())
+    lines = {line["key"][0]: line for line in record["cells"]}
+    assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)
+    assert "amsgrad" in lines["AdamW(amsgrad)"]["warned"][0] and lines["AdamW(amsgrad)"]["score"] > 10
+    assert lines["LBFGS"]["plain"] > 10
