@@ -102,6 +102,21 @@ def test_no_warning_where_nothing_waits_or_the_user_says_so(spec: str) -> None:
     assert session.reducer.stats()["exchanges"].startswith("gradients")
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("second", [optim.SGD, optim.AdamW])
+def test_of_two_optimizers_without_a_list_one_with_momentum_is_missed(second: Any, given: bool) -> None:
+    model = net()
+    first = optim.SGD([*model.parameters()][:2], 0.1)
+    other = second([*model.parameters()][2:], 0.1)
+    session = session_of(first if given else None, model, "topk")
+    found = [str(each.message) for each in said(session, first)[1] + said(session, other)[1] + said(session, first)[1]]
+    if second is optim.SGD:
+        assert found == []
+    else:
+        assert len(found) == 1 and "AdamW does not train just the layers that are exchanged" in found[0]
+        assert "Pass the list of all optimizers of the model" in found[0]
+
+
 def test_another_spec_may_warn_and_says_no_second_line(no_handlers: None) -> None:
     model = net()
     optimizer = optim.RAdam(model.parameters())

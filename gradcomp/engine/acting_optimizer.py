@@ -71,9 +71,10 @@ class ActingOptimizer:
         return (None if self._acts is None else self._acts()) or self.optimizer
 
     @property
-    def in_part(self) -> torch.optim.Optimizer | None:
-        """An optimizer that has stepped, and trains some of the parameters."""
-        return next((each for each, known in self._known.items() if known.trains), None)
+    def in_part(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have stepped and train some of the parameters, if none that trains all of them is known."""
+        is_known = self.acting is not None and self._trained_by(self.acting) == self._ids
+        return [] if is_known else [each for each, known in self._known.items() if known.trains]
 
     def owns(self, parameter: Tensor) -> bool:
         """Decide whether the session exchanges a parameter's gradient."""

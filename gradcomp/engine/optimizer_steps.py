@@ -21,6 +21,8 @@ log = logging.getLogger("gradcomp")
 
 # Steps of an optimizer without an exchange, before the warning.
 STEPS_BEFORE_WARNING = 3
+# Steps, of any optimizers, that look for a momentum that is missed under a new spec.
+LOOKS = 4
 # Packages between a user's line and the hook.
 INNER_PACKAGES = ("gradcomp", "horovod", "torch")
 # Older versions of torch have only the second.
@@ -126,17 +128,19 @@ class UnknownScaler:
 class Announcement:
     """What a session exchanges, said at the optimizer's step: a line on rank 0, once, and a warning if it costs accuracy, once.
 
-    due: nothing has been said under the present spec.
+    due: the spec is new. Several optimizers may step in turn: a few steps look.
     """
 
     def __init__(self) -> None:
-        self.due, self._said, self._warned = True, False, False
+        self.due, self._looks, self._said, self._warned = True, 0, False, False
 
     def look(self, session: Any) -> None:
         """Say what is due. Doors without a name say nothing."""
-        if not self.due or not session.door.name:
+        self._looks = LOOKS if self.due else self._looks - 1
+        self.due = False
+        if self._looks <= 0 or not session.door.name:
             return
-        self.due, spec, reducer = False, session.spec, session.reducer
+        spec, reducer = session.spec, session.reducer
         if not self._said and session.network.world.rank == 0:
             text = spec if session.turns is None else f"{session.turns} begins with {spec}, which"
             _inform(f"gradcomp: {text} over {session.door.name} exchanges {reducer.exchanges}")

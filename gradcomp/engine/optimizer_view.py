@@ -117,10 +117,11 @@ class OptimizerView(ActingOptimizer):
     @property
     def missed(self) -> Missed | None:
         """The reason why the optimizer's momentum is not taken over; None if it is, if there is none, or if it is unknown."""
-        acting = self.acting or self.in_part
-        if acting is None or (missed := self._missed_of(acting)) is None:
-            return None
-        return missed._replace(reason=f"{type(acting).__name__} {missed.reason}")
+        for each in dict.fromkeys([*([] if self.acting is None else [self.acting]), *self.in_part]):
+            missed = self._missed_of(each)
+            if missed is not None and not (missed.remedy is TAKE_ONE and _is_plain_sgd(each)):
+                return missed._replace(reason=f"{type(each).__name__} {missed.reason}")
+        return None
 
     def exchanges(self, takes_momentum: bool) -> str:
         """Describe what the ranks exchange. takes_momentum: the spec takes the optimizer's momentum over."""
@@ -342,9 +343,7 @@ class OptimizerView(ActingOptimizer):
             raise RuntimeError(_OTHER_STATE.format(name=type(optimizer).__name__, key=error)) from error
 
     def _has_no_momentum(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        if not isinstance(optimizer, torch.optim.SGD) or not steps_as_known(type(optimizer)):
-            return False
-        return self._trains_just_these(optimizer) and not any(group["momentum"] for group in optimizer.param_groups)
+        return optimizer is not None and _is_plain_sgd(optimizer) and self._trains_just_these(optimizer)
 
 
 class FixedRates(OptimizerView):
@@ -356,3 +355,9 @@ class FixedRates(OptimizerView):
 
     def rates(self) -> LayerRates:
         return self._fixed
+
+
+def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
+    """Decide whether an optimizer is SGD without momentum."""
+    known = isinstance(optimizer, torch.optim.SGD) and steps_as_known(type(optimizer))
+    return known and not any(group["momentum"] for group in optimizer.param_groups)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from gradcomp.core.requests import World
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import UNKNOWN, LayerRates, StepContext
 from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.slots import Slots, check_optimizer
 from gradcomp.engine.taken_momentum import Missed
@@ -28,9 +28,11 @@ _TWICE = "optimizer= has two optimizers of {layer!r}; let one of them train it"
 
 def view_of(slots: Slots, optimizer: Any = None, scaler: Any = None) -> OptimizerView:
     """Make the view of an optimizer, of a sequence of optimizers, or of one that is unknown yet."""
-    if not isinstance(optimizer, (list, tuple)) or len(optimizer) == 1:
-        return OptimizerView(slots, optimizer[0] if isinstance(optimizer, (list, tuple)) else optimizer, scaler)
-    return SeveralOptimizers(slots, optimizer, scaler)
+    if not isinstance(optimizer, Sequence):
+        return OptimizerView(slots, optimizer, scaler)
+    if not optimizer:
+        raise ValueError("optimizer= is an empty list; pass the optimizers of the model, or leave it out")
+    return OptimizerView(slots, optimizer[0], scaler) if len(optimizer) == 1 else SeveralOptimizers(slots, optimizer, scaler)
 
 
 class SeveralOptimizers(OptimizerView):
@@ -57,7 +59,7 @@ class SeveralOptimizers(OptimizerView):
         if left:
             names = [repr(slot.name) for slot in left.values()]
             more = f" and {len(names) - 3} more layers" if len(names) > 3 else ""
-            warnings.warn(_WITHOUT.format(layers=", ".join(names[:3]) + more), stacklevel=2)
+            warn_user(_WITHOUT.format(layers=", ".join(names[:3]) + more))
             parts.append(OptimizerView(Slots([*left.values()], slots.without_gradient)))
         self.parts = parts
         self._part_of = {slot.name: part for part, view in enumerate(parts) for slot in view.slots.slots}

@@ -178,8 +178,11 @@ def test_lists_that_cannot_be() -> None:
         Session(make("topk"), Parameters(model.named_parameters()), MemoryNetwork(Board(1), 0, 1), Options([*two, "x"]), Door())
     with pytest.raises(ValueError, match="none of the model's parameters"):
         Run(lambda model: [*sgd_and_adamw(model), optim.SGD(net().parameters(), 0.1)], "topk")
-    with pytest.warns(UserWarning, match=r"optimizer= has no optimizer of 'last\.weight', 'last\.bias': "):
+    with pytest.raises(ValueError, match="optimizer= is an empty list"):
+        Run(lambda model: [], "topk")
+    with pytest.warns(UserWarning, match=r"optimizer= has no optimizer of 'last\.weight', 'last\.bias': ") as caught:
         Run(lambda model: [optim.SGD(each.parameters(), 0.1) for each in (model.first, model.second, model.part)], "topk")
+    assert caught[0].filename == __file__
 
 
 def program() -> dict[str, Any]:
