@@ -292,15 +292,13 @@ class OptimizerView(ActingOptimizer):
         kind = self._kind
         if optimizer is not self.acting or (kind is not None and kind.hides):
             return
-        self.origin.note_step(optimizer, self._pending)
-        if self.origin.begins_without:
-            self.origin.begins_without = False
-            warn_user(_BEGINS_WITHOUT.format(name=type(optimizer).__name__))
         if kind is None:
+            self._note_origin(optimizer)
             return
         if self._kind_of(optimizer) is not kind:
             text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
             raise RuntimeError(text.format(name=type(optimizer).__name__, old=kind.name, outcome=_MADE_BEFORE))
+        self._note_origin(optimizer)
         gradients = (each.grad for each in parameters_of(optimizer))
         if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
@@ -310,6 +308,12 @@ class OptimizerView(ActingOptimizer):
         kind.drop_copied()
         kind.hide(optimizer, self._pending)
         self._pending = False
+
+    def _note_origin(self, optimizer: torch.optim.Optimizer) -> None:
+        self.origin.note_step(optimizer, self._pending)
+        if self.origin.begins_without:
+            self.origin.begins_without = False
+            warn_user(_BEGINS_WITHOUT.format(name=type(optimizer).__name__))
 
     def show(self) -> None:
         """Show the hidden settings again, also after a step that raised an error."""

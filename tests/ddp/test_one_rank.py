@@ -158,6 +158,7 @@ def test_moments_that_are_loaded_again_have_their_own_step_count() -> None:
     same(training)
 
 
+@pytest.mark.filterwarnings("ignore:.* exchanges gradients, since")
 @both
 @pytest.mark.parametrize("reason", ["unknown", "other settings"])
 def test_moments_that_the_optimizer_made_itself_stay(optimizer_of: Any, reason: str) -> None:
@@ -196,6 +197,7 @@ class Renamed(torch.optim.AdamW):
     """A subclass that steps as its base does."""
 
 
+@pytest.mark.filterwarnings("ignore:.* exchanges gradients, since")
 def test_a_subclass_with_its_own_step_gets_gradients() -> None:
     same(lambda spec: Run(lambda parameters: SignAdam(parameters, 0.01), spec).on())
     assert "adam" not in Run(lambda parameters: SignAdam(parameters, 0.01)).on().layers()
@@ -221,6 +223,7 @@ def test_an_optimizer_of_another_kind_is_refused(given: bool) -> None:
         run.on(range(4, 12))
 
 
+@pytest.mark.filterwarnings("ignore:.* exchanges gradients, since")
 def test_settings_that_change_before_the_step_are_named() -> None:
     run = Run(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
     run.loss(0).backward()
