@@ -55,17 +55,18 @@ class AdamStep(NamedTuple):
     """The settings of Adam's moments in a step of a bucket.
 
     share: the factor of a direction. steps: of each layer's seeds. skipped: the optimizer skipped the last step, since a
-    gradient was not finite. compares: all ranks know Adam, and may compare their noise.
+    gradient was not finite. compares: all ranks know Adam, and may compare their noise. decays: of the weights that are
+    added to gradients.
     """
 
-    beta1: float
-    beta2: float
+    betas: tuple[float, float]
     epsilon: float
     share: float
     seeds: Seeds
     steps: Sequence[int]
     skipped: bool
     compares: bool
+    decays: Decays
 
 
 class LossScale:

@@ -82,6 +82,7 @@ class TakenMomentum:
         self._slots, self._ranks = {slot.name: slot for slot in slots.slots}, ranks
         self._waiting: dict[str, list[_Loaded]] = {}
         self._copied: dict[str, Any] = {}  # the states of optimizers whose moments were copied, by name of the parameter
+        self._decays_of: dict[tuple[str, ...], tuple[Any, list[Any], Decays]] = {}
         self._hidden: list[tuple[Any, Any]] = []
 
     @property
@@ -118,6 +119,35 @@ class TakenMomentum:
         waiting = self._waiting.get(name)
         return waiting.pop() if waiting else None
 
+    def _decays(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Decays:
+        """Gather the weights that decay within gradients. They are kept as long as nothing but their values changes."""
+        groups = optimizer.param_groups
+        if not any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
+            return {}
+        slots = [self._slots[name] for name in layout.names]
+        parameters = [slot.parameter for slot in slots if slot.parameter is not None]
+        facts = (
+            share,
+            [(id(each), len(each["params"]), each["weight_decay"], each.get("maximize")) for each in groups],
+            [(each.data_ptr(), each.requires_grad) for each in parameters],
+        )
+        kept = self._decays_of.get(layout.names)
+        if kept is not None and kept[0] == facts:
+            return kept[2]
+        decays: dict[float, tuple[list[int], list[Tensor]]] = {}
+        group_of = {id(each): group for group in groups for each in group["params"]}
+        for i, (slot, parameter) in enumerate(zip(slots, parameters, strict=True)):
+            group = group_of[id(parameter)]
+            decay = share * sign_of(group) * group["weight_decay"]
+            if decay and parameter.requires_grad and not group.get("decoupled_weight_decay"):
+                layers, weights = decays.setdefault(decay, ([], []))
+                layers.append(i)
+                weights.append(slot.flat(parameter.detach()))
+        found = {weight.data_ptr() for _, weights in decays.values() for weight in weights}
+        if found <= {pointer for pointer, _ in facts[2]}:  # all are views, and none a copy
+            self._decays_of[layout.names] = facts, list(groups), decays  # with the groups, so that their ids stay theirs
+        return decays
+
     def drop_copied(self) -> None:
         """Drop the copied parameters' states of the optimizer: all of each, since Adam makes a state only where it has none."""
         for name, state in self._copied.items():
@@ -148,10 +178,6 @@ class SgdMomentum(TakenMomentum):
     exchanged: ClassVar[str] = "{name}'s velocities (momentum taken over)"
     arrays: ClassVar[Mapping[str, str]] = {"momentum_buffer": "velocity"}
 
-    def __init__(self, slots: Slots, ranks: int):
-        super().__init__(slots, ranks)
-        self._decays_of: dict[tuple[str, ...], tuple[Any, list[Any], Decays]] = {}
-
     def misfit(self, optimizer: torch.optim.Optimizer) -> Missed | None:
         """Say why the momentum of an optimizer of these types cannot be taken over; None if it can, or if there is none."""
         groups = optimizer.param_groups
@@ -170,35 +196,6 @@ class SgdMomentum(TakenMomentum):
         first, (seeds, _) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
         decays = {} if before.skipped else self._decays(optimizer, layout, share)
         return Momentum(first["momentum"], first["nesterov"], seeds, decays, before.successes.get(layout.device))
-
-    def _decays(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Decays:
-        """Gather the weights that decay. They are kept as long as nothing but their values changes."""
-        groups = optimizer.param_groups
-        if not any(group["weight_decay"] for group in groups):
-            return {}
-        slots = [self._slots[name] for name in layout.names]
-        parameters = [slot.parameter for slot in slots if slot.parameter is not None]
-        facts = (
-            share,
-            [(id(each), len(each["params"]), each["weight_decay"], each.get("maximize")) for each in groups],
-            [(each.data_ptr(), each.requires_grad) for each in parameters],
-        )
-        kept = self._decays_of.get(layout.names)
-        if kept is not None and kept[0] == facts:
-            return kept[2]
-        decays: dict[float, tuple[list[int], list[Tensor]]] = {}
-        group_of = {id(each): group for group in groups for each in group["params"]}
-        for i, (slot, parameter) in enumerate(zip(slots, parameters, strict=True)):
-            group = group_of[id(parameter)]
-            decay = share * sign_of(group) * group["weight_decay"]
-            if decay and parameter.requires_grad:
-                layers, weights = decays.setdefault(decay, ([], []))
-                layers.append(i)
-                weights.append(slot.flat(parameter.detach()))
-        found = {weight.data_ptr() for _, weights in decays.values() for weight in weights}
-        if found <= {pointer for pointer, _ in facts[2]}:  # all are views, and none a copy
-            self._decays_of[layout.names] = facts, list(groups), decays  # with the groups, so that their ids stay theirs
-        return decays
 
     def share_of_gradients(self, optimizer: torch.optim.Optimizer) -> float:
         """Return the factor by which a residual of velocities moves weights as far, once the optimizer adds momentum."""
@@ -236,16 +233,15 @@ class AdamMoments(TakenMomentum):
             return Missed("differs in betas or eps between its groups", "Make these equal in all groups")
         if not groups[0]["eps"] > 0:
             return Missed("has eps=0", "Make it with eps=1e-8")
-        if any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
-            return Missed("adds weight_decay to gradients", "Train with AdamW")
         unlike = next((each for each in UNLIKE for group in groups if group.get(each)), None)
         return Missed(f"has {unlike}", f"Make it with {unlike}=False") if unlike else None
 
     def for_step(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float, before: LastStep) -> AdamStep:
         """Take the moments over. See SgdMomentum.for_step()."""
         group, (seeds, steps) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
+        decays = self._decays(optimizer, layout, share)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(*betas, group["eps"], share, seeds, steps, before.skipped, before.compares)
+        return AdamStep(betas, group["eps"], share, seeds, steps, before.skipped, before.compares, decays)
 
     def state(
         self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int
@@ -292,7 +288,7 @@ def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, An
     """Decay weights, and move them by directions. A rate on the device, as with capturable=True, is not waited for."""
     on_device = isinstance(group["lr"], Tensor) and group["lr"].is_cuda
     rate = group["lr"] if on_device else float(group["lr"])
-    if group["weight_decay"]:
+    if group["weight_decay"] and group.get("decoupled_weight_decay"):
         torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
     signed = -rate * sign_of(group)
     if on_device:

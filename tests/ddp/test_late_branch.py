@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,20 +28,27 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
-def test_a_branch_that_is_first_used_late_does_not_run_away(gradient_as_bucket_view: bool) -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_branch_that_is_first_used_late_does_not_run_away(gradient_as_bucket_view: bool, kind: Any) -> None:
+    """Adam decays weights within gradients, which have a loss scale here."""
     moved: list[list[Tensor]] = []
     for spec in ("topk:ratio=1,wire=exact", None):
         torch.manual_seed(1)
         model = Branches()
-        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        optimizer, scaler = (
+            kind(model.parameters(), 0.01, weight_decay=0.1),
+            torch.amp.GradScaler("cpu", 2.0**9, growth_interval=5),
+        )
         wrapped = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=gradient_as_bucket_view)
         if spec is not None:
-            gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer)
+            gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer, scaler=scaler)
         generator = torch.Generator().manual_seed(2)
         for step in range(26):
             optimizer.zero_grad()
-            wrapped(torch.randn(8, 4, generator=generator), step >= 20).square().mean().backward()
-            optimizer.step()
+            loss = wrapped(torch.randn(8, 4, generator=generator), step >= 20).square().mean()
+            scaler.scale(loss * (math.inf if step in (3, 21) else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
         moved.append([each.detach() for each in model.parameters()])
     for ours, theirs in zip(*moved, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 from training import SHAPES, OptimizerOf, Training, draw
 
 STEPS, RANKS = 8, 3
@@ -13,6 +13,7 @@ OPTIMIZERS: dict[str, OptimizerOf] = {
     "sgd": partial(SGD, lr=0.02, momentum=0.9, weight_decay=0.1),
     "nesterov": partial(SGD, lr=0.02, momentum=0.8, nesterov=True),
     "adamw": partial(AdamW, lr=0.02, weight_decay=0.1),
+    "adam": partial(Adam, lr=0.02, weight_decay=0.1),
 }
 EVERYTHING = "topk:ratio=1,wire=exact"
 LEFT, LEVELS = f"{EVERYTHING},momentum=0", "dense:feedback=true,momentum=0"
@@ -27,7 +28,7 @@ def test_a_change_hands_the_moments_back(case: str, specs: list[str]) -> None:
         if turn:
             ours.simulation.change(spec)
         for training in (ours, theirs):
-            training.train(STEPS, turn * STEPS, alike=case == "adamw")
+            training.train(STEPS, turn * STEPS, alike="adam" in case)
     ours.ends_as(theirs)
 
 
@@ -67,7 +68,7 @@ def test_turned_off_nothing_is_left_in_gradcomp(case: str) -> None:
     ours.simulation.change("dense:momentum=0")
     ours.train(1, 5, alike=False)
     assert not any(bool(left.any()) for rank in range(RANKS) for left in ours.simulation.residual(rank).values())
-    kept = "exp_avg" if case == "adamw" else "momentum_buffer"
+    kept = "exp_avg" if "adam" in case else "momentum_buffer"
     assert all(bool(ours.optimizer.state[each][kept].any()) for each in ours.weights.values() if each.numel())
 
 
@@ -75,8 +76,8 @@ def test_turned_off_nothing_is_left_in_gradcomp(case: str) -> None:
 def test_a_checkpoint_of_weights_and_optimizer_goes_on_without_gradcomp(case: str) -> None:
     ours, theirs = (Training(spec, OPTIMIZERS[case], ranks=RANKS) for spec in (EVERYTHING, None))
     for training in (ours, theirs):
-        training.train(STEPS, alike=case == "adamw")
+        training.train(STEPS, alike="adam" in case)
     ours.simulation.change("dense:momentum=0")
     for training in (ours, theirs):
-        training.train(1, STEPS, alike=case == "adamw")
+        training.train(1, STEPS, alike="adam" in case)
     ours.resumed(None).train(STEPS, STEPS + 1).ends_as(theirs.train(STEPS, STEPS + 1))

@@ -75,4 +75,18 @@ MOMENTS_FAULTS = (
         "            pass\n",
         ("test_usual_checkpoints.py",),
     ),
+    Fault(
+        "Adam's weight decay within gradients has the loss scale",
+        "gradcomp/engine",
+        "            flat.div_(self.loss_scale)\n",
+        "            flat.div_(1.0)\n",
+        ("test_late_branch.py",),
+    ),
+    Fault(
+        "Adam's weight decay within gradients acts again as AdamW's",
+        "gradcomp/engine",
+        'if group["weight_decay"] and group.get("decoupled_weight_decay"):\n        torch',
+        'if group["weight_decay"]:\n        torch',
+        ("test_moments.py",),
+    ),
 )

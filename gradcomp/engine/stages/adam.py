@@ -123,12 +123,15 @@ class Adam(Stage):
         if state.second is None:  # the residual holds gradients, which may be much longer than directions
             accumulation.drop_residual()
         first, second = state.make(accumulation.layout)
-        accumulation.velocity, accumulation.momentum = first, adam.beta1
+        accumulation.velocity, accumulation.momentum = first, adam.betas[0]
         _begin(adam, state, accumulation.layout)
         frozen = context.frozen(accumulation.layout)
         idle = {layer for layer in accumulation.idle if layer in frozen or not state.steps_of(layer)}
         accumulation.adaptive, accumulation.others = _rules(adam, state, len(accumulation.layout.names), idle)
         state.idle = idle
+        accumulation.decays = adam.decays
+        if idle and adam.decays:
+            accumulation.decays = {decay: _without(idle, *decayed) for decay, decayed in adam.decays.items()}
         state.refused = accumulation.flag
         if state.compares:
             state.noise.before(first, second)
@@ -190,6 +193,12 @@ def _steps_of(share: Share, names: Sequence[str] | None = None) -> int:
     return max((saved.read_int(theirs, name) for name in theirs if names is None or name in names), default=0)
 
 
+def _without(idle: Collection[int], layers: list[int], weights: list[Tensor]) -> tuple[list[int], list[Tensor]]:
+    """Leave layers without a step out of those that decay."""
+    kept = [(layer, weight) for layer, weight in zip(layers, weights, strict=True) if layer not in idle]
+    return [layer for layer, _ in kept], [weight for _, weight in kept]
+
+
 def _begin(adam: AdamStep, state: Moments, layout: Layout) -> None:
     """Begin a step: count the last one, and take the seeds over."""
     state.end_step(looks=adam.skipped)
@@ -212,18 +221,18 @@ def _rules(
 
     A layer that began later than the others of its bucket has another correction of its moments' bias, until both are 1.
     """
-    weight = 1 - adam.beta2**state.steps  # of all gradients that the second moment has seen
+    weight = 1 - adam.betas[1] ** state.steps  # of all gradients that the second moment has seen
     state.steps += 1
-    state.noise.of_mean *= adam.beta2 * weight / (1 - adam.beta2**state.steps)
+    state.noise.of_mean *= adam.betas[1] * weight / (1 - adam.betas[1] ** state.steps)
     share = adam.share * state.noise.lengthening
-    slowest = max(adam.beta1, adam.beta2)
+    slowest = max(adam.betas[0], adam.betas[1])
     enough = math.ceil(math.log(UNBIASED) / math.log(slowest)) if slowest else 1
 
     def rule(steps: int) -> kernels.Adaptive:
-        first, root_scale = share / (1 - adam.beta1**steps), 1 / math.sqrt(1 - adam.beta2**steps)
+        first, root_scale = share / (1 - adam.betas[0] ** steps), 1 / math.sqrt(1 - adam.betas[1] ** steps)
         assert state.second is not None
         return kernels.Adaptive(
-            state.second, 1 - adam.beta1, 0.0, first, adam.beta2, 1 - adam.beta2, root_scale, adam.epsilon, share
+            state.second, 1 - adam.betas[0], 0.0, first, adam.betas[1], 1 - adam.betas[1], root_scale, adam.epsilon, share
         )
 
     counts = {layer: min(state.steps - late, enough) for layer, late in state.late.items() if layer not in idle}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradcomp import saved
 from gradcomp.core.compressor import Acc, Layout, Steps
 from gradcomp.core.requests import World
-from gradcomp.engine.context import Rates, StepContext
+from gradcomp.engine.context import Decays, Rates, StepContext
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory
@@ -29,7 +29,7 @@ class Accumulation:
     step: the number of the bucket's step, from 1. residual_factor: of the old residual; 0 where the step sends nothing of it.
     residual_is_scaled: the old residual has its factor already. residual_is_kept: the step sends none of it, and it comes back
     after the step. dropped: a stage has emptied the residual for good. idle: the numbers of layers without a gradient on this
-    rank: frozen, or unused in this step.
+    rank: frozen, or unused in this step. decays: of the weights to add to the gradients.
     """
 
     grads: Sequence[Tensor]
@@ -50,6 +50,7 @@ class Accumulation:
     adaptive: kernels.Adaptive | None = None
     others: Mapping[int, kernels.Adaptive] | None = None
     idle: Collection[int] = ()
+    decays: Decays = field(default_factory=dict)
     scales: Tensor | None = None
     moments: Tensor | None = None
     peaks: Tensor | None = None
@@ -72,16 +73,17 @@ class Accumulation:
         return not (self.momentum or self.adaptive)
 
     def run(self) -> None:
-        """Add the gradients to the residual, in one native call."""
+        """Add the gradients to the residual, in one native call, behind another where weights are added to them."""
+        grads, scales, loss_scale = (self._decayed(), None, None) if self.decays else (self.grads, self.scales, self.loss_scale)
         kernels.accumulate(
-            self.grads,
+            grads,
             self.residual,
             self.velocity,
             self.flag,
             self.momentum,
             self.nesterov,
-            scales=self.scales,
-            loss_scale=self.loss_scale,
+            scales=scales,
+            loss_scale=loss_scale,
             moments=self.moments,
             peaks=self.peaks,
             adaptive=self.adaptive,
@@ -91,6 +93,21 @@ class Accumulation:
             residual_factor=1.0 if self.residual_is_scaled else self.residual_factor,
             memory=self.memory,
         )
+
+    @torch.no_grad()
+    def _decayed(self) -> Sequence[Tensor]:
+        """Copy the gradients, without the loss scale and cut, and add the decaying weights to the copies."""
+        flat: Tensor = self.memory.scratch("decayed", self.layout.total, self.residual, "float32")
+        kernels.flatten(self.grads, flat)
+        if self.loss_scale is not None:
+            flat.div_(self.loss_scale)
+        copies = [*flat.split(self.layout.sizes)]
+        if self.scales is not None:
+            torch._foreach_mul_(copies, [*self.scales.unbind()])
+        for decay, (layers, weights) in self.decays.items():
+            if layers:
+                torch._foreach_add_([copies[layer] for layer in layers], weights, alpha=decay)
+        return copies
 
     def acc(self, rates: Rates) -> Acc:
         """Return the acc that the compressor takes from."""

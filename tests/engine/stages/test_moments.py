@@ -41,11 +41,12 @@ OF_ADAM: dict[str, OptimizerOf] = {
     "amsgrad": partial(AdamW, lr=0.01, amsgrad=True),
     "nadam": partial(NAdam, lr=0.01),
     "decay in the gradient": partial(Adam, lr=0.01, weight_decay=0.1),
+    "maximizing decay in the gradient": partial(Adam, lr=0.01, weight_decay=0.1, maximize=True),
 }
 # These keep their moments themselves, and get gradients.
-LEFT_TO_TORCH = ("dampening", "amsgrad", "nadam", "decay in the gradient")
+LEFT_TO_TORCH = ("dampening", "amsgrad", "nadam")
 OPTIMIZERS = OF_SGD | OF_ADAM
-several = pytest.mark.parametrize("case", ["weight decay", "adamw", "betas"])
+several = pytest.mark.parametrize("case", ["weight decay", "adamw", "betas", "decay in the gradient"])
 
 
 def pair(spec: str, case: str, ranks: int = 1, **options: Any) -> tuple[Training, Training]:
@@ -113,13 +114,24 @@ def test_weights_that_move_and_decays_that_change_are_followed() -> None:
     ours.ends_as(theirs)
 
 
-def test_the_weight_decay_of_each_group_acts_on_it() -> None:
-    def of_groups(weights: Any) -> AdamW:
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_the_weight_decay_of_each_group_acts_on_it(kind: Any) -> None:
+    def of_groups(weights: Any) -> Any:
         a, b, *rest = weights
         groups: Any = [{"params": [a], "weight_decay": 0.3}, {"params": [b], "lr": 0.1}, {"params": rest, "weight_decay": 0}]
-        return AdamW(groups, lr=0.01)
+        return kind(groups, lr=0.01)
 
     Training(EXACT[0], of_groups).train().ends_as(Training(None, of_groups).train())
+
+
+def test_a_gradient_is_cut_before_a_weight_decays_into_it() -> None:
+    clip, case = 0.5, "decay in the gradient"
+    ours, theirs = pair(f"{EXACT[0]},clip={clip}", case)
+    for number in range(STEPS):
+        (grads,) = draw(number)
+        ours.step([grads])
+        theirs.step([{name: each * min(1.0, clip / (float(each.norm()) + 1e-6)) for name, each in grads.items()}])
+    ours.ends_as(theirs)
 
 
 class OnDevice(Tensor):

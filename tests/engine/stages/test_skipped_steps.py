@@ -17,8 +17,9 @@ OPTIMIZERS: dict[str, OptimizerOf] = {
     "nesterov": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
     "adam": partial(Adam, lr=0.1),
     "adamw": partial(AdamW, lr=0.1, weight_decay=0.1),
+    "decay in the gradient": partial(Adam, lr=0.1, weight_decay=0.1),
 }
-of_adam = pytest.mark.parametrize("case", ["adam", "adamw"])
+of_adam = pytest.mark.parametrize("case", ["adam", "adamw", "decay in the gradient"])
 
 
 class Pair:
