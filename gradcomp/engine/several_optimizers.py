@@ -25,6 +25,12 @@ _WITHOUT = (
 )
 _TWICE = "optimizer= has two optimizers of {layer!r}; let one of them train it"
 
+_BEHIND = (
+    "{name} has not stepped since the last exchange, but another optimizer of the model has: its update holds momentum, and "
+    "would be lost, or added to the next gradient. Let all optimizers step after each exchange, or write momentum=0 into the "
+    "spec; under auto, loss=low"
+)
+
 
 def view_of(slots: Slots, optimizer: Any = None, scaler: Any = None) -> OptimizerView:
     """Make the view of an optimizer, of a sequence of optimizers, or of one that is unknown yet."""
@@ -137,6 +143,9 @@ class SeveralOptimizers(OptimizerView):
         joint = super().context(layouts, memory, world, uses_rates, takes_momentum=False)
         if not takes_momentum:  # a bucket may have layers of several optimizers
             return joint
+        behind = [part.acting for part in self.parts if part.update_waits]
+        if behind and any(part.taken and part.acting not in behind for part in self.parts):
+            raise RuntimeError(_BEHIND.format(name=type(behind[0]).__name__))
         for number, part in enumerate(self.parts):
             own = [layout for layout in layouts if self._part_of[layout.names[0]] == number]
             of_part = part.context(own, memory, world, uses_rates, takes_momentum)
