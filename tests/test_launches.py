@@ -86,7 +86,7 @@ def test_a_step_of_a_resnet_50_takes_few_launches(
     simulation = gradcomp.Simulation(
         spec, shapes, ranks, bucket_mb=size_mb if buckets == 1 else DEFAULT_SHARE * size_mb, **options
     )
-    assert simulation.stats()["buckets"] == buckets
+    assert len(simulation._reducers[0].buckets) == buckets  # after stats(), steps measure the norm of gradients, too
     grads = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(ranks)]
     for _ in range(3 if ranks == 1 else 1):
         updates = simulation.step(grads)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from laws import SHAPES, check_conservation, draw
 from specs import ALL
 from stand_in import GPU, StandIn, stand_in
+from torch.optim import Optimizer
 
 import gradcomp
 
@@ -41,6 +43,23 @@ def test_no_step_waits_or_sums_by_atomics(spec: str, gpu: StandIn) -> None:
     gpu.waits.clear()
     simulation.step(steps[WARM])
     assert set(gpu.waits) <= {"equal"} and gpu.sums == []  # a simulation compares the ranks' updates
+
+
+@pytest.mark.parametrize("optimizer_of", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), partial(torch.optim.AdamW, lr=0.1)])
+@pytest.mark.parametrize("spec", ["topk", "sdagc"])
+def test_no_step_waits_with_an_optimizers_momentum(spec: str, optimizer_of: Callable[..., Optimizer], gpu: StandIn) -> None:
+    named = {name: torch.nn.Parameter(torch.zeros(shape, device="cuda")) for name, shape in SHAPES.items()}
+    optimizer = optimizer_of(named.values(), foreach=False)
+    simulation = gradcomp.Simulation(spec, SHAPES, 1, device="cuda", optimizer=optimizer, named_parameters=[*named.items()])
+    simulation.stats()  # steps then measure the norm of gradients
+    for step in range(12):  # ranks compare Adam's noise after eight
+        grads = draw("normal", step, 1, GPU)
+        gpu.waits.clear()
+        updates = simulation.step(grads)
+        assert step < WARM or gpu.waits == []
+        for name, parameter in named.items():
+            parameter.grad = updates[name]
+        optimizer.step()
 
 
 def test_a_wait_and_an_atomic_sum_would_be_found(gpu: StandIn) -> None:
