@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# No count of a training is larger. Kernels add to steps, as 64-bit integers.
+MOST = 2**53
+
 _REMEDY = "the state is damaged; load another one"
 
 
@@ -43,7 +46,15 @@ def sequence(saved: Any, name: str) -> list[Any]:
     return list(value)
 
 
-def read_int(saved: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+def names(saved: Any, name: str) -> list[str]:
+    """Return an entry that is a list of names."""
+    values = sequence(saved, name)
+    if (other := next((value for value in values if not isinstance(value, str)), None)) is not None:
+        raise ValueError(f"{name} has {other!r} in the state, which is no name: {_REMEDY}")
+    return values
+
+
+def read_int(saved: Any, name: str, least: int = 0, most: int = MOST) -> int:
     """Return an entry that is a whole number in this range."""
     return check_int(entry(saved, name), name, least, most)
 
@@ -53,10 +64,10 @@ def read_ints(saved: Any, name: str, least: int = 0) -> list[int]:
     return [check_int(value, name, least) for value in sequence(saved, name)]
 
 
-def check_int(value: Any, name: str, least: int = 0, most: float = math.inf) -> int:
+def check_int(value: Any, name: str, least: int = 0, most: int = MOST) -> int:
     """Return a whole number in this range."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
-        above = "" if most == math.inf else f" and at most {most}"
+        above = f" and at most {most}" if most < MOST or (isinstance(value, numbers.Integral) and int(value) > most) else ""
         raise ValueError(f"{name}={value!r} in the state must be a whole number of at least {least}{above}: {_REMEDY}")
     return int(value)
 

@@ -156,7 +156,7 @@ class _Reader(NamedTuple):
 def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool, partial: bool = False) -> list[_Reader]:
     readers = []
     for rank, share in shares.items():
-        records = {name: each for each in saved.sequence(share, "buckets") for name in saved.sequence(each, "layers")}
+        records = {name: each for each in saved.sequence(share, "buckets") for name in saved.names(each, "layers")}
         prefix = f"rank {rank}: " if len(shares) > 1 else ""
         readers.append(_Reader(saved.table_or_empty(share, "layers"), records, trusted, partial, prefix))
     return readers
@@ -235,7 +235,7 @@ class States:
                 )
             self._add(state, spec)
         self.steps = _steps(self.shares)
-        self.sums = any(share.get("sums") is True for share in self.shares.values())
+        self.sums = _sums(self.shares)
 
     def take(self, here: Place | None) -> Taken:
         """Choose a rank's shares. A new rank has none: its residual is empty, and it takes the mean of all moments of Adam.
@@ -310,6 +310,17 @@ def spec_of(state: Any) -> str | None:
     first = state if isinstance(state, Mapping) else next(iter(state), None) if isinstance(state, Sequence) else None
     spec = first.get("spec") if isinstance(first, Mapping) else None
     return spec if isinstance(spec, str) else None
+
+
+def _sums(shares: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether updates were sums over the ranks. Refuse shares of which some were."""
+    of_rank = {rank: saved.entry(share, "sums") for rank, share in shares.items()}
+    if {*map(type, of_rank.values())} != {bool} or len({*of_rank.values()}) > 1:
+        found = ", ".join(f"{sums!r} of rank {rank}" for rank, sums in sorted(of_rank.items()))
+        raise ValueError(
+            f"sums must be True, or False, of all ranks in the state, and is {found}: it is damaged; load another one"
+        )
+    return of_rank.popitem()[1] is True
 
 
 def _steps(shares: Mapping[int, Mapping[str, Any]]) -> int:

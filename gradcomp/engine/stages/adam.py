@@ -17,7 +17,7 @@ squares multiplies its directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -158,9 +158,8 @@ class Adam(Stage):
         steps = [_steps_of(share) for share in given]
         whole = [share for share, count in zip(given, steps, strict=True) if count == max(steps)]
         arrays = [{moment: share.arrays(moment, layout, optional=True) for moment in self.fields} for share in given]
-        for each in arrays:
-            if missing := sorted(each["second"].keys() ^ each["first"].keys()):
-                raise ValueError(f"the state has only one of Adam's moments of {missing[0]!r}: it is damaged; load another one")
+        for share, each in zip(given, arrays, strict=True):
+            _check(share, each, layout)
         parts = [each for each, count in zip(arrays, steps, strict=True) if count == max(steps)]
         noise = RankNoise(layout, state.noise.seed)
         if shares.own and whole[0].bucket is not None:
@@ -185,6 +184,22 @@ class Adam(Stage):
             state.set_steps(())
             for each in self.arrays(state):
                 each.zero_()
+
+
+def _check(share: Share, arrays: Mapping[str, Mapping[str, Tensor]], layout: Layout) -> None:
+    """Refuse moments that do not belong together, and second moments that are no mean of squares."""
+    second, damaged = arrays["second"], "it is damaged; load another one"
+    if missing := sorted(second.keys() ^ arrays["first"].keys()):
+        raise ValueError(f"{share.prefix}the state has only one of Adam's moments of {missing[0]!r}: {damaged}")
+    counted = saved.table_or_empty(share.layers, "steps").keys() & {*layout.names}
+    if missing := sorted(second.keys() ^ counted):
+        raise ValueError(
+            f"{share.prefix}the state has only Adam's moments, or only the count of steps, of {missing[0]!r}: {damaged}"
+        )
+    if not share.trusted:
+        for name, each in second.items():
+            if bool((each < 0).any()):
+                raise ValueError(f"{share.prefix}Adam's second moment of {name!r} is negative in the state: {damaged}")
 
 
 def _steps_of(share: Share, names: Sequence[str] | None = None) -> int:
