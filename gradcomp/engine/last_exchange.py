@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine import state
+from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.slots import Slot, Slots
@@ -38,12 +38,14 @@ class LastExchange:
     still there counts: it is exchanged with the new gradients. One with momentum is undone, and the own gradients return in its
     place. A dropped update is undone.
 
-    waits: no step has applied the update. trial: the exchanges that are copied at first; 0: no steps follow at all.
+    waits: no step has applied the update. is_nested: a step() has called the one that begins. trial: the exchanges that are
+    copied at first; 0: no steps follow at all.
     """
 
     def __init__(self, slots: Slots, view: OptimizerView, trial: int):
         self._slots, self._view, self._trial = slots, view, trial
-        self.waits, self._inside = False, ""  # the name of the optimizer that steps
+        self.waits, self.is_nested, self._inside = False, False, ""  # the name of the optimizer that steps
+        self._largest = sorted(slots.slots, key=lambda slot: slot.layer.size)[-1:]
         self._exchanges = self._exchanges_inside = 0
         self._copies = self._for_good = self._in_main_memory = self._steps_are_seen = False
         self._reducer: Reducer | None = None
@@ -64,6 +66,7 @@ class LastExchange:
     def enter_step(self, optimizer: torch.optim.Optimizer, trains: bool) -> bool:
         """Note that an optimizer steps. trains, which is returned: it trains parameters that have been exchanged."""
         if trains or (not self._view.exchanged and self._view.trains(optimizer)):
+            self.is_nested = bool(self._inside)
             self._inside, self._exchanges_inside, self._steps_are_seen = type(optimizer).__name__, 0, True
             if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
                 self.settle()
@@ -111,8 +114,7 @@ class LastExchange:
         self.waits, self._reducer = self._trial > 0, reducer
         self._exchanges += 1
         if watches:
-            largest = max(self._slots.slots, key=lambda slot: slot.layer.size)
-            self.watch([largest] if self._share is None else self._slots.slots)
+            self.watch(self._largest if self._share is None else self._slots.slots)
 
     def watch(self, slots: Iterable[Slot]) -> None:
         """Look at the gradients before the next backward pass adds to those of these slots."""
@@ -146,8 +148,9 @@ class LastExchange:
             return  # nothing is left of it: the updates of a step that failed have been taken back
         self._view.take_back_update(stays)
         if self._share is None:
-            warnings.warn(_LATE.format(number=self._exchanges), stacklevel=2)
-            torch._foreach_zero_(grads)
+            warn_user(_LATE.format(number=self._exchanges))
+            for grad in grads:
+                grad.zero_()
         else:
             state.return_to(reducer, self._slots.shapes, self._share)
             reducer.generation = self._generation

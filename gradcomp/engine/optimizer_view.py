@@ -64,6 +64,10 @@ _BEGINS_WITHOUT = (
     'the model, and load it with load_state_dict(); or call change("SPEC,momentum=0") before a checkpoint, which gives the '
     "optimizer its moments"
 )
+_IDLE = (
+    ". {layer!r} has no gradient: if it is frozen, or unused in some steps, DistributedDataParallel needs "
+    "find_unused_parameters=True, or it exchanges nothing"
+)
 _UNKNOWN = (
     "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
     "lost: pass optimizer= where you pass the spec"
@@ -301,7 +305,9 @@ class OptimizerView(ActingOptimizer):
         self._note_origin(optimizer)
         gradients = (each.grad for each in parameters_of(optimizer))
         if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
-            raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__))
+            idle = next((name for name, each in self.slots.parameters.items() if each.grad is None), None)
+            why = "" if idle is None else _IDLE.format(layer=idle)
+            raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__) + why)
         self._may_be_skipped = getattr(optimizer, "found_inf", None) is not None  # of fused=True under a GradScaler
         if not self._may_be_skipped:
             self._sample.check(kind.holds)

@@ -14,7 +14,10 @@ _FAILED = (
 )
 _IN_STEP = "{event} came in the middle of a step: call it after optimizer.step(), before the next backward"
 _WAITS = "{event} came between an exchange and optimizer.step(), which is to apply its update: call it after optimizer.step()"
-_UNFINISHED = "backward() ended before all gradients were exchanged"
+_UNFINISHED = (
+    "backward() ended before all gradients were exchanged: layers that are frozen, or unused in some steps, need "
+    "find_unused_parameters=True"
+)
 
 
 class Phase(Enum):

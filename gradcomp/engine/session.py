@@ -268,8 +268,8 @@ class Session:
         self._announcement.look(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the momentum out of an optimizer that is about to step. A step() that first ends the exchange calls another."""
-        if self._step_in is None:
+        """Take the momentum out of an optimizer that is about to step. A step() that synchronizes before calls another one."""
+        if self._step_in is None and (self.last.is_nested or not hasattr(optimizer, "synchronize")):
             self.view.before_step(optimizer)
         if self.door.unused:
             self._missing.before_step(optimizer, self.spec)

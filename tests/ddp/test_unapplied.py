@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, both, plain, same
+from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, both, plain, same, sgd
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -31,8 +31,8 @@ def drop(run: Run, step: int) -> None:
 
 
 def drop_late(run: Run, step: int) -> None:
-    """As a program with gradients of zeros does."""
-    run.optimizer.zero_grad(set_to_none=False)
+    """Drop updates by gradients of zeros, and once by None."""
+    run.optimizer.zero_grad(set_to_none=step == 10)
     run.loss(step).backward()
     if step not in (9, 10):
         run.optimizer.step()
@@ -100,7 +100,7 @@ def test_the_first_late_exchange_without_a_step_warns(optimizer_of: Any, kept: b
 
     with pytest.warns(UserWarning, match=r"no optimizer.step\(\) applied the update of exchange 1\d.*This once") as seen:
         Run(optimizer_of, "topk:ratio=0.2").on(range(14), body)
-    assert len(seen) == 1
+    assert len(seen) == 1 and seen[0].filename.endswith(("one_rank.py", "test_unapplied.py"))
 
 
 @both
@@ -137,3 +137,11 @@ def test_a_closure_that_is_called_several_times_is_refused_where_something_is_ke
 @pytest.mark.parametrize("body", [accumulate, drop])
 def test_an_update_that_is_not_applied_is_undone_on_a_gpu(optimizer_of: Any, body: Body) -> None:
     same(lambda spec: Run(optimizer_of, spec).on(body=body))
+
+
+def test_a_layer_that_is_frozen_in_mid_training_is_named() -> None:
+    """DDP waits for its gradient, and exchanges nothing."""
+    run = Run(sgd).on(range(3))
+    run.model[0].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'0\.bias' has no gradient: if it is frozen.*find_unused_parameters=True"):
+        plain(run, 3)

@@ -57,7 +57,7 @@ def test_an_optimizer_that_steps_before_backward_has_ended_is_refused_and_fails_
     session = Session(make("dense"), Parameters([("p", parameter)]), network, Options(optimizer), Door(ends_in_backward=True))
     parameter.grad = torch.randn(100)
     session.ready(session.slot(parameter))
-    with pytest.raises(RuntimeError, match=r"^backward\(\) ended before all gradients were exchanged$"):
+    with pytest.raises(RuntimeError, match=r"^backward\(\) ended before all gradients were exchanged.*find_unused"):
         optimizer.step()
     assert session.phase is Phase.FAILED
 
