@@ -21,8 +21,8 @@ Holds = Literal["direction", "velocity"]
 GRADIENTS, ENTRIES = 2, 16
 # The most entries of an updated layer in a sample: sparse updates are mostly 0. The layers: the largest, and others in turn.
 UPDATED_ENTRIES, LAYERS = 4096, 4
-# A change by less than this share is rounding: by unscaling, for example.
-SMALLEST_CHANGE = 0.01
+# A change by less than this share is rounding: by unscaling, for example. The first is of float32, the second of other types.
+SMALLEST_CHANGE = 1e-4, 1e-2
 
 _GRADIENT_CHANGED = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
@@ -121,13 +121,13 @@ class UpdateSample:
             self._complain(late[0])
         kept, self._kept = self._kept, []
         there = [(slot, _grad_of(slot), old) for slot, old in kept]
-        now = [(self._sample(slot.flat(grad)), old) for slot, grad, old in there if grad is not None]
+        now = [(self._sample(slot.flat(grad)), old, grad.dtype) for slot, grad, old in there if grad is not None]
         if not now:
             return
         device = now[0][1].device
-        moved = torch.stack([(new - old).abs().sum().to(device) for new, old in now])
-        was = torch.stack([old.abs().sum().to(device) for _, old in now])
-        changed = (moved > SMALLEST_CHANGE * was).any().int().view(1)
+        moved = torch.stack([(new - old).abs().sum().to(device) for new, old, _ in now])
+        least = torch.stack([SMALLEST_CHANGE[form != torch.float32] * old.abs().sum().to(device) for _, old, form in now])
+        changed = (moved > least).any().int().view(1)
         if changed.is_cuda:
             self._late = holds, HostCopy(changed)
         elif changed.item():

@@ -143,3 +143,17 @@ def test_a_clip_is_found_in_some_steps(nonzero: str) -> None:
             assert "Adam's directions" in str(error)
             return
     pytest.fail("none of 8 steps has found it")
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-5), (torch.bfloat16, 3e-3)])
+def test_an_l2_term_of_the_users_is_found_and_rounding_is_not(dtype: torch.dtype, rounding: float) -> None:
+    """Beside Adam's directions, which are as long as 1, a weight times its decay is short."""
+    slot = ParameterSlot("w", torch.nn.Parameter(torch.zeros(300, dtype=dtype)))
+    sample, delivered = UpdateSample([slot]), torch.ones(300, dtype=dtype)
+    slot.parameter.grad = delivered.clone()
+    sample.keep({"w": delivered * (1 + rounding)}, None)
+    sample.check("direction")
+    sample.keep({"w": delivered}, None)
+    slot.parameter.grad.add_(1e-3 if dtype == torch.float32 else 2e-2)
+    with pytest.raises(RuntimeError, match="Adam's directions"):
+        sample.check("direction")
