@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -344,6 +345,7 @@ def anew(cell: Cell) -> float:
         cell.optimizer = cell.make()
     else:
         cell.optimizer = cell.handle = None
+        gc.collect()  # as Horovod's own optimizer needs it
         cell.wrap()
     cell.train(cell.steps - cell.steps // 2)
     return cell.score()
@@ -351,14 +353,13 @@ def anew(cell: Cell) -> float:
 
 def rate_finder(cell: Cell) -> float:
     """Raise the learning rate until the training is lost, restore model and optimizer, and train."""
-    inner = cell.make()
-    cell.wrap(inner)
-    before = copy.deepcopy((cell.net.state_dict(), inner.state_dict()))
+    cell.wrap()
+    before = copy.deepcopy((cell.net.state_dict(), cell.optimizer.state_dict()))
     for _ in range(30):
         cell.train(1)
-        inner.param_groups[0]["lr"] *= 1.2
+        cell.optimizer.param_groups[0]["lr"] *= 1.2
     cell.net.load_state_dict(before[0])
-    inner.load_state_dict(before[1])
+    cell.optimizer.load_state_dict(before[1])
     cell.train()
     return cell.score()
 

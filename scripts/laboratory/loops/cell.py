@@ -51,6 +51,7 @@ class Cell:
 
     def __init__(self, key: Key):
         self.key, self.steps = key, key.steps
+        self.number = next(self._made)
         self.rank, self.size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
         self.data = {
             name: (each - MEAN) / DEVIATION if each.is_floating_point() else each for name, each in digits.load().items()
@@ -84,13 +85,13 @@ class Cell:
         self.optimizer, self.handle = self.wrapped(inner, self.net, scaler, **options)
 
     def wrapped(self, inner: Any, net: nn.Module, scaler: Any = None, **options: Any) -> tuple[Any, Any]:
-        """Wrap an optimizer for Horovod. Names are new ones each time, since Horovod joins operations by name."""
+        """Wrap an optimizer for Horovod. Each cell has names of its own, since Horovod joins operations by name."""
         import horovod.torch as hvd
 
         import gradcomp.horovod
 
-        number, own = next(self._made), {id(each) for group in inner.param_groups for each in group["params"]}
-        named = [(f"{number}.{name}", each) for name, each in net.named_parameters() if id(each) in own]
+        own = {id(each) for group in inner.param_groups for each in group["params"]}
+        named = [(f"{self.number}.{name}", each) for name, each in net.named_parameters() if id(each) in own]
         if not self.key.spec:
             return hvd.DistributedOptimizer(inner, named, **options), None
         made = gradcomp.horovod.DistributedOptimizer(inner, named, self.key.spec, scaler=scaler, **options)
