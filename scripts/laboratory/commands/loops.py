@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -169,38 +169,3 @@ def _spec(spec: str) -> None:
 
     if not ways.is_spec(spec) and not spec.startswith("auto"):
         raise ValueError(f"{spec!r} is no spec of gradcomp, and not auto")
-
-
-def summary(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Write a row for each case: plain's scores and those of the specs, and where it is refused or warned of."""
-    rows = [["loop", "plain", "gradcomp", "refused", "warned"]]
-    for case, group in groupby(sorted(lines, key=lambda line: _order(line["key"][0])), key=lambda line: line["key"][0]):
-        own = [*group]
-        shown = [_range([line[name] for line in own if line[name] is not None]) for name in ("plain", "score")]
-        refused, warned = (_places(own, word) for word in ("refused", "warned"))
-        rows.append([f"`{case}`" if "(" in case or "_" in case else case, *shown, refused, warned])
-    return rows
-
-
-def _order(case: str) -> int:
-    return [*CASES].index(case)
-
-
-def _range(scores: Sequence[float]) -> str:
-    if not scores:
-        return ""
-    low, high = f"{min(scores):.1f}", f"{max(scores):.1f}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _places(lines: Sequence[Mapping[str, Any]], word: str) -> str:
-    """Name the specs that refuse or warn, by optimizer; an optimizer's name alone stands for all specs."""
-    found = []
-    for kind, name in (("sgd", "SGD"), ("adamw", "AdamW")):
-        own = [line for line in lines if line["key"][2] == kind]
-        specs = list(
-            dict.fromkeys(f"`{line['key'][3]}`" for line in own if line[word] and (word == "refused" or not line["refused"]))
-        )
-        every = {line["key"][3] for line in own}
-        found += [name if len(specs) == len(every) else f"{name}: {', '.join(specs)}"] if specs else []
-    return "; ".join(found)
