@@ -332,13 +332,19 @@ def test_a_state_of_another_model_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_loss_low_leaves_the_momentum_to_the_optimizer_and_loss_high_says_at_once_that_it_cannot(habit: str) -> None:
-    """Error feedback needs the momentum. Its candidates come first: a training that they do not suit hears of it at once."""
+def test_loss_low_leaves_the_momentum_to_the_optimizer_and_loss_high_says_at_once_if_it_cannot(habit: str) -> None:
+    """Error feedback needs the momentum. Its candidates come first: a clip that they do not suit hears of it at once.
+
+    Several passes for a step, and closures, suit them all.
+    """
     first, second = (own[habit] for own in found(DDP))
     assert torch.equal(first["low"], second["low"]) and first["low"].isfinite().all()
     for own in (first, second):
         torch.testing.assert_close(*own["stock"], atol=1e-6, rtol=1e-5)  # the exact steps before the choice add up otherwise
-        assert "loss=low" in own["high"] and "momentum" in own["high"]
+        if habit == "clip":
+            assert "loss=low" in own["high"] and "momentum" in own["high"]
+        else:
+            assert own["high"] == "nothing was raised"
 
 
 @pytest.mark.parametrize("change", REMEDIES)
