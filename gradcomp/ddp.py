@@ -141,13 +141,19 @@ class _BackwardPass:
         return mean
 
     def write_unused(self) -> None:
-        """Write the updates of layers that no rank used in this pass. Residuals give them updates, which DDP drops."""
+        """Write the updates of layers that no rank used in this pass: DDP drops what residuals and momenta give them."""
+        reducer = self.session.reducer
+        if not (reducer.keeps_state or self.session.view.taken):
+            return  # an update would be the rounding of zeros
         for slot, grad in self.grads:
             if slot.parameter.grad is not None:
                 self.used.add(slot.name)
-            elif slot.name in self.used and grad.any():  # else DDP's None stays, and the optimizer leaves the layer alone
+            elif not grad.any():  # DDP's None stays, and the optimizer leaves the layer alone
+                continue
+            elif slot.name in self.used or reducer.selects(slot):
                 slot.parameter.grad = torch.empty_like(slot.parameter)
             else:
+                reducer.take_back(slot, grad)
                 continue
             slot.read().view(-1).copy_(grad)
             slot.close()

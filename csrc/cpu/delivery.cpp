@@ -149,6 +149,12 @@ void spread(Span<const float> flat, Span<const float> first, OptionalSpan<const 
     });
     end_past_cache();
   });
+  if (failed) {
+    const float mark = not_a_number();
+    for (int piece = 0; piece < grads.count; ++piece) {
+      if (grads.begin[piece] < grads.begin[piece + 1]) cast(&mark, grads, piece, 0, 1, 1.0f, false);
+    }
+  }
   if (verdict.given() && (failed || !all_finite)) verdict.data[0] = std::max(verdict.data[0], verdict_of(step, failed));
 }
 

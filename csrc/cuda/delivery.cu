@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     constexpr bool kWhole = decltype(whole)::value;
     Four to;
     for (int i = 0; i < 4; ++i) to.x[i] = empty ? 0.0f : factor * from.x[i];  // 0 where factor is infinite too, as on a CPU
+    if (failed && entry == grads.begin[piece]) to.x[0] = not_a_number();
     const Four delivered = write_piece<kWhole>(grads, piece, entry, count, to);
     bool finite = true;
     for (const float x : delivered.x) finite &= is_finite(x);

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -64,6 +64,14 @@ class Layout(NamedTuple):
         ends = itertools.accumulate(self.sizes)
         return [(end - size, end) for size, end in zip(self.sizes, ends, strict=True)]
 
+    def spans_of(self, layers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Return the spans of some layers, in order. Neighbours become one."""
+        joined: list[tuple[int, int]] = []
+        every = self.spans
+        for begin, end in (every[layer] for layer in layers):
+            joined.append((joined.pop()[0] if joined and joined[-1][1] == begin else begin, end))
+        return tuple(joined)
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Slice the bucket's flat array into layers, by name."""
         return {name: flat[begin:end] for name, (begin, end) in zip(self.names, self.spans, strict=True)}
@@ -81,6 +89,7 @@ class Acc:
         moments: float64[layers, MOMENTS], the statistics of each layer, if the compressor's traits ask for them.
         rates: The learning rate of each layer; None if no optimizer is known.
         peaks: The largest magnitude in each line of 64 entries. On a CPU, takes skip lines by it. None elsewhere.
+        frozen: The spans of entries that this rank's frozen layers have. They are zeros.
     """
 
     residual: Tensor
@@ -90,6 +99,7 @@ class Acc:
     moments: Tensor | None = None
     rates: tuple[float, ...] | None = None
     peaks: Tensor | None = None
+    frozen: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Bucket:
         for after, state in self._afters:
             after(accumulation, state, context)
         self.residual_factor = accumulation.residual_factor
-        return accumulation.acc(context.rates(layout))
+        return accumulation.acc(context.rates(layout), frozen)
 
     def exchange(self, acc: Acc, world: World) -> Steps:
         """Start the exchange of a step."""

@@ -198,10 +198,14 @@ class OptimizerView(ActingOptimizer):
         momenta = self._momenta(layouts, world.size) if takes_momentum else {}
         self.origin.compare(self.acting)
         rates = self.rates() if uses_rates else None
-        scales = {} if self._loss_scale is None else {device: self._loss_scale.on(device) for _, _, device in layouts}
+        scales = {device: self.loss_scale_on(device) for _, _, device in layouts}
         follows = frozenset([each.names[0] for each in layouts] if rates is not None and (momenta or self.is_linear) else ())
         frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
         return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self.generation)
+
+    def loss_scale_on(self, device: torch.device) -> Tensor | None:
+        """Return the loss scale as one float on a device; None if the loss is not scaled."""
+        return None if self._loss_scale is None else self._loss_scale.on(device)
 
     def _momenta(self, layouts: Sequence[Layout], ranks: int) -> dict[str, Momentum | AdamStep]:
         """Take the momentum over for a step's buckets. Return nothing if it is left to the optimizer, or is 0."""

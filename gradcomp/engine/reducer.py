@@ -27,6 +27,7 @@ from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.taken_momentum import Missed
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks import Network
 
@@ -244,6 +245,19 @@ class Reducer:
     def has_failed(self) -> bool:
         """Decide whether the last step has failed. This waits for a device if there is one."""
         return any(each.has_failed(self._step - 1) for each in self.deliveries.values())
+
+    def selects(self, slot: Slot) -> bool:
+        """Say whether a layer gets an update only of its own entries. Otherwise zeros may be rounded to something."""
+        bucket = self._bucket_of[slot.name]
+        return bucket is not None and bucket.traits.selects
+
+    def take_back(self, slot: Slot, update: Tensor) -> None:
+        """Add a layer's update, which nobody is to apply, back to its residual, if that stays and the step has not failed."""
+        bucket = self._bucket_of[slot.name]
+        if bucket is None or not bucket.keeps_residual or self.has_failed():
+            return
+        loss_scale, residual = self.view.loss_scale_on(update.device), bucket.layout.views(bucket.residual)[slot.name]
+        residual.add_(update / (self.scale if loss_scale is None else self.scale * loss_scale)).clamp_(-LARGEST, LARGEST)
 
     def note_stock_step(self, sent: int) -> None:
         """Count a step that the stock framework has exchanged, with so many bytes."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
-from gradcomp.core.requests import Form, World, gather, send
+from gradcomp.core.requests import Form, Payload, World, gather, send
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.rounding import Rounding
@@ -80,9 +81,11 @@ class Rounded(Compressor):
         if self.route_of(n, world.size) == "alltoall":
             return (yield from self._by_parts(acc, state, world, GroupPartition(n, self.group, world.size), bounds))
         taken = rounding.take(acc.residual, bounds, acc.flag, state.key(world.rank, 0), memory=acc.memory)
+        _name_frozen(taken, acc)
         received = yield from gather(taken)
         update = state.zeros(acc.residual)
         rounding.add_and_settle(update, received, 1 / world.size, acc.residual, taken)
+        _leave_frozen(update, acc, received)
         return Update(update)
 
     def _by_parts(self, acc: Acc, state: RoundedState, world: World, parts: GroupPartition, bounds: Tensor | None) -> Steps:
@@ -99,6 +102,7 @@ class Rounded(Compressor):
             payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
             part = parts.part_of(acc.residual, rank)
             sent[rank] = roundings[rank].take(part, part_bounds, acc.flag, key, payload, acc.memory)
+            _name_frozen(payload, acc)
         received = yield from send(sent, world.others, form, own.device)
         sums, rounding = own * world.share, roundings[world.rank]
         rounding.add(sums, [received[rank] for rank in sorted(received)], world.share)
@@ -106,6 +110,7 @@ class Rounded(Compressor):
         flag = torch.stack(flags).amax(0) if flags else None
         payload, key = payloads.empty(form, own.device), state.key(world.rank, 0)
         taken = rounding.take(sums, self.bounds_of_sums(sums, state), flag, key, payload, acc.memory)
+        _name_frozen(taken, acc, received.values())
         results = yield from gather(taken)
         update = state.zeros(acc.residual)
         for rank, result in enumerate(results):
@@ -117,6 +122,7 @@ class Rounded(Compressor):
                 roundings[rank].add(part, [result], world.mean_of_shares)
         left = sums.div_(world.share).clamp_(-LARGEST, LARGEST)
         own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), left, own))
+        _leave_frozen(update, acc, results)
         return Update(update)
 
     def route_of(self, n: int, ranks: int) -> str:
@@ -131,6 +137,36 @@ class Rounded(Compressor):
         """
         saved = (ranks - 1) * (1 - 2 / ranks) * payloads.size(form) * SECONDS_PER_BYTE
         return saved > SECONDS_PER_OPERATION and self.may_round_twice
+
+
+def _name_frozen(payload: Payload, acc: Acc, received: Collection[Payload] = ()) -> None:
+    """Write the number of this rank's frozen entries into a payload's header, unless one that was received has another."""
+    if acc.frozen:
+        payload["header"][:1] = _number(acc) * _agree(acc, received)
+
+
+def _leave_frozen(update: Tensor, acc: Acc, received: Sequence[Payload]) -> None:
+    """Leave the entries alone that all ranks have frozen. Most levels round their zeros to something.
+
+    An update that is not finite stays so.
+    """
+    if acc.frozen:
+        differ = ~_agree(acc, received)
+        for begin, end in acc.frozen:
+            update[begin:end].mul_(differ)
+            acc.residual[begin:end].mul_(differ)
+
+
+def _agree(acc: Acc, payloads: Collection[Payload]) -> Tensor:
+    """Decide on the device whether the senders of payloads have frozen the entries that this rank has."""
+    numbers = [payload["header"][0] for payload in payloads]
+    own = torch.full((), _number(acc), dtype=torch.int32, device=acc.residual.device)
+    return (torch.stack([own, *numbers]) == own).all()
+
+
+def _number(acc: Acc) -> int:
+    """Number the frozen entries: 31 bits, not 0, which stands for none."""
+    return zlib.crc32(repr(acc.frozen).encode()) & 0x7FFFFFFF or 1
 
 
 class RoundedState:

@@ -5,6 +5,28 @@ from __future__ import annotations
 from mutations.fault import Fault
 
 KERNEL_FAULTS = (
+    # --- The mark of a failed step
+    Fault(
+        "a failed step is marked in the bucket's first layer alone, on a CPU",
+        "csrc/cpu",
+        "if (grads.begin[piece] < grads.begin[piece + 1]) cast(&mark",
+        "if (piece == 0) cast(&mark",
+        ("test_definitions.py", "test_unused_layers.py"),
+    ),
+    Fault(
+        "a failed step is marked in the bucket's first layer alone, on a GPU",
+        "csrc/cuda",
+        "if (failed && entry == grads.begin[piece])",
+        "if (failed && entry == 0)",
+        ("test_definitions.py",),
+    ),
+    Fault(
+        "replicas drift apart where one rank has frozen a layer",
+        "gradcomp/exchanges",
+        "differ = ~_agree(acc, received)",
+        "differ = ~_agree(acc, ())",
+        ("test_frozen_by_ranks.py",),
+    ),
     # --- Ties, tails and bounds of kernels
     Fault(
         "tie broken the other way on a CPU: of equals the last ones are taken",

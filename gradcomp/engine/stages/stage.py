@@ -109,9 +109,10 @@ class Accumulation:
                 torch._foreach_add_([copies[layer] for layer in layers], weights, alpha=decay)
         return copies
 
-    def acc(self, rates: Rates) -> Acc:
-        """Return the acc that the compressor takes from."""
-        return Acc(self.residual, self.memory, self.mask, self.flag, self.moments, rates, self.peaks)
+    def acc(self, rates: Rates, frozen: Sequence[int]) -> Acc:
+        """Return the acc that the compressor takes from. frozen: the numbers of frozen layers."""
+        spans = self.layout.spans_of(frozen) if frozen else ()
+        return Acc(self.residual, self.memory, self.mask, self.flag, self.moments, rates, self.peaks, spans)
 
 
 class Part(NamedTuple):

@@ -57,15 +57,14 @@ def test_conservation_while_a_layer_is_frozen_and_thereafter(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["sign", "bingrad:sigmas=1.5,feedback=true", "topk:ratio=0.05", "orq:levels=9,feedback=true"])
-def test_rounding_moves_a_frozen_layer_by_no_more_than_one_step_does(spec: str) -> None:
-    """sign sends a 0 as a number. Without feedback over it, a hundred steps would add up."""
+def test_nothing_moves_a_frozen_layer_that_shares_groups_with_others(spec: str) -> None:
+    """sign sends a 0 as a number."""
     run = Run(spec, 2)
-    largest = max(float(update["b"].abs().max()) for update in run.steps(5))
+    run.steps(5)
     run.freeze()
     before = run.waits()
-    moved = torch.stack([update["b"].double() for update in run.steps(100)]).sum(0)
-    assert float(moved.abs().max()) <= largest
-    torch.testing.assert_close(run.waits() + moved, before, rtol=1e-5, atol=1e-6)
+    assert not any(update["b"].any() for update in run.steps(10))
+    assert torch.equal(run.waits(), before)
 
 
 class Freezing(OptimizerView):

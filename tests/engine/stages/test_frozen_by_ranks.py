@@ -25,25 +25,26 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(SGD, lr=0.02, momentum=0.9, weight_decay=0.01),
     "AdamW": partial(AdamW, lr=1e-3, weight_decay=0.0),
 }
+# Specs that round the zeros of a frozen layer to something, since its entries share groups with others.
+ROUNDING = ("sign", "sign:route=alltoall", "bingrad", "linear", "orq:levels=9,feedback=true")
 # Horovod itself gives frozen layers zeros as gradients, by which these move them.
 FOR_DDP: dict[str, Any] = {"decay": partial(AdamW, lr=1e-2), "outside": partial(SGD, lr=0.02, momentum=0.9)}
 CASES = [*((door, each) for door in EVERY for each in OPTIMIZERS), *((DDP, each) for each in FOR_DDP)]
 
 
 def made(door: str, model: nn.Module, optimizer: Any, spec: str = SPEC) -> Training:
-    doors.join(door)
     ddp = {"find_unused_parameters": True} if door == DDP else {}
     return Training(door, model, spec, prefix="", inner=optimizer, bucket_mb=BUCKET_MB, **ddp)
 
 
-def train(door: str, optimizer: str, by: tuple[int, ...]) -> dict[str, Any]:
+def train(door: str, optimizer: str, by: tuple[int, ...], spec: str) -> dict[str, Any]:
     """Train; the ranks `by` freeze a layer and unfreeze it again.
 
     Return how far it moved, its residuals and the weights.
     """
     model = small_net.net()
     inner = (OPTIMIZERS | FOR_DDP)[optimizer](model.parameters())
-    run = made(door, model, inner, f"{SPEC},momentum=0" if optimizer == "outside" else SPEC)
+    run = made(door, model, inner, f"{spec},momentum=0" if optimizer == "outside" else spec)
     moved, kept = [], []
     for step in range(STEPS):
         if step in (FROZEN, UNFROZEN) and doors.rank(door) in by:
@@ -55,32 +56,54 @@ def train(door: str, optimizer: str, by: tuple[int, ...]) -> dict[str, Any]:
     return {"moved": moved, "waits": kept, "weights": run.weights}
 
 
+def train_all(door: str, optimizer: str, by: tuple[int, ...], of_specs: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    doors.join(door)
+    return {spec: train(door, optimizer, by, spec) for spec in of_specs}
+
+
 @ranks.once
-def trained(door: str, optimizer: str, by: tuple[int, ...]) -> list[dict[str, Any]]:
-    return ranks.launch(train, 2, door, optimizer, by)
+def trained(door: str, optimizer: str, by: tuple[int, ...], of_specs: tuple[str, ...] = (SPEC,)) -> list[dict[str, Any]]:
+    return ranks.launch(train_all, 2, door, optimizer, by, of_specs)
 
 
 @pytest.mark.parametrize("door,optimizer", CASES)
 def test_nothing_moves_a_layer_that_all_ranks_have_frozen(door: str, optimizer: str) -> None:
-    found = trained(door, optimizer, (0, 1))
+    check([own[SPEC] for own in trained(door, optimizer, (0, 1))])
+
+
+@pytest.mark.parametrize("door", [DDP, OWN])
+def test_nothing_moves_it_where_its_zeros_are_rounded(door: str) -> None:
+    found = trained(door, "SGD", (0, 1), ROUNDING)
+    for spec in ROUNDING:
+        check([own[spec] for own in found], has_residual=spec not in ("bingrad", "linear"))
+
+
+def check(found: list[dict[str, Any]], has_residual: bool = True) -> None:
     assert torch.equal(found[0]["weights"], found[1]["weights"])
     for own in found:
         assert not any(own["moved"][FROZEN:UNFROZEN]) and all(own["moved"][:FROZEN] + own["moved"][UNFROZEN:])
-        assert own["waits"][FROZEN - 1].any()
+        assert own["waits"][FROZEN - 1].any() == has_residual
         assert all(torch.equal(own["waits"][FROZEN - 1], each) for each in own["waits"][FROZEN:UNFROZEN])
 
 
 @pytest.mark.parametrize("door", EVERY)
 def test_the_other_ranks_move_a_layer_that_one_rank_has_frozen_as_without_gradcomp(door: str) -> None:
     """Stock DDP and Horovod average the others' gradients with its zeros, on all ranks alike."""
-    found = trained(door, "SGD", (1,))
+    found = [own[SPEC] for own in trained(door, "SGD", (1,))]
     assert torch.equal(found[0]["weights"], found[1]["weights"]) and all(found[1]["moved"])
     kept = found[1]["waits"]
     assert all(torch.equal(kept[FROZEN - 1], each) for each in kept[FROZEN:UNFROZEN])
 
 
+def test_replicas_stay_equal_if_one_rank_has_frozen_a_layer_and_its_zeros_are_rounded() -> None:
+    there, here = trained(OWN, "SGD", (1,), ROUNDING)
+    for spec in ROUNDING:
+        assert torch.equal(there[spec]["weights"], here[spec]["weights"]) and all(here[spec]["moved"])
+
+
 def unfreeze(door: str) -> str:
     """Unfreeze a layer on rank 1 alone that was frozen when the exchange was set up. Return the error."""
+    doors.join(door)
     model = small_net.net()
     model.part.requires_grad_(False)
     run = made(door, model, OPTIMIZERS["SGD"](model.parameters()))
