@@ -1,16 +1,23 @@
-"""The optimizer's own state: Horovod broadcasts rank 0's to all, without any rank's residual in it."""
+"""The optimizer's own state: Horovod broadcasts rank 0's to all, without any residual in it; and an optimizer's end."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import horovod.torch as hvd
 import pytest
 import ranks
+import small_net
 import torch
-from doors import DOORS, Training
+from doors import ALONE, DOORS, Training
+
+from gradcomp.engine import optimizer_steps
 
 pytestmark = pytest.mark.slow
+
+SPECS = ["dense", "topk:ratio=0.05", "auto"]
 
 
 def broadcast() -> dict[str, dict[str, Any]]:
@@ -34,7 +41,29 @@ def broadcast() -> dict[str, dict[str, Any]]:
     return found
 
 
-outcomes = ranks.once(lambda: ranks.launch(broadcast, 2))
+def two_phases(door: str, spec: str) -> dict[str, Any]:
+    """Train, forget the optimizer, and train the same model with another one, under the same names."""
+    gc.collect()
+    model, before = small_net.net(), len(optimizer_steps.listeners())
+    run = Training(door, model, spec, prefix=f"{door}.{spec}.", momentum=0.9)
+    run.train(3)
+    optimizer = weakref.ref(run.optimizer)
+    del run
+    gc.collect()
+    found = {"dead": optimizer() is None, "listeners": len(optimizer_steps.listeners()) - before}
+    run = Training(door, model, spec, prefix=f"{door}.{spec}.", momentum=0.9, lr=0.005)
+    return found | {"weights": run.train(4)}
+
+
+def program() -> dict[Any, Any]:
+    found: dict[Any, Any] = dict(broadcast())
+    for door in (ALONE, *DOORS):
+        for spec in SPECS if door != ALONE else SPECS[:1]:
+            found[door, spec] = two_phases(door, spec)
+    return found
+
+
+outcomes = ranks.once(lambda: ranks.launch(program, 2))
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -45,3 +74,15 @@ def test_the_optimizers_own_state_is_the_stock_one(door: str) -> None:
     assert all(map(torch.equal, first["buffers"], second["buffers"]))
     assert not torch.equal(first["residual"], second["residual"])
     assert torch.equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("door", DOORS)
+def test_an_optimizer_dies_and_another_one_trains_its_model_on(door: str, spec: str) -> None:
+    """Rounding: Horovod's sums of two float32 gradients, and ours, divided in another order."""
+    first, second = (found[door, spec] for found in outcomes())
+    for own in (first, second):
+        assert own["dead"] and own["listeners"] == 0
+    assert torch.equal(first["weights"], second["weights"]) and first["weights"].isfinite().all()
+    if spec == "dense":
+        torch.testing.assert_close(first["weights"], outcomes()[0][ALONE, spec]["weights"], rtol=1e-5, atol=1e-7)
