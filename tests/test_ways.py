@@ -109,9 +109,10 @@ def together(door: str, spec: str | None, left_out: int = 0) -> Tensor:
 
 
 def with_closure(door: str, spec: str | None) -> Tensor:
-    """Train with LBFGS, which asks for the gradient any number of times, but equally often on all ranks, and keep nothing."""
+    """Train with LBFGS, which asks for the gradient any number of times, but equally often on all ranks. Nothing is lost."""
     model = small_net.net(width=20)
-    spec = f"{spec},feedback=false" if spec in (EXACT, SPARSE) else spec
+    if spec in (EXACT, SPARSE):
+        spec = DENSE if spec == EXACT else "half"
     run = made(door, spec, model, inner=torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4))
     for _ in range(3):
         batch = next(run.data)

@@ -25,8 +25,8 @@ _LATE = (
 )
 _CLOSURES = (
     "{name} calls its closure several times in one step(), and compares gradients. Under {keeper} they differ even where the "
-    "weights are equal: a residual moves on with every exchange, and auto tries candidates. Take a spec that keeps nothing, "
-    "such as half, or an optimizer that calls it once"
+    "weights are equal: a residual moves on with every exchange, entries are rounded at random, and auto tries candidates. "
+    "Take half or dense, or an optimizer that calls it once"
 )
 
 
@@ -88,7 +88,7 @@ class LastExchange:
     # An exchange.
 
     def begin(self, keeper: Any) -> None:
-        """Begin an exchange. keeper: has state that changes with every exchange; empty: nothing has.
+        """Begin an exchange. keeper: exchanges equal gradients differently from one time to the next; empty: nothing does.
 
         Refuse a second one in the same step of an optimizer if there is a keeper.
         """
