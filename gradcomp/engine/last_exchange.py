@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine import state
+from gradcomp.engine.acting_optimizer import parameters_of
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Reducer
@@ -18,6 +19,8 @@ from gradcomp.engine.slots import Slot, Slots
 # The first exchanges of a session, before which its state is copied. A GAN whose discriminator takes five steps for each of the
 # generator drops its sixth exchange.
 TRIAL = 8
+# Later, one exchange in this many looks for gradients that are removed before the step.
+LOOKS = 16
 
 _LATE = (
     "no optimizer.step() applied the update of exchange {number}. This once, the entries that it sent are lost, and others of "
@@ -28,6 +31,11 @@ _CLOSURES = (
     "weights are equal: a residual moves on with every exchange, entries are rounded at random, and auto tries candidates. "
     "Take half or dense, or an optimizer that calls it once"
 )
+_REMOVED = (
+    "the gradient of {name!r} was set to None between its exchange and step(): the optimizer leaves the layer alone, but the "
+    "update's entries have left the residual, or are in the momentum. They are lost. To pause a layer, freeze it before the "
+    "forward pass, by requires_grad_(False), under DDP with find_unused_parameters=True"
+)
 
 
 class LastExchange:
@@ -36,7 +44,7 @@ class LastExchange:
     The state and this rank's own gradients are copied before an exchange: in the first ones, and for good once a step has left
     one out. The next backward pass finds the update in the gradients, or it was dropped. An update without momentum that is
     still there counts: it is exchanged with the new gradients. One with momentum is undone, and the own gradients return in its
-    place. A dropped update is undone.
+    place. A dropped update is undone. A single layer's is not: it is warned of, once.
 
     waits: no step has applied the update. is_nested: a step() has called the one that begins. trial: the exchanges that are
     copied at first; 0: no steps follow at all.
@@ -52,6 +60,8 @@ class LastExchange:
         self._generation = 0, 0  # the reducer's, before the exchange
         self._share: dict[str, Any] | None = None
         self._own: list[tuple[Tensor, Tensor]] = []
+        self._given: list[torch.nn.Parameter] = []  # that have a gradient of this rank in the exchange
+        self._looks, self._has_warned = False, False
         self._watched: list[tuple[Any, Any]] = []  # nodes of the graph, which live as long as somebody has them
         # A backward pass has a thread for each device: one would add to gradients while another looks at them.
         self._on_one_device = len({each.device for each in slots.parameters.values()}) == 1
@@ -69,6 +79,7 @@ class LastExchange:
             self.is_nested = bool(self._inside)
             self._inside, self._exchanges_inside, self._steps_are_seen = type(optimizer).__name__, 0, True
             if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
+                self._look_for_removed(optimizer)
                 self.settle()
         return trains
 
@@ -82,8 +93,20 @@ class LastExchange:
         """Forget the last exchange: its update has been applied, or is no longer known."""
         self.waits, self._share, self._reducer = False, None, None
         self._own.clear()
+        self._given.clear()
         while self._watched:
             self._watched.pop()[1].remove()
+
+    def _look_for_removed(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, of gradients that are gone, where the optimizer steps with others of the same exchange."""
+        gone = [each for each in self._given if each.grad is None and each.requires_grad]
+        if not gone:
+            return
+        own = {id(each) for each in parameters_of(optimizer)}
+        lost = next((each for each in gone if id(each) in own), None)
+        if lost is not None and any(each.grad is not None and id(each) in own for each in self._given):
+            slot, self._has_warned = self._slots.slot(lost), True
+            warn_user(_REMOVED.format(name="" if slot is None else slot.name))
 
     # An exchange.
 
@@ -95,24 +118,35 @@ class LastExchange:
         # After a step that failed, and was skipped, the velocity has that step's weight decay already.
         self._copies = self._for_good or (self._exchanges < self._trial and not self.waits)
         self.settle()
+        self._looks = not self._has_warned and (self._exchanges < self._trial or self._exchanges % LOOKS == 0)
         self._exchanges_inside += bool(self._inside)
         if keeper and self._exchanges_inside > 1:
             raise RuntimeError(_CLOSURES.format(name=self._inside, keeper=keeper))
 
     def keep(self, reducer: Reducer, slot: Slot) -> None:
         """Copy this rank's own gradient, and before the first one the state."""
-        if not self._copies or not (reducer.keeps_state or reducer.takes_momentum):
+        if not (reducer.keeps_state or reducer.takes_momentum):
+            return
+        if not (self._looks or self._copies):
+            return
+        parameter = slot.parameter
+        grad = None if parameter is None else parameter.grad
+        if self._looks and parameter is not None and grad is not None:
+            self._given.append(parameter)
+        if not self._copies:
             return
         if self._share is None:
             self._generation = reducer.generation
             self._share = state.save_share(reducer, self._slots.shapes, sums=self._view.sums, copy=self._copy)
-        if reducer.takes_momentum and slot.parameter is not None and (grad := slot.parameter.grad) is not None:
-            self._own.append((slot.parameter, self._copy(grad)))
+        if reducer.takes_momentum and parameter is not None and grad is not None:
+            self._own.append((parameter, self._copy(grad)))
 
     def end(self, reducer: Reducer, watches: bool) -> None:
         """Note that the updates have been delivered. watches: look at gradients in the next backward pass, whichever it is."""
         self.waits, self._reducer = self._trial > 0, reducer
         self._exchanges += 1
+        if not (reducer.keeps_state or self._view.taken):
+            self._given.clear()  # an update that is not applied is no loss
         if watches:
             self.watch(self._largest if self._share is None else self._slots.slots)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, both, plain, same, sgd
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -130,6 +132,69 @@ def test_a_closure_that_is_called_several_times_is_refused_where_exchanges_diffe
             Run(lbfgs, spec, given=given).on(body=close)
     same(lambda spec: Run(lbfgs, spec).on(range(3), close), "dense")
     Run(lbfgs, "half").on(range(3), close)
+
+
+def cancel(run: Run, step: int) -> None:
+    """Remove the last layer's gradient, as DINO does in its first epoch."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    for each in run.model[2].parameters():
+        each.grad = None
+    run.optimizer.step()
+
+
+def warned(training: Callable[[], Any]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        training()
+    return [each for each in seen if "was set to None between its exchange and step()" in str(each.message)]
+
+
+@both
+@pytest.mark.parametrize("spec", ["topk:ratio=0.2", "topk:ratio=0.2,momentum=0", SPEC])
+@pytest.mark.parametrize("begins", [0, 2, 20])
+def test_a_gradient_that_is_removed_before_the_step_is_warned_of_once(optimizer_of: Any, spec: str, begins: int) -> None:
+    (seen,) = warned(lambda: Run(optimizer_of, spec).on(range(begins)).on(range(begins, begins + 17), cancel))
+    assert str(seen.message).startswith("the gradient of '2.") and seen.filename == __file__
+
+
+def freeze(run: Run, step: int) -> None:
+    """Do what the warning says."""
+    run.model[2].requires_grad_(step > 5)
+    plain(run, step)
+
+
+def part(run: Run, step: int) -> None:
+    """Leave the last layer out of some passes."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward() if step % 3 else run.whole(torch.ones(6, 7), part=True).sum().backward()
+    run.optimizer.step()
+
+
+def drop_all(run: Run, step: int) -> None:
+    """Step with no gradient at all, as a loop does that clears the gradients of a bad batch."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step % 3 == 0:
+        run.optimizer.zero_grad()
+    run.optimizer.step()
+
+
+class Parts(nn.Sequential):
+    def forward(self, x: Tensor, part: bool = False) -> Tensor:
+        hidden = self[1](self[0](x))
+        return hidden if part else self[2](hidden)
+
+
+@both
+@pytest.mark.parametrize("body", [freeze, part, drop_all, drop, play, close])
+@pytest.mark.parametrize("spec", ["topk:ratio=0.2", "topk:ratio=0.2,momentum=0"])
+def test_no_other_loop_is_warned_of(optimizer_of: Any, spec: str, body: Body) -> None:
+    def training() -> None:
+        Run(optimizer_of, spec, layers=Parts, find_unused_parameters=True).on(body=body)
+
+    assert not warned(training)
+    assert not warned(lambda: Run(optimizer_of, "half").on(body=cancel))
 
 
 @both

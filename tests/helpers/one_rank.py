@@ -31,9 +31,9 @@ both = pytest.mark.parametrize("optimizer_of", [sgd, adamw])
 class Run(Training):
     """A training alone in DDP, with gradcomp where there is a spec."""
 
-    def __init__(self, optimizer_of: Any, spec: str | None = SPEC, **options: Any):
+    def __init__(self, optimizer_of: Any, spec: str | None = SPEC, layers: Any = nn.Sequential, **options: Any):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        model = layers(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
         super().__init__(DDP, model, spec, inner=optimizer_of(model.parameters()), **options)
 
     def loss(self, at: int, model: nn.Module | None = None) -> Tensor:

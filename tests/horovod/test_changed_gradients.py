@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.nn import functional
 pytestmark = pytest.mark.slow
 
 LIMIT = 0.01
+# The warnings of a layer's gradient that is removed, by spec.
+REMOVED = {"topk:ratio=0.05": 1, "topk:ratio=0.05,momentum=0": 1, "half": 0}
 
 
 def clip(run: Training, scaler: Any) -> None:
@@ -67,12 +70,29 @@ def cut_short(door: str) -> list[str]:
     return [small_net.refused(lambda: run.train(1)) for _ in range(2)]
 
 
+def removing(door: str, spec: str) -> list[tuple[str, bool]]:
+    """Remove a layer's gradient after its exchange. Return the warnings, each with whether it is at this file's line."""
+    run = Training(door, spec=spec)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(4):
+            run.optimizer.zero_grad()
+            run.backward()
+            run.optimizer.synchronize()
+            if step:
+                run.model.part.weight.grad = None
+            with run.optimizer.skip_synchronize():
+                run.optimizer.step()
+    return [(str(each.message), each.filename == __file__) for each in seen]
+
+
 def program() -> dict[Any, Any]:
     hvd.init()
     found: dict[Any, Any] = {("advised", door): train(door, advised, 4) for door in (ALONE, *DOORS)}
     for door in DOORS:
         for habit in (clip, replace, unscale):
             found[habit.__name__, door] = small_net.refused(lambda d=door, h=habit: train(d, h))  # type: ignore[misc]
+    found |= {("removed", door, spec): removing(door, spec) for door in DOORS for spec in REMOVED}
     hvd.barrier()
     ranks.start_anew()
     return found | {("cut short", door): cut_short(door) for door in DOORS}
@@ -104,3 +124,11 @@ def test_the_lines_it_names_train_as_horovod_alone_does(door: str) -> None:
 def test_a_step_that_was_cut_short_is_forgotten(door: str) -> None:
     for own in found():
         assert own["cut short", door] == ["nothing was raised"] * 2
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("spec", REMOVED)
+def test_a_gradient_that_is_removed_after_its_exchange_is_warned_of_where_something_is_lost(spec: str, door: str) -> None:
+    for own in found():
+        said = [each for each in own["removed", door, spec] if "part.weight' was set to None between its exchange" in each[0]]
+        assert len(said) == REMOVED[spec] and all(here for _, here in said), own["removed", door, spec]

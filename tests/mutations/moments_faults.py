@@ -131,4 +131,11 @@ MOMENTS_FAULTS = (
         "SMALLEST_CHANGE = 1e-2, 1e-2",
         ("test_changed_gradients.py",),
     ),
+    Fault(
+        "no warning of a gradient that is removed before the step",
+        "gradcomp/engine",
+        "                self._look_for_removed(optimizer)\n",
+        "",
+        ("test_unapplied.py",),
+    ),
 )
