@@ -21,6 +21,8 @@ from gradcomp.engine.slots import Slot, Slots
 TRIAL = 8
 # Later, one exchange in this many looks for gradients that are removed before the step.
 LOOKS = 16
+# A discriminator drops at least one of so many updates: one for each of the generator's steps. A spike guard drops fewer.
+DROPS, DROPS_SHARE = 4, 8
 
 _LATE = (
     "no optimizer.step() applied the update of exchange {number}. This once, the entries that it sent are lost, and others of "
@@ -35,6 +37,11 @@ _REMOVED = (
     "the gradient of {name!r} was set to None between its exchange and step(): the optimizer leaves the layer alone, but the "
     "update's entries have left the residual, or are in the momentum. They are lost. To pause a layer, freeze it before the "
     "forward pass, by requires_grad_(False), under DDP with find_unused_parameters=True"
+)
+_RIVALS = (
+    "no optimizer.step() applied {drops} of {count} updates, as in a GAN, where the generator's loss goes through the "
+    "discriminator. They are undone, but {keeper} keeps a residual, and models that train against each other learn worse from "
+    "gradients that come late. Take auto for both, or a spec without a residual"
 )
 
 
@@ -53,7 +60,8 @@ class LastExchange:
     def __init__(self, slots: Slots, view: OptimizerView, trial: int):
         self._slots, self._view, self._trial = slots, view, trial
         self.waits, self.is_nested, self._inside = False, False, ""  # the name of the optimizer that steps
-        self._largest = sorted(slots.slots, key=lambda slot: slot.layer.size)[-1:]
+        self._first: Slot | None = None  # the one with the first gradient of the exchange
+        self._drops, self._keeper = 0, ""
         self._exchanges = self._exchanges_inside = 0
         self._copies = self._for_good = self._in_main_memory = self._steps_are_seen = False
         self._reducer: Reducer | None = None
@@ -110,8 +118,10 @@ class LastExchange:
 
     # An exchange.
 
-    def begin(self, keeper: Any) -> None:
-        """Begin an exchange. keeper: exchanges equal gradients differently from one time to the next; empty: nothing does.
+    def begin(self, keeper: Any, first: Slot | None) -> None:
+        """Begin an exchange. first: the slot of its first gradient, if it is known.
+
+        keeper: exchanges equal gradients differently from one time to the next; empty: nothing does.
 
         Refuse a second one in the same step of an optimizer if there is a keeper.
         """
@@ -120,6 +130,7 @@ class LastExchange:
         self.settle()
         self._looks = not self._has_warned and (self._exchanges < self._trial or self._exchanges % LOOKS == 0)
         self._exchanges_inside += bool(self._inside)
+        self._keeper, self._first = str(keeper), first
         if keeper and self._exchanges_inside > 1:
             raise RuntimeError(_CLOSURES.format(name=self._inside, keeper=keeper))
 
@@ -148,7 +159,7 @@ class LastExchange:
         if not (reducer.keeps_state or self._view.taken):
             self._given.clear()  # an update that is not applied is no loss
         if watches:
-            self.watch(self._largest if self._share is None else self._slots.slots)
+            self.watch(self._slots.slots if self._share is not None or self._first is None else [self._first])
 
     def watch(self, slots: Iterable[Slot]) -> None:
         """Look at the gradients before the next backward pass adds to those of these slots."""
@@ -181,6 +192,7 @@ class LastExchange:
         if not (reducer.keeps_state or taken) or (not self._for_good and reducer.has_failed()):
             return  # nothing is left of it: the updates of a step that failed have been taken back
         self._view.take_back_update(stays)
+        self._warn_of_rivals(reducer, stays)
         if self._share is None:
             warn_user(_LATE.format(number=self._exchanges))
             for grad in grads:
@@ -193,6 +205,12 @@ class LastExchange:
                     if parameter.grad is not None:
                         parameter.grad.copy_(own)
         self._for_good, self.waits = True, False
+
+    def _warn_of_rivals(self, reducer: Reducer, stays: bool) -> None:
+        """Warn once that a residual spoils the training of a GAN, which drops many of its discriminator's updates."""
+        self._drops += not stays
+        if not stays and self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:
+            warn_user(_RIVALS.format(drops=DROPS, count=self._exchanges, keeper=self._keeper))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor: to main memory where the copy may be for nothing, or a device has no room."""

@@ -150,8 +150,8 @@ class Session:
             raise self.failed(ValueError(self.door.unknown.format(shape=tuple(parameter.shape))))
         return slot
 
-    def begin(self) -> None:
-        """Begin a step, or go on with it."""
+    def begin(self, first: Slot | None = None) -> None:
+        """Begin a step, or go on with it. first: the slot of its first gradient, if it is known."""
         here = self.network.generation
         if self._step_in is here:
             return
@@ -160,7 +160,7 @@ class Session:
             self._failure = None
         if self._step_in is not None:  # the network was initialised anew
             self._discard_step()
-        self.last.begin(self.turns or ("" if self.reducer.repeats else self.spec))
+        self.last.begin(self.turns or ("" if self.reducer.repeats else self.spec), first)
         if not self.door.holds:
             self._take_turn()
         self._step_in = here
@@ -172,7 +172,7 @@ class Session:
         """Note that a parameter's gradient is complete. The last one of a bucket starts the bucket's exchange."""
         holds = self.door.holds and (not self.has_met or self._turn_is_due)
         if self._step_in is not self.network.generation:
-            self.begin()
+            self.begin(slot)
         if holds or self.stock is None:  # the stock framework writes sums into the gradient
             self._sample.keep(slot)
         if holds:

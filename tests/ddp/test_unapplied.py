@@ -12,7 +12,10 @@ from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, both, 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-pytestmark = pytest.mark.usefixtures("group_of_one")
+pytestmark = [
+    pytest.mark.usefixtures("group_of_one"),
+    pytest.mark.filterwarnings("ignore:no optimizer.step.. applied .* as in a GAN"),
+]
 
 
 def close(run: Run, step: int) -> None:
@@ -210,3 +213,12 @@ def test_a_layer_that_is_frozen_in_mid_training_is_named() -> None:
     run.model[0].bias.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"'0\.bias' has no gradient: if it is frozen.*find_unused_parameters=True"):
         plain(run, 3)
+
+
+@both
+@pytest.mark.parametrize("spec, warns", [("topk:ratio=0.2", True), ("orq", False)])
+def test_a_residual_is_warned_of_where_many_updates_are_dropped(optimizer_of: Any, spec: str, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Run(optimizer_of, spec).on(range(14), drop)
+    assert sum("as in a GAN" in str(each.message) for each in seen) == warns

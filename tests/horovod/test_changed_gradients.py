@@ -86,6 +86,22 @@ def removing(door: str, spec: str) -> list[tuple[str, bool]]:
     return [(str(each.message), each.filename == __file__) for each in seen]
 
 
+def skip_late(door: str) -> list[str]:
+    """Drop updates that synchronize() has exchanged, for the first time after the state was copied for the last time."""
+    run, said = Training(door, spec="topk:ratio=0.05"), []
+    for step in range(16):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")  # Horovod warns, too: of a step() after a synchronize() that no step() followed
+            run.optimizer.zero_grad()
+            run.backward()
+            if step in (11, 13):
+                run.optimizer.synchronize()
+            else:
+                run.optimizer.step()
+        said += [f"{step}: {each.message}" for each in seen if "applied" in str(each.message)]
+    return said
+
+
 def program() -> dict[Any, Any]:
     hvd.init()
     found: dict[Any, Any] = {("advised", door): train(door, advised, 4) for door in (ALONE, *DOORS)}
@@ -93,6 +109,7 @@ def program() -> dict[Any, Any]:
         for habit in (clip, replace, unscale):
             found[habit.__name__, door] = small_net.refused(lambda d=door, h=habit: train(d, h))  # type: ignore[misc]
     found |= {("removed", door, spec): removing(door, spec) for door in DOORS for spec in REMOVED}
+    found |= {("skip late", door): skip_late(door) for door in DOORS}
     hvd.barrier()
     ranks.start_anew()
     return found | {("cut short", door): cut_short(door) for door in DOORS}
@@ -132,3 +149,10 @@ def test_a_gradient_that_is_removed_after_its_exchange_is_warned_of_where_someth
     for own in found():
         said = [each for each in own["removed", door, spec] if "part.weight' was set to None between its exchange" in each[0]]
         assert len(said) == REMOVED[spec] and all(here for _, here in said), own["removed", door, spec]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_update_that_is_dropped_late_is_warned_of_once(door: str) -> None:
+    for own in found():
+        (said,) = own["skip late", door]
+        assert said.startswith("12: no optimizer.step() applied the update of exchange 12. This once"), said
