@@ -34,7 +34,7 @@ def load() -> int:
     """Load the newest checkpoint that all ranks finished. Return its step, or 0."""
     for folder in sorted(options.folder.glob("step-*"), reverse=True):
         states = [torch.load(file, weights_only=True, map_location="cpu") for file in folder.glob("*.pt")]
-        if states and len(states) == states[0]["gradcomp"]["ranks"]:
+        if {state["gradcomp"]["ranks"] for state in states} == {len(states)}:
             for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
                 part.load_state_dict(states[0][name])
             handle.load_state_dict([state["gradcomp"] for state in states])
@@ -43,12 +43,15 @@ def load() -> int:
 
 
 def save(step: int) -> None:
-    """Save this rank's state. A rank that ends in mid-save leaves no broken file."""
+    """Save this rank's state. A rank that ends in mid-save leaves no broken file. Files of more ranks than there are go."""
     folder = options.folder / f"step-{step:08}"
     folder.mkdir(parents=True, exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "step": step}
     torch.save({**state, "gradcomp": handle.state_dict()}, folder / f"{rank}.new")
     (folder / f"{rank}.new").rename(folder / f"{rank}.pt")
+    for file in folder.glob("*.pt"):
+        if int(file.stem) >= ranks:
+            file.unlink(missing_ok=True)
 
 
 began = load()

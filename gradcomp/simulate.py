@@ -17,6 +17,7 @@ from gradcomp.engine.meeting import Flow
 from gradcomp.engine.optimizer_steps import listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
+from gradcomp.engine.plan import checked_shapes
 from gradcomp.engine.reducer import Options, Reducer, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots, checked
@@ -71,6 +72,7 @@ class Simulation:
             raise ValueError(f"world={world} must be at least 1: a simulation needs at least one rank")
         if ranks_per_host < 1:
             raise ValueError(f"ranks_per_host={ranks_per_host} must be at least 1")
+        shapes = checked_shapes(shapes, "shapes=")
         named = {} if named_parameters is None else dict(checked(named_parameters))
         if optimizer is not None and named.keys() != shapes.keys():
             raise ValueError("optimizer= needs named_parameters= with the same names as shapes")

@@ -65,6 +65,29 @@ def test_wrong_input_gets_a_sentence() -> None:
             gradcomp.Simulation("dense", {"w": (1,)}, 1, seed=seed)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "shapes,said",
+    [
+        (None, "shapes= is a NoneType; pass {name: shape}"),
+        ([("w", (2, 3))], "shapes= is a list; pass {name: shape}"),
+        ({"w": 6}, r"the shape 6 of 'w' must be whole numbers"),
+        ({"w": (2.5,)}, r"the shape \[2\.5\] of 'w' must be whole numbers"),
+        ({"w": (-2, -3)}, r"the shape \[-2, -3\] of 'w' must be whole numbers that are not negative"),
+        ({"b": (4,), "w": (2**33, 2**33)}, rf"'w' has {2**66} entries, but a layer must have fewer than 2\^31"),
+    ],
+)
+def test_shapes_that_cannot_be_get_a_sentence(shapes: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        gradcomp.Simulation("dense", shapes, 2)
+
+
+@pytest.mark.parametrize("name", ["sketched_sgd", "gs_sgd"])
+def test_a_table_larger_than_the_model_is_neither_made_nor_sent(name: str) -> None:
+    s = gradcomp.Simulation(f"{name}:columns={2**63}", {"w": (2, 3), "b": (4,)}, 2)
+    update = s.step([grads(1), grads(3)])
+    assert (update["w"] == 2).all() and (update["b"] == 2).all()
+
+
 def test_a_state_of_something_else_is_refused() -> None:
     state = gradcomp.Simulation("topk", {"w": (5,)}, 2).state_dict()
     with pytest.raises(ValueError, match=r"saved with 'topk' and cannot continue with 'topk:ratio=0\.5'"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,22 @@ from gradcomp.engine.stages.feedback import Feedback, with_feedback
 
 # The most entries of a bucket: kernels number them in 31 bits and a sign.
 MOST_ENTRIES = 2**31 - 1
+
+
+def checked_shapes(shapes: Any, subject: str) -> dict[str, tuple[int, ...]]:
+    """Check the shapes of layers, by name. subject: of the sentence that refuses something else."""
+    if not isinstance(shapes, Mapping):
+        raise ValueError(f"{subject} is a {type(shapes).__name__}; pass {{name: shape}}")
+    found = {name: tuple(shape) if isinstance(shape, Iterable) else shape for name, shape in shapes.items()}
+    for name, shape in found.items():
+        if not isinstance(shape, tuple) or not all(
+            hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape
+        ):
+            shown = list(shape) if isinstance(shape, tuple) else shape
+            raise ValueError(f"the shape {shown} of {name!r} must be whole numbers that are not negative")
+        if math.prod(shape) > MOST_ENTRIES:
+            raise ValueError(f"{name!r} has {math.prod(shape)} entries, but a layer must have fewer than 2^31; divide it")
+    return found
 
 
 class Plan(NamedTuple):

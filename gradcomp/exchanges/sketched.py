@@ -80,7 +80,7 @@ class Sketcher(Compressor):
         return SketchTable(layout.total, self.sizes(layout.total), seed, layout.device)
 
     def exchange(self, acc: Acc, state: SketchTable, world: World) -> Steps:
-        if state.sizes.cells + state.sizes.candidates >= acc.residual.numel():  # a small model: dense is smaller
+        if not state.is_smaller:
             state.buffer = torch.empty_like(acc.residual) if state.buffer is None else state.buffer
             return (yield from routes.send_all(acc, world, state.buffer))
         return (yield from self.exchange_sketch(acc, state, world))
@@ -101,7 +101,8 @@ class SketchTable:
 
     def __init__(self, n: int, sizes: Sizes, seed: int, device: torch.device):
         self.n, self.sizes, self.seed = n, sizes, seed
-        self.cells = torch.empty(sizes.cells + 1, device=device)
+        self.is_smaller = sizes.cells + sizes.candidates < n  # than a dense exchange
+        self.cells = torch.empty(sizes.cells + 1 if self.is_smaller else 0, device=device)
         self.buffer: Tensor | None = None
 
     def share(self, world: World) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gradcomp.core.requests import World
-from gradcomp.engine.plan import MOST_ENTRIES
+from gradcomp.engine.plan import checked_shapes
 from gradcomp.prediction import measure
 from gradcomp.prediction.link import Link, Work, bandwidth_of, seconds_of, step_of
 from gradcomp.prediction.profile import load
@@ -169,6 +169,8 @@ def predict(
     hosts = ranks if hosts is None else hosts
     world, work = _world(ranks, hosts), _work(shapes, forward, backward, optimizer)
     asked = [*measure.BASELINES, *names()] if specs is None else [specs] if isinstance(specs, str) else specs
+    if other := [spec for spec in asked if not isinstance(spec, str)]:
+        raise ValueError(f"specs has {other[0]!r}; write each spec as a text, such as 'topk:ratio=0.01'")
     left_out = {spec: LEARNS for spec in asked if not measure.is_baseline(spec) and make(spec).traits.learns}
     if machine is not None:
         only = f"the profile of {machine.machine} has only times of {', '.join(machine.seconds)}"
@@ -195,12 +197,7 @@ def shapes_of(model: nn.Module | Mapping[str, Sequence[int]]) -> Shapes:
     if isinstance(model, nn.Module):
         found = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     else:
-        found = {name: tuple(shape) for name, shape in model.items()}
-        for name, shape in found.items():
-            if not all(hasattr(size, "__index__") and not isinstance(size, bool) and size >= 0 for size in shape):
-                raise ValueError(f"the shape {list(shape)} of {name!r} must be whole numbers that are not negative")
-            if math.prod(shape) > MOST_ENTRIES:
-                raise ValueError(f"{name!r} has {math.prod(shape)} entries, but a layer must have fewer than 2^31; divide it")
+        found = checked_shapes(model, "the model, which can be a torch.nn.Module,")
     if not any(torch.Size(shape).numel() for shape in found.values()):
         raise ValueError("the model has no parameter to train; pass the model, or {name: shape}")
     return found

@@ -120,14 +120,20 @@ def test_a_scale_that_overflows_skips_steps_and_training_goes_on() -> None:
 
 
 def test_a_killed_training_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    """Both ranks are killed in their second save. Then one of the two has finished it: that checkpoint is not whole."""
+    """Both ranks are killed in their second save. Then one of the two has finished it: that checkpoint is not whole.
+
+    The next one has a third rank's file, which would make it one of three ranks.
+    """
     options = ("--steps", "15", "--every", "5")
     whole = run("resume.py", str(tmp_path / "whole"), *options)
     broken = tmp_path / "broken"
     run("resume.py", str(broken), *options, killed_at=(2, 2))
     assert [str(path.relative_to(broken)) for path in sorted(broken.rglob("*.pt"))] == [f"step-00000005/{i}.pt" for i in "01"]
     shutil.copy(tmp_path / "whole" / "step-00000010" / "0.pt", broken / "step-00000010")
+    (broken / "step-00000015").mkdir()
+    shutil.copy(tmp_path / "whole" / "step-00000010" / "1.pt", broken / "step-00000015" / "2.pt")
     resumed = run("resume.py", str(broken), *options)
+    assert sorted(path.name for path in (broken / "step-00000015").iterdir()) == ["0.pt", "1.pt"]
     assert len(resumed[0]["losses"]) == 10 and resumed[0]["losses"] == whole[0]["losses"][5:]
     assert torch.equal(resumed[0]["weights"], whole[0]["weights"])
 

@@ -133,6 +133,8 @@ def test_a_model_in_bf16_needs_no_hook_to_bf16() -> None:
         ({"model": {"w": (-3, -5)}}, r"the shape \[-3, -5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2.5,)}}, r"the shape \[2.5\] of 'w' must be whole numbers"),
         ({"model": {"w": (2**63 - 1, 5)}}, "but a layer must have fewer than 2\\^31"),
+        ({"model": None}, r"the model, which can be a torch.nn.Module, is a NoneType; pass \{name: shape\}"),
+        ({"specs": [None]}, "specs has None; write each spec as a text"),
         ({"model": {}}, "the model has no parameter to train"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)}, r"optimizer=SGD (.|\n)* must be a time"),
         ({"profile": "h200"}, "there is no profile 'h200'; write h100, or leave the profile out"),
