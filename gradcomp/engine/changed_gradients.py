@@ -92,11 +92,12 @@ class GradientSample:
 class UpdateSample:
     """Entries of some layers' updates, without the loss scale, from their delivery to the optimizer's step.
 
-    A change of directions is refused; one of a velocity is warned of, once.
+    A change of directions is refused; one of a velocity is warned of, once. is_scaled: the gradients have the loss scale until
+    a scaler takes it out.
     """
 
     def __init__(self, slots: Sequence[Slot]):
-        self._warned = False
+        self._warned = self.is_scaled = False
         self._slots = sorted(slots, key=lambda slot: -slot.layer.size)
         self._kept: list[tuple[Slot, Tensor]] = []
         self._late: tuple[Holds, HostCopy] | None = None
@@ -104,7 +105,7 @@ class UpdateSample:
 
     def keep(self, updates: Mapping[str, Tensor], loss_scale: Tensor | None) -> None:
         """Keep a sample of a step's updates, by layer."""
-        self._kept, self._turn = [], self._turn + 1
+        self._kept, self._turn, self.is_scaled = [], self._turn + 1, loss_scale is not None
         for slot in self._chosen():
             if (update := updates.get(slot.name)) is not None:
                 sample = self._sample(update.view(-1))

@@ -201,10 +201,19 @@ class LastExchange:
             state.return_to(reducer, self._slots.shapes, self._share)
             reducer.generation = self._generation
             if stays:
-                for parameter, own in self._own:
-                    if parameter.grad is not None:
-                        parameter.grad.copy_(own)
+                self._put_own_back()
         self._for_good, self.waits = True, False
+
+    def _put_own_back(self) -> None:
+        """Put this rank's own gradients in the place of the update; None where the rank had none."""
+        own = {id(parameter): grad for parameter, grad in self._own}
+        for parameter in self._slots.parameters.values():
+            if parameter.grad is None:
+                continue
+            if (grad := own.get(id(parameter))) is None:
+                parameter.grad = None
+            else:
+                parameter.grad.copy_(grad)
 
     def _warn_of_rivals(self, reducer: Reducer, stays: bool) -> None:
         """Warn once that a residual spoils the training of a GAN, which drops many of its discriminator's updates."""

@@ -252,7 +252,7 @@ class OptimizerView(ActingOptimizer):
 
     def take_back_update(self, stays: bool) -> None:
         """Forget the last update: its exchange is undone. stays: in the gradients, where a change of it is refused."""
-        if stays and self._kind is not None:
+        if stays and self._kind is not None and not self._sample.is_scaled:
             self._sample.check(self._kind.holds)
         self.forget_update()
         for kind in self._kinds:

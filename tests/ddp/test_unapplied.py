@@ -222,3 +222,51 @@ def test_a_residual_is_warned_of_where_many_updates_are_dropped(optimizer_of: An
         warnings.simplefilter("always")
         Run(optimizer_of, spec).on(range(14), drop)
     assert sum("as in a GAN" in str(each.message) for each in seen) == warns
+
+
+class Branching(nn.Sequential):
+    """Layers, and one more that only some passes use."""
+
+    uses = True
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__(*layers)
+        self.branch = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self[1](self[0](x))
+        y = self[2](y)
+        return y + self.branch(y) if self.uses else y
+
+
+def use_in_the_second_pass(run: Run, step: int) -> None:
+    """Accumulate over two exchanges, of which the first does not use a layer."""
+    run.optimizer.zero_grad()
+    for part in range(2):
+        run.model.uses = part == 1
+        (run.loss(2 * step + part) / 2).backward()
+    run.optimizer.step()
+
+
+@both
+@pytest.mark.parametrize("spec", [SPEC, LEFT])
+def test_a_layer_that_the_first_of_two_passes_does_not_use_has_no_gradient_of_it(optimizer_of: Any, spec: str) -> None:
+    same(lambda spec: Run(optimizer_of, spec, Branching, find_unused_parameters=True).on(body=use_in_the_second_pass), spec)
+
+
+@both
+def test_two_passes_under_a_scaler_are_no_change_of_gradients(optimizer_of: Any) -> None:
+    """The update of the first pass has the loss scale when the second one begins."""
+
+    def training(spec: str | None) -> Run:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        run = Run(optimizer_of, spec, scaler=scaler)
+        for step in range(12):
+            run.optimizer.zero_grad()
+            for part in range(2):
+                scaler.scale(run.loss(2 * step + part) / 2).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        return run
+
+    same(training)
