@@ -77,6 +77,7 @@ def sparse_sum(
     update = acc.memory.lend(n, acc.residual.device)
     header = header_of_used(result, n)
     check_indices(result["indices"].clamp(max=n - 1), n, "a rank")
+    check_indices(taken["indices"].clamp(max=n - 1), n, "this rank")  # it has been in the network's hands
     kernels.add_sparse(update.flat, result["values"], result["indices"], header, world.mean_of_shares, update.marks)
     kept = [(sums / share, indices) for sums, indices in dropped]
     _settle(acc, Entries(values, taken["indices"], taken["header"]), kept, result, update.flat, kept_share)

@@ -15,7 +15,7 @@ import torch
 
 import gradcomp
 from gradcomp.core.compressor import Acc
-from gradcomp.core.requests import Payload, Purpose, Reply, Request, World
+from gradcomp.core.requests import Payload, Purpose, Reply, Request, Send, World
 from gradcomp.exchanges import routes
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import CODECS
@@ -71,6 +71,27 @@ def test_no_place_that_arrives_is_trusted(spec: str, monkeypatch: pytest.MonkeyP
             except (ValueError, RuntimeError) as error:  # the simulator compares the ranks' updates
                 assert "is malformed" in str(error) or "has another update" in str(error)
                 break
+
+
+@pytest.mark.parametrize("spec", ["gtopk:ratio=0.01", "topk:ratio=0.01,route=tree"])
+@pytest.mark.parametrize("value", [-1, -(2**31)])
+def test_a_rank_does_not_trust_its_own_payload_after_it_was_sent(
+    spec: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value of 0 keeps the entry out of the result. A negative index would end in torch's IndexError."""
+    start: Callable[[MemoryNetwork, Request, str], Answer] = MemoryNetwork.start
+
+    def break_own(self: MemoryNetwork, request: Request, name: str) -> Answer:
+        answer = start(self, request, name)
+        if isinstance(request, Send) and self.world.rank == 2 and request.payloads:
+            (own,) = request.payloads.values()
+            own["indices"][0], own["values"][0] = value, 0.0
+        return answer
+
+    monkeypatch.setattr(MemoryNetwork, "start", break_own)
+    simulation = gradcomp.Simulation(spec, {"w": (N,)}, 3)
+    with pytest.raises(ValueError, match="the payload of this rank is malformed: it names indices outside"):
+        simulation.step([{"w": gradients.draw("normal", N, rank)} for rank in range(3)])
 
 
 def test_a_malformed_payload_raises_and_names_the_rank() -> None:
