@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from gradcomp._version import VERSION
 from gradcomp.doctor import report
 from gradcomp.prediction import command as prediction
 from gradcomp.spec import AUTO, describe, names, summary
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments: the words after `python -m gradcomp`; those of this process by default.
     """
     parser = argparse.ArgumentParser(prog="python -m gradcomp", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"gradcomp {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list all compressors, with a line about each")
     one = commands.add_parser("describe", help="describe a compressor and its knobs, or a whole spec")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gradcomp import doctor
+from gradcomp.__main__ import main
 from gradcomp.native import extension
 
 
@@ -31,6 +32,13 @@ def test_the_command_names_every_part() -> None:
     lines = [line[4:].split("  ")[0].strip() for line in done.stdout.splitlines() if line[:4] in ("ok  ", "!!  ")]
     assert list(dict.fromkeys(lines)) == SUBJECTS
     assert torch.__version__ in done.stdout and importlib.metadata.version("horovod") in done.stdout
+
+
+def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"gradcomp {importlib.metadata.version('gradcomp')}\n"
 
 
 def test_a_full_disk_gets_a_sentence_and_a_reader_that_has_enough_none() -> None:

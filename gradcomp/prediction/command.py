@@ -32,7 +32,9 @@ as timed on an H100."""
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", required=True, help="a .json file of {name: shape}, or package.module:function")
+    parser.add_argument(
+        "--model", required=True, help="a .json file of {name: shape}, or package.module:function, or file.py:function"
+    )
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--hosts", type=int, help="(default: one for each rank)")
     parser.add_argument("--bandwidth", default="10Gbit/s", help="between hosts (default: 10Gbit/s)")
@@ -91,7 +93,7 @@ def load(text: str) -> nn.Module | Shapes:
     module, _, function = text.partition(":")
     try:
         with torch.device("meta"):
-            made = getattr(importlib.import_module(module), function)()
+            made = getattr(importlib.import_module(module.removesuffix(".py").replace("/", ".")), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"model {text!r} is neither a .json file nor a function here that needs no arguments ({error}); write for example "

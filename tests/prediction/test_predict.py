@@ -147,6 +147,15 @@ def test_bad_input_gets_a_sentence(change: dict[str, Any], said: str) -> None:
         gradcomp.predict(**arguments)
 
 
+@pytest.mark.parametrize("name", ["own_models.py:Net", "own_models:Net", "inside/own_others.py:Net"])
+def test_a_model_in_a_file_here_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inside").mkdir()
+    for file in ("own_models.py", "inside/own_others.py"):
+        (tmp_path / file).write_text("import torch\n\ndef Net():\n    return torch.nn.Linear(3, 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)  # as python -m does with the folder that it is called in
+    assert shapes_of(command.load(name)) == {"weight": (2, 3), "bias": (2,)}
+
+
 def by_command(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradcomp", "predict", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
