@@ -113,8 +113,23 @@ def test_of_two_optimizers_without_a_list_one_with_momentum_is_missed(second: An
     if second is optim.SGD:
         assert found == []
     else:
-        assert len(found) == 1 and "AdamW does not train just the layers that are exchanged" in found[0]
+        assert len(found) == 1 and "AdamW does not train all layers that are exchanged" in found[0]
         assert "Pass the list of all optimizers of the model" in found[0]
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
+def test_an_optimizer_that_trains_more_than_the_model_is_told_to_train_less(kind: Any) -> None:
+    """A list of optimizers would not help."""
+    models = net(), net()
+    optimizer = kind([each for model in models for each in model.parameters()], 0.1)
+    sessions = [session_of(optimizer, model, "topk") for model in models]
+    found = [str(each.message) for session in sessions for each in said(session, optimizer)[1]]
+    if kind is optim.SGD:
+        assert found == []
+    else:
+        assert len(found) == len(models)
+        assert all("AdamW trains parameters that are not exchanged here" in each for each in found)
+        assert all("Give each model inside DDP an optimizer of its own" in each and REMEDY in each for each in found)
 
 
 def test_another_spec_may_warn_and_says_no_second_line(no_handlers: None) -> None:

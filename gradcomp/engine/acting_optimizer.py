@@ -55,7 +55,7 @@ class ActingOptimizer:
         self._acts: weakref.ref[torch.optim.Optimizer] | None = None
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
         self._ids = {id(parameter) for parameter in slots.parameters.values()}
-        self._trained: tuple[Any, list[int], bool] = None, [], False
+        self._trained: tuple[Any, list[int], tuple[bool, bool]] = None, [], (False, False)
         self.origin = Origin()
         if optimizer is not None:
             check_optimizer(optimizer)
@@ -164,12 +164,16 @@ class ActingOptimizer:
         return {id(each) for each in parameters_of(optimizer)} & self._ids
 
     def _trains_just_these(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Compare the optimizer's parameters with the slots'. Others may be frozen."""
+        """Decide whether the optimizer trains all of the slots' parameters and no others. Others may be frozen."""
+        return self._compare(optimizer) == (True, False)
+
+    def _compare(self, optimizer: torch.optim.Optimizer) -> tuple[bool, bool]:
+        """Return whether an optimizer has all of the slots' parameters, and whether it has others that are not frozen."""
         counts = [len(group["params"]) for group in optimizer.param_groups]
         if self._trained[0] is not optimizer or self._trained[1] != counts:
             every = {id(each): each for each in parameters_of(optimizer)}
             others = any(each.requires_grad for key, each in every.items() if key not in self._ids)
-            self._trained = optimizer, counts, not others and self._ids <= every.keys()
+            self._trained = optimizer, counts, (self._ids <= every.keys(), others)
         return self._trained[2]
 
 

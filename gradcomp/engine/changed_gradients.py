@@ -5,13 +5,13 @@ On a CPU a change is found in its own step. On a GPU it is found one step later,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slot
 from gradcomp.native.memory import HostCopy
 
@@ -27,15 +27,17 @@ SMALLEST_CHANGE = 1e-4, 1e-2
 _GRADIENT_CHANGED = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
     "the change. To clip, write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, and remove the other clip. "
-    "For other changes, finish the exchange first (with momentum or Adam, gradients then hold no gradients){lines}"
+    "For other changes, call parameter.register_hook(lambda grad: ...) once; or finish the exchange first (with momentum or "
+    "Adam, gradients then hold no gradients){lines}"
 )
 _UPDATE_CHANGED = (
     "the gradients were changed between their exchange and step(), as clip_grad_norm_() does. With momentum=auto they hold "
 )
 _REMEDY = (
-    ". Write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, which then clips each rank's own gradient, "
-    "and remove the other clip; or write momentum=0 (under auto, loss=low), and the exchange is of gradients. If a GradScaler "
-    "has changed them, pass it as scaler="
+    ". To clip, write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, which then clips each rank's own "
+    "gradient, and remove the other clip. Change gradients otherwise, as a mask does, before their exchange: call "
+    "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or write momentum=0 (under auto, "
+    "loss=low), and the exchange is of gradients. If a GradScaler has changed them, pass it as scaler="
 )
 _TEXTS: dict[Holds, str] = {
     "direction": f"{_UPDATE_CHANGED}Adam's directions, with a length that says nothing about the gradient's{_REMEDY}",
@@ -149,7 +151,7 @@ class UpdateSample:
             raise RuntimeError(_TEXTS[holds])
         if not self._warned:
             self._warned = True
-            warnings.warn(_TEXTS[holds], stacklevel=2)
+            warn_user(_TEXTS[holds])
 
 
 def _grad_of(slot: Slot) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from gradcomp.engine.slots import Slots
 from gradcomp.engine.taken_momentum import (
     TAKE_KNOWN,
     TAKE_ONE,
+    TAKE_OWN,
     AdamMoments,
     LastStep,
     Missed,
@@ -59,10 +59,10 @@ _WITHOUT = (
     "first"
 )
 _BEGINS_WITHOUT = (
-    "{name} goes on without the moments that it had: they were not in its saved state, but in the ranks' own. They begin with "
-    "zeros now, and the residuals, too. Save the state_dict() of the handle, or of optimizer.compression, on every rank beside "
-    'the model, and load it with load_state_dict(); or call change("SPEC,momentum=0") before a checkpoint, which gives the '
-    "optimizer its moments"
+    "{name} goes on without the moments that it had: they were not in its state, but in the ranks' own. They begin with zeros "
+    "now, and the residuals, too. Save the state_dict() of the handle, or of optimizer.compression, on every rank beside the "
+    "model, or before a new DDP around the same layers, and load it with load_state_dict(); or call "
+    'change("SPEC,momentum=0") before a checkpoint, or before a new DDP, which gives the optimizer its moments'
 )
 _IDLE = (
     ". {layer!r} has no gradient: if it is frozen, or unused in some steps, DistributedDataParallel needs "
@@ -123,7 +123,7 @@ class OptimizerView(ActingOptimizer):
         """The reason why the optimizer's momentum is not taken over; None if it is, if there is none, or if it is unknown."""
         for each in dict.fromkeys([*([] if self.acting is None else [self.acting]), *self.in_part]):
             missed = self._missed_of(each)
-            if missed is not None and not (missed.remedy is TAKE_ONE and _is_plain_sgd(each)):
+            if missed is not None and not (missed.remedy in (TAKE_ONE, TAKE_OWN) and _is_plain_sgd(each)):
                 return missed._replace(reason=f"{type(each).__name__} {missed.reason}")
         return None
 
@@ -217,7 +217,7 @@ class OptimizerView(ActingOptimizer):
         self._kind = kind = None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None or kind is None:
             if optimizer is not None and before is not None:
-                warnings.warn(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW), stacklevel=2)
+                warn_user(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW))
             return {}
         successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
         share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), self.is_told, successes)
@@ -268,7 +268,8 @@ class OptimizerView(ActingOptimizer):
     def leave(self) -> None:
         """Leave the momentum to the optimizer from now on."""
         self.show()
-        self._kind, self._pending, self.origin.holds_moments = None, False, False
+        self._kind, self._pending = None, False
+        self.origin.leave()
 
     def arrays_to_hand_back(self) -> tuple[str, ...]:
         """List the arrays of a bucket that the optimizer gets back where a spec leaves its momentum to it."""
@@ -349,8 +350,11 @@ class OptimizerView(ActingOptimizer):
             return Missed("is unknown to the exchange", TAKE_KNOWN)
         if not steps_as_known(type(optimizer)):
             return Missed("has a step() of its own", TAKE_KNOWN)
-        if not self._trains_just_these(optimizer):
-            return Missed("does not train just the layers that are exchanged", TAKE_ONE)
+        has_all, has_others = self._compare(optimizer)
+        if has_others:
+            return Missed("trains parameters that are not exchanged here", TAKE_OWN)
+        if not has_all:
+            return Missed("does not train all layers that are exchanged", TAKE_ONE)
         try:
             return kind.misfit(optimizer)
         except KeyError as error:

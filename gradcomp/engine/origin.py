@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+
+from gradcomp.engine.optimizer_steps import warn_user
 
 _ANOTHER = (
     "{name} is new, or its state is, but the update that it steps with holds the moments of the one before. They begin anew "
@@ -24,6 +25,9 @@ _MAXIMIZE = (
 # In the groups of a saved optimizer: its moments were not in its state, but in the ranks'.
 MARK = "gradcomp"
 
+# The origins, by their keys, of moments that optimizers had and ranks have. Another session does not have them.
+_holders: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()
+
 
 class Origin:
     """The optimizer that the ranks' moments and residuals belong to, and the state that it had in its last step.
@@ -33,7 +37,7 @@ class Origin:
     cleared dict has no table, and a dict that had an entry has one.
 
     generation: the numbers of changes, of states that were loaded and of all. holds_moments: the ranks have them, and not the
-    optimizer. begins_without: a state was loaded that was saved without them, and nothing has them.
+    optimizer. begins_without: a state was saved without them, or another session had them, and nothing has them.
     """
 
     _SIZES: ClassVar[Mapping[type, int]] = {kind: kind().__sizeof__() for kind in (dict, defaultdict)}
@@ -41,6 +45,7 @@ class Origin:
     def __init__(self) -> None:
         self.generation = 0, 0
         self.holds_moments = self.begins_without = False
+        self._key = object()  # outlives the origin
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._state: Any = None
@@ -65,14 +70,28 @@ class Origin:
     def note_step(self, optimizer: torch.optim.Optimizer, holds_moments: bool) -> None:
         """Note an optimizer that is about to step. holds_moments: its update does."""
         if self.compare(optimizer) and holds_moments:
-            warnings.warn(_ANOTHER.format(name=type(optimizer).__name__), stacklevel=2)
+            warn_user(_ANOTHER.format(name=type(optimizer).__name__))
+        self._take_over(optimizer, False)
         self._note(optimizer)
 
     def note_moments(self, optimizer: torch.optim.Optimizer, are_known: bool) -> None:
         """Note that the ranks go on with moments. are_known: some were loaded. Forget the marks of a saved state."""
         marks = [group.pop(MARK, False) for group in optimizer.param_groups]
         self.begins_without |= any(marks) and not (are_known or self._reloads)
-        self.holds_moments = True
+        self._take_over(optimizer, are_known)
+        self.holds_moments, _holders[optimizer] = True, self._key
+
+    def leave(self) -> None:
+        """Note that the ranks have no moments from now on: the optimizer has its own."""
+        self.holds_moments = False
+        for optimizer in [each for each, key in _holders.items() if key is self._key]:
+            del _holders[optimizer]
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, are_known: bool) -> None:
+        """Note whether moments that another session has of an optimizer are lost."""
+        if _holders.get(optimizer, self._key) is not self._key:
+            self.begins_without |= not are_known
+            del _holders[optimizer]
 
     def check_sign(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that has begun to maximize, or to minimize, in mid-training."""

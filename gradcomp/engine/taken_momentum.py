@@ -30,10 +30,11 @@ class Missed(NamedTuple):
     remedy: str
 
 
-# The remedies for an optimizer that is unknown, and for one that does not train all layers.
-TAKE_KNOWN, TAKE_ONE = (
+# The remedies for an optimizer that is unknown, for one that does not train all layers, and for one that trains others, too.
+TAKE_KNOWN, TAKE_ONE, TAKE_OWN = (
     "Train with torch's SGD, Adam or AdamW",
     "Pass the list of all optimizers of the model (under Horovod, wrap each)",
+    "Give each model inside DDP an optimizer of its own, and parameters outside of DDP another one",
 )
 
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from training import OptimizerOf, Training
 
 SPEC = "topk:ratio=0.2"
-MISSING = r"goes on without the moments that it had: they were not in its saved state, but in the ranks' own"
+MISSING = r"goes on without the moments that it had: they were not in its state, but in the ranks' own"
 OPTIMIZERS: dict[str, OptimizerOf] = {"SGD": partial(SGD, lr=0.05, momentum=0.9), "AdamW": partial(AdamW, lr=0.02)}
 of_both = pytest.mark.parametrize("kind", OPTIMIZERS)
 
