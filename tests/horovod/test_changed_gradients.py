@@ -86,6 +86,14 @@ def removing(door: str, spec: str) -> list[tuple[str, bool]]:
     return [(str(each.message), each.filename == __file__) for each in seen]
 
 
+def hooked(door: str) -> Tensor:
+    """Train with a tenth of the odd columns' gradients, by a hook."""
+    run = Training(door, spec="topk:ratio=1,wire=exact", momentum=0.9)
+    for each in run.model.parameters():
+        each.register_hook(lambda grad: grad * (torch.arange(grad.shape[-1]) % 2 * -0.9 + 1))
+    return run.train(4)
+
+
 def skip_late(door: str) -> list[str]:
     """Drop updates that synchronize() has exchanged, for the first time after the state was copied for the last time."""
     run, said = Training(door, spec="topk:ratio=0.05"), []
@@ -105,6 +113,7 @@ def skip_late(door: str) -> list[str]:
 def program() -> dict[Any, Any]:
     hvd.init()
     found: dict[Any, Any] = {("advised", door): train(door, advised, 4) for door in (ALONE, *DOORS)}
+    found |= {("hooked", door): hooked(door) for door in (ALONE, *DOORS)}
     for door in DOORS:
         for habit in (clip, replace, unscale):
             found[habit.__name__, door] = small_net.refused(lambda d=door, h=habit: train(d, h))  # type: ignore[misc]
@@ -128,6 +137,12 @@ def test_a_change_that_would_be_lost_is_refused_with_the_right_lines(name: str, 
         assert said.startswith("RuntimeError: the gradient of '") and "between backward() and step()" in said, said
         for line in ("optimizer.synchronize()", "scaler.unscale_(optimizer)", "with optimizer.skip_synchronize():"):
             assert line in said
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_hook_changes_gradients_before_their_exchange(door: str) -> None:
+    for own in found():
+        torch.testing.assert_close(own["hooked", door], own["hooked", ALONE], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("door", DOORS)
