@@ -61,7 +61,8 @@ class LastExchange:
         self._slots, self._view, self._trial = slots, view, trial
         self.waits, self.is_nested, self._inside = False, False, ""  # the name of the optimizer that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
-        self._drops, self._keeper = 0, ""
+        self._drops = 0
+        self._keeper: Any = None
         self._exchanges = self._exchanges_inside = 0
         self._copies = self._for_good = self._in_main_memory = self._steps_are_seen = False
         self._reducer: Reducer | None = None
@@ -121,7 +122,7 @@ class LastExchange:
     def begin(self, keeper: Any, first: Slot | None) -> None:
         """Begin an exchange. first: the slot of its first gradient, if it is known.
 
-        keeper: exchanges equal gradients differently from one time to the next; empty: nothing does.
+        keeper: exchanges equal gradients differently from one time to the next; None: nothing does.
 
         Refuse a second one in the same step of an optimizer if there is a keeper.
         """
@@ -130,8 +131,8 @@ class LastExchange:
         self.settle()
         self._looks = not self._has_warned and (self._exchanges < self._trial or self._exchanges % LOOKS == 0)
         self._exchanges_inside += bool(self._inside)
-        self._keeper, self._first = str(keeper), first
-        if keeper and self._exchanges_inside > 1:
+        self._keeper, self._first = keeper, first
+        if keeper is not None and self._exchanges_inside > 1:
             raise RuntimeError(_CLOSURES.format(name=self._inside, keeper=keeper))
 
     def keep(self, reducer: Reducer, slot: Slot) -> None:

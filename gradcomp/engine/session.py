@@ -160,7 +160,7 @@ class Session:
             self._failure = None
         if self._step_in is not None:  # the network was initialised anew
             self._discard_step()
-        self.last.begin(self.turns or ("" if self.reducer.repeats else self.spec), first)
+        self.last.begin(None if self.reducer.repeats and not self.turns else self.turns or self.compressor, first)
         if not self.door.holds:
             self._take_turn()
         self._step_in = here

@@ -97,7 +97,7 @@ def found(case: str) -> list[dict[str, Any]]:
 def test_a_backward_pass_that_fails_is_followed_by_refusals() -> None:
     one = found("caught")[1]
     assert "forced" in one["first"]
-    assert one["said"] == "RuntimeError: backward() ended before all gradients were exchanged"
+    assert one["said"].startswith("RuntimeError: backward() ended before all gradients were exchanged: layers that are frozen")
     assert one["state"].startswith(f"{REFUSED}RuntimeError: backward() ended before")
     assert one["kept"], "gradients of this rank alone changed weights"
 

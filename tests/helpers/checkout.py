@@ -34,7 +34,7 @@ class Checkout:
         wanted = ("python3", "c++", "g++", "cmake", "nvcc", "nvidia-smi", "df", "ccache")
         for place in ("/usr/bin", "/bin"):
             for tool in Path(place).iterdir():
-                if tool.name not in wanted and not (self.bin / tool.name).exists():
+                if tool.name not in wanted and not os.path.lexists(self.bin / tool.name):
                     (self.bin / tool.name).symlink_to(tool)
         self.has("df", f"printf 'header\\n/dev/x 1 1 {PLENTY} 1%% /\\n'")
         # Set-up must not get as far as a download. If it does, it finds nobody to download from.

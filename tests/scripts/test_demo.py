@@ -106,5 +106,7 @@ def test_the_demo_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
         assert accuracy > 50
     assert "DIFFER" not in said
     plot = tmp_path / "loss.png"
-    assert str(plot) in said and [*tmp_path.iterdir()] == [plot]
+    log = tmp_path / "compressed.log"
+    assert str(plot) in said and {*tmp_path.iterdir()} == {plot, log}
+    assert log.read_text().count("\n") == 1 and "exchanges gradients, since SGD has no momentum" in log.read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
