@@ -270,16 +270,20 @@ def _users_of(storage: torch.UntypedStorage) -> int:
     return 0 if count is None else int(count(storage._cdata))
 
 
+def _is_marked(delivered: Tensor, update: Update) -> bool:
+    """Decide whether a step failed, which marks the first entry of every layer. This waits for a device if there is one."""
+    return not bool(update.first.isfinite()) and not bool(delivered[0].isfinite())
+
+
 class _ComparingReducer(Reducer):
     """The reducer of a rank after the first. It compares updates with those of the first, in place of writing them."""
 
     def _deliver(self, bucket: Bucket, update: Update) -> None:
-        marked = int(not update.first.isfinite())  # a step that failed marks the first entry of every layer
         for name, of_layer in bucket.layout.views(update.flat).items():
             expected = self.slots[name].update
             assert expected is not None
-            equal = torch.equal(expected.view(torch.int32)[marked:], of_layer.view(torch.int32)[marked:])
-            if not equal or (marked and expected[0].isfinite()):
+            own, firsts = of_layer.view(torch.int32), expected.view(torch.int32)
+            if not torch.equal(firsts, own) and not (_is_marked(expected, update) and torch.equal(firsts[1:], own[1:])):
                 raise RuntimeError(
                     f"rank {self.network.world.rank} has another update of {name!r} than rank 0: {bucket.compressor} is not "
                     "deterministic"
