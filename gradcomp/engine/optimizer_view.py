@@ -296,6 +296,15 @@ class OptimizerView(ActingOptimizer):
 
     # A step of the optimizer.
 
+    def steps_at_once(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Decide whether a step() calls no other one. Horovod's synchronizes, and calls another one.
+
+        hvd.broadcast_optimizer_state() calls that one alone: without an update, and with gradients of zeros.
+        """
+        if not hasattr(optimizer, "synchronize"):
+            return True
+        return optimizer is self.acting and self.taken and not self._pending and not _has_gradients(optimizer)
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hide the settings that the updates hold from an optimizer that is about to step. Its step may call another one."""
         kind = self._kind
@@ -308,8 +317,7 @@ class OptimizerView(ActingOptimizer):
             text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
             raise RuntimeError(text.format(name=type(optimizer).__name__, old=kind.name, outcome=_MADE_BEFORE))
         self._note_origin(optimizer)
-        gradients = (each.grad for each in parameters_of(optimizer))
-        if not self._pending and any(grad is not None and bool(grad.any()) for grad in gradients):
+        if not self._pending and _has_gradients(optimizer):
             idle = next((name for name, each in self.slots.parameters.items() if each.grad is None), None)
             why = "" if idle is None else _IDLE.format(layer=idle)
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__) + why)
@@ -373,6 +381,11 @@ class FixedRates(OptimizerView):
 
     def rates(self) -> LayerRates:
         return self._fixed
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Decide whether an optimizer has gradients that are not zeros. This waits for a device if there is one."""
+    return any(each.grad is not None and bool(each.grad.any()) for each in parameters_of(optimizer))
 
 
 def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:

@@ -269,7 +269,7 @@ class Session:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the momentum out of an optimizer that is about to step. A step() that synchronizes before calls another one."""
-        if self._step_in is None and (self.last.is_nested or not hasattr(optimizer, "synchronize")):
+        if self._step_in is None and (self.last.is_nested or self.view.steps_at_once(optimizer)):
             self.view.before_step(optimizer)
         if self.door.unused:
             self._missing.before_step(optimizer, self.spec)

@@ -199,6 +199,9 @@ class SeveralOptimizers(OptimizerView):
     def check_step(self, optimizer: torch.optim.Optimizer, compressor: Compressor) -> bool:
         return any([part.check_step(optimizer, compressor) for part in self.parts])  # noqa: C419 - all of them check
 
+    def steps_at_once(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(part.steps_at_once(optimizer) for part in self.parts)
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         for part in self.parts:
             part.before_step(optimizer)
