@@ -135,7 +135,9 @@ class Announcement:
         self.due, self._looks, self._said, self._warned = True, 0, False, False
 
     def look(self, session: Any) -> None:
-        """Say what is due. Doors without a name say nothing."""
+        """Say what is due, once the ranks have compared their optimizers. Doors without a name say nothing."""
+        if not session.has_met:  # Horovod's step() ends the exchange, and calls another one
+            return
         self._looks = LOOKS if self.due else self._looks - 1
         self.due = False
         if self._looks <= 0 or not session.door.name:
