@@ -84,7 +84,7 @@ def test_a_range_allows_its_values_alone(own: Knob, inside: list[Any], outside: 
             "gs_sgd:columns=16,compression=9",
             "gs_sgd:columns=16,compression=9: compression sets the number of columns; remove columns or compression",
         ),
-        ("gs_sgd:compression=25", "gs_sgd:compression=25.0: candidates=4 leave no room for a table; lower ratio=0.01"),
+        ("gs_sgd:compression=25", "gs_sgd:compression=25: candidates=4 leave no room for a table; lower ratio=0.01"),
     ],
 )
 def test_a_value_out_of_range_gets_a_sentence(spec: str, sentence: str) -> None:
