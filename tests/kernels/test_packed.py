@@ -17,6 +17,7 @@ from gradcomp.core.requests import Payload
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.sparse import CODECS, COMPACT, EXACT
 from gradcomp.native import extension, kernels
+from gradcomp.native.kernels.sparse import add_entries
 from gradcomp.native.memory import Update
 
 CPU = torch.device("cpu")
@@ -213,3 +214,14 @@ def test_a_payload_of_another_size_is_refused() -> None:
     form = COMPACT.form(1000, 10)
     with pytest.raises(ValueError, match=r"received 48 entries of torch\.uint8 where a payload of 40 bytes was expected"):
         payloads.read(form, torch.zeros(48, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("indices", [[], [3, 1], [0, 3, 0]])
+def test_added_entries_are_those_of_index_add_also_without_any(device: torch.device, indices: list[int]) -> None:
+    """Indices of zeros may repeat."""
+    at = torch.tensor(indices, dtype=torch.int64, device=device)
+    values = at.float()
+    target = torch.arange(9.0, device=device)
+    wanted = target.clone().index_add_(0, at, values)
+    add_entries(target, at, values)
+    assert torch.equal(target, wanted)

@@ -243,10 +243,9 @@ def add_entries(target: Tensor, indices: Tensor, values: Tensor) -> None:
 
     On a GPU, torch's index_add_ adds by atomics, which take subnormal numbers for 0.
     """
-    count, at = len(values), torch.where(values != 0, indices, 0).int()
-    header = torch.arange(
-        count, -1, -count, dtype=torch.int32, device=values.device
-    )  # (count, 0), without a copy from the host
+    at = torch.where(values != 0, indices, 0).int()
+    header = torch.zeros(2, dtype=torch.int32, device=values.device)
+    header[:1].fill_(len(values))  # torch.tensor() would copy from the host
     add_sparse(target, values, at, header)
 
 
