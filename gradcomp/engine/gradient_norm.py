@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.engine.bucket import Bucket
-from gradcomp.native import kernels
+from gradcomp.engine.stages.stage import squares_of
 from gradcomp.native.memory import HostCopy, Memory
 
 # Steps after a question in which the norm is measured: those until the next question of a log.
@@ -35,12 +35,7 @@ class GradientNorm:
 
     def add(self, bucket: Bucket, loss_scale: Tensor | None) -> None:
         """Add a bucket's gradients, which are complete."""
-        device = bucket.layout.device
-        squares = torch.zeros(bucket.count, dtype=torch.float64, device=device)
-        kernels.sum_squares(bucket.ordered_grads, squares, self._memory)
-        total = squares.sum().view(1)
-        if loss_scale is not None:
-            total /= loss_scale.double().square()
+        device, total = bucket.layout.device, squares_of(bucket.ordered_grads, loss_scale, self._memory).sum().view(1)
         self._sums[device] = self._sums[device] + total if device in self._sums else total
 
     def end_step(self) -> None:

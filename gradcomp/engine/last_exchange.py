@@ -137,9 +137,7 @@ class LastExchange:
 
     def keep(self, reducer: Reducer, slot: Slot) -> None:
         """Copy this rank's own gradient, and before the first one the state."""
-        if not (reducer.keeps_state or reducer.takes_momentum):
-            return
-        if not (self._looks or self._copies):
+        if not (self._looks or self._copies) or not (reducer.keeps_state or reducer.takes_momentum):
             return
         parameter = slot.parameter
         grad = None if parameter is None else parameter.grad
@@ -199,7 +197,7 @@ class LastExchange:
             for grad in grads:
                 grad.zero_()
         else:
-            state.return_to(reducer, self._slots.shapes, self._share)
+            state.load_own(reducer, self._slots.shapes, self._share)()
             reducer.generation = self._generation
             if stays:
                 self._put_own_back()

@@ -160,7 +160,7 @@ class Session:
             self._failure = None
         if self._step_in is not None:  # the network was initialised anew
             self._discard_step()
-        self.last.begin(None if self.reducer.repeats and not self.turns else self.turns or self.compressor, first)
+        self.last.begin(self.turns or (None if self.reducer.repeats else self.compressor), first)
         if not self.door.holds:
             self._take_turn()
         self._step_in = here
@@ -437,8 +437,7 @@ class Session:
         share, reducer = snapshot.share, self.reducer
         if snapshot.compressor is not self.compressor:  # change() came after the commit
             reducer = self._make_reducer(snapshot.compressor)
-        taken = state.Taken({0: share}, 1.0, snapshot.owner.place)
-        load = state.load_shares(reducer, self.slots.shapes, taken, share["steps"], trusted=True)
+        load = state.load_own(reducer, self.slots.shapes, share)
         self._go_on_from(load, reducer, snapshot.compressor)
         self._membership.restore(snapshot.owner)
         self.view.sums = share["sums"]

@@ -15,6 +15,7 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters
+from gradcomp.native import kernels
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make
 
@@ -59,8 +60,8 @@ def test_it_is_without_the_loss_scale() -> None:
 
 def test_only_steps_after_a_question_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    sum_squares = gradient_norm.kernels.sum_squares
-    monkeypatch.setattr(gradient_norm.kernels, "sum_squares", lambda *given: calls.append(1) or sum_squares(*given))
+    sum_squares = kernels.sum_squares
+    monkeypatch.setattr(kernels, "sum_squares", lambda *given: calls.append(1) or sum_squares(*given))
     simulation = gradcomp.Simulation("orq", SHAPES, 1)
     simulation.step(draw(0))
     assert not calls

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor, Layout, Steps
 from gradcomp.core.requests import World
 from gradcomp.engine.context import StepContext
-from gradcomp.engine.stages.stage import Accumulation, Stage
+from gradcomp.engine.stages.stage import Accumulation, Stage, squares_of
 from gradcomp.native import kernels
 from gradcomp.native.memory import HostCopy
 
@@ -174,12 +174,8 @@ class Measurements:
 
 def _squares(accumulation: Accumulation) -> Tensor:
     """Sum the squares of each layer's gradient, as it is added to the residual."""
-    squares = torch.zeros(len(accumulation.grads), dtype=torch.float64, device=accumulation.residual.device)
-    kernels.sum_squares(accumulation.grads, squares, accumulation.memory)
-    scale = accumulation.loss_scale
-    for factor in (accumulation.scales, None if scale is None else 1 / scale):
-        squares *= 1 if factor is None else factor.double().square()
-    return squares
+    squares = squares_of(accumulation.grads, accumulation.loss_scale, accumulation.memory)
+    return squares if accumulation.scales is None else squares.mul_(accumulation.scales.double().square())
 
 
 def _measured(steps: Steps, measurements: Measurements, residual: Tensor) -> Steps:

@@ -115,6 +115,13 @@ class Accumulation:
         return Acc(self.residual, self.memory, self.mask, self.flag, self.moments, rates, self.peaks, spans)
 
 
+def squares_of(grads: Sequence[Tensor], loss_scale: Tensor | None, memory: Memory) -> Tensor:
+    """Sum the squares of each gradient, without the loss scale."""
+    squares = torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
+    kernels.sum_squares(grads, squares, memory)
+    return squares if loss_scale is None else squares.mul_((1 / loss_scale).double().square())
+
+
 class Part(NamedTuple):
     """A stage's part of a saved state. layers: by field, then by layer. bucket: the rest."""
 
