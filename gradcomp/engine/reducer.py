@@ -16,10 +16,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from gradcomp.core.compressor import Compressor
-from gradcomp.core.requests import Reply, bytes_of
+from gradcomp.core.compressor import Acc, Compressor
+from gradcomp.core.requests import Reply, World, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
-from gradcomp.engine.clock import StepClock
+from gradcomp.engine.clock import StepClock, ranged
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.gradient_norm import GradientNorm
@@ -201,11 +201,10 @@ class Reducer:
         """
         running = [bucket for bucket in self.buckets if bucket.answer is not None]
         for bucket in running:
-            assert bucket.answer is not None
             bucket.streams.join()
-            asked, reply = time.perf_counter(), bucket.answer()
+            asked, reply = time.perf_counter(), self._wait(bucket)
             replied = self.clock.note_reply(asked)
-            self._resume(bucket, reply)
+            self._add(bucket, reply)
             self.clock.note_encoded(replied)
         return bool(running)
 
@@ -296,15 +295,7 @@ class Reducer:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
             self._begin_anew(self._context.generation)
             self._norm.begin_step()
-        if self.observer is not None:
-            self.observer.before(bucket)
-        if self._norm.measures:
-            self._norm.add(bucket, self._context.loss_scale(bucket.layout.device))
-        acc = bucket.collect(self._context)
-        if self.observer is not None:
-            self.observer.collected(bucket)
-        bucket.round, bucket.running = 0, bucket.exchange(acc, world)
-        self._resume(bucket, None)
+        self._select(bucket, self._accumulate(bucket, self._context), world)
         self.clock.note_encoded(began)
 
     def _begin_anew(self, generation: tuple[int, int]) -> None:
@@ -313,6 +304,31 @@ class Reducer:
         if generation != before:
             for bucket in self.buckets:
                 bucket.forget(moments_only=generation[0] == before[0])
+
+    @ranged("accumulate")
+    def _accumulate(self, bucket: Bucket, context: StepContext) -> Acc:
+        if self.observer is not None:
+            self.observer.before(bucket)
+        if self._norm.measures:
+            self._norm.add(bucket, context.loss_scale(bucket.layout.device))
+        acc = bucket.collect(context)
+        if self.observer is not None:
+            self.observer.collected(bucket)
+        return acc
+
+    @ranged("select")
+    def _select(self, bucket: Bucket, acc: Acc, world: World) -> None:
+        bucket.round, bucket.running = 0, bucket.exchange(acc, world)
+        self._resume(bucket, None)
+
+    @ranged("exchange")
+    def _wait(self, bucket: Bucket) -> Reply:
+        assert bucket.answer is not None
+        return bucket.answer()
+
+    @ranged("add")
+    def _add(self, bucket: Bucket, reply: Reply) -> None:
+        self._resume(bucket, reply)
 
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None
@@ -335,6 +351,7 @@ class Reducer:
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
 
+    @ranged("deliver")
     def _deliver(self, bucket: Bucket, update: Update) -> None:
         self.deliveries[self._part_of[bucket.index]].write(bucket, update, self.scale, self._step)
 

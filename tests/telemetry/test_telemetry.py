@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import subprocess
@@ -275,3 +276,32 @@ def test_ranks_that_watch_unlike_each_other_are_refused() -> None:
     (first, weights), (second, others) = ranks.launch(unlike, 2)
     assert first == second and "telemetry: rank 0 has" in first and "a check of the replicas every 5" in first
     assert torch.equal(weights, others)
+
+
+def profiled() -> Any:
+    ranks.join()
+    run = doors.Training(doors.DDP, spec=SPARSE, bucket_mb=0.02)
+    run.train(2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.train(1)
+    run.train(1)
+    found = [
+        (each.name, each.time_range.start, each.time_range.end, each.cpu_parent and each.cpu_parent.name)
+        for each in profile.events()
+        if each.name.startswith("gradcomp::")
+    ]
+    return found, run.handle.stats()["buckets"]
+
+
+@pytest.mark.slow
+def test_a_profilers_trace_names_the_parts_of_every_bucket() -> None:
+    """Of the step that was profiled, once each, in order. The delivery is within the range that adds the reply up."""
+    for found, buckets in ranks.launch(profiled, 2):
+        assert len(found) == 5 * buckets > 5
+        ranges = {name: tuple(rest) for name, *rest in found}
+        for bucket in range(buckets):
+            parts = [ranges[f"gradcomp::{part} (bucket {bucket})"] for part in ("accumulate", "select", "exchange", "add")]
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(parts))
+            start, end, parent = ranges[f"gradcomp::deliver (bucket {bucket})"]
+            assert parent == f"gradcomp::add (bucket {bucket})" and parts[-1][0] <= start < end <= parts[-1][1]
+            assert parts[0][2] is not None and "gradcomp" not in parts[0][2]  # a function of the backward pass
