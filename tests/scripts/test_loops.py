@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from laboratory.commands import loops
 from laboratory.commands.loops import judge, table
 from laboratory.loops.cell import FAILED, Key
 from laboratory.main import main
@@ -34,6 +38,16 @@ def test_a_cell_below_the_noise_of_plain_has_to_be_said() -> None:
     wanted = {"near": "ok", "below": "worse", "warned": "warned", "refused": "refused", "broken": "failed"}
     assert found == wanted | {"lost": "worse", "again": "ok"}
     assert table(lines)[1][:5] == ["base, ddp, sgd", "97.0", "95.0", "94.0 WORSE", "50.0 warned"]
+
+
+def test_a_cell_that_is_as_good_after_three_times_the_steps_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = judge(dict([cell("", 98.0), cell("late", 90.0), cell("worse", 90.0)]))
+    ends = {"": 99.0, "late": 98.0, "worse": 91.0}
+    monkeypatch.setattr(loops, "train", lambda keys: {key: cell(key.spec, ends[key.spec])[1] for key in keys})
+    loops.train_longer(lines, argparse.Namespace(steps=100))
+    assert [line["verdict"] for line in lines] == ["late", "worse"]
+    assert lines[0]["longer"] == {"score": 98.0, "plain": 99.0, "noise": 0.0, "steps": 300}
+    assert table(lines)[1][2:] == ["90.0 late", "90.0 WORSE"]
 
 
 def test_two_cases_on_real_ranks(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ DOORS = ("ddp", "horovod")
 
 # A cell is worse where its score is below plain's mean by more than so many points and so many standard deviations.
 POINTS, DEVIATIONS = 2.0, 3.0
-# Seeds of a cell that seems worse, of which the mean counts.
-AGAIN = 3
+# Seeds of a cell that seems worse, of which the mean counts. One that still does trains so many times as long, beside plain.
+AGAIN, LONGER = 3, 3
 # Seconds of one launch, and the most cells in it.
 SECONDS, MOST = 150.0, 8
 
@@ -30,8 +30,8 @@ examples:
   scripts/lab loops                                       # all of them, in half an hour
   scripts/lab loops --cases base,GAN --doors ddp --specs topk
 
-The exit status is 1 if a cell is worse than plain by more than noise and neither a warning nor a refusal said so, or if
-ranks fail."""
+The exit status is 1 if a cell is worse than plain by more than noise, also after three times the steps, and neither a warning
+nor a refusal said so, or if ranks fail."""
 
 Found = dict[Key, dict[str, Any]]
 
@@ -55,6 +55,7 @@ def run(chosen: argparse.Namespace) -> int:
     suspects = [line["key"] for line in judge(found) if line["verdict"] == "worse"]
     found |= train([key._replace(seed=seed) for key in suspects for seed in range(1, AGAIN)])
     lines = judge(found)
+    train_longer(lines, chosen)
     print(columns(table(lines)))
     wrong = [line for line in lines if line["verdict"] in ("worse", "failed")]
     for line in wrong:
@@ -62,6 +63,17 @@ def run(chosen: argparse.Namespace) -> int:
     record = [{**line, "key": list(line["key"][:4])} for line in lines]
     report.save(chosen, None, {"steps": chosen.steps, "ranks": 2, "seeds_of_plain": chosen.seeds, "cells": record})
     return int(bool(wrong))
+
+
+def train_longer(lines: Sequence[dict[str, Any]], chosen: argparse.Namespace) -> None:
+    """Train the cells that are worse for longer, beside plain. Those that are as good in the end are late, not worse."""
+    worse = {line["key"]._replace(steps=LONGER * chosen.steps): line for line in lines if line["verdict"] == "worse"}
+    again = [*worse, *dict.fromkeys(key._replace(spec="") for key in worse)]
+    for longer in judge(train([key._replace(seed=seed) for key in again for seed in range(AGAIN)])):
+        line = worse[longer["key"]]
+        line["longer"] = {name: longer[name] for name in ("score", "plain", "noise")} | {"steps": LONGER * chosen.steps}
+        if longer["verdict"] == "ok":
+            line["verdict"] = "late"
 
 
 def cells(chosen: argparse.Namespace, specs: Sequence[str], more: bool = False) -> list[Key]:
@@ -152,7 +164,7 @@ def _shown(line: dict[str, Any] | None) -> str:
         return ""
     if line["score"] is None:
         return str(line["verdict"])
-    mark = {"worse": " WORSE", "warned": " warned", "ok": " said" if line["warned"] else ""}[line["verdict"]]
+    mark = {"worse": " WORSE", "late": " late", "warned": " warned", "ok": " said" if line["warned"] else ""}[line["verdict"]]
     return f"{line['score']:.1f}{mark}"
 
 
