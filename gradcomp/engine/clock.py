@@ -1,37 +1,9 @@
-"""The clock of a rank's steps: host seconds for compressing, waiting and on the wire, added up; ranges in traces."""
+"""The clock of a rank's steps: host seconds for compressing, for waiting and on the wire, added up."""
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
-
-from torch.autograd import profiler
-
-from gradcomp.engine.bucket import Bucket
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def ranged(part: str) -> Callable[[Method], Method]:
-    """Decorate a method that does a part of a bucket's step: a profiler's trace then shows its range, under this name.
-
-    torch.profiler and torch.autograd.profiler.emit_nvtx() set the flag. Without it, a record_function costs microseconds.
-    """
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(self: Any, bucket: Bucket, *arguments: Any) -> Any:
-            if not profiler._is_profiler_enabled:
-                return method(self, bucket, *arguments)
-            with profiler.record_function(f"gradcomp::{part} (bucket {bucket.index})"):
-                return method(self, bucket, *arguments)
-
-        return call  # type: ignore[return-value]
-
-    return decorate
 
 
 @dataclass
