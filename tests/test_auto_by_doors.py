@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -213,7 +214,10 @@ def habits(habit: str) -> dict[str, Any]:
         low = with_habit("auto", habit)
     with choices.chosen("stock"):
         stock = with_habit("auto", habit), with_habit(None, habit)
-    return {"low": low, "stock": stock, "high": small_net.refused(lambda: with_habit(HIGH, habit, SOON))}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradcomp: the gradients were clipped to a norm")
+        high = small_net.refused(lambda: with_habit(HIGH, habit, SOON))
+    return {"low": low, "stock": stock, "high": high}
 
 
 def step_alone_after(change: str) -> tuple[str, bool]:
@@ -332,19 +336,13 @@ def test_a_state_of_another_model_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_loss_low_leaves_the_momentum_to_the_optimizer_and_loss_high_says_at_once_if_it_cannot(habit: str) -> None:
-    """Error feedback needs the momentum. Its candidates come first: a clip that they do not suit hears of it at once.
-
-    Several passes for a step, and closures, suit them all.
-    """
+def test_clips_and_accumulation_and_closures_suit_all_losses(habit: str) -> None:
+    """Error feedback needs the momentum. It understands a clip after the exchange, which all others leave as it is."""
     first, second = (own[habit] for own in found(DDP))
     assert torch.equal(first["low"], second["low"]) and first["low"].isfinite().all()
     for own in (first, second):
         torch.testing.assert_close(*own["stock"], atol=1e-6, rtol=1e-5)  # the exact steps before the choice add up otherwise
-        if habit == "clip":
-            assert "loss=low" in own["high"] and "momentum" in own["high"]
-        else:
-            assert own["high"] == "nothing was raised"
+        assert own["high"] == "nothing was raised"
 
 
 @pytest.mark.parametrize("change", REMEDIES)

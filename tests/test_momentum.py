@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -269,14 +268,6 @@ def of_ddp() -> dict[Any, Any]:
         "uneven": (uneven(SPEC), uneven(None)),
         "found": found_later(),
         "left, adam": left(),
-        "clips": {
-            "adam": clipped(adamw, 1.0),
-            "adam, sparse": clipped(adamw, 0.01, "topk:ratio=0.01"),
-            "adam, longer than any": clipped(adamw, 1e9),
-            "adam, gradients": clipped(adamw, 1.0, LEFT),
-            "sgd": clipped(nesterov, 1.0),
-            "sgd, longer than any": clipped(nesterov, 1e9),
-        },
     }
 
 
@@ -336,22 +327,6 @@ def left() -> list[Tensor]:
     return weights(run.model)
 
 
-def clipped(made: Callable[[Two], Optimizer], longest: float, spec: str = SPEC) -> list[str]:
-    """Clip after the exchange. Return the text of the error, or of all warnings."""
-    run = training(DDP, made, spec)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for step in range(3):
-            run.optimizer.zero_grad()
-            run.whole(gradients(dist.get_rank(), step)).backward()
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), longest)
-            try:
-                run.optimizer.step()
-            except RuntimeError as error:
-                return [str(error)]
-    return [str(each.message) for each in seen]
-
-
 @pytest.mark.parametrize("name", ["uneven", "found"])
 def test_training_is_the_one_beside_it(name: str) -> None:
     """A rank without batches exchanges on; an optimizer that was not given is found."""
@@ -363,27 +338,6 @@ def test_the_optimizer_gets_the_means_of_the_ranks_moments() -> None:
     first, *others = (found["left, adam"] for found in outcomes(DDP))
     for other in others:
         assert all(map(torch.equal, first, other)), "the replicas differ"
-
-
-@pytest.mark.parametrize("case", ["adam", "adam, sparse"])
-def test_a_clip_of_directions_is_refused(case: str) -> None:
-    for found in outcomes(DDP):
-        (text,) = found["clips"][case]
-        assert "changed between their exchange and step(), as clip_grad_norm_() does" in text
-        assert "Adam's directions" in text and "momentum=0" in text
-        assert "clip=C,clip_by=model with C = the norm x sqrt(ranks)" in text
-
-
-def test_a_clip_of_velocities_is_warned_of_once() -> None:
-    for found in outcomes(DDP):
-        (text,) = found["clips"]["sgd"]
-        assert "SGD's velocity" in text and "clip=C,clip_by=model" in text
-
-
-@pytest.mark.parametrize("case", ["adam, longer than any", "adam, gradients", "sgd, longer than any"])
-def test_a_clip_that_changes_nothing_or_gradients_is_fine(case: str) -> None:
-    for found in outcomes(DDP):
-        assert found["clips"][case] == []
 
 
 def joined_alone() -> list[Tensor]:

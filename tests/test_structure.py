@@ -45,6 +45,7 @@ ROOMS = [
     "engine/gradient_norm",
     "engine/clock",
     "engine/optimizer_steps",
+    "engine/user_clip",
     "engine/changed_gradients",
     "engine/origin",
     "engine/taken_momentum",

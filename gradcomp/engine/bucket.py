@@ -32,11 +32,11 @@ class Bucket:
     feedback: the wrapper around the compressor; None around an exact one, whose steps start from the gradients alone.
 
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
-    far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. count: the
-    number of layers. running: the exchange under way. answer: waits for the reply to the latest request. round: requests
-    made so far. streams: those with work on the bucket. residual_factor: that of the last accumulation. traits: of the
-    compressor with its error feedback. keeps_residual: unsent entries stay for the next step. takes_momentum: the bucket
-    applies the optimizer's momentum.
+    far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. squares: their
+    sum, where it was measured. count: the number of layers. running: the exchange under way. answer: waits for the reply to
+    the latest request. round: requests made so far. streams: those with work on the bucket. residual_factor: that of the last
+    accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent entries stay for the next step.
+    takes_momentum: the bucket applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -55,6 +55,7 @@ class Bucket:
         self._accumulation: Accumulation | None = None
         self.grads: dict[str, Tensor] = {}
         self.unused: set[str] = set()
+        self.squares: Tensor | None = None
         self.count = len(layout.names)
         self.running: Steps | None = None
         self.answer: Answer | None = None
@@ -95,13 +96,15 @@ class Bucket:
         self.grads.clear()
         self.unused.clear()
         self.streams.clear()
-        self._accumulation = None
+        self._accumulation = self.squares = None
 
     def collect(self, context: StepContext) -> Acc:
         """Make the acc of a step from the gradients and the residual."""
-        layout, grads = self.layout, self.ordered_grads
+        layout, grads, cuts = self.layout, self.ordered_grads, context.cuts.get(self.layout.names[0])
         if not self.stages:
             kernels.flatten(grads, self.residual)
+            if cuts is not None:
+                torch._foreach_mul_([*self.residual.split(layout.sizes)], [*cuts.unbind()])
             return Acc(self.residual, context.memory, rates=context.rates(layout))
         if self.streams.are_captured:
             raise RuntimeError(
@@ -125,6 +128,8 @@ class Bucket:
             accumulation.idle = {i for i, name in enumerate(layout.names) if name in self.unused}.union(frozen)
         for prepare, state in self._prepares:
             prepare(accumulation, state, context)
+        if cuts is not None:
+            accumulation.scales = cuts.clone() if accumulation.scales is None else torch.minimum(cuts, accumulation.scales)
         if accumulation.dropped:
             self.frozen.forget()
         if frozen:
@@ -171,6 +176,19 @@ class Bucket:
         for stage in self.stages:
             if stage.name == Adam.name or (stage.name == Sgd.name and self.takes_momentum) or not moments_only:
                 stage.scale(self.states[stage.name], 0.0)
+
+    def shorten(self, factor: Tensor) -> None:
+        """Multiply the gradients of earlier steps by a factor, wherever they are kept. Directions have no length of theirs."""
+        factor = factor.to(self.layout.device, torch.float32)
+        adam: Moments | None = self.states.get(Adam.name)
+        if adam is not None and adam.first is not None and adam.second is not None:
+            adam.first.mul_(factor)
+            adam.second.mul_(factor * factor)
+            return
+        if self.keeps_residual:
+            self.residual.mul_(factor)
+        if Sgd.name in self.states and (velocity := self.states[Sgd.name].velocity) is not None:
+            velocity.mul_(factor)
 
     def note_rates(self, rates: Rates) -> None:
         """Note the rates that the residual was made under, where they were unknown in the last step."""

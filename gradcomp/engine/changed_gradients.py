@@ -6,17 +6,19 @@ On a CPU a change is found in its own step. On a GPU it is found one step later,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slot
-from gradcomp.native.memory import HostCopy
+from gradcomp.engine.stages.stage import squares_of
+from gradcomp.engine.user_clip import CONTENTS, UserClip, scaler_is_unknown
+from gradcomp.native.memory import HostCopy, Memory
 
-# The content of updates that hold the optimizer's momentum.
-Holds = Literal["direction", "velocity"]
+# The content of updates: the optimizer's momentum, or gradients that error feedback has kept.
+Holds = Literal["direction", "velocity", "gradient"]
 # Gradients that are sampled in every step, and entries of each.
 GRADIENTS, ENTRIES = 2, 16
 # The most entries of an updated layer in a sample: sparse updates are mostly 0. The layers: the largest, and others in turn.
@@ -26,23 +28,16 @@ SMALLEST_CHANGE = 1e-4, 1e-2
 
 _GRADIENT_CHANGED = (
     "the gradient of {name!r} was changed between backward() and step(), after its exchange had begun: the update would undo "
-    "the change. To clip, write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, and remove the other clip. "
-    "For other changes, call parameter.register_hook(lambda grad: ...) once; or finish the exchange first (with momentum or "
-    "Adam, gradients then hold no gradients){lines}"
+    "the change. Finish the exchange first: a clip of all gradients by one norm is then understood. For other changes, call "
+    "parameter.register_hook(lambda grad: ...) once, since with momentum or Adam there are none after the exchange{lines}"
 )
 _UPDATE_CHANGED = (
-    "the gradients were changed between their exchange and step(), as clip_grad_norm_() does. With momentum=auto they hold "
-)
-_REMEDY = (
-    ". To clip, write clip=C,clip_by=model with C = the norm x sqrt(ranks) into the spec, which then clips each rank's own "
-    "gradient, and remove the other clip. Change gradients otherwise, as a mask does, before their exchange: call "
+    "the gradients were changed between their exchange and step(), and not by one factor, as clip_grad_norm_() of all "
+    "parameters does, which is understood. With momentum=auto they hold {content}. Clip all parameters by one norm. Change "
+    "gradients otherwise, as a clip of some layers or of values does, or a mask, before their exchange: call "
     "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or write momentum=0 (under auto, "
     "loss=low), and the exchange is of gradients. If a GradScaler has changed them, pass it as scaler="
 )
-_TEXTS: dict[Holds, str] = {
-    "direction": f"{_UPDATE_CHANGED}Adam's directions, with a length that says nothing about the gradient's{_REMEDY}",
-    "velocity": f"{_UPDATE_CHANGED}SGD's velocity, which is several times as long as the gradient{_REMEDY}",
-}
 _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
@@ -91,50 +86,120 @@ class GradientSample:
         return RuntimeError(_GRADIENT_CHANGED.format(name=slot.name, lines=self._lines))
 
 
+class Clipped(NamedTuple):
+    """A clip of the updates that is known. factor: float64, 1 where there was none in this step. is_new: it is the first."""
+
+    factor: Tensor
+    is_new: bool
+
+    def undo(self, grads: Sequence[Tensor]) -> None:
+        """Divide gradients by the factor."""
+        for device in dict.fromkeys(grad.device for grad in grads):
+            own = [grad for grad in grads if grad.device == device]
+            torch._foreach_mul_(own, (1 / self.factor).to(device, torch.float32))
+
+
 class UpdateSample:
     """Entries of some layers' updates, without the loss scale, from their delivery to the optimizer's step.
 
-    A change of directions is refused; one of a velocity is warned of, once. is_scaled: the gradients have the loss scale until
-    a scaler takes it out.
+    A change by one factor below 1 is a clip. Another change of directions is refused; one of a velocity is warned of, once.
+    clip: the user's. is_scaled: the gradients have the loss scale until a scaler takes it out.
     """
 
     def __init__(self, slots: Sequence[Slot]):
+        self.clip, self._memory = UserClip(), Memory()
         self._warned = self.is_scaled = False
         self._slots = sorted(slots, key=lambda slot: -slot.layer.size)
         self._kept: list[tuple[Slot, Tensor]] = []
+        self._squares: list[tuple[list[Slot], Tensor]] = []  # by device: the layers, and the squares of each update
         self._late: tuple[Holds, HostCopy] | None = None
         self._turn = 0
 
+    @property
+    def watches(self) -> bool:
+        """True if the next step looks at all layers."""
+        return bool(self._slots) and self.clip.watches
+
     def keep(self, updates: Mapping[str, Tensor], loss_scale: Tensor | None) -> None:
-        """Keep a sample of a step's updates, by layer."""
+        """Keep a sample of a step's updates, by layer. Others' than of these layers are of another optimizer."""
+        if self._slots and self._slots[0].name not in updates:
+            return
         self._kept, self._turn, self.is_scaled = [], self._turn + 1, loss_scale is not None
         for slot in self._chosen():
             if (update := updates.get(slot.name)) is not None:
                 sample = self._sample(update.view(-1))
                 self._kept.append((slot, sample.clone() if loss_scale is None else sample / loss_scale))
+        self._squares = []
+        if self.watches:
+            own = [slot for slot in self._slots if slot.name in updates]
+            for device in dict.fromkeys(slot.layer.device for slot in own):
+                there = [slot for slot in own if slot.layer.device == device]
+                scale = None if loss_scale is None else loss_scale.to(device, non_blocking=device.type != "cpu")
+                self._squares.append((there, squares_of([updates[slot.name] for slot in there], scale, self._memory)))
 
     def discard(self) -> None:
         """Discard the sample: no step follows."""
-        self._kept, self._late = [], None
+        self._kept, self._squares, self._late = [], [], None
 
-    def check(self, holds: Holds) -> None:
-        """Compare the gradients with the sample, before the optimizer's step. holds: the content of the updates."""
+    @torch.no_grad()
+    def check(self, holds: Holds) -> Clipped | None:
+        """Compare the gradients with the sample, before the optimizer's step. Return a clip that is to be undone.
+
+        holds: the content of the updates.
+        """
         late, self._late = self._late, None
-        if late is not None and late[1].largest():
-            self._complain(late[0])
+        if late is not None:
+            self._judge(late[0], late[1].all())
         kept, self._kept = self._kept, []
+        squares, self._squares = self._squares, []
         there = [(slot, _grad_of(slot), old) for slot, old in kept]
         now = [(self._sample(slot.flat(grad)), old, grad.dtype) for slot, grad, old in there if grad is not None]
         if not now:
-            return
+            return None
+        self.clip.end_step()
+        numbers = self._compare(now, squares)
+        if numbers.is_cuda:
+            self._late = holds, HostCopy(numbers)
+        else:
+            self._judge(holds, numbers.tolist())
+        if not squares or not (self.clip.bound is not None or (self.clip.is_scaling and holds == "direction")):
+            return None
+        is_new, self.clip.is_new = self.clip.is_new, False
+        return Clipped(torch.where((numbers[0] > 0) & (numbers[1] > 0), numbers[2], 1.0), is_new)
+
+    def _compare(
+        self, now: Sequence[tuple[Tensor, Tensor, torch.dtype]], squares: Sequence[tuple[list[Slot], Tensor]]
+    ) -> Tensor:
+        """Compare entries and squares. Return whether they changed, whether by one factor, this factor, and the norm before.
+
+        The norm is -1 where only a sample was looked at.
+        """
         device = now[0][1].device
-        moved = torch.stack([(new - old).abs().sum().to(device) for new, old, _ in now])
-        least = torch.stack([SMALLEST_CHANGE[form != torch.float32] * old.abs().sum().to(device) for _, old, form in now])
-        changed = (moved > least).any().int().view(1)
-        if changed.is_cuda:
-            self._late = holds, HostCopy(changed)
-        elif changed.item():
-            self._complain(holds)
+        rounding = SMALLEST_CHANGE[any(form != torch.float32 for _, _, form in now)]
+        before, after, equal = [], [], []
+        if squares:
+            for slots, old in squares:
+                pairs = [(i, slot.flat(grad)) for i, slot in enumerate(slots) if (grad := _grad_of(slot)) is not None]
+                own = squares_of([grad for _, grad in pairs], None, self._memory)
+                before.append(old[[i for i, _ in pairs]].to(device))
+                after.append(own.to(device))
+            olds, news = torch.cat(before), torch.cat(after)
+            factor, norm = (news.sum() / olds.sum()).sqrt(), olds.sum().sqrt()
+            wanted = factor.square() * olds
+            equal.append(((news - wanted).abs() <= 2 * rounding * wanted).all())
+        else:
+            total = (
+                torch.stack([torch.stack([new.abs().sum(), old.abs().sum()]).to(device) for new, old, _ in now]).double().sum(0)
+            )
+            factor, norm = total[0] / total[1], torch.full((), -1.0, dtype=torch.float64, device=device)
+        changed = [(factor - 1).abs() > rounding]
+        for new, old, form in now:
+            size, smallest = old.abs().sum(), SMALLEST_CHANGE[form != torch.float32]
+            changed.append(((new - old).abs().sum() > smallest * size).to(device))
+            cut = factor.to(new.device, torch.float32)
+            equal.append(((new - cut * old).abs().sum() <= smallest * cut * size).to(device))
+        is_cut = torch.stack(equal).all() & (factor < 1) & (factor > 0)
+        return torch.stack([torch.stack(changed).any().double(), is_cut.double(), factor, norm])
 
     def _chosen(self) -> list[Slot]:
         """Choose the largest layer, and others in turn."""
@@ -146,12 +211,24 @@ class UpdateSample:
         stride = max(1, flat.numel() // UPDATED_ENTRIES)
         return flat.detach()[self._turn % stride :: stride].float()  # other entries in each step: few may be sent
 
+    def _judge(self, holds: Holds, numbers: Sequence[float]) -> None:
+        """Learn from a comparison, or complain."""
+        changed, is_cut, factor, norm = numbers
+        if not changed:
+            self.clip.note_absent(norm)
+        elif not is_cut or (not (self.clip.is_known or self.is_scaled) and scaler_is_unknown()):
+            self._complain(holds)
+        elif norm < 0:
+            self.clip.suspect()
+        else:
+            self.clip.note(factor, norm, CONTENTS[holds])
+
     def _complain(self, holds: Holds) -> None:
         if holds == "direction":
-            raise RuntimeError(_TEXTS[holds])
-        if not self._warned:
+            raise RuntimeError(_UPDATE_CHANGED.format(content=CONTENTS[holds]))
+        if holds == "velocity" and not self._warned:
             self._warned = True
-            warn_user(_TEXTS[holds])
+            warn_user(_UPDATE_CHANGED.format(content=CONTENTS[holds]))
 
 
 def _grad_of(slot: Slot) -> Tensor | None:

@@ -99,7 +99,8 @@ class StepContext:
     None where no optimizer is known, or the compressor does not use them. follows_rates: by their first layers, the buckets
     that keep the rates that the residual was found under: those of linear optimizers. frozen_layers: the names of all frozen
     layers. momenta: by a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by
-    device, the scale of the loss as one float there. generation: of the optimizer's state (Origin).
+    device, the scale of the loss as one float there. generation: of the optimizer's state (Origin). cuts: by a bucket's first
+    layer, the factors of its layers' gradients, where the user clips.
     """
 
     memory: Memory
@@ -110,6 +111,7 @@ class StepContext:
     momenta: Mapping[str, Momentum | AdamStep] = field(default_factory=dict)
     loss_scales: Mapping[torch.device, Tensor | None] = field(default_factory=dict)
     generation: tuple[int, int] = (0, 0)
+    cuts: dict[str, Tensor] = field(default_factory=dict)
 
     def rates(self, layout: Layout) -> Rates:
         """Return the learning rate of each layer of a bucket."""

@@ -29,17 +29,20 @@ class GradientNorm:
         self._sums: dict[torch.device, Tensor] = {}
         self._copies: list[HostCopy] = []
 
-    def begin_step(self) -> None:
-        """Decide whether the step measures."""
-        self.measures, self._sums = self._steps_left > 0, {}
+    def begin_step(self, is_wanted: bool) -> None:
+        """Decide whether the step measures. is_wanted: somebody else than stats() asks."""
+        self.measures, self._sums = is_wanted or self._steps_left > 0, {}
 
-    def add(self, bucket: Bucket, loss_scale: Tensor | None) -> None:
-        """Add a bucket's gradients, which are complete."""
+    def add(self, bucket: Bucket, loss_scale: Tensor | None) -> Tensor:
+        """Add a bucket's gradients, which are complete. Return the sum of their squares."""
         device, total = bucket.layout.device, squares_of(bucket.ordered_grads, loss_scale, self._memory).sum().view(1)
         self._sums[device] = self._sums[device] + total if device in self._sums else total
+        return total
 
     def end_step(self) -> None:
-        """Begin the copies to main memory."""
+        """Begin the copies to main memory, if stats() have asked."""
+        if self._steps_left <= 0:
+            return
         self._steps_left -= 1
         self._copies = [HostCopy(total) for total in self._sums.values()]
 

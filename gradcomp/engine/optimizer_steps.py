@@ -115,8 +115,7 @@ class UnknownScaler:
         """Look for a GradScaler among the callers. Call this in a step of an optimizer if state stays between steps."""
         if self._warned:
             return
-        calling = (frame.f_locals.get("self") for frame in _callers() if frame.f_code.co_name == "step")
-        scaler = next((each for each in calling if isinstance(each, _SCALERS)), None)
+        scaler = calling_scaler()
         if scaler is not None and scaler is not self._known and scaler.is_enabled():
             self._warned = True
             warn_user(
@@ -162,6 +161,12 @@ def _inform(text: str) -> None:
         log.info(text)
     elif log.level <= logging.INFO:  # not set by the user, or set to show it
         print(text, file=sys.stderr, flush=True)
+
+
+def calling_scaler() -> Any:
+    """Return the GradScaler that steps the optimizer; None if there is none. Call this in a step of an optimizer."""
+    calling = (frame.f_locals.get("self") for frame in _callers() if frame.f_code.co_name == "step")
+    return next((each for each in calling if isinstance(each, _SCALERS)), None)
 
 
 def _callers() -> Iterator[FrameType]:

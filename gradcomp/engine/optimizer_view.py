@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.core.requests import World
 from gradcomp.engine.acting_optimizer import ActingOptimizer, parameters_of
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.changed_gradients import UpdateSample
+from gradcomp.engine.changed_gradients import Holds, UpdateSample
 from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Momentum, StepContext
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.optimizer_steps import warn_user
@@ -29,6 +29,7 @@ from gradcomp.engine.taken_momentum import (
     check_momentum,
     steps_as_known,
 )
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory
 
 _UNAPPLIED = (
@@ -86,13 +87,15 @@ class OptimizerView(ActingOptimizer):
         super().__init__(slots, optimizer)
         self._loss_scale = None if scaler is None else LossScale(scaler)
         self.sums = self.skips_optimizer = False
+        self._ranks = ranks
         self._rates: tuple[Any, LayerRates] = None, LayerRates({})  # the facts that they follow from, and the last rates
         self._kinds = SgdMomentum(slots, ranks), AdamMoments(slots, ranks)
         self._kind: SgdMomentum | AdamMoments | None = None
-        self._sample = UpdateSample(slots.slots)
+        self._sample, self._own_norm = UpdateSample(slots.slots), None  # type: tuple[UpdateSample, Tensor | None]
         self._pending = False  # no step has applied the last update, which holds momentum
         self._may_be_skipped = False  # the optimizer looks on the device whether to apply it
         self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
+        self._buckets: Sequence[Bucket] = ()  # of the last update
         self._resumed = False  # moments were loaded, and no optimizer has been known since
 
     # The optimizer's facts.
@@ -195,7 +198,7 @@ class OptimizerView(ActingOptimizer):
         self, layouts: Sequence[Layout], memory: Memory, world: World, uses_rates: bool, takes_momentum: bool
     ) -> StepContext:
         """Make the context of a step. layouts: of its buckets. takes_momentum: all buckets apply the optimizer's."""
-        momenta = self._momenta(layouts, world.size) if takes_momentum else {}
+        self._ranks, momenta = world.size, self._momenta(layouts, world.size) if takes_momentum else {}
         self.origin.compare(self.acting)
         rates = self.rates() if uses_rates else None
         scales = {device: self.loss_scale_on(device) for _, _, device in layouts}
@@ -230,9 +233,11 @@ class OptimizerView(ActingOptimizer):
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
         """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
         self._pending, self._may_be_skipped, self._delivery = self.taken, False, (delivery, step)
-        if self.taken:
-            updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
-            self._sample.keep(updates, buckets[0].loss_scale)
+        updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
+        self._sample.keep(updates, next((each.loss_scale for each in buckets if each.loss_scale is not None), None))
+        squares = [each.squares for each in buckets if each.squares is not None]
+        self._own_norm = torch.stack([each.to(squares[0].device) for each in squares]).sum().sqrt() if squares else None
+        self._buckets = buckets
 
     def _has_failed(self) -> bool:
         """Decide whether the last step has failed. This waits for a device if there is one."""
@@ -247,7 +252,7 @@ class OptimizerView(ActingOptimizer):
 
     def forget_update(self) -> None:
         """Forget the last step's update: no step of the optimizer is to apply it."""
-        self._pending = False
+        self._pending, self._buckets = False, ()
         self._sample.discard()
 
     def take_back_update(self, stays: bool) -> None:
@@ -312,6 +317,7 @@ class OptimizerView(ActingOptimizer):
             return
         if kind is None:
             self._note_origin(optimizer)
+            self._undo_clip(optimizer, "gradient")
             return
         if self._kind_of(optimizer) is not kind:
             text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
@@ -322,11 +328,60 @@ class OptimizerView(ActingOptimizer):
             why = "" if idle is None else _IDLE.format(layer=idle)
             raise RuntimeError(_WITHOUT.format(name=type(optimizer).__name__) + why)
         self._may_be_skipped = getattr(optimizer, "found_inf", None) is not None  # of fused=True under a GradScaler
-        if not self._may_be_skipped:
-            self._sample.check(kind.holds)
+        self._undo_clip(optimizer, kind.holds)
         kind.drop_copied()
         kind.hide(optimizer, self._pending)
         self._pending = False
+
+    # The user's clip of updates.
+
+    @property
+    def clips(self) -> bool:
+        """True if each rank's own gradients are cut, since the user clips updates."""
+        return self._sample.clip.bound is not None
+
+    @property
+    def clip_factor(self) -> float:
+        """The last factor of the user's clip."""
+        return self._sample.clip.factor
+
+    @property
+    def looks_for_clip(self) -> bool:
+        """True if a step is to measure the gradients' norm, for a clip that may come."""
+        return not self.clips and self._sample.watches
+
+    def bounds(self) -> Sequence[tuple[float, Collection[str]]]:
+        """Return the norm to which the gradients of layers together are cut, and the layers, for each clip of the user's."""
+        bound = self._sample.clip.bound
+        return () if bound is None else [(bound, self.slots.layers)]
+
+    @torch.no_grad()
+    def _undo_clip(self, optimizer: torch.optim.Optimizer, holds: Holds) -> None:
+        """Undo a clip of updates. A new one cuts earlier gradients, too; the rest of a sum of gradients comes a step later."""
+        if getattr(optimizer, "grad_scale", None) is not None:  # of fused=True: the gradients have the loss scale
+            return
+        buckets, self._buckets = self._buckets, ()
+        if (clipped := self._sample.check(holds)) is None:
+            return
+        if clipped.is_new:
+            bound, factor = self._sample.clip.bound, torch.ones_like(clipped.factor)
+            if bound is not None and self._own_norm is not None:
+                factor = (bound / (self._own_norm + 1e-6)).clamp(max=1)
+            for bucket in buckets:
+                bucket.shorten(factor)
+            if holds != "direction":
+                self._keep_cut(buckets, factor / clipped.factor - 1)
+                return
+        clipped.undo([each.grad for each in self.slots.parameters.values() if each.grad is not None])
+
+    def _keep_cut(self, buckets: Sequence[Bucket], factor: Tensor) -> None:
+        """Add what a clip has cut off sums of gradients to the residuals, so that it comes a step later."""
+        factor = factor / (self._ranks if self.sums else 1)
+        left = {name: own for each in buckets if each.keeps_residual for name, own in each.layout.views(each.residual).items()}
+        for slot in self.slots.slots:
+            if slot.name in left and slot.parameter is not None and (grad := slot.parameter.grad) is not None:
+                cut = slot.flat(grad).float() * factor.to(grad.device, torch.float32)
+                left[slot.name].add_(cut).clamp_(-LARGEST, LARGEST)
 
     def _note_origin(self, optimizer: torch.optim.Optimizer) -> None:
         self.origin.note_step(optimizer, self._pending)

@@ -28,6 +28,7 @@ from gradcomp.engine.gradient_norm import GradientNorm
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
+from gradcomp.engine.stages.stage import squares_of
 from gradcomp.engine.taken_momentum import Missed
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
@@ -199,7 +200,8 @@ class Reducer:
             bucket.streams.note()
         if len(grads) == bucket.count:
             self.clock.note_full_bucket(len(self.buckets))
-            self._start(bucket)
+            if not self.view.clips:  # otherwise the norm of all gradients comes first
+                self._start(bucket)
 
     def note_unused(self, names: Iterable[str]) -> None:
         """Note layers that this rank has not used in this step. Gradients of zeros come for them."""
@@ -252,7 +254,7 @@ class Reducer:
         for part, buckets in self._groups.items():
             delivery = self.deliveries[part]
             delivery.add_back(buckets, self.scale, self._step)
-            if self.takes_momentum:
+            if self.takes_momentum or self.keeps_state:
                 self.view.note_delivered(buckets, delivery, self._step)
         for bucket in self.buckets:
             bucket.forget_grads()
@@ -318,9 +320,29 @@ class Reducer:
         if self._context is None:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
             self._begin_anew(self._context.generation)
-            self._norm.begin_step()
+            self._norm.begin_step(self.view.looks_for_clip)
+            if self.view.clips:
+                self._cut(self._context)
         self._select(bucket, self._accumulate(bucket, self._context), world)
         self.clock.note_encoded(began)
+
+    def _cut(self, context: StepContext) -> None:
+        """Cut this rank's gradients to the norm of the user's clip, over all layers of the clip. All gradients are there."""
+        for bucket in self.buckets:
+            bucket.complete()
+        for bound, names in self.view.bounds():
+            own = [bucket for bucket in self.buckets if bucket.layout.names[0] in names]
+            if not own:
+                continue
+            # A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
+            squares = [
+                squares_of(each.ordered_grads, context.loss_scale(each.layout.device), self.memory).nan_to_num_(0.0, 0.0, 0.0)
+                for each in own
+            ]
+            norm = torch.stack([each.sum().to(squares[0].device) for each in squares]).sum().sqrt()
+            share = self.network.world.size if self.view.sums else 1
+            factor = (bound / share / (norm + 1e-6)).clamp(max=1).float()
+            context.cuts |= {each.layout.names[0]: factor.to(each.layout.device).expand(each.count) for each in own}
 
     def _begin_anew(self, generation: tuple[int, int]) -> None:
         """Forget the moments where the optimizer or its state was replaced, and the residual where a state was loaded."""
@@ -334,7 +356,7 @@ class Reducer:
         if self.observer is not None:
             self.observer.before(bucket)
         if self._norm.measures:
-            self._norm.add(bucket, context.loss_scale(bucket.layout.device))
+            bucket.squares = self._norm.add(bucket, context.loss_scale(bucket.layout.device))
         acc = bucket.collect(context)
         if self.observer is not None:
             self.observer.collected(bucket)
@@ -389,7 +411,7 @@ class Reducer:
             "health": [health for bucket in self.buckets if (health := bucket.health) is not None],
             "steps": self.steps_done,
             "buckets": len(self.buckets),
-            "overlap": not any(bucket.traits.whole_model for bucket in self.buckets),
+            "overlap": not (self.view.clips or any(bucket.traits.whole_model for bucket in self.buckets)),
             "bytes_dense": dense,
             "bytes_sent": self.bytes_sent,
             "bytes_between_hosts": self.bytes_between_hosts,

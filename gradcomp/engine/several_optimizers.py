@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.slots import Slots, check_optimizer
 from gradcomp.engine.taken_momentum import Missed
+from gradcomp.engine.user_clip import SAME_FACTOR
 from gradcomp.native.memory import Memory
 
 _WITHOUT = (
@@ -155,7 +157,8 @@ class SeveralOptimizers(OptimizerView):
         return joint
 
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
-        self.parts[self._part_of[buckets[0].layout.names[0]]].note_delivered(buckets, delivery, step)
+        for part in {self._part_of[name] for bucket in buckets for name in bucket.layout.names}:
+            self.parts[part].note_delivered(buckets, delivery, step)
 
     # Between two steps.
 
@@ -188,6 +191,29 @@ class SeveralOptimizers(OptimizerView):
             if part.arrays_to_hand_back():
                 factors |= part.hand_back(means, steps, ranks)
         return factors
+
+    # The user's clip of updates.
+
+    @property
+    def clips(self) -> bool:
+        return any(part.clips for part in self.parts)
+
+    @property
+    def looks_for_clip(self) -> bool:
+        return any(part.looks_for_clip for part in self.parts)
+
+    def bounds(self) -> Sequence[tuple[float, Collection[str]]]:
+        """See OptimizerView. Parts with equal factors have one clip."""
+        found: dict[float, list[tuple[float, Collection[str]]]] = {}
+        for part in self.parts:
+            factor = part.clip_factor
+            near = next((each for each in found if abs(each / factor - 1) <= SAME_FACTOR), factor)
+            found.setdefault(near, []).extend(part.bounds())
+        return [
+            (math.hypot(*(bound for bound, _ in each)), [name for _, names in each for name in names])
+            for each in found.values()
+            if each
+        ]
 
     # A step of one of the optimizers.
 

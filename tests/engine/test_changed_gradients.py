@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from devices import HAS_GPU
 
 from gradcomp.engine.changed_gradients import GRADIENTS, GradientSample, UpdateSample
 from gradcomp.engine.slots import ParameterSlot
+from gradcomp.engine.user_clip import TRIAL
 
 
 def slots(count: int, device: str = "cpu") -> list[ParameterSlot]:
@@ -124,9 +127,16 @@ def updates(nonzero: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("nonzero", SIZES)
-def test_a_clip_is_found_in_some_steps(nonzero: str) -> None:
+@pytest.mark.parametrize("later", [0, 2 * TRIAL])
+def test_a_clip_is_found_in_some_steps(nonzero: str, later: int) -> None:
+    """From the first one on, and where the clip begins after the trial, once the layer has had its turn."""
     slots = {name: ParameterSlot(name, torch.nn.Parameter(torch.zeros(size))) for name, size in SIZES.items()}
     sample = UpdateSample([*slots.values()])
+    for _ in range(later):
+        sample.keep(updates(nonzero), None)
+        for name, slot in slots.items():
+            slot.parameter.grad = updates(nonzero)[name]
+        assert sample.check("direction") is None
     for _ in range(8):
         delivered = updates(nonzero)
         for name, slot in slots.items():
@@ -136,12 +146,15 @@ def test_a_clip_is_found_in_some_steps(nonzero: str) -> None:
         sample.keep(delivered, None)
         for slot in slots.values():
             assert slot.parameter.grad is not None
-            slot.parameter.grad.mul_(0.5)
-        try:
-            sample.check("direction")
-        except RuntimeError as error:
-            assert "Adam's directions" in str(error)
+            slot.parameter.grad.mul_(0.3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = sample.check("direction")
+        if found is not None:
+            assert float(found.factor) == pytest.approx(0.3) and found.is_new
+            assert sample.clip.bound == pytest.approx(0.3 * SIZES[nonzero] ** 0.5, rel=1e-5)
             return
+        assert later
     pytest.fail("none of 8 steps has found it")
 
 

@@ -1,0 +1,92 @@
+"""A clip of the user's between the exchange and the optimizer's step: told from other changes, and what is known of it."""
+
+from __future__ import annotations
+
+import math
+
+from gradcomp.engine.optimizer_steps import calling_scaler, warn_user
+
+# The first steps, of which all layers are looked at. Later that begins in the step after one in which a sample changed.
+TRIAL = 8
+# Steps without the clip, although updates were longer than the bound, after which it is forgotten.
+ABSENT = 8
+# Two factors, and two bounds, that are equal but for rounding. Bounds that differ by more than the third are of a clip that
+# changes. So many of these on end are warned of.
+SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 4
+
+_UNDERSTOOD = (
+    "gradcomp: the gradients were clipped to a norm of {bound:.3g} between their exchange and step(). They hold {content}, so "
+    "that clip is undone. In its place each rank's own gradients are cut to this norm, over all layers, before their exchange, "
+    "from the next step on. clip_grad_norm_() returns an update's norm; that of the gradients is stats()['grad_norm']"
+)
+_DRIFTS = (
+    "the clip between the exchange and step() left norms of {bounds} in the last steps. gradcomp follows it, as it follows a "
+    "schedule. If the clip is not by norm_type=2, or follows the norms that clip_grad_norm_() returned, it means nothing here, "
+    "since those are norms of updates: clip by norm_type=2, to a norm of gradients"
+)
+CONTENTS = {
+    "direction": "Adam's directions, with a length that says nothing about the gradient's",
+    "velocity": "SGD's velocity, which is several times as long as the gradient",
+    "gradient": "entries of many steps' gradients",
+}
+
+
+class UserClip:
+    """A clip by a norm of all layers, as clip_grad_norm_() makes it.
+
+    bound: the norm that it leaves; None until a clip is known. factor: the last one on updates. is_scaling: the factor stays
+    while norms change, as one over the number of passes does. is_new: nothing has been done about it.
+    """
+
+    def __init__(self) -> None:
+        self.bound: float | None = None
+        self.factor, self.is_scaling, self.is_new = 1.0, False, True
+        self._last = self._steps = self._absent = 0.0
+        self._suspects = self._said = False
+        self._drifts: list[float] = []
+
+    @property
+    def watches(self) -> bool:
+        """True if the next step looks at all layers."""
+        return self._steps < TRIAL or self._suspects or self.is_known
+
+    @property
+    def is_known(self) -> bool:
+        return self.bound is not None or self.is_scaling
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self._steps += 1
+
+    def suspect(self) -> None:
+        """Look at all layers from the next step on: a sample of some has one factor."""
+        self._suspects = True
+
+    def note_absent(self, norm: float) -> None:
+        """Note a step without a clip, and the norm of its update."""
+        if self.bound is not None and norm > (1 + SAME_BOUND) * self.bound:
+            self._absent += 1
+            if self._absent == ABSENT:
+                self.bound, self.is_new, self._absent = None, True, 0
+
+    def note(self, factor: float, norm: float, content: str) -> None:
+        """Note a clip of an update of this norm. content: of updates, in words."""
+        bound = factor * (norm + 1e-6)
+        steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_BOUND
+        same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
+        self.is_scaling = not steady and (same or math.frexp(factor)[0] == 0.5)
+        drifts = self._last > 0 and abs(bound / self._last - 1) > DRIFT and not self.is_scaling
+        self._drifts = [*self._drifts, bound] if drifts else []
+        self.factor, self._last, self._absent = factor, bound, 0
+        self.bound = None if self.is_scaling else bound
+        if self.bound is not None and not self._said:
+            self._said = True
+            warn_user(_UNDERSTOOD.format(bound=bound, content=content))
+        if len(self._drifts) == DRIFTS:
+            warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in self._drifts)))
+
+
+def scaler_is_unknown() -> bool:
+    """Decide whether a GradScaler steps the optimizer. Call this where its scale is unknown: its factor is no clip's."""
+    scaler = calling_scaler()
+    return scaler is not None and scaler.is_enabled()
