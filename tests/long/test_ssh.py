@@ -13,46 +13,22 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ssh_hosts import PROGRAMS, start_daemons, variables
 
-from laboratory.cluster import guard, kernel, network
+from laboratory.cluster import guard, network
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("ip", "ssh", "ssh-keygen", "sshd")
 LACKING = [program for program in PROGRAMS if not network.find(program)]
 
 # As in docs/clusters.md; torchrun is called on every host, which ssh does here.
 HOROVODRUN = "horovodrun -np 4 -H host1:2,host2:2 python examples/stock_horovod.py"
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint host1:29500 examples/ddp.py"
-RANKS, PATIENCE, TIMEOUT = 4, 20, 300
-
-# Root's home may forbid keys in a folder that others may write to, as a temporary directory's parent is.
-DAEMON = """\
-ListenAddress {address}
-HostKey {folder}/key
-AuthorizedKeysFile {folder}/key.pub
-PidFile none
-StrictModes no
-UsePAM no
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin prohibit-password
-"""
-
-# No file of the user is read or written: neither keys nor known hosts.
-CLIENT = """\
-Host *
-  IdentityFile {folder}/key
-  IdentitiesOnly yes
-  IdentityAgent none
-  UserKnownHostsFile /dev/null
-  LogLevel ERROR
-"""
+RANKS, TIMEOUT = 4, 300
 
 
 def test_the_page_of_clusters_has_these_commands() -> None:
@@ -66,7 +42,7 @@ def test_the_page_of_clusters_has_these_commands() -> None:
 @pytest.mark.skipif(bool(LACKING), reason=f"launchers over ssh were NOT tested: {LACKING} missing, install openssh-server")
 def test_both_launchers_train_on_hosts_that_ssh_reaches() -> None:
     pytest.importorskip("horovod.torch", reason="launchers over ssh were NOT tested: Horovod is not installed")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT / 'tests' / 'helpers'}"}
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=700, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     by_horovodrun, by_torchrun = json.loads(done.stdout.splitlines()[-1])
@@ -85,36 +61,6 @@ def inside() -> int:
         calls = [["ssh", "-o", "StrictHostKeyChecking=no", host.name, there] for host in others]
         print(json.dumps([train([shlex.split(HOROVODRUN)], first, logs), train(calls, first, logs)]))
     return 0
-
-
-def start_daemons(hosts: Sequence[network.Host], folder: Path) -> dict[str, Path]:
-    """Start a daemon on every host but the first, and return their logs. All hosts get the key, and settings that use it."""
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
-    (folder / "ssh_config").write_text(CLIENT.format(folder=folder))
-    middle, logs = kernel.Namespaces.current(), {}
-    for host in hosts:
-        host.namespaces.enter()
-        kernel.mount("settings", "/etc/ssh/ssh_config", kernel.BIND, str(folder / "ssh_config"))
-        kernel.mount("tmpfs", "/run")  # seen on this host only
-        os.mkdir("/run/sshd", 0o755)  # noqa: PTH102 - where the daemon has no rights
-        if host is not hosts[0]:
-            settings, logs[host.name] = folder / f"{host.name}.conf", folder / f"{host.name}.log"
-            settings.write_text(DAEMON.format(address=host.address, folder=folder))
-            logs[host.name].touch()
-            # sshd asks for its whole path.
-            subprocess.Popen([str(network.find("sshd")), "-D", "-f", settings, "-E", logs[host.name]], stdin=subprocess.DEVNULL)
-    middle.enter()
-    end = time.monotonic() + PATIENCE
-    while not all("Server listening" in log.read_text() for log in logs.values()):
-        assert time.monotonic() < end, f"sshd does not listen: {[log.read_text() for log in logs.values()]}"
-        time.sleep(0.05)
-    return logs
-
-
-def variables() -> dict[str, str]:
-    """Return what ranks need on every host."""
-    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
-    return {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": network.INTERFACE}
 
 
 def train(calls: Sequence[Sequence[str]], first: network.Host, logs: dict[str, Path]) -> dict[str, Any]:
