@@ -1,4 +1,4 @@
-"""Ray Train with a worker that fails and goes on: python examples/ray_train.py --dies-at 55
+"""Ray Train, with a worker that is killed and goes on: python examples/ray_train.py [--dies-at 55]
 
 All workers save: each has a residual of its own. On several machines, --storage names a folder that all of them see.
 """

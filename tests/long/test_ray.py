@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from laboratory.cluster import guard, kernel, network
+from laboratory.cluster import guard, network
+from laboratory.loops import by_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, TIMEOUT = ROOT / "examples" / "ray_train.py", 280
@@ -44,7 +45,7 @@ def test_a_training_with_a_killed_worker_ends_as_one_without() -> None:
 def run(storage: Path, dies_at: int) -> str:
     """Run the example. Return its output."""
     own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}", "HOME": str(storage.parent), "OMP_NUM_THREADS": "1"}
-    own |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_COLOR_PREFIX": "0"}
+    own |= by_ray.SETTINGS
     command: Any = [sys.executable, __file__, "--storage", storage, "--dies-at", str(dies_at)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, **own})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -53,16 +54,13 @@ def run(storage: Path, dies_at: int) -> str:
 
 def last(storage: Path) -> list[dict[str, Any]]:
     """Load the last checkpoint of all workers."""
-    folder = sorted(storage.glob("*/checkpoint_*"))[-1]
+    folder = sorted(storage.glob("*/checkpoint_2*"))[-1]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def inside() -> int:
     """Run the example on a loopback of its own."""
-    kernel.unshare(kernel.NEW_NET | kernel.NEW_MOUNTS)
-    kernel.mount("none", "/", kernel.RECURSIVE | kernel.PRIVATE)
-    kernel.mount("proc", "/proc")  # of the new process-id namespace
-    subprocess.run([str(network.find("ip")), "link", "set", "lo", "up"], check=True)
+    network.leave()
     return subprocess.run([sys.executable, EXAMPLE, *sys.argv[1:]], stdin=subprocess.DEVNULL).returncode
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +23,7 @@ POINTS, DEVIATIONS = 2.0, 3.0
 # Seeds of a cell that seems worse, of which the mean counts. One that still does trains so many times as long, beside plain.
 AGAIN, LONGER = 3, 3
 # Seconds of one launch, and the most cells in it.
-SECONDS, MOST = 150.0, 8
+SECONDS, MOST = 240.0, 8
 
 EXAMPLES = """\
 examples:
@@ -38,9 +38,9 @@ Found = dict[Key, dict[str, Any]]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--cases", type=lambda text: _known(text, CASES, ";"), default=[*CASES], help="separated by semicolons")
-    parser.add_argument("--doors", type=lambda text: _known(text, DOORS, ","), default=[*DOORS], help="(default: both)")
-    parser.add_argument("--specs", type=lambda text: options.specs(text, _spec), default=SPECS, help=f"(default: {SPECS})")
+    parser.add_argument("--cases", type=lambda text: known(text, CASES, ";"), default=[*CASES], help="separated by semicolons")
+    parser.add_argument("--doors", type=lambda text: known(text, DOORS, ","), default=[*DOORS], help="(default: both)")
+    parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=SPECS, help=f"(default: {SPECS})")
     parser.add_argument("--steps", type=options.positive, default=150, help="of each training (default: 150)")
     parser.add_argument(
         "--seeds", type=options.positive, default=3, help="trainings of plain, which show its noise (default: 3)"
@@ -88,11 +88,15 @@ def cells(chosen: argparse.Namespace, specs: Sequence[str], more: bool = False) 
     ]
 
 
-def train(keys: Sequence[Key]) -> Found:
-    """Train cells on two ranks, many in one launch. A refusal ends a launch, and the rest goes into the next."""
+def train(keys: Sequence[Key], text: str = "") -> Found:
+    """Train cells on two ranks, many in one launch. A refusal ends a launch, and the rest goes into the next.
+
+    text: the prepared file of a task that reads one.
+    """
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from ranks import launch  # type: ignore[import-not-found]
 
+    from laboratory.loops import by_ray
     from laboratory.loops.rank import play
 
     found: Found = {}
@@ -102,11 +106,12 @@ def train(keys: Sequence[Key]) -> Found:
         while left:
             part = left[:MOST]
             try:
-                every = launch(play, 2, [list(key) for key in part], seconds=SECONDS)
+                starts = by_ray.launch if part[0].door == "ray" else launch
+                every = starts(play, 2, [list(key) for key in part], text, seconds=SECONDS)
             except AssertionError as failure:
                 if len(part) > 1:  # one of them took the ranks down
                     for key in part:
-                        found |= train([key])
+                        found |= train([key], text)
                 every = [[{"key": list(part[0]), "score": None, "refused": f"{FAILED}{failure}"[:2000], "warned": []}]] * 2
             for own in zip(*every, strict=False):
                 key, cell = Key(*own[0]["key"]), joined(own)
@@ -123,8 +128,16 @@ def joined(own: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**own[0], "refused": refused, "score": None if refused else own[0]["score"]}
 
 
-def judge(found: Found) -> list[dict[str, Any]]:
-    """Compare each cell with plain's seeds. Return a line for each: its scores, and ok, worse, warned, refused or failed."""
+def below_noise(score: float, plain: float, noise: float) -> bool:
+    """Say whether an accuracy is below plain's by more than noise."""
+    return not score >= plain - max(POINTS, DEVIATIONS * noise)
+
+
+def judge(found: Found, is_worse: Callable[[float, float, float], bool] = below_noise) -> list[dict[str, Any]]:
+    """Compare each cell with plain's seeds. Return a line for each: its scores, and ok, worse, warned, refused or failed.
+
+    is_worse: takes the cell's score, plain's, and plain's deviation.
+    """
     lines = []
     for key, cell in found.items():
         if key.seed or not key.spec:
@@ -136,11 +149,11 @@ def judge(found: Found) -> list[dict[str, Any]]:
         line = {"key": key, "score": None, "plain": None, "noise": None, "refused": cell["refused"], "warned": warned}
         line["verdict"] = "failed" if cell["refused"].startswith(FAILED) else "refused" if cell["refused"] else "ok"
         if scores:
-            line["plain"], line["noise"] = round(statistics.mean(scores), 2), round(statistics.pstdev(scores), 2)
+            line["plain"], line["noise"] = round(statistics.mean(scores), 3), round(statistics.pstdev(scores), 3)
         if own_scores and scores:
-            line["score"] = round(statistics.mean(own_scores), 2)
-            is_worse = not line["score"] >= line["plain"] - max(POINTS, DEVIATIONS * line["noise"])
-            line["verdict"] = ("warned" if warned else "worse") if is_worse else "ok"
+            line["score"] = round(statistics.mean(own_scores), 3)
+            worse = is_worse(line["score"], line["plain"], line["noise"])
+            line["verdict"] = ("warned" if warned else "worse") if worse else "ok"
         elif cell["score"] is None and not cell["refused"]:
             line["verdict"] = "warned" if warned else "worse"
         lines.append(line)
@@ -168,7 +181,8 @@ def _shown(line: dict[str, Any] | None) -> str:
     return f"{line['score']:.1f}{mark}"
 
 
-def _known(text: str, names: Any, between: str) -> list[str]:
+def known(text: str, names: Any, between: str) -> list[str]:
+    """Read some of these names."""
     chosen = [each.strip() for each in text.split(between)]
     for each in chosen:
         if each not in names:
@@ -176,7 +190,8 @@ def _known(text: str, names: Any, between: str) -> list[str]:
     return chosen
 
 
-def _spec(spec: str) -> None:
+def check_spec(spec: str) -> None:
+    """Refuse a text that is neither a spec nor auto."""
     from laboratory.harness import ways
 
     if not ways.is_spec(spec) and not spec.startswith("auto"):

@@ -20,12 +20,16 @@ from laboratory.tasks.task import accuracy
 
 
 class Case(NamedTuple):
-    """A usual loop. kinds: of optimizers that it is for. doors: that can do it. more: specs beside those of all cases."""
+    """A usual loop.
 
-    play: Callable[[Cell], float]
+    kinds: of optimizers that it is for. doors: that can do it. more: specs beside those of all cases. cell: of its task.
+    """
+
+    play: Callable[[Any], float]
     kinds: tuple[str, ...] = ("sgd", "adamw")
     doors: tuple[str, ...] = ("ddp", "horovod")
     more: tuple[str, ...] = ()
+    cell: type[Cell] = Cell
 
 
 def base(cell: Cell) -> float:

@@ -1,4 +1,4 @@
-"""A cell of the table of loops: a training by a door, a spec and an optimizer on two real ranks; its score and warnings."""
+"""A cell of a table of loops: a training by a door, a spec and an optimizer on two real ranks; its score and warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,19 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from laboratory.tasks import digits
-from laboratory.tasks.task import accuracy
+from laboratory.tasks import digits, texts
+from laboratory.tasks.task import Arrays, accuracy
 
 # Pictures of a rank in a batch, and the width of the net, which takes some 3 ms a step.
 BATCH, WIDTH = 32, 16
 # Grey values' mean and standard deviation. Without them SGD stays where it begins for half of the steps.
 MEAN, DEVIATION = 0.3, 0.38
 
+# A rank's sequences in a batch, width and depth of the transformer, and the held-out sequences that its loss is taken of.
+SEQUENCES, TEXT_WIDTH, DEPTH, HELD_OUT = 4, 64, 2, 128
+
 # The beginning of an error that is no refusal of gradcomp's.
 FAILED, PACKAGE = "FAILED: ", Path(gradcomp.__file__).parent
-
-# The learning rates by kind of optimizer.
-RATES = {"sgd": 0.05, "adamw": 0.002}
 
 
 class Key(NamedTuple):
@@ -45,22 +45,31 @@ class Key(NamedTuple):
 
 
 class Cell:
-    """The parts of a training, for the cases: net, batches, optimizer, and the model to call (whole)."""
+    """The parts of a training of digits, for the cases: net, batches, optimizer, and the model to call (whole).
+
+    rates: the learning rate by kind of optimizer.
+    """
 
     _made = itertools.count()
+    rates: ClassVar = {"sgd": 0.05, "adamw": 0.002}
 
-    def __init__(self, key: Key):
+    def __init__(self, key: Key, arrays: Arrays):
         self.key, self.steps = key, key.steps
         self.number = next(self._made)
         self.rank, self.size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
-        self.data = {
-            name: (each - MEAN) / DEVIATION if each.is_floating_point() else each for name, each in digits.load().items()
-        }
-        self.batches = digits.batches(self.data, self.rank, self.size, BATCH, key.seed)
-        self.net: Any = digits.conv(key.seed, WIDTH)
         self.whole: Any = None
         self.optimizer: Any = None
         self.handle: Any = None
+        self.net: Any
+        self.begin(arrays)
+
+    def begin(self, arrays: Arrays) -> None:
+        """Make the data, the batches and the net. arrays: of a task that reads a file."""
+        self.data = {
+            name: (each - MEAN) / DEVIATION if each.is_floating_point() else each for name, each in digits.load().items()
+        }
+        self.batches = digits.batches(self.data, self.rank, self.size, BATCH, self.key.seed)
+        self.net = digits.conv(self.key.seed, WIDTH)
 
     @property
     def by_ddp(self) -> bool:
@@ -70,8 +79,8 @@ class Cell:
         """Make the kind's optimizer."""
         given = [*(self.net.parameters() if parameters is None else parameters)]
         if self.key.kind == "sgd":
-            return torch.optim.SGD(given, **{"lr": RATES["sgd"], "momentum": 0.9, **options})
-        return torch.optim.AdamW(given, **{"lr": RATES["adamw"], **options})
+            return torch.optim.SGD(given, **{"lr": self.rates["sgd"], "momentum": 0.9, **options})
+        return torch.optim.AdamW(given, **{"lr": self.rates["adamw"], **options})
 
     def wrap(self, optimizer: Any = None, scaler: Any = None, ddp: dict[str, Any] | None = None, **options: Any) -> None:
         """Put the net and the optimizer through the door. ddp: options of DDP; options: of Horovod's optimizer."""
@@ -131,14 +140,35 @@ class Cell:
         return accuracy(trained, self.data)
 
 
-def of_cell(key: Key, case: Any) -> dict[str, Any]:
+class TextCell(Cell):
+    """The parts of a training of a small GPT on text. Its score is the loss of held-out text."""
+
+    rates: ClassVar = {"sgd": 0.1, "adamw": 0.002}
+
+    def begin(self, arrays: Arrays) -> None:
+        """Make the batches and the transformer."""
+        self.data = {name: each.long() for name, each in arrays.items()}
+        self.batches = texts.batches(self.data["train"], self.rank, self.size, SEQUENCES, self.key.seed)
+        self.net = texts.Transformer(self.key.seed, TEXT_WIDTH, DEPTH)
+
+    def loss(self, model: Any = None) -> Tensor:
+        """Run the next batch forward."""
+        x, y = next(self.batches)
+        return texts.loss((self.whole if model is None else model)(x), y)
+
+    def score(self, net: nn.Module | None = None) -> float:
+        """Return the mean loss of a held-out byte."""
+        text = self.data["held_out"][: HELD_OUT * texts.LENGTH + 1]
+        return math.log(texts.perplexity(self.net if net is None else net, text))
+
+
+def of_cell(key: Key, case: Any, arrays: Arrays) -> dict[str, Any]:
     """Train a cell. Return its score, the warnings of this rank, and the refusal, if it was refused."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         score, refused = math.nan, ""
         try:
-            cell = Cell(key)
-            score = float(case(cell))
+            score = float(case.play(case.cell(key, arrays)))
         except Exception as error:
             raised_by = traceback.extract_tb(error.__traceback__)[-1].filename
             refused = f"{'' if PACKAGE in Path(raised_by).parents else FAILED}{type(error).__name__}: {error}"

@@ -1,0 +1,120 @@
+"""Train a small GPT by plain loops and by the trainers that people run, with each spec, and compare its loss with DDP's."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from laboratory import options, report
+from laboratory.commands.loops import AGAIN, Found, check_spec, judge, known, train
+from laboratory.loops.cell import Key
+from laboratory.loops.trainers import TRAINERS
+from laboratory.machine import ROOT, versions
+from laboratory.tasks import table as tasks
+from laboratory.tasks.texts import SHAKESPEARE
+
+SPECS = "topk;sdagc;orq;bingrad;auto;auto:loss=high"
+
+PAGE = ROOT / "docs" / "frameworks.md"
+
+# A loss is near where it is at most so many times that of the trainer without gradcomp.
+NEAR = 1.03
+
+KINDS = {"sgd": "SGD", "adamw": "AdamW"}
+
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "ray")
+
+EXAMPLES = """\
+examples:
+  scripts/lab trainers --data FOLDER                     # all of them, in 20 minutes
+  scripts/lab trainers --data FOLDER --trainers Accelerate --specs topk
+
+FOLDER has tinyshakespeare.txt. The exit status is 1 if a loss is worse than that of the trainer alone by more than 3 % and
+nothing refused the training, or if ranks fail."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with tinyshakespeare.txt")
+    parser.add_argument(
+        "--trainers", type=lambda text: known(text, TRAINERS, ";"), default=[*TRAINERS], help="separated by semicolons"
+    )
+    parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=SPECS, help=f"(default: {SPECS})")
+    parser.add_argument("--steps", type=options.positive, default=200, help="of each training (default: 200)")
+    parser.add_argument("--report", action="store_true", help="train nothing: write the record's table into docs/frameworks.md")
+    options.add_places(parser, "none", ROOT / "build" / "trainers")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Train all cells, and those that are far again; write the table and the record."""
+    if chosen.report:
+        PAGE.write_text(written(PAGE.read_text(), report.read(report.path_of(chosen, None))))
+        return 0
+    file = tasks.prepare("shakespeare", SHAKESPEARE, chosen.data, chosen.cache)
+    text = str(tasks.place(chosen.cache, file).resolve())
+    own = [(name, kind) for name in chosen.trainers for kind in TRAINERS[name].kinds]
+    alone = [Key(name, TRAINERS[name].doors[0], kind, "", 0, chosen.steps) for name, kind in own]
+    found = train([*alone, *(key._replace(spec=spec) for key in alone for spec in chosen.specs)], text)
+    far = [line["key"] for line in judged(found) if line["verdict"] in ("worse", "warned")]
+    again = [*far, *dict.fromkeys(key._replace(spec="") for key in far)]
+    found |= train([key._replace(seed=seed) for key in again for seed in range(1, AGAIN)], text)
+    lines = judged(found)
+    cells = [{**line, "key": list(line["key"][:4])} for line in lines]
+    record = {"packages": versions(PACKAGES), "data": file, "steps": chosen.steps, "ranks": 2, "cells": cells}
+    print(report.columns(table(record)))
+    wrong = [line for line in lines if line["verdict"] in ("worse", "warned", "failed")]
+    for line in wrong:
+        print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
+    report.save(chosen, None, record)
+    return int(bool(wrong))
+
+
+def written(page: str, record: dict[str, Any]) -> str:
+    """Return the page with the record's table."""
+    mark, end = "<!-- records: trainers -->", "<!-- end -->"
+    if page.count(mark) != 1:
+        raise options.Refused(f"docs/{PAGE.name} has {page.count(mark)} places {mark}; it needs one")
+    before, _, after = page.partition(mark)
+    return f"{before}{mark}\n\n{report.markdown(table(record))}\n\n{end}{after.partition(end)[2]}"
+
+
+def judged(found: Found) -> list[dict[str, Any]]:
+    """Compare the loss of each cell with that of the trainer alone, by the same seeds."""
+    cells = [key for key in found if key.spec and not key.seed]
+    seeds = {cell: {key.seed for key in found if key[:4] == cell[:4]} for cell in cells}
+    pairs = [
+        {key: own for key, own in found.items() if key[:4] in (cell[:4], (*cell[:3], "")) and key.seed in seeds[cell]}
+        for cell in cells
+    ]
+    return [line for pair in pairs for line in judge(pair, is_far)]
+
+
+def is_far(loss: float, plain: float, noise: float) -> bool:
+    """Say whether a loss is above plain's by more than the 3 %."""
+    return not loss <= NEAR * plain
+
+
+def table(record: dict[str, Any]) -> list[list[str]]:
+    """Write a row for each trainer and optimizer: its loss alone, and by how much each spec's is above it.
+
+    The loss of a cell that was trained by several seeds is their mean, beside the same seeds' alone.
+    """
+    specs = list(dict.fromkeys(line["key"][3] for line in record["cells"]))
+    rows = [["loss of held-out text", "alone", *(f"`{spec}`" for spec in specs)]]
+    by_row: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in record["cells"]:
+        name, _, kind, spec = line["key"][:4]
+        by_row.setdefault((name, kind), {})[spec] = line
+    for (name, kind), own in by_row.items():
+        plain = next((line["plain"] for line in own.values()), None)
+        shown = [_shown(own[spec]) if spec in own else "" for spec in specs]
+        rows.append([f"{name}, {KINDS[kind]}", report.figure(plain, "{:.3f}"), *shown])
+    return rows
+
+
+def _shown(line: dict[str, Any]) -> str:
+    if line["score"] is None:
+        return str(line["verdict"])
+    mark = {"worse": " WORSE", "warned": " warned"}.get(line["verdict"], "")
+    return f"{100 * (line['score'] / line['plain'] - 1):+.1f} %{mark}"

@@ -1,0 +1,53 @@
+"""`lab trainers`: a plain loop on real ranks by the command line, losses judged by the same seeds, the table of the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laboratory.commands.trainers import judged, table, written
+from laboratory.loops.cell import Key
+from laboratory.main import main
+from laboratory.options import Refused
+
+
+def cell(spec: str, score: float | None, seed: int = 0, refused: str = "") -> Any:
+    key = Key("Fabric", "ddp", "sgd", spec, seed, 100)
+    return key, {"key": list(key), "score": score, "refused": refused, "warned": []}
+
+
+def test_a_loss_is_compared_with_that_of_the_same_seeds() -> None:
+    alone = [cell("", loss, seed) for seed, loss in enumerate((2.0, 3.0, 4.0))]
+    cells = [
+        cell("near", 2.06),
+        cell("far", 2.07),
+        cell("near by three", 2.1),
+        cell("near by three", 3.05, 1),
+        cell("near by three", 4.0, 2),
+        cell("refused", None, refused="ValueError: no"),
+    ]
+    lines = judged(dict(alone + cells))
+    found = {line["key"].spec: line["verdict"] for line in lines}
+    assert found == {"near": "ok", "far": "worse", "near by three": "ok", "refused": "refused"}
+    record = {"cells": [{**line, "key": list(line["key"][:4])} for line in lines]}
+    assert table(record)[1] == ["Fabric, SGD", "2.000", "+3.0 %", "+3.5 % WORSE", "+1.7 %", "refused"]
+    page = written("before\n<!-- records: trainers -->\nold\n<!-- end -->\nafter\n", record)
+    assert (
+        page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page and "| Fabric, SGD | 2.000 |" in page
+    )
+    assert written(page, record) == page
+    with pytest.raises(Refused, match="0 places"):
+        written("no place", record)
+
+
+def test_a_plain_loop_on_real_ranks(tmp_path: Path) -> None:
+    (tmp_path / "tinyshakespeare.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    places = ["--data", str(tmp_path), "--cache", str(tmp_path), "--out", str(tmp_path)]
+    assert main(["trainers", *places, "--trainers", "plain, step(closure)", "--specs", "topk:ratio=1", "--steps", "12"]) == 0
+    record = json.loads((tmp_path / "trainers.json").read_text())
+    assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)
+    for line in record["cells"]:
+        assert line["verdict"] == "ok" and 0.5 < line["score"] < 5.2, line
