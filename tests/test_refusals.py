@@ -33,8 +33,8 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
         (op, (COMPRESSION,), f"ValueError: the optimizer reduces gradients with op={op}, which cannot be compressed")
         for op in ("Min", "Max", "Product")
     ),
-    ("sparse", EVERY, SPARSE),
-    ("sparse as dense", DOORS, SPARSE),
+    ("sparse", (COMPRESSION, DDP), SPARSE),
+    ("sparse as dense", (COMPRESSION,), SPARSE),
     ("float64", DOORS, r"TypeError: the gradient of '\S+\.1\.bias' is torch\.float64"),
     ("unnamed", (COMPRESSION,), r"ValueError: a gradient belongs to no known parameter: its shape is \("),
     ("unnamed", (OWN,), "ValueError: named_parameters was specified, but one or more model parameters were not named"),

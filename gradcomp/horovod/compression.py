@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
+from gradcomp.engine.origin import MARK
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
@@ -22,8 +23,8 @@ from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
 SPARSE = (
-    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed, not even with "
-    "sparse_as_dense=True; use sparse=False, or give the layer its own optimizer"
+    "sparse gradients, like those of torch.nn.Embedding(sparse=True), cannot be compressed through compression=, not even with "
+    "sparse_as_dense=True; use sparse=False, or gradcomp.horovod.DistributedOptimizer, which exchanges them densely"
 )
 _UNKNOWN = (
     "a gradient belongs to no known parameter: its shape is {shape}; pass all parameters as named_parameters, and unfreeze "
@@ -124,6 +125,9 @@ class Compression(Handle):
         door = Door(_UNKNOWN, _UNUSED, _CHANGED, _AFTER_FAILURE, name="Horovod")
         super().__init__(spec, self._parameters, self._network, options, door, stock)
         self._knows_optimizer = False
+        # hvd.broadcast_optimizer_state() knows no option of rank 0's groups that others lack, as where only rank 0 has loaded.
+        for group in [] if optimizer is None else optimizer.param_groups:
+            group.setdefault(MARK, False)
 
     def compress(self, tensor: Tensor | None = None) -> tuple[Tensor, Slot | None]:
         """Take a gradient, and return a carrier in its place. Horovod gives the slot back to decompress().

@@ -15,12 +15,18 @@ from horovod.torch import optimizer as horovod_optimizer
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor
+from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, named_of
-from gradcomp.horovod.compression import SPARSE, Compression
+from gradcomp.horovod.compression import Compression
 from gradcomp.networks.horovod import version
+
+_DENSELY = (
+    "the gradient of {name!r} is sparse, like those of torch.nn.Embedding(sparse=True). gradcomp exchanges it densely, like "
+    "Horovod with sparse_as_dense=True: pass that, or use sparse=False, and this warning goes"
+)
 
 if TYPE_CHECKING:
 
@@ -55,7 +61,7 @@ def DistributedOptimizer(
         bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
         seed: The seed of random draws, equal on all ranks.
         stock_options: Any other options of hvd.DistributedOptimizer. groups and num_groups have no effect, since gradcomp makes
-            its own buckets.
+            its own buckets. Sparse gradients are exchanged densely, with a warning unless sparse_as_dense=True.
 
     Returns:
         Horovod's optimizer. It has .compression, the handle of the exchange, and .stats() added.
@@ -72,8 +78,6 @@ def DistributedOptimizer(
     if op not in (hvd.Average, hvd.Sum):
         name = next((name for name in ("Adasum", "Min", "Max", "Product") if getattr(hvd, name, None) == op), op)
         raise ValueError(f"op={name} cannot be compressed; use op=Average or op=Sum")
-    if stock_options.get("sparse_as_dense"):
-        raise ValueError(SPARSE)
     stock_options.pop("groups", None)
     stock_options.pop("num_groups", None)
     named = named_of(optimizer, named_parameters)
@@ -85,7 +89,7 @@ def DistributedOptimizer(
     stock = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=door, **stock_options)
     if carrier_free():
         scale = 1.0 if op == hvd.Average else float(process_set.size())
-        door._session.door = reduction = _CarrierFree(door._session.door, stock)
+        door._session.door = reduction = _CarrierFree(door._session.door, stock, bool(stock_options.get("sparse_as_dense")))
         stock._allreduce_grad_async = functools.partial(reduction.start, door._session, scale)
     else:
         warnings.warn(
@@ -109,29 +113,40 @@ class _CarrierFree(Door):
 
     Gradients are held until the ranks have met in step(), since steps have the same order on all ranks. The method that is
     replaced still reduces gradients that are not worth compressing.
+
+    sparse_as_dense: the user knows that sparse gradients are exchanged densely.
     """
 
-    def __init__(self, door: Door, optimizer: Any):
+    def __init__(self, door: Door, optimizer: Any, sparse_as_dense: bool):
         super().__init__(**vars(door) | {"holds": True})
         self._optimizer = weakref.ref(optimizer)  # which has the session
         self._begun: dict[Tensor, int] = {}
+        self._sparse_as_dense = sparse_as_dense
 
     def start(self, session: Session, scale: float, p: Tensor) -> tuple[Callable[[], Tensor], None]:
         """Start the reduction of a gradient. Return a function that waits for it. scale: the op's result over the mean."""
         if p.grad is None:
             p.grad = torch.zeros_like(p)
+        slot = session.slot(p)
         if p.grad.is_sparse:
-            raise session.failed(ValueError(SPARSE))
-        session.ready(session.slot(p))
+            p.grad = p.grad.to_dense()
+            if not self._sparse_as_dense:
+                self._sparse_as_dense = True  # said
+                warn_user(_DENSELY.format(name=slot.name))
+        session.ready(slot)
         return functools.partial(self._finish, session, scale, p), None
 
     def _finish(self, session: Session, scale: float, p: Tensor) -> Tensor:
         session.finish(scale)
         if session.stock is not None:
-            return cast("Tensor", hvd.synchronize(self._begun.pop(p)))
-        self._begun.clear()  # a failed step left them
-        assert p.grad is not None
-        return p.grad
+            update = cast("Tensor", hvd.synchronize(self._begun.pop(p)))
+        else:
+            self._begun.clear()  # a failed step left them
+            assert p.grad is not None
+            update = p.grad
+        if isinstance(self._optimizer(), torch.optim.SparseAdam):  # it takes no dense gradients
+            p.grad = update.to_sparse()  # Horovod writes the update there
+        return update
 
     def start_stock_allreduce(self, slot: Slot) -> None:
         optimizer, parameter = self._optimizer(), slot.parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -41,6 +42,25 @@ def broadcast() -> dict[str, dict[str, Any]]:
     return found
 
 
+def resumed_on_rank_0(door: str) -> dict[str, Any]:
+    """Load a checkpoint of rank 0's optimizer, of which the exchange had the momentum, on rank 0 alone. Broadcast it."""
+    run = Training(door, spec="topk:ratio=0.05", momentum=0.9, bucket_mb=0.015)
+    run.train(3)
+    saved, model = run.optimizer.state_dict(), run.model.state_dict()
+    del run
+    gc.collect()
+    run = Training(door, spec="topk:ratio=0.05", momentum=0.9, bucket_mb=0.015)
+    if hvd.rank() == 0:
+        run.optimizer.load_state_dict(saved)
+        run.model.load_state_dict(model)
+    hvd.broadcast_parameters(run.model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(run.optimizer, 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        weights = run.train(3)
+    return {"weights": weights, "said": [str(each.message) for each in said]}
+
+
 def two_phases(door: str, spec: str) -> dict[str, Any]:
     """Train, forget the optimizer, and train the same model with another one, under the same names."""
     gc.collect()
@@ -57,6 +77,7 @@ def two_phases(door: str, spec: str) -> dict[str, Any]:
 
 def program() -> dict[Any, Any]:
     found: dict[Any, Any] = dict(broadcast())
+    found["resumed"] = {door: resumed_on_rank_0(door) for door in DOORS}
     for door in (ALONE, *DOORS):
         for spec in SPECS if door != ALONE else SPECS[:1]:
             found[door, spec] = two_phases(door, spec)
@@ -74,6 +95,15 @@ def test_the_optimizers_own_state_is_the_stock_one(door: str) -> None:
     assert all(map(torch.equal, first["buffers"], second["buffers"]))
     assert not torch.equal(first["residual"], second["residual"])
     assert torch.equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_rank_0_alone_loads_a_checkpoint_and_horovod_broadcasts_it(door: str) -> None:
+    """The exchange had the momentum, of which rank 0's checkpoint has only a mark: all ranks say so, and train on alike."""
+    first, second = (found["resumed"][door] for found in outcomes())
+    assert torch.equal(first["weights"], second["weights"])
+    for own in (first, second):
+        assert [text for text in own["said"] if "without" in text], own["said"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
