@@ -59,7 +59,8 @@ class LastExchange:
 
     def __init__(self, slots: Slots, view: OptimizerView, trial: int):
         self._slots, self._view, self._trial = slots, view, trial
-        self.waits, self.is_nested, self._inside = False, False, ""  # the name of the optimizer that steps
+        self.waits, self.is_nested, self._has_closure = False, False, False
+        self._inside = ""  # the name of the optimizer that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
         self._drops = 0
         self._keeper: Any = None
@@ -82,11 +83,15 @@ class LastExchange:
 
     # Steps of the optimizer.
 
-    def enter_step(self, optimizer: torch.optim.Optimizer, trains: bool) -> bool:
-        """Note that an optimizer steps. trains, which is returned: it trains parameters that have been exchanged."""
+    def enter_step(self, optimizer: torch.optim.Optimizer, trains: bool, has_closure: bool) -> bool:
+        """Note that an optimizer steps. trains, which is returned: it trains parameters that have been exchanged.
+
+        has_closure: exchanges may begin within the step. No hook of torch's tells the end of a step that raises an error.
+        """
         if trains or (not self._view.exchanged and self._view.trains(optimizer)):
             self.is_nested = bool(self._inside)
             self._inside, self._exchanges_inside, self._steps_are_seen = type(optimizer).__name__, 0, True
+            self._has_closure = has_closure
             if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
                 self._look_for_removed(optimizer)
                 self.settle()
@@ -130,7 +135,7 @@ class LastExchange:
         self._copies = self._for_good or (self._exchanges < self._trial and not self.waits)
         self.settle()
         self._looks = not self._has_warned and (self._exchanges < self._trial or self._exchanges % LOOKS == 0)
-        self._exchanges_inside += bool(self._inside)
+        self._exchanges_inside += bool(self._inside) and self._has_closure
         self._keeper, self._first = keeper, first
         if keeper is not None and self._exchanges_inside > 1:
             raise RuntimeError(_CLOSURES.format(name=self._inside, keeper=keeper))

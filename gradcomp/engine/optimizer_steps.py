@@ -59,7 +59,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[
             loss = closure()
         instead = (args[0], lambda: loss, *args[2:]), {name: each for name, each in options.items() if name != "closure"}
     for each in every:
-        each.check_step(optimizer)
+        each.check_step(optimizer, has_closure=closure is not None and instead is None)
     for each in every:
         each.before_step(optimizer)
     return instead

@@ -252,9 +252,9 @@ class Session:
 
     # The optimizer's step. optimizer_steps calls these three.
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check an optimizer that is about to step."""
-        if not self.last.enter_step(optimizer, self.view.check_step(optimizer, self.compressor)):
+    def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """Check an optimizer that is about to step. has_closure: it may call a closure, and that several times."""
+        if not self.last.enter_step(optimizer, self.view.check_step(optimizer, self.compressor), has_closure):
             return
         if self._failure is not None:
             self.refuse("the optimizer's step")

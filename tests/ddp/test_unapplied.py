@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, both, plain, same, sgd
+from one_rank import LEFT, SPEC, Body, Run, accumulate, accumulate_alone, adamw, both, plain, same, sgd
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -135,6 +135,21 @@ def test_a_closure_that_is_called_several_times_is_refused_where_exchanges_diffe
             Run(lbfgs, spec, given=given).on(body=close)
     same(lambda spec: Run(lbfgs, spec).on(range(3), close), "dense")
     Run(lbfgs, "half").on(range(3), close)
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.2", "topk:ratio=0.2,momentum=0"])
+def test_a_step_that_raises_an_error_is_no_closure(spec: str) -> None:
+    """torch calls no hook after it. The exchanges of the passes that follow are not within it."""
+    run = Run(adamw, spec).on(range(2))
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    hook = run.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        plain(run, 2)
+    hook.remove()
+    run.on(range(3, 6), accumulate)
 
 
 def cancel(run: Run, step: int) -> None:

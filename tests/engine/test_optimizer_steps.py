@@ -16,8 +16,8 @@ class Noted:
     def __init__(self, into: list[Any], calls_once: bool):
         self._into, self.view = into, SimpleNamespace(calls_once=lambda optimizer: calls_once, replaced=True, exchanged=False)
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._into.append("check")
+    def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        self._into.append("check with closure" if has_closure else "check")
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._into.append("before")
@@ -45,7 +45,8 @@ def test_checks_come_first_and_a_closure_before_all() -> None:
             with torch.no_grad():
                 assert step() == 0.5
             called = ["closure with grad: True"]
-            assert seen == (called + around if calls_once else around + called) + ["after"] * 3
+            with_closure = [each.replace("check", "check with closure") for each in around]
+            assert seen == (called + around if calls_once else with_closure + called) + ["after"] * 3
         seen.clear()
         del each, hooked
         optimizer.step()
