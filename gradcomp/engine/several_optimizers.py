@@ -157,8 +157,11 @@ class SeveralOptimizers(OptimizerView):
         return joint
 
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
-        for part in {self._part_of[name] for bucket in buckets for name in bucket.layout.names}:
-            self.parts[part].note_delivered(buckets, delivery, step)
+        for number in {self._part_of[name] for bucket in buckets for name in bucket.layout.names}:
+            part = self.parts[number]
+            part.note_delivered(buckets, delivery, step)
+            if not any(each.requires_grad for each in part.slots.parameters.values()):
+                part.forget_update()  # frozen layers have none, and their optimizer need not step
 
     # Between two steps.
 

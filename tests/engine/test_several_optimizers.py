@@ -72,7 +72,8 @@ class Run:
         if self.session is not None:
             self.session.begin()
             for slot in self.session.slots.slots:
-                self.session.ready(slot)
+                if slot.parameter is not None and slot.parameter.requires_grad:
+                    self.session.ready(slot)
             self.session.finish()
 
     def backward(self) -> None:
@@ -104,6 +105,23 @@ def test_with_everything_sent_each_optimizer_steps_as_alone(optimizers_of: Any) 
     assert [len(each.state) for each in ours.optimizers] == [len(each.state) for each in plain.optimizers]
     ours.session.replace(make(EVERYTHING))
     assert close(ours.train(), plain.train())
+
+
+def test_an_optimizer_need_not_step_while_its_layers_are_frozen() -> None:
+    plain, ours = Run(two_sgd), Run(two_sgd, EVERYTHING)
+    for run in (plain, ours):
+        for step in range(12):
+            frozen = step // 3 - 1  # from the fourth step on the first one, then the second one, then none
+            for number, each in enumerate(run.optimizers):
+                for parameter in each.param_groups[0]["params"]:
+                    parameter.requires_grad_(number != frozen)
+            run.backward()
+            for number, each in enumerate(run.optimizers):
+                if number != frozen:
+                    each.step()
+            if run.session is not None:
+                run.session.refuse("change()")  # no update waits
+    assert close(weights(ours.model), weights(plain.model))
 
 
 def test_a_state_goes_on_to_the_bit() -> None:

@@ -48,6 +48,20 @@ MOMENTS_FAULTS = (
         ("test_several_optimizers.py",),
     ),
     Fault(
+        "an optimizer of frozen layers must step, as alternating phases do not",
+        "gradcomp/engine",
+        "part.forget_update()  # frozen layers",
+        "pass  # frozen layers",
+        ("test_several_optimizers.py",),
+    ),
+    Fault(
+        "a step that raised an error never ends, and later exchanges are within it",
+        "gradcomp/engine",
+        "bool(self._inside) and self._has_closure",
+        "bool(self._inside)",
+        ("test_unapplied.py",),
+    ),
+    Fault(
         "a layer that begins late has the bias correction of its bucket",
         "gradcomp/engine",
         "for layer, late in state.late.items() if layer not in idle}",
