@@ -58,7 +58,7 @@ class GradientSample:
         """Keep entries of a complete gradient, if it is its turn."""
         turn = (self._seen - self._steps) % self._parameters
         self._seen += 1
-        if turn >= GRADIENTS or (grad := _grad_of(slot)) is None or grad.is_sparse:
+        if turn >= GRADIENTS or (grad := _grad_of(slot)) is None:
             return
         entries = _entries(slot, grad, self._steps)
         if entries is not None:
@@ -232,7 +232,8 @@ class UpdateSample:
 
 
 def _grad_of(slot: Slot) -> Tensor | None:
-    return None if slot.parameter is None else slot.parameter.grad
+    grad = None if slot.parameter is None else slot.parameter.grad
+    return None if grad is None or grad.is_sparse else grad
 
 
 def _entries(slot: Slot, grad: Tensor, turn: int) -> Tensor | None:
