@@ -3,6 +3,7 @@
 Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named_parameters()) in hvd.DistributedOptimizer(...)
 or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
 DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
+trainers: gradcomp.integrations.transformers.attach(trainer, "topk"), .accelerate.Handler, .lightning.GradcompStrategy
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
 predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward=0.03, backward=0.06)): step times, before any cluster
 look:    .stats(), .residual(); change(spec) continues with another spec; state_dict() and load_state_dict() for checkpoints

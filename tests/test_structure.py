@@ -65,6 +65,7 @@ ROOMS = [
     "handle",
     "simulate",
     "ddp",
+    "integrations",
     "horovod",
     "doctor",
     "__init__",
@@ -76,6 +77,8 @@ SPLIT = ("core", "engine")
 
 # The only files that import by a name that they make up.
 FINDS_ALGORITHMS, LOADS_DOORS, LOADS_MODELS = "spec.py", "__init__.py", "prediction/command.py"
+# Files that load packages of others, which need not be installed.
+OF_TRAINERS = [f"integrations/{name}.py" for name in ("accelerate", "lightning", "transformers")]
 
 # Lines that a file of the package, and one of the tests, has at most.
 MOST_LINES, MOST_LINES_OF_TESTS = 450, 450
@@ -165,7 +168,7 @@ for module in sys.argv[2:]:
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in files()
-        if room(path) not in ("__init__", "__main__")
+        if room(path) not in ("__init__", "__main__") and at(path) not in OF_TRAINERS
     }
     done = subprocess.run([sys.executable, "-c", code, str(PACKAGE), *paths], capture_output=True, text=True, check=True)
     found = dict(map(json.loads, done.stdout.splitlines()))
@@ -187,6 +190,9 @@ def test_each_outside_world_has_one_door() -> None:
     assert importers("horovod") == {*doors, "networks/horovod.py"}
     assert importers("gradcomp._native") == {"native/extension.py"}
     assert importers("torch.distributed") == {"ddp.py", "networks/torch.py"}
+    for trainer in OF_TRAINERS:
+        package = Path(trainer).stem
+        assert importers(package) == {trainer}
     assert importers("threading") == set(), "memory has an owner, and nothing is keyed by thread"
 
 

@@ -24,7 +24,7 @@ STEPS_BEFORE_WARNING = 3
 # Steps, of any optimizers, that look for a momentum that is missed under a new spec.
 LOOKS = 4
 # Packages between a user's line and the hook.
-INNER_PACKAGES = ("gradcomp", "horovod", "torch")
+INNER_PACKAGES = ("accelerate", "gradcomp", "horovod", "lightning", "torch", "transformers")
 # Older versions of torch have only the second.
 _SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.cuda.amp.GradScaler)
 

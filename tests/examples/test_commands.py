@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trainers
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -29,6 +30,10 @@ SAYS = {
     "gradscaler.py": "skipped so far",
     "resume.py": "ends after step 100",
     "elastic.py": "step 200: loss",
+    "hf_trainer.py": "the ranks exchange AdamW's directions",
+    "accelerate_loop.py": "gradcomp-rank0.pt, gradcomp-rank1.pt",
+    "lightning_trainer.py": "the ranks exchange AdamW's directions",
+    "fabric_loop.py": "step 100: loss",
 }
 
 
@@ -51,16 +56,21 @@ def test_the_page_has_every_example_and_a_command_that_runs_it() -> None:
     assert SAYS.keys() == {name for name, _ in ROWS} - {"dashboard.py", "ray_train.py"}  # tests/long has the latter
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, **more: str) -> str:
     """Run a command of the page in a folder that has the examples, and a script that names one host of two slots."""
     (folder / "examples").symlink_to(ROOT / "examples")
     script = folder / "hosts.sh"
     script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o755)
-    own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    own = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+    }
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    running = subprocess.Popen(shlex.split(command), cwd=folder, env=inherited | own, **options)
+    running = subprocess.Popen(shlex.split(command), cwd=folder, env=inherited | own | more, **options)
     try:
         said: str = running.communicate(timeout=180)[0]
     finally:
@@ -70,8 +80,13 @@ def run(command: str, folder: Path) -> str:
     return said
 
 
+# Examples that need packages of trainers, which an environment of their own has.
+OF_TRAINERS = ("hf_trainer.py", "accelerate_loop.py", "lightning_trainer.py", "fabric_loop.py")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name, command", [row for row in ROWS if row[0] in SAYS])
 def test_the_command_of_the_page_runs(name: str, command: str, tmp_path: Path) -> None:
     assert shutil.which("horovodrun", path=Path(sys.executable).parent), "Horovod is not installed beside this Python"
-    assert SAYS[name] in run(command, tmp_path)
+    more = {"PYTHON_EXEC": str(trainers.python())} if name in OF_TRAINERS else {}  # torchrun starts that Python
+    assert SAYS[name] in run(command, tmp_path, **more)

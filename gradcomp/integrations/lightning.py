@@ -1,0 +1,106 @@
+"""The door into Lightning: a strategy for its Trainer, in place of "ddp"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+try:
+    import lightning
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError as error:
+    text = f"gradcomp.integrations.lightning needs Lightning, which does not load ({error}): pip install gradcomp[lightning]"
+    raise ImportError(text, name=error.name) from error
+
+from gradcomp import ddp
+from gradcomp.core.compressor import Compressor
+from gradcomp.handle import Handle
+from gradcomp.integrations import beside
+
+__all__ = ["GradcompStrategy"]
+
+_TWO_HOOKS = "GradcompStrategy() got {name}=, but a model has one communication hook, and it is gradcomp's; leave {name} out"
+
+
+class GradcompStrategy(DDPStrategy):
+    """Lightning's DDPStrategy with a compressed exchange. handle: the exchange's, once fit() has called setup().
+
+    Checkpoints get a file for each rank beside them, and the logs a few figures.
+
+    Example:
+        >>> trainer = Trainer(strategy=GradcompStrategy("topk"), devices=2)
+    """
+
+    handle: Handle | None = None
+
+    def __init__(self, spec: str | Compressor = "topk", *, bucket_mb: float = 25, seed: int = 0, **ddp_options: Any):
+        """Make a strategy.
+
+        Args:
+            spec: "name:knob=value", a compressor, or "auto".
+            bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+            seed: The seed of random draws, equal on all ranks.
+            **ddp_options: Arguments of DDPStrategy, such as find_unused_parameters=True.
+
+        Raises:
+            ValueError: ddp_options have another communication hook.
+        """
+        beside.check_version("lightning", lightning.__version__)
+        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            if ddp_options.get(name) is not None:
+                raise ValueError(_TWO_HOOKS.format(name=name))
+        super().__init__(**ddp_options)
+        self._spec, self._bucket_mb, self._seed = spec, bucket_mb, seed
+        self._resumed: Any = None
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        """Wrap the model, make its optimizers, and then the exchange. The Trainer calls it."""
+        super().setup(trainer)
+        if self.model is self.lightning_module:  # validate(), test() and predict() exchange nothing
+            return
+        known: Any = {
+            "bucket_mb": self._bucket_mb,
+            "seed": self._seed,
+            "scaler": getattr(self.precision_plugin, "scaler", None),
+        }
+        self.handle = ddp.attach(self.model, self._spec, optimizer=self.optimizers or None, **known)
+        if not any(isinstance(each, _Figures) for each in trainer.callbacks):
+            trainer.callbacks.append(_Figures())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save each rank's state beside a checkpoint, unless the checkpoint is of the weights alone."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.handle is not None and "optimizer_states" in checkpoint:
+            beside.save(self.handle, _stem(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, *rest: Any, **options: Any) -> dict[str, Any]:
+        """Note the checkpoint that is loaded. The exchange is not there yet."""
+        self._resumed = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *rest, **options)
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states, and the ranks' states that lie beside the checkpoint."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.handle is not None and self._resumed is not None:
+            beside.load(self.handle, _stem(self._resumed))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and the ranks' states beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            beside.remove(_stem(filepath))
+
+
+class _Figures(Callback):
+    """Logs a few figures of the exchange, as often as the Trainer logs."""
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule, *rest: Any) -> None:
+        handle = getattr(trainer.strategy, "handle", None)
+        if handle is not None and trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
+            module.log_dict(beside.figures(handle))
+
+
+def _stem(checkpoint: Any) -> str:
+    return f"{checkpoint}.gradcomp-rank"

@@ -1,0 +1,84 @@
+"""The door into Hugging Face's Trainer: attach(trainer, spec), before trainer.train()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+try:
+    import transformers
+except ImportError as error:
+    text = f"gradcomp.integrations.transformers needs transformers ({error}): pip install gradcomp[transformers]"
+    raise ImportError(text, name=error.name) from error
+
+from gradcomp.core.compressor import Compressor
+from gradcomp.handle import Handle
+from gradcomp.integrations import beside
+from gradcomp.integrations.accelerate import Handler
+
+__all__ = ["attach"]
+
+_DATA_PARALLEL = (
+    "this Trainer trains on {count} devices in one process, by torch's DataParallel, which exchanges no gradients between "
+    "processes; start one process a device: torchrun --nproc-per-node {count} ..."
+)
+_SHARDED = (
+    "this Trainer's model was loaded in shards, over several processes, and exchanges gradients by itself; load it without "
+    "tp_plan, distributed_config and device_map to train it by DistributedDataParallel"
+)
+
+
+def attach(trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bucket_mb: float = 25, seed: int = 0) -> Handle:
+    """Compress the exchange of a Trainer's gradients. All ranks call it, before trainer.train().
+
+    Checkpoints get a file for each rank, and the logs a few figures.
+
+    Args:
+        trainer: The Trainer, or one of a class of its own.
+        spec: "name:knob=value", a compressor, or "auto".
+        bucket_mb: The largest size of a bucket of several layers, in 10^6 bytes.
+        seed: The seed of random draws, equal on all ranks.
+
+    Returns:
+        The handle of the exchange, which can be used once trainer.train() has begun: in callbacks, and after it.
+
+    Raises:
+        ValueError: The Trainer trains by FSDP, DeepSpeed or another way without DistributedDataParallel.
+
+    Example:
+        >>> handle = gradcomp.integrations.transformers.attach(trainer, "topk")
+        >>> trainer.train()
+    """
+    beside.check_version("transformers", transformers.__version__)
+    if trainer.args.n_gpu > 1:
+        raise ValueError(_DATA_PARALLEL.format(count=trainer.args.n_gpu))
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ValueError(_SHARDED)
+    old = trainer.accelerator.ddp_handler
+    handler = Handler(spec, bucket_mb=bucket_mb, seed=seed, **({} if old is None else old.to_kwargs()))
+    trainer.accelerator.ddp_handler = handler
+    _extend(trainer, "_save_optimizer_and_scheduler", handler.save)
+    _extend(trainer, "_load_optimizer_and_scheduler", handler.load)
+    _extend(trainer, "log", lambda logs, *rest: logs.update(handler.figures() if "loss" in logs else {}))
+    return cast(Handle, _Later(handler))
+
+
+def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., None]) -> None:
+    """Let a method of one Trainer act before it does what it did."""
+    method = getattr(trainer, name)
+
+    def extended(*args: Any, **options: Any) -> Any:
+        act(*args)
+        return method(*args, **options)
+
+    setattr(trainer, name, extended)
+
+
+class _Later:
+    """The handle that there is once the Trainer has wrapped its model."""
+
+    def __init__(self, handler: Handler):
+        self._handler = handler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler.handle, name)
