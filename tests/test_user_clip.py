@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import doors
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from doors import DDP, OWN, Training
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -100,9 +103,120 @@ def said(play: Callable[[], Any]) -> tuple[Any, list[tuple[str, bool]]]:
     return result, [(str(each.message), each.filename == __file__) for each in seen]
 
 
+# Cases beside the usual loop, each with what torch alone does with equal gradients on all ranks. More cases are of DDP alone.
+
+
+def scaled(door: str | None, made: Any, clip: Callable[..., Any] = by_norm) -> list[Tensor]:
+    """Train under a GradScaler, with a scale that changes on the way."""
+    model, scaler = Three(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    run = None if door is None else Training(door, model, ALL, inner=made(model.parameters()), scaler=scaler)
+    optimizer = made(model.parameters()) if run is None else run.optimizer
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale((model if run is None else run.whole)(gradients(step))).backward()
+        if door == OWN:
+            optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        clip(model)
+        with optimizer.skip_synchronize() if door == OWN else contextlib.nullcontext():
+            scaler.step(optimizer)
+        scaler.update()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def accumulated(spec: str | None, made: Any, exchanges_all: bool) -> list[Tensor]:
+    """Add up two gradients in each step."""
+    model = Three()
+    run = None if spec is None else Training(DDP, model, spec, inner=made(model.parameters()))
+    optimizer = made(model.parameters()) if run is None else run.optimizer
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for last in (False, True):
+            alone = last or exchanges_all or run is None
+            with contextlib.nullcontext() if alone else run.whole.no_sync():
+                (0.5 * (model if run is None else run.whole)(gradients(step))).backward()
+        by_norm(model)
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def refused(clip: Callable[[Any], Any], made: Any) -> str:
+    """Return the error of a loop, or its only warning, or nothing."""
+    try:
+        _, warned = said(lambda: train(DDP, made, clip))
+    except RuntimeError as error:
+        return f"error: {error}"
+    return "; ".join(text for text, _ in warned)
+
+
+def unequal(spec: str, made: Any, spike: float) -> list[Tensor]:
+    """Train on gradients that differ between the ranks, one of them multiplied. Return the weights from before it on."""
+    model, rank = Three(), dist.get_rank()
+    run, found = Training(DDP, model, spec, inner=made(model.parameters())), []
+    for step in range(2 * STEPS):
+        run.optimizer.zero_grad()
+        given = gradients(0, 100 * step + rank)
+        factor = 1.0 if step < STEPS else spike if step == STEPS else 0.0
+        run.whole([factor * each for each in given]).backward()
+        by_norm(model)
+        run.optimizer.step()
+        found.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    return found[STEPS - 1 :]
+
+
+def values(model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.05)
+
+
+def some(model: Any) -> None:
+    nn.utils.clip_grad_norm_(model.a, BOUND)
+
+
+def third(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad /= 3
+
+
+def long(model: nn.Module) -> None:
+    by_norm(model, 1e9)
+
+
+def two(parameters: Any) -> Any:
+    a, b, c = parameters
+    return [sgd([a, b], weight_decay=0.0), adamw([c])]
+
+
+SENT_BY = {"topk": "topk:ratio=0.1", "levels": "orq", "left": "topk:ratio=0.1,momentum=0"}
+
+
+def of_ddp() -> dict[Any, Any]:
+    found: dict[Any, Any] = {
+        ("accumulated", name, every): accumulated(ALL, MADE[name], every)
+        for name in ("sgd", "adamw")
+        for every in (False, True)
+    }
+    found |= {
+        ("refused", clip.__name__, made.__name__): refused(clip, made)
+        for clip in (values, some, third, long)
+        for made in (sgd, adamw)
+    }
+    found |= {
+        ("spike", key, name): [unequal(spec, MADE[name], spike) for spike in (1e4, 2.0)]
+        for key, spec in SENT_BY.items()
+        for name in ("sgd", "adamw")
+    }
+    return found
+
+
 def program(door: str) -> dict[Any, Any]:
     doors.join(door)
     found: dict[Any, Any] = {("law", name): said(lambda m=made: train(door, m)) for name, made in MADE.items()}  # type: ignore[misc]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradcomp: the gradients were clipped")
+        found |= {("scaled", name): scaled(door, MADE[name]) for name in ("sgd", "adamw")}
+        found["unscaled"] = said(lambda: scaled(door, adamw, long))
+        if door == DDP:
+            found |= of_ddp()
     return found
 
 
@@ -111,14 +225,67 @@ def found(door: str) -> list[dict[Any, Any]]:
     return ranks.launch(program, RANKS, door)
 
 
+def equal(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for each, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", MADE)
 def test_with_everything_sent_and_equal_gradients_clip_and_optimizer_are_torchs(name: str, door: str) -> None:
-    wanted = train(None, MADE[name])
     for own in found(door):
         weights, warned = own["law", name]
-        print(door, name, [float((each - other).abs().max()) for each, other in zip(weights, wanted, strict=True)], warned)
-        for each, other in zip(weights, wanted, strict=True):
-            torch.testing.assert_close(each, other, rtol=1e-6, atol=1e-6)
+        equal(weights, train(None, MADE[name]))
         ((text, here),) = warned
         assert here and "clipped to a norm of 3 " in text
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_clip_under_a_loss_scale_is_torchs_and_unscaling_is_none(name: str, door: str) -> None:
+    for own in found(door):
+        equal(own["scaled", name], scaled(None, MADE[name]))
+        weights, warned = own["unscaled"]
+        assert warned == []
+        equal(weights, scaled(None, adamw, long))
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_clip_of_accumulated_gradients_is_torchs(name: str, every: bool) -> None:
+    for own in found(DDP):
+        equal(own["accumulated", name, every], accumulated(None, MADE[name], every))
+
+
+@pytest.mark.parametrize(
+    "clip, made, words",
+    [
+        ("values", "adamw", "error: the gradients were changed between their exchange and step(), and not by one factor"),
+        ("values", "sgd", "the gradients were changed between their exchange and step(), and not by one factor"),
+        ("some", "adamw", "error: the gradients were changed between their exchange and step(), and not by one factor"),
+        ("some", "sgd", "the gradients were changed between their exchange and step(), and not by one factor"),
+        ("third", "adamw", ""),
+        ("third", "sgd", ""),
+        ("long", "adamw", ""),
+        ("long", "sgd", ""),
+    ],
+)
+def test_other_changes_are_refused_or_warned_of_unless_they_are_one_factor_or_none(clip: str, made: str, words: str) -> None:
+    for own in found(DDP):
+        text = own["refused", clip, made]
+        assert text.startswith(words) and bool(text) == bool(words) and text.count("not by one factor") <= 1
+
+
+@pytest.mark.parametrize("key", SENT_BY)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_spike_moves_weights_as_a_gradient_of_the_bounds_length_does(name: str, key: str) -> None:
+    """One of 10^4 times, and one of twice the length: both are cut to the same gradient. Error feedback brings nothing back."""
+    first, second = (own["spike", key, name] for own in found(DDP))
+    for own, other in zip(first, second, strict=True):
+        assert all(map(torch.equal, own, other)), "the replicas differ"
+    for spiked, usual in zip(*first, strict=True):
+        if key != "left":  # its clip acts on the spike for the first time
+            torch.testing.assert_close(spiked, usual, rtol=1e-3, atol=1e-3)
+    if name == "sgd":
+        path = torch.stack([(after - before).norm() for before, after in itertools.pairwise(first[0])]).sum()
+        assert 0 < path < (10 if key == "left" else 3) * 0.05 * BOUND / (1 - 0.9), path

@@ -11,10 +11,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.stages.stage import squares_of
 from gradcomp.engine.user_clip import CONTENTS, UserClip, scaler_is_unknown
+from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import HostCopy, Memory
 
 # The content of updates: the optimizer's momentum, or gradients that error feedback has kept.
@@ -92,18 +94,14 @@ class Clipped(NamedTuple):
     factor: Tensor
     is_new: bool
 
-    def undo(self, grads: Sequence[Tensor]) -> None:
-        """Divide gradients by the factor."""
-        for device in dict.fromkeys(grad.device for grad in grads):
-            own = [grad for grad in grads if grad.device == device]
-            torch._foreach_mul_(own, (1 / self.factor).to(device, torch.float32))
-
 
 class UpdateSample:
     """Entries of some layers' updates, without the loss scale, from their delivery to the optimizer's step.
 
     A change by one factor below 1 is a clip. Another change of directions is refused; one of a velocity is warned of, once.
-    clip: the user's. is_scaled: the gradients have the loss scale until a scaler takes it out.
+
+    clip: the user's. is_scaled: the gradients have the loss scale until a scaler takes it out. siblings: the samples of all
+    optimizers of the model.
     """
 
     def __init__(self, slots: Sequence[Slot]):
@@ -111,14 +109,31 @@ class UpdateSample:
         self._warned = self.is_scaled = False
         self._slots = sorted(slots, key=lambda slot: -slot.layer.size)
         self._kept: list[tuple[Slot, Tensor]] = []
+        self.siblings: Sequence[UpdateSample] = (self,)
+        self._buckets: Sequence[Bucket] = ()
         self._squares: list[tuple[list[Slot], Tensor]] = []  # by device: the layers, and the squares of each update
+        self._norms: tuple[Tensor, Tensor] | None = None  # the squares of the update, and of this rank's longest gradient
+        self._longest: Tensor | None = None
         self._late: tuple[Holds, HostCopy] | None = None
-        self._turn = 0
+        self._turn, self._suspected = 0, None  # type: tuple[int, float | None]
 
     @property
     def watches(self) -> bool:
         """True if the next step looks at all layers."""
         return bool(self._slots) and self.clip.watches
+
+    def note_delivered(self, buckets: Sequence[Bucket]) -> None:
+        """Keep a sample of a step's updates, which are in the buckets' gradients."""
+        updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
+        self.keep(updates, next((each.loss_scale for each in buckets if each.loss_scale is not None), None))
+        own = [each.squares for each in buckets if each.squares is not None]
+        self._buckets, self._norms = buckets, None
+        if own and self._squares:
+            device = own[0].device
+            update = torch.stack([squares.sum().to(device) for _, squares in self._squares]).sum()
+            longest = torch.stack([each.to(device) for each in own]).sum()
+            self._longest = longest if self._longest is None else torch.fmax(longest, self._longest)
+            self._norms = update, self._longest
 
     def keep(self, updates: Mapping[str, Tensor], loss_scale: Tensor | None) -> None:
         """Keep a sample of a step's updates, by layer. Others' than of these layers are of another optimizer."""
@@ -139,7 +154,49 @@ class UpdateSample:
 
     def discard(self) -> None:
         """Discard the sample: no step follows."""
-        self._kept, self._squares, self._late = [], [], None
+        self._kept, self._squares, self._late, self._buckets = [], [], None, ()
+
+    @torch.no_grad()
+    def settle(self, holds: Holds, sums: int) -> None:
+        """Compare the gradients with the sample, and undo a clip of them.
+
+        A new clip shortens earlier gradients, too. The rest of a sum of gradients goes into the residuals then: it may be long.
+
+        holds: the content of the updates. sums: the number of ranks if updates are their sums; otherwise 1.
+        """
+        buckets, self._buckets = self._buckets, ()
+        clipped, suspected, self._suspected = self.check(holds), self._suspected, None
+        if suspected is not None and holds != "direction":  # what came before may be too long, and nothing has measured it
+            for bucket in buckets:
+                bucket.shorten(torch.tensor(suspected))
+        if clipped is None:
+            return
+        grads = [(slot, grad) for slot in self._slots if (grad := _grad_of(slot)) is not None]
+        if clipped.is_new:
+            factor = self._factor_of_gradients(clipped.factor)
+            for bucket in buckets:
+                bucket.shorten(factor)
+            if holds != "direction":
+                rest = (factor / clipped.factor - 1) / sums
+                left = {
+                    n: own for each in buckets if each.keeps_residual for n, own in each.layout.views(each.residual).items()
+                }
+                for slot, grad in grads:
+                    if slot.name in left:
+                        part = slot.flat(grad).float() * rest.to(grad.device, torch.float32)
+                        left[slot.name].add_(part).clamp_(-LARGEST, LARGEST)
+                return
+        for device in dict.fromkeys(slot.layer.device for slot, _ in grads):
+            own = [grad for slot, grad in grads if slot.layer.device == device]
+            torch._foreach_mul_(own, (1 / clipped.factor).to(device, torch.float32))
+
+    def _factor_of_gradients(self, factor: Tensor) -> Tensor:
+        """Return the factor of a clip on this rank's own gradients, from its factor on the updates: both have one bound."""
+        norms = [each._norms for each in self.siblings if each._norms is not None]
+        if not norms:
+            return torch.ones_like(factor)
+        update, own = (torch.stack([each[i].to(factor.device) for each in norms]).sum().sqrt() for i in (0, 1))
+        return torch.where(factor < 1, (factor * (update + 1e-6) / (own + 1e-6)).clamp(max=1), 1.0)
 
     @torch.no_grad()
     def check(self, holds: Holds) -> Clipped | None:
@@ -219,6 +276,7 @@ class UpdateSample:
         elif not is_cut or (not (self.clip.is_known or self.is_scaled) and scaler_is_unknown()):
             self._complain(holds)
         elif norm < 0:
+            self._suspected = None if self.clip.watches else factor
             self.clip.suspect()
         else:
             self.clip.note(factor, norm, CONTENTS[holds])

@@ -29,7 +29,6 @@ from gradcomp.engine.taken_momentum import (
     check_momentum,
     steps_as_known,
 )
-from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory
 
 _UNAPPLIED = (
@@ -91,11 +90,10 @@ class OptimizerView(ActingOptimizer):
         self._rates: tuple[Any, LayerRates] = None, LayerRates({})  # the facts that they follow from, and the last rates
         self._kinds = SgdMomentum(slots, ranks), AdamMoments(slots, ranks)
         self._kind: SgdMomentum | AdamMoments | None = None
-        self._sample, self._own_norm = UpdateSample(slots.slots), None  # type: tuple[UpdateSample, Tensor | None]
+        self._sample = UpdateSample(slots.slots)
         self._pending = False  # no step has applied the last update, which holds momentum
         self._may_be_skipped = False  # the optimizer looks on the device whether to apply it
         self._delivery: tuple[Delivery, int] | None = None  # of the last step, and the step's number there
-        self._buckets: Sequence[Bucket] = ()  # of the last update
         self._resumed = False  # moments were loaded, and no optimizer has been known since
 
     # The optimizer's facts.
@@ -233,11 +231,7 @@ class OptimizerView(ActingOptimizer):
     def note_delivered(self, buckets: Sequence[Bucket], delivery: Delivery, step: int) -> None:
         """Note a step's updates, in the buckets' gradients. delivery: decides whether the step of this number has failed."""
         self._pending, self._may_be_skipped, self._delivery = self.taken, False, (delivery, step)
-        updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
-        self._sample.keep(updates, next((each.loss_scale for each in buckets if each.loss_scale is not None), None))
-        squares = [each.squares for each in buckets if each.squares is not None]
-        self._own_norm = torch.stack([each.to(squares[0].device) for each in squares]).sum().sqrt() if squares else None
-        self._buckets = buckets
+        self._sample.note_delivered(buckets)
 
     def _has_failed(self) -> bool:
         """Decide whether the last step has failed. This waits for a device if there is one."""
@@ -252,7 +246,7 @@ class OptimizerView(ActingOptimizer):
 
     def forget_update(self) -> None:
         """Forget the last step's update: no step of the optimizer is to apply it."""
-        self._pending, self._buckets = False, ()
+        self._pending = False
         self._sample.discard()
 
     def take_back_update(self, stays: bool) -> None:
@@ -355,33 +349,9 @@ class OptimizerView(ActingOptimizer):
         bound = self._sample.clip.bound
         return () if bound is None else [(bound, self.slots.layers)]
 
-    @torch.no_grad()
     def _undo_clip(self, optimizer: torch.optim.Optimizer, holds: Holds) -> None:
-        """Undo a clip of updates. A new one cuts earlier gradients, too; the rest of a sum of gradients comes a step later."""
-        if getattr(optimizer, "grad_scale", None) is not None:  # of fused=True: the gradients have the loss scale
-            return
-        buckets, self._buckets = self._buckets, ()
-        if (clipped := self._sample.check(holds)) is None:
-            return
-        if clipped.is_new:
-            bound, factor = self._sample.clip.bound, torch.ones_like(clipped.factor)
-            if bound is not None and self._own_norm is not None:
-                factor = (bound / (self._own_norm + 1e-6)).clamp(max=1)
-            for bucket in buckets:
-                bucket.shorten(factor)
-            if holds != "direction":
-                self._keep_cut(buckets, factor / clipped.factor - 1)
-                return
-        clipped.undo([each.grad for each in self.slots.parameters.values() if each.grad is not None])
-
-    def _keep_cut(self, buckets: Sequence[Bucket], factor: Tensor) -> None:
-        """Add what a clip has cut off sums of gradients to the residuals, so that it comes a step later."""
-        factor = factor / (self._ranks if self.sums else 1)
-        left = {name: own for each in buckets if each.keeps_residual for name, own in each.layout.views(each.residual).items()}
-        for slot in self.slots.slots:
-            if slot.name in left and slot.parameter is not None and (grad := slot.parameter.grad) is not None:
-                cut = slot.flat(grad).float() * factor.to(grad.device, torch.float32)
-                left[slot.name].add_(cut).clamp_(-LARGEST, LARGEST)
+        if getattr(optimizer, "grad_scale", None) is None:  # of fused=True: otherwise the gradients have the loss scale
+            self._sample.settle(holds, self._ranks if self.sums else 1)
 
     def _note_origin(self, optimizer: torch.optim.Optimizer) -> None:
         self.origin.note_step(optimizer, self._pending)

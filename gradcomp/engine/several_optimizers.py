@@ -70,6 +70,8 @@ class SeveralOptimizers(OptimizerView):
             warn_user(_WITHOUT.format(layers=", ".join(names[:3]) + more))
             parts.append(OptimizerView(Slots([*left.values()], slots.without_gradient)))
         self.parts = parts
+        for part in parts:
+            part._sample.siblings = [each._sample for each in parts]
         self._part_of = {slot.name: part for part, view in enumerate(parts) for slot in view.slots.slots}
         self._joined: tuple[list[LayerRates | None], LayerRates] = [], LayerRates({})
 

@@ -43,6 +43,7 @@ class UserClip:
         self.factor, self.is_scaling, self.is_new = 1.0, False, True
         self._last = self._steps = self._absent = 0.0
         self._suspects = self._said = False
+        self._content = ""
         self._drifts: list[float] = []
 
     @property
@@ -64,6 +65,7 @@ class UserClip:
 
     def note_absent(self, norm: float) -> None:
         """Note a step without a clip, and the norm of its update."""
+        self._say()
         if self.bound is not None and norm > (1 + SAME_BOUND) * self.bound:
             self._absent += 1
             if self._absent == ABSENT:
@@ -71,19 +73,23 @@ class UserClip:
 
     def note(self, factor: float, norm: float, content: str) -> None:
         """Note a clip of an update of this norm. content: of updates, in words."""
-        bound = factor * (norm + 1e-6)
+        bound, self._content = factor * (norm + 1e-6), content
         steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_BOUND
         same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
         self.is_scaling = not steady and (same or math.frexp(factor)[0] == 0.5)
         drifts = self._last > 0 and abs(bound / self._last - 1) > DRIFT and not self.is_scaling
         self._drifts = [*self._drifts, bound] if drifts else []
         self.factor, self._last, self._absent = factor, bound, 0
+        if not self.is_scaling:
+            self._say()  # from the second one on: it is no mere factor
         self.bound = None if self.is_scaling else bound
-        if self.bound is not None and not self._said:
-            self._said = True
-            warn_user(_UNDERSTOOD.format(bound=bound, content=content))
         if len(self._drifts) == DRIFTS:
             warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in self._drifts)))
+
+    def _say(self) -> None:
+        if self.bound is not None and not self._said:
+            self._said = True
+            warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content))
 
 
 def scaler_is_unknown() -> bool:
