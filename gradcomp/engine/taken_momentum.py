@@ -123,7 +123,7 @@ class TakenMomentum:
     def _decays(self, optimizer: torch.optim.Optimizer, layout: Layout, share: float) -> Decays:
         """Gather the weights that decay within gradients. They are kept as long as nothing but their values changes."""
         groups = optimizer.param_groups
-        if not any(group["weight_decay"] and not group.get("decoupled_weight_decay") for group in groups):
+        if not any(group["weight_decay"] and not decays_apart(optimizer, group) for group in groups):
             return {}
         slots = [self._slots[name] for name in layout.names]
         parameters = [slot.parameter for slot in slots if slot.parameter is not None]
@@ -140,7 +140,7 @@ class TakenMomentum:
         for i, (slot, parameter) in enumerate(zip(slots, parameters, strict=True)):
             group = group_of[id(parameter)]
             decay = share * sign_of(group) * group["weight_decay"]
-            if decay and parameter.requires_grad and not group.get("decoupled_weight_decay"):
+            if decay and parameter.requires_grad and not decays_apart(optimizer, group):
                 layers, weights = decays.setdefault(decay, ([], []))
                 layers.append(i)
                 weights.append(slot.flat(parameter.detach()))
@@ -222,7 +222,7 @@ class AdamMoments(TakenMomentum):
     """
 
     name: ClassVar[str] = "Adam"
-    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam,)
+    types: ClassVar[tuple[type, ...]] = (torch.optim.Adam, torch.optim.AdamW)
     holds: ClassVar[Holds] = "direction"
     exchanged: ClassVar[str] = "{name}'s directions (moments taken over)"
     arrays: ClassVar[Mapping[str, str]] = {"exp_avg": "first", "exp_avg_sq": "second"}
@@ -273,7 +273,7 @@ class AdamMoments(TakenMomentum):
             if not own:
                 continue
             if pending:
-                _descend(own, grads, group)
+                _descend(own, grads, group, decays_apart(optimizer, group))
             for parameter, grad in zip(own, grads, strict=True):
                 self._hidden.append((parameter, grad))
                 parameter.grad = None
@@ -285,11 +285,16 @@ class AdamMoments(TakenMomentum):
         self._hidden.clear()
 
 
-def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, Any]) -> None:
+def decays_apart(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Decide whether a group's weights decay apart from its gradients, as with AdamW, a class of its own before torch 2.7."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _descend(own: list[Tensor], directions: list[Tensor], group: Mapping[str, Any], decays: bool) -> None:
     """Decay weights, and move them by directions. A rate on the device, as with capturable=True, is not waited for."""
     on_device = isinstance(group["lr"], Tensor) and group["lr"].is_cuda
     rate = group["lr"] if on_device else float(group["lr"])
-    if group["weight_decay"] and group.get("decoupled_weight_decay"):
+    if group["weight_decay"] and decays:
         torch._foreach_mul_(own, 1 - rate * group["weight_decay"])
     signed = -rate * sign_of(group)
     if on_device:

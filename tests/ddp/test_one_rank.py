@@ -14,8 +14,10 @@ import pytest
 import torch
 from one_rank import LEFT, SPEC, Body, Run, adamw, both, plain, same, sgd
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw as adamw_of_torch
 
 from gradcomp.engine.reducer import Reducer
+from gradcomp.engine.taken_momentum import AdamMoments
 
 pytestmark = [
     pytest.mark.usefixtures("group_of_one"),
@@ -195,6 +197,45 @@ class SignAdam(torch.optim.Adam):
 
 class Renamed(torch.optim.AdamW):
     """A subclass that steps as its base does."""
+
+
+class OldAdamW(Optimizer):
+    """AdamW as before torch 2.7: no subclass of Adam, and without a word on its decay in the groups."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for own in (each for each in group["params"] if each.grad is not None):
+                moments = [torch.zeros_like(own), torch.zeros_like(own)]
+                state = self.state[own] or {"step": torch.zeros(()), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+                self.state[own] = state
+                kept = [[state[name]] for name in ("exp_avg", "exp_avg_sq")]
+                (beta1, beta2), settings = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
+                adamw_of_torch(
+                    [own],
+                    [own.grad],
+                    *kept,
+                    [],
+                    [state["step"]],
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    maximize=False,
+                    **settings,
+                )
+
+    step.__wrapped__.__module__ = "torch.optim.adamw"  # type: ignore[attr-defined]
+
+
+def test_adamw_of_an_older_torch_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert AdamMoments.types == (torch.optim.Adam, torch.optim.AdamW)
+    monkeypatch.setattr(AdamMoments, "types", (torch.optim.Adam, OldAdamW))
+    monkeypatch.setattr(torch.optim, "AdamW", OldAdamW)
+    same(lambda spec: Run(OldAdamW, spec).on())
+    assert Run(OldAdamW).on().layers()["adam"]["second"]
 
 
 @pytest.mark.filterwarnings("ignore:.* exchanges gradients, since")

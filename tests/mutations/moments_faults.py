@@ -99,7 +99,7 @@ MOMENTS_FAULTS = (
     Fault(
         "Adam's weight decay within gradients acts again as AdamW's",
         "gradcomp/engine",
-        'if group["weight_decay"] and group.get("decoupled_weight_decay"):\n        torch',
+        'if group["weight_decay"] and decays:\n        torch',
         'if group["weight_decay"]:\n        torch',
         ("test_moments.py",),
     ),
