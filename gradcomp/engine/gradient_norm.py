@@ -1,4 +1,4 @@
-"""The norm of this rank's gradients before their exchange: afterwards they hold updates, whose norm is another.
+"""The norm of this rank's gradients before their exchange: afterwards they hold updates, with another norm.
 
 It costs a read of all gradients, and so only steps that follow a call of stats() measure it. On a GPU no step waits for it.
 """

@@ -313,7 +313,7 @@ def spec_of(state: Any) -> str | None:
 
 
 def _sums(shares: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Return whether updates were sums over the ranks. Refuse shares of which some were."""
+    """Return whether updates were sums over the ranks. Refuse shares that differ in it."""
     of_rank = {rank: saved.entry(share, "sums") for rank, share in shares.items()}
     if {*map(type, of_rank.values())} != {bool} or len({*of_rank.values()}) > 1:
         found = ", ".join(f"{sums!r} of rank {rank}" for rank, sums in sorted(of_rank.items()))

@@ -34,7 +34,7 @@ GROWTH, GROWTHS = 1.5, 8
 FEWEST, SENT = 3, 1.0
 # The median of all takes, times all steps, is less than this part of a residual: hardly anything has been sent yet.
 HARDLY = 0.08
-# A residual of which nothing is sent grows with the steps where gradients stay as they are. A higher power is divergence.
+# An unsent residual grows with the steps where gradients stay as they are. A higher power is divergence.
 POWER = 1.3
 
 _WARNING = (
