@@ -29,7 +29,6 @@ trainer = Trainer(
         max_steps=options.steps,
         per_device_train_batch_size=8,
         learning_rate=3e-3,
-        max_grad_norm=0.0,  # docs/training.md, "Clipping"
         logging_steps=20,
         save_steps=50,
         report_to=[],

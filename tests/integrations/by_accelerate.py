@@ -79,6 +79,8 @@ else:
                 found[name] = train(of_way, optim, passes=2, clip=1.0, scaled=scaled)
     found["whole"] = train(spec, saves=str(folder / "half"))
     found["resumed"] = train(spec, resumes=str(folder / "half"))
+    found["clipped"] = train(spec, clip=1.0, saves=str(folder / "clipped"))
+    found["clipped resumed"] = train(spec, clip=1.0, resumes=str(folder / "clipped"))
     found["apart"] = train(spec, apart=True)
     found["accumulated"] = train(spec, passes=2)
     found["scaled"] = train(spec, scaled=True)

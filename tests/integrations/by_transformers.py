@@ -62,4 +62,6 @@ else:
     found["whole"] = train("whole", spec, "adamw_torch", 1, 0.0)
     found["resumed"] = train("resumed", spec, "adamw_torch", 1, 0.0, str(folder / "whole" / f"checkpoint-{STEPS // 2}"))
     found["accumulated"] = train("accumulated", spec, "adamw_torch", 2, 0.0)
+    found["clipped"] = train("clipped", spec, "adamw_torch", 1, 1.0)
+    found["clipped resumed"] = train("again", spec, "adamw_torch", 1, 1.0, str(folder / "clipped" / f"checkpoint-{STEPS // 2}"))
 finish(folder, found, __version__)

@@ -77,9 +77,11 @@ def test_a_compressed_training_learns_and_its_ranks_stay_equal(trained: Any) -> 
 def test_a_resumed_training_has_the_losses_of_one_that_was_not_interrupted(trained: Any) -> None:
     _, _, ranks = trained
     for own in ranks:
-        rest = losses(own["resumed"])
-        assert len(rest) == 6 and rest == losses(own["whole"])[-6:]
-        assert torch.equal(own["resumed"]["weights"], own["whole"]["weights"])
+        for resumed, whole in (("resumed", "whole"), ("clipped resumed", "clipped")):
+            rest = losses(own[resumed])
+            assert len(rest) == 6 and rest == losses(own[whole])[-6:], whole
+            assert torch.equal(own[resumed]["weights"], own[whole]["weights"]), whole
+        assert not torch.equal(own["clipped"]["weights"], own["whole"]["weights"])
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_residuals(trained: Any, tmp_path: Path) -> None:
