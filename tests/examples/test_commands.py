@@ -34,6 +34,7 @@ SAYS = {
     "accelerate_loop.py": "gradcomp-rank0.pt, gradcomp-rank1.pt",
     "lightning_trainer.py": "the ranks exchange AdamW's directions",
     "fabric_loop.py": "step 100: loss",
+    "gan.py": "the mean of made pictures",
 }
 
 
