@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from laboratory import options, report
+from laboratory import machine, options, report
 from laboratory.commands.loops import AGAIN, Found, check_spec, judge, known, train
 from laboratory.loops.cell import Key
 from laboratory.loops.trainers import TRAINERS
-from laboratory.machine import ROOT, versions
+from laboratory.machine import ROOT
 from laboratory.tasks import table as tasks
 from laboratory.tasks.texts import SHAKESPEARE
 
@@ -31,7 +31,7 @@ examples:
   scripts/lab trainers --data FOLDER --trainers Accelerate --specs topk
 
 FOLDER has tinyshakespeare.txt. The exit status is 1 if a loss is worse than that of the trainer alone by more than 3 % and
-nothing refused the training, or if ranks fail."""
+nothing refused the training, or if ranks fail. The record keeps the last run of cells that this one does not train."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +60,22 @@ def run(chosen: argparse.Namespace) -> int:
     again = [*far, *dict.fromkeys(key._replace(spec="") for key in far)]
     found |= train([key._replace(seed=seed) for key in again for seed in range(1, AGAIN)], text)
     lines = judged(found)
-    cells = [{**line, "key": list(line["key"][:4])} for line in lines]
-    record = {"packages": versions(PACKAGES), "data": file, "steps": chosen.steps, "ranks": 2, "cells": cells}
+    path, commit = report.path_of(chosen, None), machine.commit()
+    cells = [{**line, "key": list(line["key"][:4]), "steps": chosen.steps, "commit": commit} for line in lines]
+    record = {"packages": machine.versions(PACKAGES), "data": file, "ranks": 2, "cells": joined(path, cells)}
     print(report.columns(table(record)))
     wrong = [line for line in lines if line["verdict"] in ("worse", "warned", "failed")]
     for line in wrong:
         print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
     report.save(chosen, None, record)
     return int(bool(wrong))
+
+
+def joined(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the cells of the last record that this run has not trained, in the order of the table."""
+    own = [line["key"] for line in cells]
+    others = [line for line in report.read(path)["cells"] if line["key"] not in own] if path.exists() else []
+    return sorted([*others, *cells], key=lambda line: [*TRAINERS].index(line["key"][0]))
 
 
 def written(page: str, record: dict[str, Any]) -> str:
