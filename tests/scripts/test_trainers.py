@@ -47,7 +47,7 @@ def test_a_plain_loop_on_real_ranks(tmp_path: Path) -> None:
     (tmp_path / "tinyshakespeare.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     places = ["--data", str(tmp_path), "--cache", str(tmp_path), "--out", str(tmp_path)]
     assert main(["trainers", *places, "--trainers", "plain, step(closure)", "--specs", "topk:ratio=1", "--steps", "12"]) == 0
-    record = json.loads((tmp_path / "trainers.json").read_text())
+    record = json.loads((tmp_path / "trainers-gpt.json").read_text())
     assert len(record["cells"]) == 2 and str(tmp_path) not in json.dumps(record)
     for line in record["cells"]:
         assert line["verdict"] == "ok" and 0.5 < line["score"] < 5.2, line

@@ -43,13 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--specs", type=lambda text: options.specs(text, check_spec), default=SPECS, help=f"(default: {SPECS})")
     parser.add_argument("--steps", type=options.positive, default=200, help="of each training (default: 200)")
     parser.add_argument("--report", action="store_true", help="train nothing: write the record's table into docs/frameworks.md")
-    options.add_places(parser, "none", ROOT / "build" / "trainers")
+    options.add_places(parser, "gpt", ROOT / "build" / "trainers")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Train all cells, and those that are far again; write the table and the record."""
     if chosen.report:
-        PAGE.write_text(written(PAGE.read_text(), report.read(report.path_of(chosen, None))))
+        PAGE.write_text(written(PAGE.read_text(), report.read(report.path_of(chosen, "gpt"))))
         return 0
     file = tasks.prepare("shakespeare", SHAKESPEARE, chosen.data, chosen.cache)
     text = str(tasks.place(chosen.cache, file).resolve())
@@ -60,14 +60,14 @@ def run(chosen: argparse.Namespace) -> int:
     again = [*far, *dict.fromkeys(key._replace(spec="") for key in far)]
     found |= train([key._replace(seed=seed) for key in again for seed in range(1, AGAIN)], text)
     lines = judged(found)
-    path, commit = report.path_of(chosen, None), machine.commit()
+    path, commit = report.path_of(chosen, "gpt"), machine.commit()
     cells = [{**line, "key": list(line["key"][:4]), "steps": chosen.steps, "commit": commit} for line in lines]
     record = {"packages": machine.versions(PACKAGES), "data": file, "ranks": 2, "cells": joined(path, cells)}
     print(report.columns(table(record)))
     wrong = [line for line in lines if line["verdict"] in ("worse", "warned", "failed")]
     for line in wrong:
         print(f"{line['verdict']}: {', '.join(line['key'][:4])}: {line['score']} against {line['plain']} {line['refused']}")
-    report.save(chosen, None, record)
+    report.save(chosen, "gpt", record)
     return int(bool(wrong))
 
 
