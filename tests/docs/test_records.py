@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from typing import Any
 
 import pytest
 from documents import ROOT
 
 from documentation import step_times
-from laboratory.commands import accuracy
+from laboratory.commands import accuracy, trainers
+from laboratory.loops.trainers import TRAINERS
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -90,3 +92,13 @@ def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:
     tasks = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["tasks"]
     made = accuracy.page(tasks, "../benchmarks/results/accuracy.json")
     assert (ROOT / "docs" / "time-to-accuracy.md").read_text() == made, "scripts/lab accuracy --report makes it"
+
+
+def test_the_losses_of_trainers_are_those_of_their_record() -> None:
+    record = json.loads((ROOT / "benchmarks" / "results" / "trainers-gpt.json").read_text())
+    page = trainers.PAGE.read_text()
+    assert page == trainers.written(page, record), "run scripts/lab trainers --report"
+    assert {tuple(line["key"][::3]) for line in record["cells"]} == set(product(TRAINERS, trainers.SPECS.split(";")))
+    assert len(record["cells"]) == 2 * len(TRAINERS) * len(trainers.SPECS.split(";"))
+    worse = [line["key"] for line in record["cells"] if line["verdict"] not in ("ok", "refused")]
+    assert not worse, "a training that is worse than the trainer alone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def joined(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the cells of the last record that this run has not trained, in the order of the table."""
     own = [line["key"] for line in cells]
     others = [line for line in report.read(path)["cells"] if line["key"] not in own] if path.exists() else []
-    return sorted([*others, *cells], key=lambda line: [*TRAINERS].index(line["key"][0]))
+    places = {(name, kind): place for place, (name, kind) in enumerate(product(TRAINERS, KINDS))}
+    return sorted([*others, *cells], key=lambda line: places[line["key"][0], line["key"][2]])
 
 
 def written(page: str, record: dict[str, Any]) -> str:

@@ -162,6 +162,12 @@ class TextCell(Cell):
         return math.log(texts.perplexity(self.net if net is None else net, text))
 
 
+class UnclippedCell(TextCell):
+    """The same where nothing clips, at a smaller rate of SGD."""
+
+    rates: ClassVar = {"sgd": 0.05, "adamw": 0.002}
+
+
 def of_cell(key: Key, case: Any, arrays: Arrays) -> dict[str, Any]:
     """Train a cell. Return its score, the warnings of this rank, and the refusal, if it was refused."""
     with warnings.catch_warnings(record=True) as seen:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gradcomp
 from laboratory.loops.cases import DDP, Case, accumulation, clip, closure
-from laboratory.loops.cell import TextCell
+from laboratory.loops.cell import TextCell, UnclippedCell
 from laboratory.tasks import texts
 
 # The norm that gradients are clipped to: the default of HF's Trainer.
@@ -65,7 +65,7 @@ def transformers(cell: TextCell) -> float:
     inner = cell.make()
     trainer = Text(WithLoss(cell.net), settings, optimizers=(inner, LambdaLR(inner, lambda step: 1.0)))
     if cell.key.spec:
-        from gradcomp.integrations import transformers as ours  # type: ignore[import-not-found, unused-ignore]
+        from gradcomp.integrations import transformers as ours
 
         ours.attach(trainer, cell.key.spec)
     trainer.train()
@@ -80,7 +80,7 @@ def accelerate(cell: TextCell) -> float:
     AcceleratorState._reset_state(True)  # of the cell before
     accelerator = Accelerator(cpu=True)
     if cell.key.spec:
-        from gradcomp.integrations.accelerate import Handler  # type: ignore[import-not-found, unused-ignore]
+        from gradcomp.integrations.accelerate import Handler
 
         accelerator.ddp_handler = Handler(cell.key.spec)
     model, optimizer = accelerator.prepare(cell.net, cell.make())
@@ -111,7 +111,7 @@ def lightning(cell: TextCell) -> float:
 
     strategy: Any = DDPStrategy(process_group_backend="gloo")
     if cell.key.spec:
-        from gradcomp.integrations.lightning import GradcompStrategy  # type: ignore[import-not-found, unused-ignore]
+        from gradcomp.integrations.lightning import GradcompStrategy
 
         strategy = GradcompStrategy(cell.key.spec, process_group_backend="gloo")
     trainer = Trainer(
@@ -175,8 +175,8 @@ on_text = partial(Case, doors=DDP, cell=TextCell)
 
 TRAINERS = {
     "plain, clip_grad_norm_": on_text(clip),
-    "plain, step(closure)": on_text(closure),
-    "plain, accumulation": on_text(accumulation),
+    "plain, step(closure)": on_text(closure, cell=UnclippedCell),
+    "plain, accumulation": on_text(accumulation, cell=UnclippedCell),
     "HF Trainer": on_text(transformers),
     "Accelerate": on_text(accelerate),
     "Lightning": on_text(lightning),
