@@ -279,7 +279,7 @@ class UpdateSample:
             self._suspected = None if self.clip.watches else factor
             self.clip.suspect()
         else:
-            self.clip.note(factor, norm, CONTENTS[holds])
+            self.clip.note(factor, norm, CONTENTS[holds], is_whole=len(self.siblings) == 1)
 
     def _complain(self, holds: Holds) -> None:
         if holds == "direction":

@@ -71,13 +71,16 @@ class UserClip:
             if self._absent == ABSENT:
                 self.bound, self.is_new, self._absent = None, True, 0
 
-    def note(self, factor: float, norm: float, content: str) -> None:
-        """Note a clip of an update of this norm. content: of updates, in words."""
+    def note(self, factor: float, norm: float, content: str, is_whole: bool = True) -> None:
+        """Note a clip of an update of this norm. content: of updates, in words.
+
+        is_whole: it is of the whole model, and not the part of a clip that one of several optimizers has, which varies.
+        """
         bound, self._content = factor * (norm + 1e-6), content
         steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_BOUND
         same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
         self.is_scaling = not steady and (same or math.frexp(factor)[0] == 0.5)
-        drifts = self._last > 0 and abs(bound / self._last - 1) > DRIFT and not self.is_scaling
+        drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT and not self.is_scaling
         self._drifts = [*self._drifts, bound] if drifts else []
         self.factor, self._last, self._absent = factor, bound, 0
         if not self.is_scaling:
