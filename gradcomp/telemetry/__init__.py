@@ -13,7 +13,7 @@ from typing import Any
 
 from gradcomp.telemetry.observer import Intervals, Record, Writer
 
-__all__ = ["JsonLines", "TensorBoard", "watch"]
+__all__ = ["JsonLines", "TensorBoard", "numbers", "watch"]
 
 
 def watch(exchange: Any, *writers: Writer, every: int = 50, compare: int = 500, check: int = 1000) -> None:
@@ -83,24 +83,38 @@ class TensorBoard:
         if rank not in self._runs:
             self._runs[rank] = self._make(str(self._folder / f"rank-{rank}"))
         run, step = self._runs[rank], record["step"]
-        for name, number in _numbers(record):
-            run.add_scalar(f"gradcomp/{name}", number, step, walltime=record["time"])
+        for name, number in numbers(record).items():
+            run.add_scalar(name, number, step, walltime=record["time"])
         for text in record["warnings"]:
             run.add_text("gradcomp/warnings", text, step, walltime=record["time"])
         run.flush()
 
 
+def numbers(record: Record) -> dict[str, float]:
+    """List all numbers of a record, for a tracker.
+
+    Args:
+        record: What a writer gets.
+
+    Returns:
+        The numbers by names like "gradcomp/compression" and "gradcomp/bucket conv1.weight/residual", after the bucket's first
+        layer.
+
+    Example:
+        >>> watch(handle, lambda record: mlflow.log_metrics(numbers(record), step=record["step"]))
+    """
+    return dict(_numbers(record, "gradcomp/"))
+
+
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """List all numbers of a record with their names, those of buckets by their first layer."""
     found: list[tuple[str, float]] = []
     for name, value in record.items():
         if isinstance(value, Mapping):
             found += _numbers(value, f"{prefix}{name}/")
         elif name == "buckets":
             for bucket in value:
-                found += _numbers(
-                    {key: each for key, each in bucket.items() if key != "entries"}, f"bucket {bucket['layers'][0]}/"
-                )
+                own = {key: each for key, each in bucket.items() if key != "entries"}
+                found += _numbers(own, f"{prefix}bucket {bucket['layers'][0]}/")
         elif isinstance(value, (int, float)) and name not in ("step", "time", "rank"):
             found.append((f"{prefix}{name}", float(value)))
     return found
