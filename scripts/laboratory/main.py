@@ -20,12 +20,13 @@ SUBCOMMANDS = {
     "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",
     "loops": "train usual loops by every door and spec on two ranks, and judge that none is worse than plain unsaid",
     "trainers": "train a small GPT by plain loops and by usual trainers with each spec, beside the trainer alone",
+    "strangers": "run other projects' programs with one line more, and record whether they work as without it",
     "soak": "train for long on ranks in trouble, and judge that all stays flat and no gradient is lost",
 }
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 
 # The options that name a folder or a file.
-FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--page", "--records")
+FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--page", "--records", "--horovod", "--timm")
 
 
 def main(arguments: Sequence[str]) -> int:

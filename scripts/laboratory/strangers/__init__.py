@@ -1,0 +1,1 @@
+"""Other projects' programs, run with one line more."""
