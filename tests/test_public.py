@@ -42,6 +42,7 @@ gradcomp.names() -> 'list[str]'
 gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, bucket_mb: 'float' = 25, device: 'str | torch.device | None' = None, profile: 'str | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
 gradcomp.telemetry.JsonLines(folder: 'str | Path')
 gradcomp.telemetry.TensorBoard(folder: 'str | Path')
+gradcomp.telemetry.numbers(record: Record) -> dict[str, float]
 gradcomp.telemetry.watch(exchange: 'Any', *writers: 'Writer', every: 'int' = 50, compare: 'int' = 500, check: 'int' = 1000) -> 'None'
 """  # noqa: E501
 
