@@ -100,7 +100,7 @@ def timm_training(chosen: argparse.Namespace, spec: str, folder: Path) -> str:
     draw_images(folder / "images")
     return (
         f"{TORCHRUN} {ATTACHED} '{spec}' {file} --data-dir {folder}/images --device cpu "
-        f"--model test_resnet.r160_in1k --num-classes 2 --img-size 32 -b 16 -vb 16 -j 0 --opt sgd --lr 0.05 --momentum 0.9 "
+        f"--model test_resnet.r160_in1k --num-classes 2 --img-size 32 -b 16 -vb 16 -j 1 --opt sgd --lr 0.05 --momentum 0.9 "
         f"--clip-grad 1.0 --epochs 4 --warmup-epochs 0 --cooldown-epochs 0 --seed 1 --output {folder} --experiment run"
     )
 
