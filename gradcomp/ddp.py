@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.compressor import Compressor
+from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
@@ -29,6 +30,12 @@ _SPARSE = (
 _UNKNOWN = (
     "a gradient belongs to a parameter of shape {shape} that attach() did not find in the model, or found frozen; add and "
     "unfreeze layers before attach()"
+)
+
+# The warning for a model that has been copied, since DDP copies its hooks and not the exchange.
+_COPIED = (
+    "this DistributedDataParallel model was copied, or loaded from a file, after attach(): it exchanges gradients whole. To "
+    "compress them, call gradcomp.ddp.attach() on it"
 )
 
 _UNUSED = "Call the DistributedDataParallel model that attach() got, not the model inside it"
@@ -98,7 +105,8 @@ class _BackwardPass:
     """The state of a backward pass: the futures that DDP waits for, and the gradients in DDP's buckets.
 
     promised: each future, and the buffer that becomes its result. grads: filled only where some layers may be unused.
-    in_bucket: gradients lie in the buckets. used: the names of layers that have had a gradient in some pass.
+    in_bucket: gradients lie in the buckets. used: the names of layers that have had a gradient in some pass. A copied
+    model's has no session.
     """
 
     def __init__(self, session: Session, model: DistributedDataParallel):
@@ -107,12 +115,25 @@ class _BackwardPass:
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.grads: list[tuple[Any, Tensor]] = []
         self.used: set[str] = set()
+        self.has_warned = False
 
     def expect(self, model: DistributedDataParallel, inputs: Any) -> None:
         """Let the session look at gradients before a backward pass, and not before a pass that goes round the model."""
+        if "session" not in self.__dict__:
+            self._warn_of_copy(model)
+            return
         last = self.session.last
         if last.waits and torch.is_grad_enabled() and not model._join_config.enable:
             last.watch(self.session.slots.slots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave all behind: copies and files of the model have no exchange, as DDP's reducer is not in them either."""
+        return {"has_warned": False}
+
+    def _warn_of_copy(self, model: DistributedDataParallel) -> None:
+        if not self.has_warned and torch.is_grad_enabled() and model._comm_hooks[-1][1] is self:
+            self.has_warned = True
+            warn_user(_COPIED)
 
     def discard(self) -> None:
         """Discard the state of a failed backward pass."""

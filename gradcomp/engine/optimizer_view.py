@@ -317,6 +317,7 @@ class OptimizerView(ActingOptimizer):
             text = _SETTINGS if isinstance(optimizer, kind.types) else _OTHER_KIND
             raise RuntimeError(text.format(name=type(optimizer).__name__, old=kind.name, outcome=_MADE_BEFORE))
         self._note_origin(optimizer)
+        self.origin.broadcasts = hasattr(optimizer, "synchronize") and not self._pending
         if not self._pending and _has_gradients(optimizer):
             idle = next((name for name, each in self.slots.parameters.items() if each.grad is None), None)
             why = "" if idle is None else _IDLE.format(layer=idle)

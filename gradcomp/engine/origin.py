@@ -37,14 +37,16 @@ class Origin:
     cleared dict has no table, and a dict that had an entry has one.
 
     generation: the numbers of changes, of states that were loaded and of all. holds_moments: the ranks have them, and not the
-    optimizer. begins_without: a state was saved without them, or another session had them, and nothing has them.
+    optimizer. begins_without: a state was saved without them, or another session had them, and nothing has them. broadcasts:
+    hvd.broadcast_optimizer_state() has made a step, and asks for the state next. It sends the settings of a state with entries
+    only, so this one gets an entry, which goes nowhere.
     """
 
     _SIZES: ClassVar[Mapping[type, int]] = {kind: kind().__sizeof__() for kind in (dict, defaultdict)}
 
     def __init__(self) -> None:
         self.generation = 0, 0
-        self.holds_moments = self.begins_without = False
+        self.holds_moments = self.begins_without = self.broadcasts = False
         self._key = object()  # outlives the origin
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -109,6 +111,7 @@ class Origin:
             optimizer.register_state_dict_post_hook(partial(_note_saved, weakref.ref(self)))
             optimizer.register_load_state_dict_pre_hook(partial(_note_loaded, weakref.ref(self)))
         self._optimizer, self._state, self._saved, self._reloads = weakref.ref(optimizer), optimizer.state, None, False
+        self.broadcasts = False
         entries: Any = optimizer.state
         entries[self] = None
         del entries[self]
@@ -121,7 +124,10 @@ class Origin:
 def _note_saved(origin: weakref.ref[Origin], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     if (found := origin()) is not None:
         found._saved = state["state"]
-        if found.holds_moments:
+        if found.broadcasts:
+            state["state"][state["param_groups"][0]["params"][0]] = {"entry of gradcomp": 0}
+            found.broadcasts = False
+        elif found.holds_moments:
             for group in state["param_groups"]:
                 group[MARK] = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from typing import Any
@@ -61,6 +62,24 @@ def resumed_on_rank_0(door: str) -> dict[str, Any]:
     return {"weights": weights, "said": [str(each.message) for each in said]}
 
 
+def rates_of_rank_0(door: str, adam: bool) -> dict[str, Any]:
+    """Give all ranks rank 0's settings in mid-training, where the exchange has the momentum."""
+    model = small_net.net()
+    inner = torch.optim.AdamW(model.parameters(), 0.02) if adam else torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    run = Training(door, model, spec="topk:ratio=0.05", inner=inner, bucket_mb=0.015)
+    run.train(3)
+    run.optimizer.param_groups[0]["lr"] = 0.01 * (hvd.rank() + 1)
+    before = run.residual()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        hvd.broadcast_optimizer_state(run.optimizer, 0)
+        kept = all(torch.equal(left, before[name]) for name, left in run.residual().items())
+        saved = run.optimizer.state_dict()
+        weights = run.train(3)
+    rate, state = run.optimizer.param_groups[0]["lr"], saved["state"]
+    return {"rate": rate, "kept": kept, "state": len(state), "weights": weights, "said": [str(each.message) for each in said]}
+
+
 def two_phases(door: str, spec: str) -> dict[str, Any]:
     """Train, forget the optimizer, and train the same model with another one, under the same names."""
     gc.collect()
@@ -78,6 +97,8 @@ def two_phases(door: str, spec: str) -> dict[str, Any]:
 def program() -> dict[Any, Any]:
     found: dict[Any, Any] = dict(broadcast())
     found["resumed"] = {door: resumed_on_rank_0(door) for door in DOORS}
+    for door, adam in itertools.product(DOORS, (False, True)):
+        found[door, adam] = rates_of_rank_0(door, adam)
     for door in (ALONE, *DOORS):
         for spec in SPECS if door != ALONE else SPECS[:1]:
             found[door, spec] = two_phases(door, spec)
@@ -104,6 +125,15 @@ def test_rank_0_alone_loads_a_checkpoint_and_horovod_broadcasts_it(door: str) ->
     assert torch.equal(first["weights"], second["weights"])
     for own in (first, second):
         assert [text for text in own["said"] if "without" in text], own["said"]
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("door", DOORS)
+def test_settings_are_broadcast_where_the_exchange_has_the_momentum(door: str, adam: bool) -> None:
+    first, second = (found[door, adam] for found in outcomes())
+    for own in (first, second):
+        assert own["rate"] == 0.01 and own["kept"] and own["state"] == 0 and not own["said"], own
+    assert torch.equal(first["weights"], second["weights"])
 
 
 @pytest.mark.parametrize("spec", SPECS)
