@@ -39,9 +39,10 @@ _REMOVED = (
     "forward pass, by requires_grad_(False), under DDP with find_unused_parameters=True"
 )
 _RIVALS = (
-    "no optimizer.step() applied {drops} of {count} updates, as in a GAN, where the generator's loss goes through the "
-    "discriminator. They are undone, but {keeper} keeps a residual, and models that train against each other learn worse from "
-    "gradients that come late. Take auto for both, or a spec without a residual"
+    "no optimizer.step() applied {drops} of {count} updates. They are undone, but {keeper} keeps a residual, and its updates "
+    "are no gradients. In a GAN, where the generator's loss goes through the discriminator, models that train against each "
+    "other learn worse from gradients that come late: take auto for both, or a spec without a residual. Where the first of two "
+    "backward passes moves the weights, as SAM's does, run it in DistributedDataParallel.no_sync()"
 )
 
 

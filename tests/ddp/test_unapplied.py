@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 pytestmark = [
     pytest.mark.usefixtures("group_of_one"),
-    pytest.mark.filterwarnings("ignore:no optimizer.step.. applied .* as in a GAN"),
+    pytest.mark.filterwarnings("ignore:no optimizer.step.. applied .* In a GAN"),
 ]
 
 
@@ -236,7 +237,33 @@ def test_a_residual_is_warned_of_where_many_updates_are_dropped(optimizer_of: An
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         Run(optimizer_of, spec).on(range(14), drop)
-    assert sum("as in a GAN" in str(each.message) for each in seen) == warns
+    assert sum("In a GAN" in str(each.message) for each in seen) == warns
+
+
+def climb(run: Run, step: int, by: Callable[[], Any]) -> None:
+    """Take a step of SAM: climb by gradients, and step from the first place by those from up there. by: of the first pass."""
+    parameters = [*run.model.parameters()]
+    run.optimizer.zero_grad()
+    with by():
+        run.loss(step).backward()
+    with torch.no_grad():
+        norm = torch.stack([each.grad.norm() for each in parameters]).norm()
+        climbs = [0.05 * each.grad / norm for each in parameters]
+        torch._foreach_add_(parameters, climbs)
+        run.optimizer.zero_grad()
+    run.loss(step).backward()
+    with torch.no_grad():
+        torch._foreach_sub_(parameters, climbs)
+    run.optimizer.step()
+
+
+@both
+def test_the_first_pass_of_sam_exchanges_nothing_in_no_sync(optimizer_of: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(lambda spec: Run(optimizer_of, spec).on(body=lambda run, step: climb(run, step, run.whole.no_sync)), LEFT)
+    with pytest.warns(UserWarning, match=r"as SAM's does, run it in DistributedDataParallel\.no_sync\(\)"):
+        Run(optimizer_of, "topk:ratio=0.2").on(body=lambda run, step: climb(run, step, contextlib.nullcontext))
 
 
 class Branching(nn.Sequential):

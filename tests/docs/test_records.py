@@ -11,7 +11,7 @@ import pytest
 from documents import ROOT
 
 from documentation import step_times
-from laboratory.commands import accuracy, trainers
+from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
@@ -102,3 +102,20 @@ def test_the_losses_of_trainers_are_those_of_their_record() -> None:
     assert len(record["cells"]) == 2 * len(TRAINERS) * len(trainers.SPECS.split(";"))
     worse = [line["key"] for line in record["cells"] if line["verdict"] not in ("ok", "refused")]
     assert not worse, "a training that is worse than the trainer alone"
+
+
+def test_the_outcomes_of_others_programs_are_those_of_the_record() -> None:
+    """Programs that fail without gradcomp in the same way, on CPUs, are named apart."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    lines = json.loads((ROOT / "benchmarks" / "results" / "strangers.json").read_text())["lines"]
+    stock = {each["program"]: strangers.summary(each) for each in lines if not each["spec"]}
+    cannot = [name for name, outcome in stock.items() if outcome.startswith("failed")]
+    assert cannot == ["accelerate-comm-hook", "timm-train"]
+    specs = {each["spec"]: f"`{each['spec']}`" for each in lines} | {"": "without gradcomp"}
+    shown = [each for each in lines if each["program"] not in cannot]
+    made = [f"| `{each['program']}` | {specs[each['spec']]} | {strangers.summary(each)} |" for each in shown]
+    assert "\n".join(made) in page
+    assert all("device_ids" in each["error"] for each in lines if each["program"] in cannot)
+    ours = next(each["failed"] for each in lines if each["program"] == "horovod-tests" and each["spec"] == "topk")
+    others = {name for name, said in ours.items() if "Muon" not in said}
+    assert others == {"test_broadcast_state", "test_gradient_clipping"}

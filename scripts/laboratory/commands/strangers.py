@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import re
 import shlex
@@ -43,8 +44,10 @@ EXAMPLES = """\
 examples:
   scripts/lab strangers --horovod ~/horovod --timm ~/pytorch-image-models
   scripts/lab strangers --programs accelerate-sync
+  scripts/lab strangers --programs run-clm --transformers ~/transformers --text tinyshakespeare.txt
 
-The Python that runs this needs accelerate for its programs, timm and torchvision for timm's. A program that cannot be started
+The Python that runs this needs accelerate for its programs, timm and torchvision for timm's, and transformers, datasets and
+evaluate for run_clm.py. A program that cannot be started
 is recorded with the reason. The exit status is 1 if a program fails with the line and not without it."""
 
 
@@ -93,6 +96,21 @@ def accelerates(script: str) -> Callable[[argparse.Namespace, str, Path], str]:
     return command
 
 
+def clm_training(chosen: argparse.Namespace, spec: str, folder: Path) -> str:
+    """Train a GPT-2 of two small layers on a text, of which bytes are the tokens."""
+    file = _source(chosen.transformers, "--transformers", "examples/pytorch/language-modeling/run_clm.py")
+    if chosen.text is None:
+        raise options.Refused("pass --text FILE, which run_clm.py trains on")
+    _need("transformers", "accelerate", "datasets", "evaluate")
+    make_tiny_gpt(folder / "tiny")
+    (folder / "text.txt").write_text(chosen.text.read_text()[:300_000])
+    return (
+        f"env HF_HUB_OFFLINE=1 HF_HOME={folder} {TORCHRUN} {ATTACHED} '{spec}' {file} --config_name {folder}/tiny "
+        f"--tokenizer_name {folder}/tiny --train_file {folder}/text.txt --block_size 64 --do_train --use_cpu --max_steps 30 "
+        f"--logging_steps 1 --per_device_train_batch_size 8 --learning_rate 3e-3 --report_to none --output_dir {folder}/run"
+    )
+
+
 def timm_training(chosen: argparse.Namespace, spec: str, folder: Path) -> str:
     """Train timm's smallest ResNet on drawn images of two classes."""
     file = _source(chosen.timm, "--timm", "train.py")
@@ -126,10 +144,19 @@ def read_timm(folder: Path) -> dict[str, Any]:
     return {"train_loss": round(float(last["train_loss"]), 4), "eval_top1": round(float(last["eval_top1"]), 2)}
 
 
+def read_clm(folder: Path) -> dict[str, Any]:
+    """Return the first and the last step's loss."""
+    log = json.loads((folder / "run" / "trainer_state.json").read_text())["log_history"]
+    losses = [each["loss"] for each in log if "loss" in each]
+    return {"first_loss": round(losses[0], 4), "train_loss": round(losses[-1], 4)}
+
+
 PROGRAMS = {
-    "horovod-tests": Program((EXACT,), "horovod", horovod_tests, read_tests),
+    "horovod-tests": Program((EXACT, "topk"), "horovod", horovod_tests, read_tests),
     "torch-tests": Program(("dense", EXACT), "torch", torch_tests, read_tests),
     "accelerate-sync": Program(("dense", EXACT), "accelerate", accelerates("test_sync"), lambda folder: {}),
+    "accelerate-comm-hook": Program(("dense",), "accelerate", accelerates("test_ddp_comm_hook"), lambda folder: {}),
+    "run-clm": Program((EXACT, "topk"), "transformers", clm_training, read_clm),
     "timm-train": Program(("topk",), "timm", timm_training, read_timm),
 }
 
@@ -139,6 +166,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     known = ", ".join(PROGRAMS)
     parser.add_argument("--programs", type=_known, default=[*PROGRAMS], help=f"separated by commas (default: {known})")
     parser.add_argument("--horovod", type=Path, metavar="CHECKOUT", help="Horovod's sources, for its tests")
+    parser.add_argument("--transformers", type=Path, metavar="CHECKOUT", help="transformers' sources, for their run_clm.py")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a text for run_clm.py, such as tinyshakespeare")
     parser.add_argument("--timm", type=Path, metavar="CHECKOUT", help="timm's sources, for its train.py")
     options.add_places(parser, "none")
 
@@ -207,7 +236,7 @@ def summary(line: dict[str, Any]) -> str:
         return f"not run: {line['not_run']}"
     parts = [f"{line[key]} {key}" for key in ("passed", "skipped") if key in line]
     parts += [f"{len(line['failed'])} failed"] if "failed" in line else []
-    parts += [f"{key} {line[key]}" for key in ("train_loss", "eval_top1") if key in line]
+    parts += [f"{key} {line[key]}" for key in ("first_loss", "train_loss", "eval_top1") if key in line]
     return ", ".join(parts) or ("passed" if line["status"] == 0 else f"failed: {line['error'][:100]}")
 
 
@@ -226,6 +255,31 @@ def draw_images(folder: Path) -> None:
                 Image.fromarray(pixels.astype("uint8")).save(folder / part / str(label) / f"{number}.png")
 
 
+def make_tiny_gpt(folder: Path) -> None:
+    """Write the configuration of a small GPT-2, and a tokenizer of bytes."""
+    import tokenizers
+    import transformers
+
+    end = "<|endoftext|>"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [], tokenizers.trainers.BpeTrainer(vocab_size=257, special_tokens=[end], initial_alphabet=alphabet, show_progress=False)
+    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end, bos_token=end).save_pretrained(folder)
+    sizes = {
+        "vocab_size": 257,
+        "n_positions": 64,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    transformers.GPT2Config(**sizes).save_pretrained(folder)
+
+
 def _source(checkout: Path | None, option: str, file: str) -> Path:
     if checkout is None:
         raise options.Refused(f"pass {option} CHECKOUT, which has {file}")
@@ -240,7 +294,8 @@ def _need(*packages: str) -> None:
 
 
 def _without_paths(command: str, chosen: argparse.Namespace, folder: str) -> str:
-    for path, name in ((folder, "FOLDER"), (chosen.horovod, "HOROVOD"), (chosen.timm, "TIMM"), (ROOT, ".")):
+    sources = {"HOROVOD": chosen.horovod, "TIMM": chosen.timm, "TRANSFORMERS": chosen.transformers}
+    for name, path in {"FOLDER": folder, **sources, ".": ROOT}.items():
         command = command.replace(str(path and Path(path).resolve()), name)
     return command
 
