@@ -1,7 +1,8 @@
 """Run another project's program with one line more: python -m laboratory.strangers.attached SPEC [-m] PROGRAM [arguments].
 
 Every DistributedDataParallel gets gradcomp.ddp.attach(model, SPEC) once it is made, and every hvd.DistributedOptimizer is
-gradcomp's, with SPEC. Without a spec ("") the program runs as its authors wrote it. {rank} in arguments becomes Horovod's rank.
+gradcomp's, with SPEC. Programs of transformers get gradcomp.integrations.transformers.attach() instead.
+Without a spec ("") the program runs as its authors wrote it. {rank} in arguments becomes Horovod's rank.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+# The programs that train by transformers' Trainer.
+OF_TRANSFORMERS = ("run_clm.py",)
+
 
 def main(arguments: list[str]) -> None:
     """Add the line, and run the program as the main one."""
     spec, program, *rest = arguments
-    if spec:
+    if spec and Path(program).name in OF_TRANSFORMERS:
+        attach_to_trainers(spec)
+    elif spec:
         attach_to_ddp(spec)
         if "HOROVOD_RANK" in os.environ and find_spec("horovod") is not None:
             replace_horovods(spec)
@@ -45,6 +51,22 @@ def attach_to_ddp(spec: str) -> None:
         gradcomp.ddp.attach(self, spec)
 
     DistributedDataParallel.__init__ = attached  # type: ignore[method-assign]
+
+
+def attach_to_trainers(spec: str) -> None:
+    """Attach gradcomp to every Trainer of transformers once it trains."""
+    import transformers
+
+    from gradcomp.integrations.transformers import attach
+
+    train = transformers.Trainer.train
+
+    @functools.wraps(train)
+    def attached(self: Any, *arguments: Any, **options: Any) -> Any:
+        attach(self, spec)
+        return train(self, *arguments, **options)
+
+    transformers.Trainer.train = attached
 
 
 def replace_horovods(spec: str) -> None:
