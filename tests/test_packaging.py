@@ -54,14 +54,18 @@ def test_the_version_is_written_once() -> None:
     ]
 
 
-def test_the_extras_are_five_and_gradcomp_itself_needs_torch_and_numpy() -> None:
+def test_the_extras_are_these_and_gradcomp_itself_needs_torch_and_numpy() -> None:
     metadata = importlib.metadata.metadata("gradcomp")
-    assert set(metadata.get_all("Provides-Extra") or []) == {"horovod", "demo", "telemetry", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        *("horovod", "demo", "telemetry", "trackers", "accelerate", "lightning", "transformers"),
+        *("test", "dev"),
+    }
     plain = [Requirement(each) for each in importlib.metadata.requires("gradcomp") or [] if "extra ==" not in each]
     assert {each.name for each in plain} == {"torch", "numpy"}
     # torch's tensors need NumPy to hand their memory to Python.
     assert ".numpy()" in "".join(path.read_text() for path in (ROOT / "gradcomp").rglob("*.py"))
-    assert imported(ROOT / "gradcomp") - set(sys.stdlib_module_names) == {"gradcomp", "horovod", "torch"}
+    doors = {"accelerate", "lightning", "transformers", "fsspec"}  # torch needs fsspec
+    assert imported(ROOT / "gradcomp") - set(sys.stdlib_module_names) == {"gradcomp", "horovod", "torch", *doors}
 
 
 def test_the_horovod_extra_is_the_version_that_setup_builds() -> None:

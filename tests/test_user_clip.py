@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import doors
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import gradcomp
+from gradcomp.engine.user_clip import UserClip
 
 pytestmark = pytest.mark.slow
 
@@ -184,6 +185,17 @@ def long(model: nn.Module) -> None:
     by_norm(model, 1e9)
 
 
+def largest(model: nn.Module) -> None:
+    by_norm(model, 0.1, norm_type=float("inf"))
+
+
+def counted(model: Any) -> None:
+    """Divide by a number of tokens, which varies."""
+    model.count = getattr(model, "count", 20) * 7 % 41 + 20
+    for parameter in model.parameters():
+        parameter.grad /= model.count
+
+
 def two(parameters: Any) -> Any:
     a, b, c = parameters
     return [sgd([a, b], weight_decay=0.0), adamw([c])]
@@ -244,7 +256,7 @@ def of_ddp() -> dict[Any, Any]:
     }
     found |= {
         ("refused", clip.__name__, made.__name__): refused(clip, made)
-        for clip in (values, some, third, long)
+        for clip in (values, some, third, long, largest, counted)
         for made in (sgd, adamw)
     }
     found |= {"listed": listed(ALL), "carried": carried()}
@@ -322,6 +334,10 @@ def test_a_clip_of_accumulated_gradients_is_torchs(name: str, every: bool) -> No
         ("third", "sgd", ""),
         ("long", "adamw", ""),
         ("long", "sgd", ""),
+        ("largest", "adamw", "the gradients were multiplied by one factor between their exchange and step(), and norms of"),
+        ("largest", "sgd", "the gradients were multiplied by one factor between their exchange and step(), and norms of"),
+        ("counted", "adamw", ""),
+        ("counted", "sgd", ""),
     ],
 )
 def test_other_changes_are_refused_or_warned_of_unless_they_are_one_factor_or_none(clip: str, made: str, words: str) -> None:
@@ -343,3 +359,28 @@ def test_a_spike_moves_weights_as_a_gradient_of_the_bounds_length_does(name: str
     if name == "sgd":
         path = torch.stack([(after - before).norm() for before, after in itertools.pairwise(first[0])]).sum()
         assert 0 < path < (10 if key == "left" else 3) * 0.05 * BOUND / (1 - 0.9), path
+
+
+def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
+    """Note clips by their factors and bounds."""
+    clip = UserClip()
+    for factor, bound in pairs:
+        clip.note(factor, bound / factor - 1e-6, "words")
+    return clip
+
+
+def test_a_division_by_a_count_is_no_clip_from_the_first_step_on() -> None:
+    for count in (2, 3, 64, 678.5, 1357 / 8):
+        for steps in (1, 2):
+            clip = noted([(1 / count, 0.7012345 / (i + 1)) for i in range(steps)])
+            assert clip.is_scaling and clip.bound is None, count
+    assert noted([(1 / 64, 0.5)]).bound == pytest.approx(0.5), "a round bound is a clip's, by any factor"
+    assert noted([(0.1278943, 0.7012345)]).bound == pytest.approx(0.7012345)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_bound_that_drifts_slowly_is_followed_and_one_that_leaps_is_a_factor() -> None:
+    slow = noted([(0.1 + 0.0123 / (i + 3), 1.0123 * 0.985**i) for i in range(30)])
+    assert slow.bound == pytest.approx(1.0123 * 0.985**29)
+    leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(30)]
+    assert noted(leaps).is_scaling and not noted([*leaps, (0.2, 1.0), (0.3, 1.0)]).is_scaling

@@ -145,7 +145,9 @@ class UpdateSample:
                 sample = self._sample(update.view(-1))
                 self._kept.append((slot, sample.clone() if loss_scale is None else sample / loss_scale))
         self._squares = []
-        if self.watches:
+        watches = self.watches
+        self.clip.end_step()
+        if watches:
             own = [slot for slot in self._slots if slot.name in updates]
             for device in dict.fromkeys(slot.layer.device for slot in own):
                 there = [slot for slot in own if slot.layer.device == device]
@@ -213,7 +215,6 @@ class UpdateSample:
         now = [(self._sample(slot.flat(grad)), old, grad.dtype) for slot, grad, old in there if grad is not None]
         if not now:
             return None
-        self.clip.end_step()
         numbers = self._compare(now, squares)
         if numbers.is_cuda:
             self._late = holds, HostCopy(numbers)

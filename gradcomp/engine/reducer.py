@@ -320,7 +320,7 @@ class Reducer:
         if self._context is None:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
             self._begin_anew(self._context.generation)
-            self._norm.begin_step(self.view.looks_for_clip)
+            self._norm.begin_step((self.takes_momentum or self.keeps_state) and self.view.looks_for_clip)
             if self.view.clips:
                 self._cut(self._context)
         self._select(bucket, self._accumulate(bucket, self._context), world)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from gradcomp.engine.optimizer_steps import calling_scaler, warn_user
 
 # The first steps, of which all layers are looked at. Later that begins in the step after one in which a sample changed.
@@ -11,8 +9,10 @@ TRIAL = 8
 # Steps without the clip, although updates were longer than the bound, after which it is forgotten.
 ABSENT = 8
 # Two factors, and two bounds, that are equal but for rounding. Bounds that differ by more than the third are of a clip that
-# changes. So many of these on end are warned of.
-SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 4
+# changes. So many of these on end are of no clip by a norm.
+SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 3
+# A bound that a user writes has few digits. A division by a count, times a number of ranks up to this, is a ratio of integers.
+ROUND, RATIO, RANKS = 1e-5, 2e-7, 16
 
 _UNDERSTOOD = (
     "gradcomp: the gradients were clipped to a norm of {bound:.3g} between their exchange and step(). They hold {content}, so "
@@ -20,9 +20,10 @@ _UNDERSTOOD = (
     "from the next step on. clip_grad_norm_() returns an update's norm; that of the gradients is stats()['grad_norm']"
 )
 _DRIFTS = (
-    "the clip between the exchange and step() left norms of {bounds} in the last steps. gradcomp follows it, as it follows a "
-    "schedule. If the clip is not by norm_type=2, or follows the norms that clip_grad_norm_() returned, it means nothing here, "
-    "since those are norms of updates: clip by norm_type=2, to a norm of gradients"
+    "the gradients were multiplied by one factor between their exchange and step(), and norms of {bounds} were left in the "
+    "last steps. This is no clip to a norm that stays: SGD applies the factor, and for Adam it has no effect. Clip by "
+    "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; divide the loss by a count before backward(); and "
+    "clip the model of each DDP alone"
 )
 CONTENTS = {
     "direction": "Adam's directions, with a length that says nothing about the gradient's",
@@ -34,8 +35,8 @@ CONTENTS = {
 class UserClip:
     """A clip by a norm of all layers, as clip_grad_norm_() makes it.
 
-    bound: the norm that it leaves; None until a clip is known. factor: the last one on updates. is_scaling: the factor stays
-    while norms change, as one over the number of passes does. is_new: nothing has been done about it.
+    bound: the norm that it leaves; None until a clip is known. factor: the last one on updates. is_scaling: the factor is none
+    of a clip's, but one over a number of passes or tokens, for example. is_new: nothing has been done about the clip.
     """
 
     def __init__(self) -> None:
@@ -79,20 +80,31 @@ class UserClip:
         bound, self._content = factor * (norm + 1e-6), content
         steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_BOUND
         same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
-        self.is_scaling = not steady and (same or math.frexp(factor)[0] == 0.5)
-        drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT and not self.is_scaling
+        drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT
         self._drifts = [*self._drifts, bound] if drifts else []
+        is_ratio = is_whole and not _is_round(bound) and _is_ratio(factor)
+        self.is_scaling = not steady and (same or is_ratio or len(self._drifts) >= DRIFTS)
         self.factor, self._last, self._absent = factor, bound, 0
-        if not self.is_scaling:
+        if not (self.is_scaling or drifts):
             self._say()  # from the second one on: it is no mere factor
         self.bound = None if self.is_scaling else bound
-        if len(self._drifts) == DRIFTS:
+        if len(self._drifts) == DRIFTS and not (same or is_ratio):
             warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in self._drifts)))
 
     def _say(self) -> None:
         if self.bound is not None and not self._said:
             self._said = True
             warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content))
+
+
+def _is_round(bound: float) -> bool:
+    """Decide whether a bound has at most three digits."""
+    return abs(bound / float(f"{bound:.3g}") - 1) <= ROUND
+
+
+def _is_ratio(factor: float) -> bool:
+    """Decide whether a factor is a number of ranks over a count."""
+    return any(abs(n / factor - round(n / factor)) <= RATIO * n / factor for n in range(1, RANKS + 1))
 
 
 def scaler_is_unknown() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from documents import ROOT
 
-from documentation import step_times
+from documentation import step_times, usual_loops
 from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
@@ -36,6 +36,12 @@ def test_the_results_are_those_of_the_records() -> None:
     page = step_times.PAGE.read_text()
     assert page == step_times.written(page), "run PYTHONPATH=scripts python -m documentation.step_times"
     assert page == step_times.written(page.replace("1,593", "1,594")), "a page with other figures is written anew"
+
+
+def test_the_tables_of_usual_loops_are_those_of_the_records() -> None:
+    page = usual_loops.PAGE.read_text()
+    assert page == usual_loops.written(page), "run PYTHONPATH=scripts python -m documentation.usual_loops"
+    assert page.count("| base | ") == 2 and "worse" not in page
 
 
 @pytest.mark.parametrize("link", RATES)

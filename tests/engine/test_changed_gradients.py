@@ -146,13 +146,13 @@ def test_a_clip_is_found_in_some_steps(nonzero: str, later: int) -> None:
         sample.keep(delivered, None)
         for slot in slots.values():
             assert slot.parameter.grad is not None
-            slot.parameter.grad.mul_(0.3)
+            slot.parameter.grad.mul_(0.3001234)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = sample.check("direction")
         if found is not None:
-            assert float(found.factor) == pytest.approx(0.3) and found.is_new
-            assert sample.clip.bound == pytest.approx(0.3 * SIZES[nonzero] ** 0.5, rel=1e-5)
+            assert float(found.factor) == pytest.approx(0.3001234) and found.is_new
+            assert sample.clip.bound == pytest.approx(0.3001234 * SIZES[nonzero] ** 0.5, rel=1e-5)
             return
         assert later
     pytest.fail("none of 8 steps has found it")

@@ -385,8 +385,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a frozen layer decays",
         "gradcomp/engine",
-        "if decay and parameter.requires_grad and not group",
-        "if decay and not group",
+        "if decay and parameter.requires_grad and not decays",
+        "if decay and not decays",
         ("test_skipped_steps.py",),
     ),
     Fault(
