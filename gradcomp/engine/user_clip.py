@@ -22,8 +22,8 @@ _UNDERSTOOD = (
 _DRIFTS = (
     "the gradients were multiplied by one factor between their exchange and step(), and norms of {bounds} were left in the "
     "last steps. This is no clip to a norm that stays: SGD applies the factor, and for Adam it has no effect. Clip by "
-    "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; divide the loss by a count before backward(); and "
-    "clip the model of each DDP alone"
+    "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; divide the loss by a count before "
+    "backward(); and clip the model of each DDP alone"
 )
 CONTENTS = {
     "direction": "Adam's directions, with a length that says nothing about the gradient's",
