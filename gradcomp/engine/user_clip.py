@@ -11,8 +11,8 @@ ABSENT = 8
 # Two factors, and two bounds, that are equal but for rounding. Bounds that differ by more than the third are of a clip that
 # changes. So many of these on end are of no clip by a norm.
 SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 3
-# A bound that a user writes has few digits. A division by a count, times a number of ranks up to this, is a ratio of integers.
-ROUND, RATIO, RANKS = 1e-5, 2e-7, 16
+# A division by a count, times a number of ranks up to this, is a ratio of integers.
+RATIO, RANKS = 2e-7, 16
 
 _UNDERSTOOD = (
     "gradcomp: the gradients were clipped to a norm of {bound:.3g} between their exchange and step(). They hold {content}, so "
@@ -78,12 +78,13 @@ class UserClip:
         is_whole: it is of the whole model, and not the part of a clip that one of several optimizers has, which varies.
         """
         bound, self._content = factor * (norm + 1e-6), content
-        steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_BOUND
         same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
+        steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_FACTOR
         drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT
         self._drifts = [*self._drifts, bound] if drifts else []
-        is_ratio = is_whole and not _is_round(bound) and _is_ratio(factor)
-        self.is_scaling = not steady and (same or is_ratio or len(self._drifts) >= DRIFTS)
+        is_ratio = is_whole and _is_ratio(factor)
+        # Norms may be equal by chance in two steps, and a factor may be a ratio: then it is what it was.
+        self.is_scaling = ((same or is_ratio) and (self.is_scaling or not steady)) or len(self._drifts) >= DRIFTS
         self.factor, self._last, self._absent = factor, bound, 0
         if not (self.is_scaling or drifts):
             self._say()  # from the second one on: it is no mere factor
@@ -95,11 +96,6 @@ class UserClip:
         if self.bound is not None and not self._said:
             self._said = True
             warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content))
-
-
-def _is_round(bound: float) -> bool:
-    """Decide whether a bound has at most three digits."""
-    return abs(bound / float(f"{bound:.3g}") - 1) <= ROUND
 
 
 def _is_ratio(factor: float) -> bool:
