@@ -29,7 +29,7 @@ truth = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-# The clip is a knob. It cuts a rank's own gradient before entries wait: clip_grad_norm_() would come after the exchange.
+# The clip is a knob: it cuts a rank's own gradient from the first step on. clip_grad_norm_() before step() does one step later.
 clip = options.clip * dist.get_world_size() ** 0.5
 handle = gradcomp.ddp.attach(model, f"topk:ratio=0.1,clip={clip},clip_by=model", optimizer=optimizer)
 

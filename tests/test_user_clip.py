@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import doors
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import gradcomp
-from gradcomp.engine.user_clip import UserClip
+from gradcomp.engine.user_clip import ABSENT
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,17 @@ def adamw(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
 
 
-MADE: dict[str, Callable[[Any], Optimizer]] = {each.__name__: each for each in (sgd, nesterov, plain, adamw)}
+def ascent(parameters: Any) -> Optimizer:
+    return sgd(parameters, maximize=True)
+
+
+def adamw_ascent(parameters: Any) -> Optimizer:
+    return AdamW(parameters, lr=0.02, maximize=True)
+
+
+MADE: dict[str, Callable[[Any], Optimizer]] = {
+    each.__name__: each for each in (sgd, nesterov, plain, adamw, ascent, adamw_ascent)
+}
 
 
 def finish(run: Training, clip: Callable[[], Any]) -> None:
@@ -245,6 +256,46 @@ def summed() -> list[Tensor]:
     return [each.detach().clone() for each in model.parameters()]
 
 
+def left(spec: str | None, made: Any) -> list[Tensor]:
+    """Clip in 6 steps only. torch alone clips as long as gradcomp remembers."""
+    model = Three()
+    run = None if spec is None else Training(DDP, model, spec, inner=made(model.parameters()))
+    optimizer = made(model.parameters()) if run is None else run.optimizer
+    for step in range(6 + ABSENT + 5):
+        optimizer.zero_grad()
+        longer = 1.0 if step < 3 else 3.0
+        (model if run is None else run.whole)([longer * each for each in gradients(0, step)]).backward()
+        if step < 6 or (run is None and step < 6 + ABSENT):
+            by_norm(model)
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def resumed(made: Any, at: int | None) -> list[Tensor]:
+    """Train on unequal gradients, from some step on with all that was saved there in a new process's place."""
+    model, file = Three(), io.BytesIO()
+    run = Training(DDP, model, "topk:ratio=0.1", inner=made(model.parameters()))
+    losses = []
+    for step in range(STEPS):
+        if step == at:
+            parts = {"model": model.state_dict(), "optimizer": run.optimizer.state_dict(), "handle": run.handle.state_dict()}
+            torch.save(parts, file)
+            model = Three()
+            run = Training(DDP, model, "topk:ratio=0.1", inner=made(model.parameters()))
+            parts = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            model.load_state_dict(parts["model"])
+            run.optimizer.load_state_dict(parts["optimizer"])
+            run.handle.load_state_dict(parts["handle"])
+        run.optimizer.zero_grad()
+        longer = {0: 2.5, 1: 1.6}.get(step, 1.0)  # than the bound, but not the updates, of which little is sent
+        loss = run.whole([longer * each for each in gradients(step, dist.get_rank())])
+        losses.append(loss.detach())
+        loss.backward()
+        by_norm(model)
+        run.optimizer.step()
+    return [torch.stack(losses), *(each.detach().clone() for each in model.parameters())]
+
+
 SENT_BY = {"topk": "topk:ratio=0.1", "levels": "orq", "left": "topk:ratio=0.1,momentum=0"}
 
 
@@ -260,6 +311,9 @@ def of_ddp() -> dict[Any, Any]:
         for made in (sgd, adamw)
     }
     found |= {"listed": listed(ALL), "carried": carried()}
+    found |= {("left", name): left(ALL, MADE[name]) for name in ("sgd", "adamw")}
+    found |= {("auto", name): said(lambda m=MADE[name]: train(DDP, m, spec="auto")) for name in ("sgd", "adamw")}  # type: ignore[misc]
+    found |= {("resumed", name, at): resumed(MADE[name], at) for name in ("sgd", "adamw") for at in (None, 1, 5)}
     found |= {
         ("spike", key, name): [unequal(spec, MADE[name], spike) for spike in (1e4, 2.0)]
         for key, spec in SENT_BY.items()
@@ -316,6 +370,31 @@ def test_a_clip_by_several_optimizers_and_after_a_change_and_of_sums_is_torchs(d
         equal(own[name], listed(None) if name == "listed" else train(None, adamw), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_clip_is_forgotten_once_the_user_has_not_clipped_for_some_steps(name: str) -> None:
+    for own in found(DDP):
+        equal(own["left", name], left(None, MADE[name]), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_under_auto_a_clip_acts_as_without_gradcomp(name: str) -> None:
+    begin = [each.detach() for each in Three().parameters()]
+    for own in found(DDP):
+        weights, warned = own["auto", name]
+        assert warned == []
+        ours, torchs, start = (torch.cat([each.flatten() for each in of]) for of in (weights, train(None, MADE[name]), begin))
+        # It tries lossy candidates in these steps. A spike that is not clipped leads 9 times as far away with SGD.
+        assert (ours - torchs).norm() < 0.5 * (torchs - start).norm()
+
+
+@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_training_with_a_clip_resumes_to_the_bit(name: str, at: int) -> None:
+    """Before the clip is seen for the first time, and after it."""
+    for own in found(DDP):
+        assert all(map(torch.equal, own["resumed", name, at], own["resumed", name, None]))
+
+
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_clip_of_accumulated_gradients_is_torchs(name: str, every: bool) -> None:
@@ -359,31 +438,3 @@ def test_a_spike_moves_weights_as_a_gradient_of_the_bounds_length_does(name: str
     if name == "sgd":
         path = torch.stack([(after - before).norm() for before, after in itertools.pairwise(first[0])]).sum()
         assert 0 < path < (10 if key == "left" else 3) * 0.05 * BOUND / (1 - 0.9), path
-
-
-def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
-    """Note clips by their factors and bounds."""
-    clip = UserClip()
-    for factor, bound in pairs:
-        clip.note(factor, bound / factor - 1e-6, "words")
-    return clip
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_division_by_a_count_is_no_clip_from_the_first_step_on() -> None:
-    for count in (2, 3, 64, 678.5, 1357 / 8):
-        for steps in (1, 2):
-            clip = noted([(1 / count, 0.7012345 / (i + 1)) for i in range(steps)])
-            assert clip.is_scaling and clip.bound is None, count
-    assert noted([(1 / 64, 0.7), (1 / 64, 0.8), (1 / 64, 0.8), (1 / 40, 0.8)]).is_scaling, "norms may be equal by chance"
-    assert noted([(1 / 64, 0.5), (0.1278943, 0.5)]).bound == pytest.approx(0.5)
-    assert noted([(0.1278943, 0.5), (1 / 64, 0.5)]).bound == pytest.approx(0.5), "a clip's factor may be a ratio by chance"
-    assert noted([(0.1278943, 0.7012345)]).bound == pytest.approx(0.7012345)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_bound_that_drifts_slowly_is_followed_and_one_that_leaps_is_a_factor() -> None:
-    slow = noted([(0.1 + 0.0123 / (i + 3), 1.0123 * 0.985**i) for i in range(30)])
-    assert slow.bound == pytest.approx(1.0123 * 0.985**29)
-    leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(30)]
-    assert noted(leaps).is_scaling and not noted([*leaps, (0.2012345, 1.0), (0.3012345, 1.0)]).is_scaling

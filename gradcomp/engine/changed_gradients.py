@@ -5,16 +5,17 @@ On a CPU a change is found in its own step. On a GPU it is found one step later,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradcomp import saved
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.stages.stage import squares_of
+from gradcomp.engine.stages.stage import Copy, squares_of
 from gradcomp.engine.user_clip import CONTENTS, UserClip, scaler_is_unknown
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import HostCopy, Memory
@@ -117,6 +118,31 @@ class UpdateSample:
         self._late: tuple[Holds, HostCopy] | None = None
         self._turn, self._suspected = 0, None  # type: tuple[int, float | None]
 
+    def save(self, copy: Copy | None = None) -> dict[str, Any]:
+        """Copy what is known of the user's clip. copy: copies this rank's own part; None leaves it out."""
+        state: dict[str, Any] = {"clip": self.clip.save(), "turn": self._turn}
+        if self._late is not None:
+            state |= {"holds": self._late[0], "late": self._late[1].all()}
+        if copy is not None and self._longest is not None:
+            state["longest"] = copy(self._longest)
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check what save() copied. Return a function that loads it, and cannot fail. An empty state forgets the clip."""
+        clip, turn = self.clip.load(saved.table_or_empty(state, "clip")), saved.read_int({"turn": 0, **state}, "turn")
+        longest = saved.tensor(state, "longest", (), dtype=torch.float64) if "longest" in state else None
+        late = None
+        if "late" in state:
+            if (holds := saved.entry(state, "holds")) not in CONTENTS:
+                raise ValueError(f"holds={holds!r} in the state must be one of {', '.join(CONTENTS)}: load another one")
+            late = holds, HostCopy(torch.tensor(saved.numbers_of(state, "late", 4), dtype=torch.float64))
+
+        def load() -> None:
+            clip()
+            self._turn, self._longest, self._late = turn, longest, late
+
+        return load
+
     @property
     def watches(self) -> bool:
         """True if the next step looks at all layers."""
@@ -132,7 +158,7 @@ class UpdateSample:
             device = own[0].device
             update = torch.stack([squares.sum().to(device) for _, squares in self._squares]).sum()
             longest = torch.stack([each.to(device) for each in own]).sum()
-            self._longest = longest if self._longest is None else torch.fmax(longest, self._longest)
+            self._longest = longest if self._longest is None else torch.fmax(longest, self._longest.to(device))
             self._norms = update, self._longest
 
     def keep(self, updates: Mapping[str, Tensor], loss_scale: Tensor | None) -> None:

@@ -210,7 +210,8 @@ class Membership:
 
     def _share(self, reducer: Reducer) -> Flow[None]:
         """Compare the state that all ranks must share. All ranks adopt the leader's if it differs."""
-        own = structure.write({"steps": reducer.steps_done, "buckets": [bucket.save_shared() for bucket in reducer.buckets]})
+        buckets = [bucket.save_shared() for bucket in reducer.buckets]
+        own = structure.write({"steps": reducer.steps_done, "buckets": buckets, "clips": reducer.view.save_clips()})
         host, digest = (
             int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
             for text in (self._network.host.encode(), own)
@@ -222,6 +223,7 @@ class Membership:
             reducer.steps_done = shared["steps"]
             for bucket, theirs in zip(reducer.buckets, shared["buckets"], strict=True):
                 bucket.load_shared(theirs)
+            reducer.view.load_clips(shared["clips"])()
         self._network.hosts = hosts
         self._network.meeting = f"{self._facts[0].name:x}"
 

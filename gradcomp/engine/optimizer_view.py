@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Mo
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slots
+from gradcomp.engine.stages.stage import Copy
 from gradcomp.engine.taken_momentum import (
     TAKE_KNOWN,
     TAKE_ONE,
@@ -258,9 +259,8 @@ class OptimizerView(ActingOptimizer):
             kind.forget_copied()
 
     def note_loaded(self, moments: bool) -> None:
-        """Note that a state was loaded: no update is due any more. moments: the state has some."""
+        """Note that a state was loaded. moments: the state has some."""
         self.show()
-        self.forget_update()
         self.origin.forget()
         self._resumed = moments
 
@@ -329,6 +329,21 @@ class OptimizerView(ActingOptimizer):
         self._pending = False
 
     # The user's clip of updates.
+
+    def save_clips(self, copy: Copy | None = None) -> list[dict[str, Any]]:
+        """Copy what is known of the user's clips, by part. copy: copies this rank's own figures; None leaves them out."""
+        return [part._sample.save(copy) for part in self.parts]
+
+    def load_clips(self, state: Sequence[Any]) -> Callable[[], None]:
+        """Check what save_clips() copied. Return a function that loads it, and cannot fail. Nothing: clips are forgotten."""
+        of_parts = state if len(state) == len(self.parts) else [{}] * len(self.parts)
+        loads = [part._sample.load(own) for part, own in zip(self.parts, of_parts, strict=True)]
+
+        def load() -> None:
+            for each in loads:
+                each()
+
+        return load
 
     @property
     def clips(self) -> bool:

@@ -445,5 +445,6 @@ class Session:
     def _go_on_from(self, load: Callable[[], None], reducer: Reducer, compressor: Compressor) -> None:
         self.recover()
         self._install(reducer, compressor)
+        self.view.forget_update()
         load()
         self.view.note_loaded(any(bucket.has_moments for bucket in reducer.buckets))

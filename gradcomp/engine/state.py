@@ -24,8 +24,9 @@ from gradcomp.engine.stages.feedback import Feedback, Residual
 from gradcomp.engine.stages.stage import Copy, Share, Shares
 from gradcomp.networks import Answer
 
-# The format of a state. Increase it when a state's content or a knob's default changes.
-FORMAT = 8
+# The format of a state. Increase it when a state's content or a knob's default changes. Those since the oldest load, too: 8 has
+# no clips.
+FORMAT, OLDEST = 9, 8
 
 
 class Place(NamedTuple):
@@ -69,7 +70,8 @@ def save_share(reducer: Reducer, shapes: Mapping[str, str], *, sums: bool = Fals
     share = _save_stages(reducer, copy)
     for bucket, own in zip(reducer.buckets, share["buckets"], strict=True):
         own["compressor"] = bucket.compressor.save(bucket.inner)
-    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), **share}
+    clips = reducer.view.save_clips(copy)
+    return {"steps": reducer.steps_done, "sums": sums, "shapes": dict(shapes), "clips": clips, **share}
 
 
 def _save_stages(reducer: Reducer, copy: Copy) -> dict[str, Any]:
@@ -107,7 +109,8 @@ def load_shares(
     for rank, share in given.items():
         _check_shapes(shapes, share, f"rank {rank}: " if len(given) > 1 else "")
     own, others = _readers(taken.shares, trusted), _readers({} if taken.shares else taken.adam, trusted)
-    loads: list[Callable[[], None]] = []
+    first = next(iter(given.values()))
+    loads: list[Callable[[], None]] = [reducer.view.load_clips(saved.sequence(first, "clips") if "clips" in first else ())]
     inner: list[tuple[Bucket, int, Any]] = []
     for bucket in reducer.buckets:
         bucket.put_back()
@@ -275,10 +278,10 @@ class States:
                 f"this is no state of gradcomp: it has {', '.join(map(repr, [*state][:4])) or 'nothing'}; pass "
                 + (f"its entry {inside}" if inside else "the result of state_dict() of the handle or Compression")
             )
-        if (found := state.get("format", 1)) != FORMAT:
+        if (found := state.get("format", 1)) not in range(OLDEST, FORMAT + 1):
             raise ValueError(
-                f"the state has format {found}, but this gradcomp reads format {FORMAT}: another version saved it; continue "
-                "with that version, or without the state"
+                f"the state has format {found}, but this gradcomp reads formats {OLDEST} to {FORMAT}: another version saved "
+                "it; continue with that version, or without the state"
             )
         if not isinstance(theirs := saved.entry(state, "spec"), str):
             raise ValueError(f"the state has the spec {theirs!r}, which is no text; the state is damaged; load another one")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gradcomp import saved
 from gradcomp.engine.optimizer_steps import calling_scaler, warn_user
 
 # The first steps, of which all layers are looked at. Later that begins in the step after one in which a sample changed.
@@ -25,6 +29,8 @@ _DRIFTS = (
     "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; divide the loss by a count before "
     "backward(); and clip the model of each DDP alone"
 )
+# What a state holds of a clip beside its bound: the names there, and the attributes.
+_SAVED = {name.lstrip("_"): name for name in ("factor", "is_scaling", "is_new", "_last", "_steps", "_absent", "_suspects")}
 CONTENTS = {
     "direction": "Adam's directions, with a length that says nothing about the gradient's",
     "velocity": "SGD's velocity, which is several times as long as the gradient",
@@ -46,6 +52,24 @@ class UserClip:
         self._suspects = self._said = False
         self._content = ""
         self._drifts: list[float] = []
+
+    def save(self) -> dict[str, Any]:
+        """Copy all that the next steps depend on, as numbers."""
+        own = {name: float(getattr(self, attribute)) for name, attribute in _SAVED.items()}
+        return own | {"bound": self.bound or 0.0} | ({"drifts": self._drifts} if self._drifts else {})
+
+    def load(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check what save() copied. Return a function that loads it, and cannot fail. Nothing is known from an empty state."""
+        numbers = {name: saved.number(state, name) for name in ("bound", *_SAVED)} if state else UserClip().save()
+        drifts = saved.sequence(state, "drifts") if "drifts" in state else []
+        drifts = [saved.number({"drifts": each}, "drifts") for each in drifts]
+
+        def load() -> None:
+            self.bound, self._drifts = numbers["bound"] or None, drifts
+            for name, attribute in _SAVED.items():
+                setattr(self, attribute, type(getattr(self, attribute))(numbers[name]))
+
+        return load
 
     @property
     def watches(self) -> bool:
@@ -81,7 +105,7 @@ class UserClip:
         same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
         steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_FACTOR
         drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT
-        self._drifts = [*self._drifts, bound] if drifts else []
+        self._drifts = [*self._drifts[-DRIFTS:], bound] if drifts else []
         is_ratio = is_whole and _is_ratio(factor)
         # Norms may be equal by chance in two steps, and a factor may be a ratio: then it is what it was.
         self.is_scaling = ((same or is_ratio) and (self.is_scaling or not steady)) or len(self._drifts) >= DRIFTS
@@ -93,7 +117,7 @@ class UserClip:
             warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in self._drifts)))
 
     def _say(self) -> None:
-        if self.bound is not None and not self._said:
+        if self.bound is not None and self._content and not self._said:
             self._said = True
             warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content))
 

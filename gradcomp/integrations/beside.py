@@ -59,7 +59,6 @@ def save(handle: Handle, stem: str) -> None:
     files, path = url_to_fs(stem)
     files.makedirs(path.rpartition("/")[0], exist_ok=True)  # the rank that makes the folder may come later
     state = handle.state_dict()
-    state["clips"] = [dict(vars(clip)) for clip in _clips(handle)]
     (rank,) = map(int, state["of_rank"])
     with files.open(f"{path}{rank}.new", "wb") as file:
         torch.save(state, file)
@@ -84,14 +83,7 @@ def load(handle: Handle, stem: str) -> bool:
         handle.load_state_dict([_read(files, saved[rank]) for rank in range(ranks)])
     else:
         raise ValueError(_PARTIAL.format(stem=stem, found=len(saved), ranks=ranks))
-    for clip, known in zip(_clips(handle), first.get("clips", ()), strict=False):
-        vars(clip).update(known)
     return True
-
-
-def _clips(handle: Handle) -> list[Any]:
-    """List what is known of the user's clips: a resumed training's first step clips, too."""
-    return [part._sample.clip for part in handle._session.view.parts]
 
 
 def remove(stem: str) -> None:

@@ -154,6 +154,29 @@ def test_a_new_rank_takes_the_mean_of_adams_moments_and_no_residual() -> None:
     assert new["adam"]["steps"] == {"w": 4} and not new["feedback"]["residual"]["w"].any()
 
 
+@pytest.mark.filterwarnings("ignore:gradcomp. the gradients were clipped")
+def test_a_rank_that_joins_knows_the_clip_and_the_replicas_stay_equal() -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    generation = Generation(2)
+    ranks = [Rank(generation, rank, SPEC, optimizer_of=sgd) for rank in range(2)]
+    for stage in range(2):
+        for _ in range(3):
+            assert not [each for each in together(ranks, Rank.exchange) if isinstance(each, Exception)]
+            for rank in ranks:  # one after the other: a step shows what the other sessions hide from their optimizers
+                torch.nn.utils.clip_grad_norm_(rank.parameter, 2.0)
+                rank.optimizer.step()
+        assert all(torch.equal(rank.parameter, ranks[0].parameter) for rank in ranks), stage
+        ranks.append(Rank(Generation(3), 2, SPEC, optimizer_of=sgd))
+        ranks[-1].parameter.data.copy_(ranks[0].parameter)
+        move(ranks)
+        assert sync(ranks) == [None] * len(ranks)
+    assert [rank.session.view.bounds() for rank in ranks] == 4 * [ranks[0].session.view.bounds()] and ranks[
+        0
+    ].session.view.clips
+
+
 def test_ranks_that_all_load_files_go_on_from_them() -> None:
     """At the start of a job nobody has met before, and the files count."""
     ranks = start(2, SPEC)

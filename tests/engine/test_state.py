@@ -11,7 +11,7 @@ import torch
 from laws import SHAPES, draw
 
 import gradcomp
-from gradcomp.engine.state import FORMAT
+from gradcomp.engine.state import FORMAT, OLDEST
 
 SPECS = [
     "topk:ratio=0.03",
@@ -67,6 +67,16 @@ def test_a_state_says_what_it_is() -> None:
     assert state["of_rank"]["1"]["shapes"] == {name: str(tuple(shape)) for name, shape in SHAPES.items()}
 
 
+def test_a_state_from_before_clips_were_saved_loads() -> None:
+    first, second = trained(TOPK), gradcomp.Simulation(TOPK, SHAPES, 2)
+    state = {**first.state_dict(), "format": OLDEST}
+    for share in state["of_rank"].values():
+        del share["clips"]
+    second.load_state_dict(state)
+    gradients = draw("normal", 3, 2)
+    assert state_bits(second.step(gradients)) == state_bits(first.step(gradients))
+
+
 @every_spec
 @pytest.mark.parametrize("new", [1, 3, 4, 8])
 def test_another_number_of_ranks_keeps_the_residuals(spec: str, new: int) -> None:
@@ -111,6 +121,7 @@ BUCKET = (*ONE, "buckets", 0)
 INNER = (*BUCKET, "compressor")
 RESIDUAL = (*ONE, "layers", "feedback", "residual")
 VELOCITY = (*ONE, "layers", "sgd", "velocity")
+CLIP = ("of_rank", "0", "clips", 0)
 SDAGC, LGC, ORQ, BY_HOST, TOPK = (
     "sdagc:lam=2,small=none",
     "lgc:dense=1,learn=2,ratio=0.02",
@@ -121,9 +132,12 @@ SDAGC, LGC, ORQ, BY_HOST, TOPK = (
 DAMAGES = [
     (TOPK, None, ("spec",), "the state has the spec None, which is no text"),
     (TOPK, GONE, ("spec",), "the state has no 'spec'"),
-    (TOPK, GONE, ("format",), f"the state has format 1, but this gradcomp reads format {FORMAT}"),
-    (TOPK, 2, ("format",), f"the state has format 2, but this gradcomp reads format {FORMAT}"),
-    (TOPK, FORMAT + 1, ("format",), f"the state has format {FORMAT + 1}, but this gradcomp reads format {FORMAT}"),
+    (TOPK, GONE, ("format",), f"the state has format 1, but this gradcomp reads formats {OLDEST} to {FORMAT}"),
+    (TOPK, 2, ("format",), f"the state has format 2, but this gradcomp reads formats {OLDEST} to {FORMAT}"),
+    (TOPK, FORMAT + 1, ("format",), f"the state has format {FORMAT + 1}, but this gradcomp reads formats {OLDEST} to {FORMAT}"),
+    (TOPK, -1.0, (*CLIP, "clip", "bound"), "bound=-1.0 in the state must be a number of at least 0"),
+    (TOPK, GONE, (*CLIP, "clip", "factor"), "the state has no 'factor'"),
+    (TOPK, [1.0] * 4, (*CLIP, "late"), "the state has no 'holds'"),
     (TOPK, 0, ("ranks",), "ranks=0 in the state must be a whole number of at least 1"),
     (TOPK, GONE, ("of_rank",), "the state has no 'of_rank'"),
     (TOPK, {}, ("of_rank", "7"), "of_rank=7 in the state must be a whole number of at least 0 and at most 1"),

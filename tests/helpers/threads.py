@@ -89,13 +89,18 @@ class Rank:
 
     def step(self, scale: float = 1.0) -> Tensor:
         """Exchange a drawn gradient, step with the optimizer if there is one, and return the update."""
+        update = self.exchange(scale)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return update
+
+    def exchange(self, scale: float = 1.0) -> Tensor:
+        """Exchange a drawn gradient, and return the update."""
         self.parameter.grad = torch.randn(SHAPE, generator=self._draws)
         self.given += self.parameter.grad
         self.session.ready(self.session.slot(self.parameter))
         self.session.finish(scale)
         self.came += self.parameter.grad
-        if self.optimizer is not None:
-            self.optimizer.step()
         return self.parameter.grad
 
     @property

@@ -164,9 +164,7 @@ class Held:
 
     def __init__(self, rank: int, ranks: int):
         world = SimpleNamespace(rank=rank, size=ranks)
-        self.clip = SimpleNamespace(bound=None)
-        view = SimpleNamespace(parts=[SimpleNamespace(_sample=self)])
-        self._session = SimpleNamespace(network=SimpleNamespace(world=world), view=view)
+        self._session = SimpleNamespace(network=SimpleNamespace(world=world))
         self.loaded: Any = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,14 +193,6 @@ def test_each_rank_loads_its_own_file_and_another_number_of_ranks_loads_all(tmp_
     beside.remove(stem)
     assert not beside.load(Held(0, 2), stem), "a checkpoint without files is of a training without gradcomp"
     assert [path.name for path in (tmp_path / "new folder").iterdir()] == ["epoch=[0].ckpt.rank-other.pt"]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_known_clip_is_saved_for_the_first_step_of_a_resumed_training(tmp_path: Path, ranks: int) -> None:
-    before, after = Held(0, 1), Held(0, ranks)
-    before.clip.bound = 0.5
-    beside.save(before, f"{tmp_path}/rank")
-    assert beside.load(after, f"{tmp_path}/rank") and after.clip.bound == 0.5
 
 
 def test_fewer_ranks_leave_no_file_of_a_rank_that_there_is_no_more(tmp_path: Path) -> None:

@@ -174,6 +174,20 @@ MOMENTS_FAULTS = (
         ("test_user_clip.py",),
     ),
     Fault(
+        "a resumed training begins without its clip",
+        "gradcomp/engine",
+        'saved.sequence(first, "clips") if "clips" in first else ()',
+        "()",
+        ("test_user_clip.py",),
+    ),
+    Fault(
+        "a rank that joins does not know the clip",
+        "gradcomp/engine",
+        '            reducer.view.load_clips(shared["clips"])()\n',
+        "",
+        ("test_membership.py",),
+    ),
+    Fault(
         "earlier gradients stay uncut in the first step of a clip",
         "gradcomp/engine",
         "                bucket.shorten(torch.tensor(suspected))\n",

@@ -101,7 +101,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a state of another format is loaded",
         "gradcomp/engine",
-        '        if (found := state.get("format", 1)) != FORMAT:',
+        '        if (found := state.get("format", 1)) not in range(OLDEST, FORMAT + 1):',
         '        if (found := state.get("format", 1)) == 1:',
         ("test_state.py",),
     ),

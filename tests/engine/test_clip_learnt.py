@@ -1,0 +1,49 @@
+"""What is learnt of a factor between the exchange and the optimizer's step: a clip, or another factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from gradcomp.engine.user_clip import DRIFTS, UserClip
+
+
+def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
+    """Note clips by their factors and bounds."""
+    clip = UserClip()
+    for factor, bound in pairs:
+        clip.note(factor, bound / factor - 1e-6, "words")
+    return clip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_division_by_a_count_is_no_clip_from_the_first_step_on() -> None:
+    for count in (2, 3, 64, 678.5, 1357 / 8):
+        for steps in (1, 2):
+            clip = noted([(1 / count, 0.7012345 / (i + 1)) for i in range(steps)])
+            assert clip.is_scaling and clip.bound is None, count
+    assert noted([(1 / 64, 0.7), (1 / 64, 0.8), (1 / 64, 0.8), (1 / 40, 0.8)]).is_scaling, "norms may be equal by chance"
+    assert noted([(1 / 64, 0.5), (0.1278943, 0.5)]).bound == pytest.approx(0.5)
+    assert noted([(0.1278943, 0.5), (1 / 64, 0.5)]).bound == pytest.approx(0.5), "a clip's factor may be a ratio by chance"
+    assert noted([(0.1278943, 0.7012345)]).bound == pytest.approx(0.7012345)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_bound_that_drifts_slowly_is_followed_and_one_that_leaps_is_a_factor() -> None:
+    slow = noted([(0.1 + 0.0123 / (i + 3), 1.0123 * 0.985**i) for i in range(30)])
+    assert slow.bound == pytest.approx(1.0123 * 0.985**29)
+    leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(30)]
+    assert noted(leaps).is_scaling and not noted([*leaps, (0.2012345, 1.0), (0.3012345, 1.0)]).is_scaling
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_saved_clip_goes_on_as_the_first_one_does() -> None:
+    leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(3 * DRIFTS)]
+    for end in range(len(leaps)):
+        first, second = noted(leaps[:end]), UserClip()
+        second.load(first.save())()
+        assert second.save() == first.save()
+        for each in (first, second):
+            each.note(leaps[end][0], leaps[end][1] / leaps[end][0], "velocity")
+        assert second.save() == first.save() and len(first.save().get("drifts", ())) <= DRIFTS + 1
