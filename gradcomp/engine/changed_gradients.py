@@ -263,9 +263,11 @@ class UpdateSample:
         before, after, equal = [], [], []
         if squares:
             for slots, old in squares:
-                pairs = [(i, slot.flat(grad)) for i, slot in enumerate(slots) if (grad := _grad_of(slot)) is not None]
-                own = squares_of([grad for _, grad in pairs], None, self._memory)
-                before.append(old[[i for i, _ in pairs]].to(device))
+                grads = [_grad_of(slot) for slot in slots]
+                there = [i for i, grad in enumerate(grads) if grad is not None]
+                given = [g if g.is_contiguous() else s.flat(g) for s, g in zip(slots, grads, strict=True) if g is not None]
+                own = squares_of(given, None, self._memory)
+                before.append((old if len(there) == len(slots) else old[there]).to(device))
                 after.append(own.to(device))
             olds, news = torch.cat(before), torch.cat(after)
             factor, norm = (news.sum() / olds.sum()).sqrt(), olds.sum().sqrt()
