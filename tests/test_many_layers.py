@@ -19,7 +19,7 @@ from torch import Tensor, nn
 LAYERS, ENTRIES = 300, 3
 SPECS = ("topk", "sdagc", "orq")
 # Steps before the first that counts, and those that do.
-WARM_UP, ROUNDS = 2, 10
+WARM_UP, ROUNDS = 2, 25
 # Lines of Python that a step may run for each layer beside the door's own: up to 100 were measured. A search through all
 # layers for each of them would run LAYERS lines or more.
 MOST_LINES = 160

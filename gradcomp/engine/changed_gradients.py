@@ -157,7 +157,8 @@ class UpdateSample:
         if own and self._squares:
             device = own[0].device
             update = torch.stack([squares.sum().to(device) for _, squares in self._squares]).sum()
-            longest = torch.stack([each.to(device) for each in own]).sum()
+            # A gradient that is not finite was refused: it is in no moment, and in no residual.
+            longest = torch.stack([each.to(device) for each in own]).sum().nan_to_num_(0.0, 0.0, 0.0)
             self._longest = longest if self._longest is None else torch.fmax(longest, self._longest.to(device))
             self._norms = update, self._longest
 
