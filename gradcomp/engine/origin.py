@@ -107,7 +107,8 @@ class Origin:
         if optimizer not in self._watched:
             self._watched.add(optimizer)
             for group in optimizer.param_groups:
-                group.get(MARK, True) or group.pop(MARK)  # where nothing was loaded
+                if not group.get(MARK, True):  # nothing was loaded
+                    del group[MARK]
             optimizer.register_state_dict_post_hook(partial(_note_saved, weakref.ref(self)))
             optimizer.register_load_state_dict_pre_hook(partial(_note_loaded, weakref.ref(self)))
         self._optimizer, self._state, self._saved, self._reloads = weakref.ref(optimizer), optimizer.state, None, False

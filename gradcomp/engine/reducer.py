@@ -28,7 +28,7 @@ from gradcomp.engine.gradient_norm import GradientNorm
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.stages.stage import squares_of
+from gradcomp.engine.stages.stage import cut_factors, squares_of
 from gradcomp.engine.taken_momentum import Missed
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
@@ -341,7 +341,7 @@ class Reducer:
             ]
             norm = torch.stack([each.sum().to(squares[0].device) for each in squares]).sum().sqrt()
             share = self.network.world.size if self.view.sums else 1
-            factor = (bound / share / (norm + 1e-6)).clamp(max=1).float()
+            factor = cut_factors(bound / share, norm)
             context.cuts |= {each.layout.names[0]: factor.to(each.layout.device).expand(each.count) for each in own}
 
     def _begin_anew(self, generation: tuple[int, int]) -> None:

@@ -23,7 +23,7 @@ from gradcomp.engine.stages.adam import Adam
 from gradcomp.engine.stages.health import Health, remedy
 from gradcomp.engine.stages.rates import RateCorrection
 from gradcomp.engine.stages.sgd import Sgd
-from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, load_sum
+from gradcomp.engine.stages.stage import Accumulation, Copy, Part, Share, Shares, Stage, cut_factors, load_sum
 from gradcomp.knobs import changed, knob
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST, MOMENTS
@@ -251,4 +251,4 @@ class Clip(Stage):
         norms = state.sum().sqrt().expand_as(state) if self.whole_model else state.sqrt()
         if accumulation.loss_scale is not None:
             norms = norms / accumulation.loss_scale
-        accumulation.scales = (self.norm / math.sqrt(context.ranks) / (norms + 1e-6)).clamp(max=1).float()
+        accumulation.scales = cut_factors(self.norm / math.sqrt(context.ranks), norms)

@@ -122,6 +122,11 @@ def squares_of(grads: Sequence[Tensor], loss_scale: Tensor | None, memory: Memor
     return squares if loss_scale is None else squares.mul_((1 / loss_scale).double().square())
 
 
+def cut_factors(bound: float, norms: Tensor) -> Tensor:
+    """Return the factors that cut gradients of these norms to a bound, as torch computes them."""
+    return (bound / (norms + 1e-6)).clamp(max=1).float()
+
+
 class Part(NamedTuple):
     """A stage's part of a saved state. layers: by field, then by layer. bucket: the rest."""
 
