@@ -26,7 +26,19 @@ SUBCOMMANDS = {
 USAGE = "usage: scripts/lab SUBCOMMAND [options]\n       scripts/lab SUBCOMMAND --help\n\nMeasures gradcomp.\n\nsubcommands:\n"
 
 # The options that name a folder or a file.
-FOLDERS = ("--out", "--cache", "--data", "--before", "--after", "--page", "--records", "--horovod", "--timm")
+FOLDERS = (
+    "--out",
+    "--cache",
+    "--data",
+    "--before",
+    "--after",
+    "--page",
+    "--records",
+    "--horovod",
+    "--timm",
+    "--transformers",
+    "--text",
+)
 
 
 def main(arguments: Sequence[str]) -> int:

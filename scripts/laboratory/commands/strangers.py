@@ -47,8 +47,8 @@ examples:
   scripts/lab strangers --programs run-clm --transformers ~/transformers --text tinyshakespeare.txt
 
 The Python that runs this needs accelerate for its programs, timm and torchvision for timm's, and transformers, datasets and
-evaluate for run_clm.py. A program that cannot be started
-is recorded with the reason. The exit status is 1 if a program fails with the line and not without it."""
+evaluate for run_clm.py. A program that cannot be started is recorded with the reason. The exit status is 1 if a program fails
+with the line and not without it."""
 
 
 class Program(NamedTuple):
@@ -296,7 +296,8 @@ def _need(*packages: str) -> None:
 def _without_paths(command: str, chosen: argparse.Namespace, folder: str) -> str:
     sources = {"HOROVOD": chosen.horovod, "TIMM": chosen.timm, "TRANSFORMERS": chosen.transformers}
     for name, path in {"FOLDER": folder, **sources, ".": ROOT}.items():
-        command = command.replace(str(path and Path(path).resolve()), name)
+        if path is not None:
+            command = command.replace(str(Path(path).resolve()), name)
     return command
 
 
