@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from laboratory.cluster import kernel, network
 
@@ -37,6 +39,14 @@ Host *
   UserKnownHostsFile /dev/null
   LogLevel ERROR
 """
+
+
+def figures_of(test: str, seconds: float) -> Any:
+    """Run a test's file as a program, which makes hosts of its own. Return what its last line says."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT / 'tests' / 'helpers'}"}
+    done = subprocess.run([sys.executable, test], capture_output=True, text=True, timeout=seconds, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def start_daemons(hosts: Sequence[network.Host], folder: Path) -> dict[str, Path]:

@@ -69,10 +69,7 @@ STEPS, EVERY, DIES_AFTER = 1500, 100, 300
 @pytest.mark.skipif(bool(LACKING), reason=f"SLURM's recipes were NOT tested: {LACKING} missing, install slurm-wlm and munge")
 def test_slurm_runs_the_recipes_and_requeues_a_job_that_lost_a_rank() -> None:
     pytest.importorskip("horovod.torch", reason="SLURM's recipes were NOT tested: Horovod is not installed")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT / 'tests' / 'helpers'}"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=900, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = ssh_hosts.figures_of(__file__, 900)
     ddp, horovod, requeued = (found["jobs"][name] for name in ("ddp", "horovod", "requeued"))
     for job in (ddp, horovod):
         assert job["nodes"] == 2 and job["ranks"] == 4 and job["losses"][-1] < job["losses"][0], found

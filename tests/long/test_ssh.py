@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssh_hosts import PROGRAMS, start_daemons, variables
+from ssh_hosts import PROGRAMS, figures_of, start_daemons, variables
 
 from laboratory.cluster import guard, network
 
@@ -42,10 +42,7 @@ def test_the_page_of_clusters_has_these_commands() -> None:
 @pytest.mark.skipif(bool(LACKING), reason=f"launchers over ssh were NOT tested: {LACKING} missing, install openssh-server")
 def test_both_launchers_train_on_hosts_that_ssh_reaches() -> None:
     pytest.importorskip("horovod.torch", reason="launchers over ssh were NOT tested: Horovod is not installed")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT / 'tests' / 'helpers'}"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=700, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    by_horovodrun, by_torchrun = json.loads(done.stdout.splitlines()[-1])
+    by_horovodrun, by_torchrun = figures_of(__file__, 700)
     for found in (by_horovodrun, by_torchrun):
         assert all(found["logins"].values()), f"a host without a login through ssh: {found}"
         assert found["ranks"] == RANKS and found["losses"][-1] < found["losses"][0], found
