@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from laboratory.commands.accuracy import DOORS, HOSTS, LINKS, RECORDS, cluster, curves, launched
 from laboratory.machine import ROOT
-from laboratory.report import figure, markdown
+from laboratory.report import figure, filled, markdown
 
 PAGE = ROOT / "docs" / "results.md"
 TASKS = {"cifar-large": "CIFAR, SGD", "shakespeare": "text, AdamW"}
@@ -37,11 +37,7 @@ def written(page: str) -> str:
     """Return the page with the tables of the records."""
     tables = {f"{about}, {called}": steps(task, door) for task, about in TASKS.items() for door, called in DOORS.items()}
     for place, table in {**tables, "final scores": scores()}.items():
-        mark, end = f"<!-- records: {place} -->", "<!-- end -->"
-        if page.count(mark) != 1:
-            raise ValueError(f"docs/results.md has {page.count(mark)} places {mark}; it needs one")
-        before, _, after = page.partition(mark)
-        page = f"{before}{mark}\n\n{table}\n\n{end}{after.partition(end)[2]}"
+        page = filled(PAGE, page, place, table)
     return page
 
 

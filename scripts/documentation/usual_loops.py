@@ -5,21 +5,20 @@ PYTHONPATH=scripts python -m documentation.usual_loops    writes them anew
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from laboratory.commands.loops import DOORS
 from laboratory.machine import ROOT
-from laboratory.report import figure, markdown
+from laboratory.report import figure, filled, read
 
 PAGE = ROOT / "docs" / "usual-loops.md"
 SPECS = ("topk", "sdagc", "orq", "auto")
 KINDS = ("sgd", "adamw")
 
 
-def table(door: str) -> str:
+def table(door: str) -> list[list[str]]:
     """Write a row for each loop: the scores of the door alone and of each spec, by SGD and by AdamW."""
-    record = json.loads((ROOT / "benchmarks" / "results" / f"loops-{door}.json").read_text())
+    record = read(ROOT / "benchmarks" / "results" / f"loops-{door}.json")
     by_key: dict[tuple[str, str, str], Any] = {}
     for line in record["cells"]:
         name, _, kind, spec = line["key"]
@@ -29,7 +28,7 @@ def table(door: str) -> str:
         kinds = [kind for kind in KINDS if (name, kind, SPECS[0]) in by_key]
         alone = " / ".join(figure(by_key[name, kind, SPECS[0]]["plain"], "{:.1f}", "refused") for kind in kinds)
         rows.append([name, alone, *(" / ".join(cell(by_key[name, kind, spec]) for kind in kinds) for spec in SPECS)])
-    return markdown(rows)
+    return rows
 
 
 def cell(line: dict[str, Any]) -> str:
@@ -45,11 +44,7 @@ def cell(line: dict[str, Any]) -> str:
 def written(page: str) -> str:
     """Return the page with the tables of the records."""
     for door in DOORS:
-        mark, end = f"<!-- record: {door} -->", "<!-- end -->"
-        before, found, after = page.partition(mark)
-        if not found:
-            raise ValueError(f"docs/usual-loops.md needs a place {mark}")
-        page = f"{before}{mark}\n\n{table(door)}\n\n{end}{after.partition(end)[2]}"
+        page = filled(PAGE, page, door, table(door))
     return page
 
 

@@ -64,6 +64,15 @@ def markdown(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def filled(page: Path, text: str, place: str, rows: Rows | str) -> str:
+    """Return a page's text with a table at the place that is marked for it. rows: of the table, or all of it in Markdown."""
+    mark, end = f"<!-- records: {place} -->", "<!-- end -->"
+    if text.count(mark) != 1:
+        raise Refused(f"docs/{page.name} has {text.count(mark)} places {mark}; it needs one")
+    before, _, after = text.partition(mark)
+    return f"{before}{mark}\n\n{rows if isinstance(rows, str) else markdown(rows)}\n\n{end}{after.partition(end)[2]}"
+
+
 def figure(value: Any, form: str, missing: str = "-") -> str:
     """Format a figure, or name what stands in its place where there is none."""
     return missing if value is None else form.format(value)

@@ -82,11 +82,7 @@ def joined(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def written(page: str, record: dict[str, Any]) -> str:
     """Return the page with the record's table."""
-    mark, end = "<!-- records: trainers -->", "<!-- end -->"
-    if page.count(mark) != 1:
-        raise options.Refused(f"docs/{PAGE.name} has {page.count(mark)} places {mark}; it needs one")
-    before, _, after = page.partition(mark)
-    return f"{before}{mark}\n\n{report.markdown(table(record))}\n\n{end}{after.partition(end)[2]}"
+    return report.filled(PAGE, page, "trainers", table(record))
 
 
 def judged(found: Found) -> list[dict[str, Any]]:

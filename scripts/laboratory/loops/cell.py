@@ -165,7 +165,7 @@ class TextCell(Cell):
 class UnclippedCell(TextCell):
     """The same where nothing clips, at a smaller rate of SGD."""
 
-    rates: ClassVar = {"sgd": 0.05, "adamw": 0.002}
+    rates: ClassVar = {**TextCell.rates, "sgd": 0.05}
 
 
 def of_cell(key: Key, case: Any, arrays: Arrays) -> dict[str, Any]:
