@@ -20,6 +20,9 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+# What an example made, until its process ends. torch 2.13's DDP model can hang as it goes: it waits for a thread of gloo, and
+# that one for Python.
+KEPT: list[dict[str, Any]] = []
 needs_digits = pytest.mark.skipif(
     find_spec("sklearn") is None, reason="this example was NOT run: scikit-learn is not installed"
 )
@@ -41,6 +44,7 @@ def example(name: str, port: int, killed_at: list[int], *arguments: str) -> dict
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
     found = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    KEPT.append(found)
     weights = torch.cat([parameter.detach().flatten() for parameter in found["model"].parameters()])
     return {"weights": weights, "losses": found["losses"], "skipped": found.get("skipped"), "gap": found.get("gap")}
 
