@@ -14,7 +14,7 @@ try:
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedDataParallelKwargs
 except ImportError as error:
-    text = f"gradcomp.integrations.accelerate needs Accelerate, which does not load ({error}): pip install gradcomp[accelerate]"
+    text = f"gradcomp.integrations.accelerate needs Accelerate, which does not load ({error}): pip install accelerate"
     raise ImportError(text, name=error.name) from error
 
 from gradcomp import ddp

@@ -8,7 +8,7 @@ from typing import Any, cast
 try:
     import transformers
 except ImportError as error:
-    text = f"gradcomp.integrations.transformers needs transformers ({error}): pip install gradcomp[transformers]"
+    text = f"gradcomp.integrations.transformers needs transformers ({error}): pip install accelerate transformers"
     raise ImportError(text, name=error.name) from error
 
 from gradcomp.core.compressor import Compressor

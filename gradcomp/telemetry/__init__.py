@@ -67,7 +67,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """A writer of one run a rank, FOLDER/rank-0, for TensorBoard, which pip install gradcomp[telemetry] brings."""
+    """A writer of one run a rank, FOLDER/rank-0, for TensorBoard, of the package tensorboard."""
 
     def __init__(self, folder: str | Path):
         try:

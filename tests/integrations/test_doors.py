@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ for name in ("accelerate", "lightning", "transformers"):
     try:
         __import__(f"gradcomp.integrations.{name}")
     except ImportError as error:
-        assert f"pip install gradcomp[{name}]" in str(error) and error.name == name, error
+        assert "pip install " in str(error) and str(error).endswith(name) and error.name == name, error
     else:
         raise AssertionError(name)
 """
@@ -156,7 +157,7 @@ def test_the_page_names_the_tested_versions() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text()
     for package, version in beside.TESTED.items():
         assert f"| `from gradcomp.integrations.{package} import " in page
-        assert f"| `pip install gradcomp[{package}]` | {version} |" in page
+        assert re.search(rf"\| `pip install ([a-z]+ )?{package}` \| {version} \|", page)
 
 
 class Held:
