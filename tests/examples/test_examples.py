@@ -46,7 +46,8 @@ def example(name: str, port: int, killed_at: list[int], *arguments: str) -> dict
     found = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     KEPT.append(found)
     weights = torch.cat([parameter.detach().flatten() for parameter in found["model"].parameters()])
-    return {"weights": weights, "losses": found["losses"], "skipped": found.get("skipped"), "gap": found.get("gap")}
+    own = {name: found.get(name) for name in ("losses", "skipped", "gap")}
+    return {"weights": weights, "model": type(found["model"]).__name__, **own}
 
 
 def run(name: str, *arguments: str, killed_at: tuple[int, ...] = (0, 0)) -> list[dict[str, Any]]:
@@ -117,10 +118,15 @@ def test_the_clip_bounds_every_step() -> None:
 
 
 @needs_digits
-def test_a_scale_that_overflows_skips_steps_and_training_goes_on() -> None:
-    found = run("gradscaler.py", "--steps", "80")
-    assert found[0]["skipped"] == found[1]["skipped"] > 0
-    falls(found, 0.5)
+def test_a_scale_that_overflows_skips_steps_by_both_doors_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    horovod = run("gradscaler.py", "--steps", "60")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "as torchrun sets it")
+    ddp = run("gradscaler.py", "--steps", "60")
+    assert ddp[0]["skipped"] == ddp[1]["skipped"] > 0
+    falls(ddp, 0.5)
+    assert ddp[0]["losses"] == horovod[0]["losses"] and torch.equal(ddp[0]["weights"], horovod[0]["weights"])
+    assert [(own["model"], own["skipped"]) for own in horovod] == [("Sequential", ddp[0]["skipped"])] * 2
+    assert ddp[0]["model"] == "DistributedDataParallel"
 
 
 @needs_digits
