@@ -118,12 +118,12 @@ class Bucket:
         frozen = context.frozen(layout)
         if frozen or self.frozen:
             momentum = context.momentum(layout)
-            self.frozen.put_back(frozen)
+            self.frozen.put_back(self.steps, frozen)
             self.frozen.set_residual_aside(frozen)
             if momentum is not None and momentum.seeds:  # those of frozen layers are set aside, too
-                self.frozen.put_arrays_back()
+                self.frozen.put_arrays_back(self.steps)
             else:
-                self.frozen.set_arrays_aside(frozen, self._arrays())
+                self.frozen.set_arrays_aside(frozen, self._arrays(), self.steps)
         if self.unused or frozen:
             accumulation.idle = {i for i, name in enumerate(layout.names) if name in self.unused}.union(frozen)
         for prepare, state in self._prepares:
@@ -133,7 +133,7 @@ class Bucket:
         if accumulation.dropped:
             self.frozen.forget()
         if frozen:
-            self.frozen.set_arrays_aside(frozen, self._arrays())
+            self.frozen.set_arrays_aside(frozen, self._arrays(), self.steps)
             self.frozen.scale_residual(accumulation.residual_factor)
         accumulation.run()
         for after, state in self._afters:
@@ -168,7 +168,7 @@ class Bucket:
 
     def put_back(self) -> None:
         """Put the arrays of frozen layers back. The next step sets them aside again."""
-        self.frozen.put_back()
+        self.frozen.put_back(self.steps)
 
     def forget(self, *, moments_only: bool) -> None:
         """Forget the moments that are kept in the optimizer's place, or all that stays from step to step."""
@@ -220,7 +220,8 @@ class Bucket:
 class FrozenLayers:
     """The arrays of a bucket's frozen layers, of all stages. They are set aside, and come back once the layers are unfrozen.
 
-    Otherwise the residual of a layer that is frozen in mid-training would move it.
+    Otherwise the residual of a layer that is frozen in mid-training would move it. The steps of the last sends are set aside as
+    their ages, so that frozen steps do not count: an entry sent in the step before them was sent in the step before.
 
     residual: the bucket's. A sum of several ranks' may arrive in it while a layer is frozen; the other arrays stay as they are.
     """
@@ -241,27 +242,29 @@ class FrozenLayers:
                 self._residuals[layer] = part.clone()
                 part.zero_()
 
-    def set_arrays_aside(self, frozen: Sequence[int], arrays: Sequence[Tensor]) -> None:
-        """Set the other arrays of frozen layers aside, unless they are. The layers go on with zeros."""
+    def set_arrays_aside(self, frozen: Sequence[int], arrays: Sequence[Tensor], steps: int) -> None:
+        """Set the other arrays of frozen layers aside, unless they are. The layers go on with zeros. steps: of the bucket."""
         for layer in frozen:
-            if layer not in self._arrays:
-                parts = [(array, self._part(array, layer)) for array in arrays]
-                self._arrays[layer] = [(array, part.clone()) for array, part in parts]
-                for array, part in parts:
-                    if array.dtype != torch.uint8:  # the steps of the last sends stay
-                        part.zero_()
+            aside = self._arrays.setdefault(layer, [])
+            for array in [each for each in arrays if not any(each is known for known, _ in aside)]:
+                part = self._part(array, layer)
+                if array.dtype == torch.uint8:  # the steps of the last sends go on
+                    aside.append((array, part - steps % 256))
+                else:
+                    aside.append((array, part.clone()))
+                    part.zero_()
 
-    def put_back(self, frozen: Container[int] = ()) -> None:
-        """Put the residual and the arrays of all layers back, but for those that stay frozen."""
+    def put_back(self, steps: int, frozen: Container[int] = ()) -> None:
+        """Put the residual and the arrays of all layers back, but for those that stay frozen. steps: of the bucket."""
         for layer in [each for each in self._residuals if each not in frozen]:
             self._part(self._residual, layer).add_(self._residuals.pop(layer)).clamp_(-LARGEST, LARGEST)
-        self.put_arrays_back(frozen)
+        self.put_arrays_back(steps, frozen)
 
-    def put_arrays_back(self, frozen: Container[int] = ()) -> None:
+    def put_arrays_back(self, steps: int, frozen: Container[int] = ()) -> None:
         """Put the other arrays of all layers back, but for those that stay frozen."""
         for layer in [each for each in self._arrays if each not in frozen]:
             for array, part in self._arrays.pop(layer):
-                self._part(array, layer).copy_(part)
+                self._part(array, layer).copy_(part + steps % 256 if array.dtype == torch.uint8 else part)
 
     def residual_of(self, layer: int) -> Tensor:
         """Copy a layer's residual, with the part that is set aside."""

@@ -38,6 +38,7 @@ CASES = [
     for j, use in enumerate(USES)
     if spec in ROUNDING or (i + j) % 2 == 0
 ]
+RETURNS = [(way, nesterov, decay) for way in ("frozen", "unused") for nesterov in (False, True) for decay in (0.0, 1e-4)]
 
 
 class Model(nn.Module):
@@ -96,9 +97,38 @@ def train(spec: str, use: str, layer: str) -> dict[str, Any]:
     return {"scales": (*scales, scaler.get_scale()), "moved": moved, "off": off if keeps else 0.0}
 
 
+def returns(way: str, nesterov: bool, decay: float) -> float:
+    """Train with SGD and everything sent. Pause a layer in steps 20 to 24. Return the largest difference to torch's weights.
+
+    A layer that no rank used counts as one with a gradient of zeros.
+    """
+    model, plain = Model(), Model()
+    whole = DistributedDataParallel(model, find_unused_parameters=True)
+    ours, theirs = (
+        torch.optim.SGD(each.parameters(), 0.01, momentum=0.9, nesterov=nesterov, weight_decay=decay) for each in (model, plain)
+    )
+    gradcomp.ddp.attach(whole, "topk:ratio=1,wire=exact", optimizer=ours)
+    off = 0.0
+    for step in range(30):
+        pauses = 20 <= step < 25
+        model.middle.requires_grad_(way == "unused" or not pauses)
+        used = [name for name in SHAPES if name != "middle" or not pauses]
+        whole({name: gradient(step, dist.get_rank(), name) for name in used}).backward()
+        for name, weight in plain.named_parameters():
+            mean = (gradient(step, 0, name) + gradient(step, 1, name)) / 2
+            weight.grad = mean if name in used else torch.zeros_like(mean) if way == "unused" else None
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        off = max(
+            off, *(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        )
+    return off
+
+
 def all_cases() -> dict[Any, Any]:
     ranks.join()
-    return {case: train(*case) for case in CASES}
+    return {case: train(*case) for case in CASES} | {case: returns(*case) for case in RETURNS}
 
 
 outcomes = ranks.once(lambda: ranks.launch(all_cases, 2))
@@ -111,3 +141,9 @@ def test_every_rank_sees_an_overflow_and_nothing_is_lost(case: tuple[str, str, s
         assert found["scales"] == (*[4.0] * (OVERFLOW + 1), *[2.0] * (STEPS - OVERFLOW)), "stock halves its scale once"
         assert found["moved"] == 0.0
         assert found["off"] < 1e-4
+
+
+@pytest.mark.parametrize("case", RETURNS, ids=str)
+def test_a_layer_that_comes_back_trains_on_as_in_torch(case: tuple[str, bool, float]) -> None:
+    for own in outcomes():
+        assert own[case] < 1e-6

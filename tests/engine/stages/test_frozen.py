@@ -162,6 +162,21 @@ def test_the_residual_of_a_frozen_layer_keeps_up_with_the_learning_rate() -> Non
     torch.testing.assert_close(*arrivals)
 
 
+@pytest.mark.parametrize("spec", ["topk:ratio=1", "topk:ratio=0.3", "topk:ratio=0.3,wire=exact"])
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True, "weight_decay": 1e-4}], ids=["heavy ball", "nesterov"])
+def test_a_layer_that_comes_back_goes_on_as_if_it_had_not_been_frozen(spec: str, settings: dict[str, Any]) -> None:
+    """An entry that was sent in the last step before keeps its velocity when it is sent in the first one after."""
+    ends = []
+    for pause in (0, 3):
+        draws, run = torch.Generator().manual_seed(0), Run(spec, 2, partial(SGD, momentum=0.9, **settings), {"b": (30, 20)})
+        for step in range(12 + pause):
+            run.freeze(6 <= step < 6 + pause)
+            trains = run.training.weights["b"].requires_grad
+            run.training.step([{"b": torch.randn(30, 20, generator=draws) if trains else torch.zeros(30, 20)} for _ in "ab"])
+        ends.append(run.training.weights["b"].detach())
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("settings", [{}, {"nesterov": True, "weight_decay": 1e-4}], ids=["heavy ball", "nesterov"])
 @pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize("rate,factor", [(0.005, 2), (0.0, 1)])
