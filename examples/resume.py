@@ -1,9 +1,10 @@
 """A training that is killed and goes on: torchrun --nproc-per-node 2 examples/resume.py FOLDER, then the same command again.
 
-All ranks save: each has a residual of its own. FOLDER must be one that all hosts see.
+It has AdamW, accumulation, a clip and a schedule. All ranks save: each has a residual of its own.
 """
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("folder", type=Path, help="the folder of checkpoints")
+parser.add_argument("folder", type=Path, help="the folder of checkpoints, one that all hosts see")
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--every", type=int, default=10, help="steps between checkpoints (default 10)")
 options = parser.parse_args()
@@ -25,7 +26,7 @@ rank, ranks = dist.get_rank(), dist.get_world_size()
 truth = torch.randn(20, 5, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 handle = gradcomp.ddp.attach(model, "topk:ratio=0.05", optimizer=optimizer)
 
@@ -59,13 +60,17 @@ if rank == 0:
     print(f"goes on after step {began}" if began else "begins", flush=True)
 losses = []
 for step in range(began + 1, options.steps + 1):
-    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(ranks * step + rank))  # drawn anew from the step
+    draw = torch.Generator().manual_seed(ranks * step + rank)  # a resumed training draws the same batches
     optimizer.zero_grad()
-    loss = cross_entropy(model(x), (x @ truth).argmax(1))
-    loss.backward()
+    losses.append(0.0)
+    for i, x in enumerate(torch.randn(2, 8, 20, generator=draw)):  # two batches a step
+        with model.no_sync() if i == 0 else nullcontext():
+            loss = cross_entropy(model(x), (x @ truth).argmax(1)) / 2
+            loss.backward()
+        losses[-1] += loss.item()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     schedule.step()
-    losses.append(loss.item())
     if step % options.every == 0:
         save(step)
 if rank == 0:
