@@ -14,6 +14,8 @@ import ranks
 from doors import COMPRESSION, DDP, OWN, Training
 from small_net import net
 from torch import optim
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad_norm_
 
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
@@ -196,4 +198,79 @@ def test_by_every_door(door: str) -> None:
         lines, texts, now = found["adamw auto"]
         assert texts == [] and [each.split(" begins")[0] for each in lines] == ["gradcomp: auto"] * (rank == 0)
         lines, texts, now = found["radam topk"]
-        assert len(texts) == 1 and texts[0][1].endswith("doors.py") and len(lines) == (rank == 0)
+        assert len(texts) == len(lines) == (rank == 0) and all(file.endswith("doors.py") for _, file in texts)
+
+
+def clipped(run: Training, steps: int) -> None:
+    """Clip after the exchange, as usual loops do."""
+    for _ in range(steps):
+        run.optimizer.zero_grad()
+        run.backward()
+        clip_grad_norm_(run.model.parameters(), 0.1)
+        run.optimizer.step()
+
+
+def dropped(run: Training, rank: int) -> None:
+    """Drop the update of every other pass, as the discriminator of a GAN."""
+    for _ in range(10):
+        run.train(1)
+        run.backward()
+
+
+def scaled(run: Training, rank: int) -> None:
+    scaling = GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        run.optimizer.zero_grad()
+        scaling.scale(run.whole(next(run.data)[0]).sum()).backward()
+        run.apply(scaling)
+
+
+def without_moments(run: Training, rank: int) -> None:
+    run.train(2)
+    Training(DDP, run.model, "topk", inner=run.optimizer).train(2)
+
+
+def removed_on_rank_1(run: Training, rank: int) -> None:
+    run.backward()
+    if rank == 1:
+        run.model.first.weight.grad = None
+    run.optimizer.step()
+
+
+# For each: a training, a part of its warning, and the ranks that say it.
+WARNED: dict[str, tuple[Any, str, tuple[int, ...]]] = {
+    "clip": (lambda run, rank: clipped(run, 4), "were clipped to a norm of", (0,)),
+    "dropped": (dropped, "In a GAN", (0,)),
+    "scaled": (scaled, "does not know its scale", (0,)),
+    "without moments": (without_moments, "goes on without the moments", (0,)),
+    "removed": (removed_on_rank_1, "was set to None", (1,)),
+}
+
+
+def warned() -> dict[str, list[str]]:
+    """Train so that something is to be warned of; and go on with a clip that a saved state knows."""
+    ranks.join()
+    rank, found = doors.rank(DDP), {}
+    cases = {name: case[0] for name, case in WARNED.items()}
+    resumed = Training(DDP, net(), "topk", momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = Training(DDP, net(), "topk", momentum=0.9)
+        clipped(first, 4)
+    resumed.handle.load_state_dict(first.handle.state_dict())
+    cases["resumed"] = lambda run, rank: clipped(resumed, 4)
+    for name, act in cases.items():
+        run = Training(DDP, net(), "topk", momentum=0.9)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            act(run, rank)
+        found[name] = [str(each.message) for each in caught]
+    return found
+
+
+@pytest.mark.slow
+def test_rank_0_alone_warns_of_what_all_ranks_know_and_a_resumed_clip_is_known() -> None:
+    for rank, found in enumerate(ranks.launch(warned, 2)):
+        for name, (_, part, speakers) in WARNED.items():
+            assert sum(part in each for each in found[name]) == (rank in speakers), (rank, name, found[name])
+        assert found["resumed"] == []

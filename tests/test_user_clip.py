@@ -347,11 +347,10 @@ def equal(found: list[Tensor], wanted: list[Tensor], rounding: float = 1e-6) -> 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", MADE)
 def test_with_everything_sent_and_equal_gradients_clip_and_optimizer_are_torchs(name: str, door: str) -> None:
-    for own in found(door):
+    for rank, own in enumerate(found(door)):
         weights, warned = own["law", name]
         equal(weights, train(None, MADE[name]))
-        ((text, here),) = warned
-        assert here and "clipped to a norm of 3 " in text
+        assert [here and "clipped to a norm of 3 " in text for text, here in warned] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -421,8 +420,10 @@ def test_a_clip_of_accumulated_gradients_is_torchs(name: str, every: bool) -> No
     ],
 )
 def test_other_changes_are_refused_or_warned_of_unless_they_are_one_factor_or_none(clip: str, made: str, words: str) -> None:
-    for own in found(DDP):
+    for rank, own in enumerate(found(DDP)):
         text = own["refused", clip, made]
+        if rank and "by one factor between" in words:  # rank 0 alone says it
+            words = ""
         assert text.startswith(words) and bool(text) == bool(words) and text.count("not by one factor") <= 1
 
 

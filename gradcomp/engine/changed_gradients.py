@@ -316,7 +316,7 @@ class UpdateSample:
             raise RuntimeError(_UPDATE_CHANGED.format(content=CONTENTS[holds]))
         if holds == "velocity" and not self._warned:
             self._warned = True
-            warn_user(_UPDATE_CHANGED.format(content=CONTENTS[holds]))
+            warn_user(_UPDATE_CHANGED.format(content=CONTENTS[holds]), of_one_rank=True)
 
 
 def _grad_of(slot: Slot) -> Tensor | None:

@@ -121,7 +121,7 @@ class LastExchange:
         lost = next((each for each in gone if id(each) in own), None)
         if lost is not None and any(each.grad is not None and id(each) in own for each in self._given):
             slot, self._has_warned = self._slots.slot(lost), True
-            warn_user(_REMOVED.format(name="" if slot is None else slot.name))
+            warn_user(_REMOVED.format(name="" if slot is None else slot.name), of_one_rank=True)
 
     # An exchange.
 

@@ -142,9 +142,9 @@ class Announcement:
         if self._looks <= 0 or not session.door.name:
             return
         spec, reducer = session.spec, session.reducer
-        if not self._said and session.network.world.rank == 0:
+        if not self._said:
             text = spec if session.turns is None else f"{session.turns} begins with {spec}, which"
-            _inform(f"gradcomp: {text} over {session.door.name} exchanges {reducer.exchanges}")
+            inform(f"gradcomp: {text} over {session.door.name} exchanges {reducer.exchanges}")
         self._said = True
         if (missed := reducer.missed) is not None and not self._warned:
             self._warned = True
@@ -155,8 +155,16 @@ class Announcement:
             )
 
 
-def _inform(text: str) -> None:
-    """Log a line at INFO, or print it where nobody has configured a log: by default Python shows warnings only."""
+def speaks() -> bool:
+    """Decide whether this process says a fact that all ranks know: as rank 0 of a session, or before there is one."""
+    ranks = [each.network.world.rank for each in listeners() if each.network.ready]
+    return not ranks or 0 in ranks
+
+
+def inform(text: str) -> None:
+    """Log a line of rank 0 at INFO, or print it where nobody has configured a log: by default Python shows warnings only."""
+    if not speaks():
+        return
     if log.hasHandlers():
         log.info(text)
     elif log.level <= logging.INFO:  # not set by the user, or set to show it
@@ -176,8 +184,10 @@ def _callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def warn_user(text: str) -> None:
-    """Warn at the user's line that called a step()."""
+def warn_user(text: str, *, of_one_rank: bool = False) -> None:
+    """Warn at the user's line that called a step(), on rank 0. of_one_rank: a fact that others may not know."""
+    if not (of_one_rank or speaks()):
+        return
     packages = ((frame, frame.f_globals.get("__name__", "").partition(".")[0]) for frame in _callers())
     frame = next((frame for frame, package in packages if package not in INNER_PACKAGES), sys._getframe(1))
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))

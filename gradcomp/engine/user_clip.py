@@ -66,6 +66,7 @@ class UserClip:
 
         def load() -> None:
             self.bound, self._drifts = numbers["bound"] or None, drifts
+            self._said |= self.bound is not None  # the training that saved it did
             for name, attribute in _SAVED.items():
                 setattr(self, attribute, type(getattr(self, attribute))(numbers[name]))
 

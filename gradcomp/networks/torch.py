@@ -34,6 +34,7 @@ class TorchNetwork:
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group = group
         self.hosts: tuple[int, ...] | None = None
+        self._place = dist.get_rank(group), dist.get_world_size(group)
         self._on_host = dist.get_backend(group) == "gloo"
         self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
         self.meeting = ""
@@ -43,7 +44,7 @@ class TorchNetwork:
 
     @property
     def world(self) -> World:
-        return World(dist.get_rank(self.group), dist.get_world_size(self.group), self.hosts)
+        return World(*self._place, self.hosts)
 
     @property
     def generation(self) -> object:

@@ -168,6 +168,6 @@ def test_a_gradient_that_is_removed_after_its_exchange_is_warned_of_where_someth
 
 @pytest.mark.parametrize("door", DOORS)
 def test_an_update_that_is_dropped_late_is_warned_of_once(door: str) -> None:
-    for own in found():
-        (said,) = own["skip late", door]
-        assert said.startswith("12: no optimizer.step() applied the update of exchange 12. This once"), said
+    for rank, own in enumerate(found()):
+        said, words = own["skip late", door], "12: no optimizer.step() applied the update of exchange 12. This once"
+        assert [each.startswith(words) for each in said] == [True] * (rank == 0), said

@@ -188,6 +188,27 @@ MOMENTS_FAULTS = (
         ("test_user_clip.py",),
     ),
     Fault(
+        "a resumed training is told of its clip again",
+        "gradcomp/engine",
+        "self._said |= self.bound is not None",
+        "pass",
+        ("test_announcement.py",),
+    ),
+    Fault(
+        "every rank says what all ranks know",
+        "gradcomp/engine",
+        "    return not ranks or 0 in ranks\n",
+        "    return True\n",
+        ("test_announcement.py",),
+    ),
+    Fault(
+        "a rank does not say what it alone knows",
+        "gradcomp/engine",
+        "    if not (of_one_rank or speaks()):\n",
+        "    if not speaks():\n",
+        ("test_announcement.py",),
+    ),
+    Fault(
         "a rank that joins does not know the clip",
         "gradcomp/engine",
         '            reducer.view.load_clips(shared["clips"])()\n',
