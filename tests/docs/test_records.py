@@ -54,6 +54,21 @@ def test_the_links_of_which_spec_and_of_readme(link: str) -> None:
     assert f"| {link} | {topk[0]} | {bf16[0]} | {topk[1]} | {bf16[1]} |" in README
 
 
+def test_what_readme_says_of_specs() -> None:
+    cells = json.loads((ROOT / "benchmarks" / "results" / "trainers-gpt.json").read_text())["cells"]
+    orq, topk = (
+        [100 * (line["score"] / line["plain"] - 1) for line in cells if line["key"][2:] == ["adamw", spec]]
+        for spec in ("orq", "topk")
+    )
+    assert f"costs at most {max(orq):.1f} % of the loss" in README and f"{min(topk):.1f} to {max(topk):+.1f} %" in README
+    claims = (ROOT / "docs" / "claims.md").read_text()  # which another test holds to its records
+    row = r"\| `dense` \| ([0-9.]+) .+\n\| `topk:ratio=0.01` \| [0-9.]+ \| (\S+) \| \+(\S+)"
+    dense, worse, most = re.findall(row, claims)[0]
+    assert f"costs {float(worse):.2f} points of {dense} % on CIFAR-10's pictures (at most {float(most):.2f})" in README
+    shares = {spec: re.findall(rf"`{spec}`, [^|]+\| (-?[0-9.]+ %) of perplexity", claims)[0] for spec in ("orq", "topk")}
+    assert f"; {shares['orq']} of perplexity with 1.3 million" in README and f", and {shares['topk']};" in README
+
+
 def test_the_scores_of_which_spec() -> None:
     scores = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", step_times.scores(), re.MULTILINE))
     for row in ("half", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0", "sdagc", "topk"):
