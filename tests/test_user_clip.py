@@ -121,10 +121,11 @@ def said(play: Callable[[], Any]) -> tuple[Any, list[tuple[str, bool]]]:
 # Cases beside the usual loop, each with what torch alone does with equal gradients on all ranks. More cases are of DDP alone.
 
 
-def scaled(door: str | None, made: Any, clip: Callable[..., Any] = by_norm) -> list[Tensor]:
-    """Train under a GradScaler, with a scale that changes on the way."""
+def scaled(door: str | None, made: Any, clip: Callable[..., Any] = by_norm, *, told: bool = True) -> list[Tensor]:
+    """Train under a GradScaler, with a scale that changes on the way. told: scaler= is passed."""
     model, scaler = Three(), torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
-    run = None if door is None else Training(door, model, ALL, inner=made(model.parameters()), scaler=scaler)
+    given = scaler if told else None
+    run = None if door is None else Training(door, model, ALL, inner=made(model.parameters()), scaler=given)
     optimizer = made(model.parameters()) if run is None else run.optimizer
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -155,10 +156,10 @@ def accumulated(spec: str | None, made: Any, exchanges_all: bool) -> list[Tensor
     return [each.detach().clone() for each in model.parameters()]
 
 
-def refused(clip: Callable[[Any], Any], made: Any) -> str:
-    """Return the error of a loop, or its only warning, or nothing."""
+def refused(play: Callable[[], Any]) -> str:
+    """Return the error of a loop, or its warnings, or nothing."""
     try:
-        _, warned = said(lambda: train(DDP, made, clip))
+        _, warned = said(play)
     except RuntimeError as error:
         return f"error: {error}"
     return "; ".join(text for text, _ in warned)
@@ -307,10 +308,12 @@ def of_ddp() -> dict[Any, Any]:
         for every in (False, True)
     }
     found |= {
-        ("refused", clip.__name__, made.__name__): refused(clip, made)
+        ("refused", clip.__name__, made.__name__): refused(lambda clip=clip, made=made: train(DDP, made, clip))  # type: ignore[misc]
         for clip in (values, some, third, long, largest, counted)
         for made in (sgd, adamw)
     }
+    for name in ("sgd", "adamw"):
+        found["refused", "untold", name] = refused(lambda m=MADE[name]: scaled(DDP, m, told=False))  # type: ignore[misc]
     found |= {"listed": listed(ALL), "carried": carried()}
     found |= {("left", name): left(ALL, MADE[name]) for name in ("sgd", "adamw")}
     found |= {("auto", name): said(lambda m=MADE[name]: train(DDP, m, spec="auto")) for name in ("sgd", "adamw")}  # type: ignore[misc]
@@ -415,15 +418,20 @@ def test_a_clip_of_accumulated_gradients_is_torchs(name: str, every: bool) -> No
         ("long", "sgd", ""),
         ("largest", "adamw", "the gradients were multiplied by one factor between their exchange and step(), and norms of"),
         ("largest", "sgd", "the gradients were multiplied by one factor between their exchange and step(), and norms of"),
+        (
+            "untold",
+            "adamw",
+            "error: the gradients were changed between their exchange and step(), which looks like GradScaler.",
+        ),
+        ("untold", "sgd", "a GradScaler steps the optimizer, but gradcomp does not know its scale"),
         ("counted", "adamw", ""),
         ("counted", "sgd", ""),
     ],
 )
 def test_other_changes_are_refused_or_warned_of_unless_they_are_one_factor_or_none(clip: str, made: str, words: str) -> None:
     for rank, own in enumerate(found(DDP)):
-        text = own["refused", clip, made]
-        if rank and "by one factor between" in words:  # rank 0 alone says it
-            words = ""
+        text, of_rank_0 = own["refused", clip, made], words.startswith(("the gradients were multiplied", "a GradScaler"))
+        words = "" if rank and of_rank_0 else words
         assert text.startswith(words) and bool(text) == bool(words) and text.count("not by one factor") <= 1
 
 

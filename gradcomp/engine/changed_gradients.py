@@ -39,7 +39,12 @@ _UPDATE_CHANGED = (
     "parameters does, which is understood. With momentum=auto they hold {content}. Clip all parameters by one norm. Change "
     "gradients otherwise, as a clip of some layers or of values does, or a mask, before their exchange: call "
     "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or write momentum=0 (under auto, "
-    "loss=low), and the exchange is of gradients. If a GradScaler has changed them, pass it as scaler="
+    "loss=low), and the exchange is of gradients"
+)
+_UNSCALED = (
+    "the gradients were changed between their exchange and step(), which looks like GradScaler.unscale_(): a GradScaler steps "
+    "the optimizer, and gradcomp does not know it. Pass scaler=scaler where you pass the spec. With momentum=auto they hold "
+    "{content}, and have no loss scale to take out. With scaler= they have it, and a clip after unscale_() is understood, too"
 )
 _INTEGERS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
@@ -303,7 +308,7 @@ class UpdateSample:
         changed, is_cut, factor, norm = numbers
         if not changed:
             self.clip.note_absent(norm)
-        elif not is_cut or (not (self.clip.is_known or self.is_scaled) and scaler_is_unknown()):
+        elif not is_cut or (not self.clip.is_known and self._is_unscaled):
             self._complain(holds)
         elif norm < 0:
             self._suspected = None if self.clip.watches else factor
@@ -311,10 +316,16 @@ class UpdateSample:
         else:
             self.clip.note(factor, norm, CONTENTS[holds], is_whole=len(self.siblings) == 1)
 
+    @property
+    def _is_unscaled(self) -> bool:
+        """True if a GradScaler that was not passed steps the optimizer: it has taken its scale out of the updates."""
+        return not self.is_scaled and scaler_is_unknown()
+
     def _complain(self, holds: Holds) -> None:
+        is_unscaled = self._is_unscaled
         if holds == "direction":
-            raise RuntimeError(_UPDATE_CHANGED.format(content=CONTENTS[holds]))
-        if holds == "velocity" and not self._warned:
+            raise RuntimeError((_UNSCALED if is_unscaled else _UPDATE_CHANGED).format(content=CONTENTS[holds]))
+        if holds == "velocity" and not (self._warned or is_unscaled):  # UnknownScaler has warned of a scaler
             self._warned = True
             warn_user(_UPDATE_CHANGED.format(content=CONTENTS[holds]), of_one_rank=True)
 

@@ -209,6 +209,13 @@ MOMENTS_FAULTS = (
         ("test_announcement.py",),
     ),
     Fault(
+        "a scaler that was not passed is taken for another change",
+        "gradcomp/engine",
+        "return not self.is_scaled and scaler_is_unknown()",
+        "return False",
+        ("test_user_clip.py",),
+    ),
+    Fault(
         "a rank that joins does not know the clip",
         "gradcomp/engine",
         '            reducer.view.load_clips(shared["clips"])()\n',
