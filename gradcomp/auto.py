@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 import time
@@ -16,12 +15,11 @@ import torch
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.core.requests import Gather, Reduce
+from gradcomp.engine.optimizer_steps import inform
 from gradcomp.engine.session import Session
 from gradcomp.engine.state import residual_views
 from gradcomp.messages import payload as payloads
 from gradcomp.spec import LOSSES, Auto, kind_of, make, names
-
-log = logging.getLogger("gradcomp")
 
 T = TypeVar("T")
 # A course yields the number of steps until its next turn, and gets the seconds of each.
@@ -250,6 +248,7 @@ class Chooser:
         self._present, self._policy = present, Policy()
         self._refused: dict[Candidate, str] = {}
         self._choices, self._last = 0, dict[str, Any](reason="the first steps are measured")
+        self._said: Candidate | None = None  # that rank 0 has named in a line
         self._times: list[float] = []
         self._ended, self._turn, self._timed = time.perf_counter(), 0.0, True
         self._spent, self._steps, self._stuck = 0.0, 0, False  # of a tournament
@@ -281,6 +280,12 @@ class Chooser:
         """Begin anew in a meeting: the ranks may be others, or go on from another state. Return the spec's compressor."""
         self._begin(Candidate(spec))
         return make(spec)
+
+    def exchanges(self, content: str) -> str:
+        """Describe what the ranks exchange, and why. content: of the present candidate's updates."""
+        trial = self._timed or not self._choices
+        why = "which auto tries" if trial else f"as auto chose after step {self._last['after_step']}"
+        return f"{self._present}, {why}: {content.removesuffix(', as the spec says')}"
 
     def report(self) -> dict[str, Any]:
         """Return the choice, and its reason."""
@@ -342,8 +347,10 @@ class Chooser:
         (cost,) = self._means([self._spent - self._steps * usual])
         self._choices += 1
         self._note_choice(_reason(self._present, seconds_of) + only, seconds_of, cost)
-        if self._session.network.world.rank == 0:
-            log.info("gradcomp: auto goes on with %s after step %d: %s", winner, self._last["after_step"], self._last["reason"])
+        if self._present != self._said:
+            self._said = self._present
+            text = f"gradcomp: auto goes on with {self._present} after step {self._last['after_step']}: {self._last['reason']}"
+            inform(text, self._session.network)
 
     def _note_choice(self, reason: str, seconds: Mapping[Candidate, float], cost: float) -> None:
         tried = {str(candidate): each for candidate, each in seconds.items()}

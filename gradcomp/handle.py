@@ -67,6 +67,7 @@ class Handle:
         stats = self._session.reducer.stats()
         if self._session.turns is not None:
             stats["auto"] = self._session.turns.report()
+            stats["exchanges"] = self._session.turns.exchanges(stats["exchanges"])
         return stats
 
     def residual(self) -> dict[str, Tensor]:

@@ -210,7 +210,7 @@ def chooser(rank: Rank) -> Chooser:
 @pytest.mark.usefixtures("model_time")
 @pytest.mark.parametrize("loss", ["none", "low"])
 def test_a_slow_link_gets_fewer_bytes_and_a_fast_one_stays_stock(loss: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Also where the link changes in mid-training. Rank 0 logs each choice and its reason."""
+    """Also where the link changes in mid-training. Rank 0 logs each new choice and its reason."""
     caplog.set_level("INFO", logger="gradcomp")
     link, compressed = Link(SLOW), "half" if loss == "none" else "orq"
     ranks = begun(link, loss)

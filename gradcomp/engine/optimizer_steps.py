@@ -143,8 +143,12 @@ class Announcement:
             return
         spec, reducer = session.spec, session.reducer
         if not self._said:
-            text = spec if session.turns is None else f"{session.turns} begins with {spec}, which"
-            inform(f"gradcomp: {text} over {session.door.name} exchanges {reducer.exchanges}")
+            act = (
+                f"exchanges {reducer.exchanges}"
+                if session.turns is None
+                else f"begins with {spec}, and chooses after some steps"
+            )
+            inform(f"gradcomp: {session.turns or spec} over {session.door.name} {act}", session.network)
         self._said = True
         if (missed := reducer.missed) is not None and not self._warned:
             self._warned = True
@@ -161,9 +165,9 @@ def speaks() -> bool:
     return not ranks or 0 in ranks
 
 
-def inform(text: str) -> None:
+def inform(text: str, network: Connection) -> None:
     """Log a line of rank 0 at INFO, or print it where nobody has configured a log: by default Python shows warnings only."""
-    if not speaks():
+    if network.world.rank:
         return
     if log.hasHandlers():
         log.info(text)

@@ -216,6 +216,13 @@ MOMENTS_FAULTS = (
         ("test_user_clip.py",),
     ),
     Fault(
+        "stats() calls what auto tries its choice",
+        "gradcomp",
+        "trial = self._timed or not self._choices",
+        "trial = False",
+        ("test_announcement.py",),
+    ),
+    Fault(
         "a rank that joins does not know the clip",
         "gradcomp/engine",
         '            reducer.view.load_clips(shared["clips"])()\n',
