@@ -54,12 +54,25 @@ def attach(trainer: transformers.Trainer, spec: str | Compressor = "topk", *, bu
         raise ValueError(_DATA_PARALLEL.format(count=trainer.args.n_gpu))
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise ValueError(_SHARDED)
-    old = trainer.accelerator.ddp_handler
-    handler = Handler(spec, bucket_mb=bucket_mb, seed=seed, **({} if old is None else old.to_kwargs()))
-    trainer.accelerator.ddp_handler = handler
-    _extend(trainer, "_save_optimizer_and_scheduler", handler.save)
-    _extend(trainer, "_load_optimizer_and_scheduler", handler.load)
-    _extend(trainer, "log", lambda logs, *rest: logs.update(handler.figures() if "loss" in logs else {}))
+    make_accelerator = trainer.create_accelerator_and_postprocess
+
+    def handler() -> Handler:
+        return cast(Handler, trainer.accelerator.ddp_handler)
+
+    def set_handler() -> None:
+        old = trainer.accelerator.ddp_handler
+        options = {} if old is None else old.to_kwargs()
+        trainer.accelerator.ddp_handler = Handler(spec, bucket_mb=bucket_mb, seed=seed, **options)
+
+    def make_again() -> None:
+        make_accelerator()
+        set_handler()
+
+    set_handler()
+    trainer.create_accelerator_and_postprocess = make_again  # hyperparameter_search() calls it in each trial
+    _extend(trainer, "_save_optimizer_and_scheduler", lambda folder: handler().save(folder))
+    _extend(trainer, "_load_optimizer_and_scheduler", lambda folder: handler().load(folder))
+    _extend(trainer, "log", lambda logs, *rest: logs.update(handler().figures() if "loss" in logs else {}))
     return cast(Handle, _Later(handler))
 
 
@@ -77,8 +90,8 @@ def _extend(trainer: transformers.Trainer, name: str, act: Callable[..., None]) 
 class _Later:
     """The handle that there is once the Trainer has wrapped its model."""
 
-    def __init__(self, handler: Handler):
+    def __init__(self, handler: Callable[[], Handler]):
         self._handler = handler
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._handler.handle, name)
+        return getattr(self._handler().handle, name)

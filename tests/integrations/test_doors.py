@@ -78,7 +78,10 @@ def trainer(**args: Any) -> Any:
     old = DdpKwargs(find_unused_parameters=True)
     methods = {name: lambda *given: None for name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "log")}
     facts = SimpleNamespace(**{"n_gpu": 1, **args})
-    return SimpleNamespace(args=facts, accelerator=SimpleNamespace(ddp_handler=old), **methods)
+    made = SimpleNamespace(args=facts, **methods)
+    made.create_accelerator_and_postprocess = lambda: setattr(made, "accelerator", SimpleNamespace(ddp_handler=old))
+    made.create_accelerator_and_postprocess()
+    return made
 
 
 def test_gradcomp_imports_no_trainer_and_a_missing_one_gets_a_sentence() -> None:
@@ -117,6 +120,16 @@ def test_the_trainer_keeps_its_ddp_options_and_has_a_handle_later(door: Any) -> 
     logs = {"loss": 1.0}
     given.log(logs)  # nothing is exchanged yet
     assert logs == {"loss": 1.0} and handler.figures() == {}
+
+
+def test_each_trial_of_a_search_has_a_handler_of_its_own(door: Any) -> None:
+    given = trainer()
+    door("transformers").attach(given, "topk:ratio=0.5")
+    first = given.accelerator.ddp_handler
+    given.create_accelerator_and_postprocess()  # as hyperparameter_search() does
+    second = given.accelerator.ddp_handler
+    assert second is not first and second.find_unused_parameters and second._spec == first._spec == "topk:ratio=0.5"
+    given.log({"loss": 1.0})
 
 
 def test_several_devices_in_one_process_are_refused(door: Any) -> None:
