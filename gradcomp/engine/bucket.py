@@ -15,7 +15,7 @@ from gradcomp.engine.stages.adam import Adam, Moments
 from gradcomp.engine.stages.feedback import Feedback, Residual
 from gradcomp.engine.stages.health import Health
 from gradcomp.engine.stages.rates import RateCorrection
-from gradcomp.engine.stages.sgd import Sgd
+from gradcomp.engine.stages.sgd import Sgd, Velocity
 from gradcomp.engine.stages.stage import Accumulation, Stage
 from gradcomp.native import kernels
 from gradcomp.native.extension import LARGEST
@@ -187,14 +187,20 @@ class Bucket:
             return
         if self.keeps_residual:
             self.residual.mul_(factor)
-        if Sgd.name in self.states and (velocity := self.states[Sgd.name].velocity) is not None:
-            velocity.mul_(factor)
+        if self.velocity is not None:
+            self.velocity.mul_(factor)
 
     def note_rates(self, rates: Rates) -> None:
         """Note the rates that the residual was made under, where they were unknown in the last step."""
         kept = self.states.get(RateCorrection.name)
         if kept is not None and kept.rates is None:
             kept.rates = rates
+
+    @property
+    def velocity(self) -> Tensor | None:
+        """The velocity that is kept in the optimizer's place, or that of the spec; None if there is none."""
+        kept: Velocity | None = self.states.get(Sgd.name)
+        return None if kept is None else kept.velocity
 
     @property
     def has_moments(self) -> bool:
@@ -205,8 +211,7 @@ class Bucket:
         """Return the moments that are kept in the optimizer's place, by name, as the optimizer would have them."""
         self.put_back()
         adam: Moments | None = self.states.get(Adam.name)
-        velocity = self.states[Sgd.name].velocity if Sgd.name in self.states else None
-        return ({} if velocity is None else {"velocity": velocity}) | ({} if adam is None else adam.for_optimizer())
+        return ({} if self.velocity is None else {"velocity": self.velocity}) | ({} if adam is None else adam.for_optimizer())
 
     def _acts(self, method: str) -> list[tuple[Any, Any]]:
         """List a method of the stages that have one of their own, each with the stage's state."""

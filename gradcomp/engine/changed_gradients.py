@@ -191,18 +191,20 @@ class UpdateSample:
         self._kept, self._squares, self._late, self._buckets = [], [], None, ()
 
     @torch.no_grad()
-    def settle(self, holds: Holds, sums: int) -> None:
+    def settle(self, holds: Holds, sums: int, momentum: float) -> None:
         """Compare the gradients with the sample, and undo a clip of them.
 
         A new clip shortens earlier gradients, too. The rest of a sum of gradients goes into the residuals then: it may be long.
 
-        holds: the content of the updates. sums: the number of ranks if updates are their sums; otherwise 1.
+        holds: the content of the updates. sums: the number of ranks if updates are their sums; otherwise 1. momentum: that of
+        velocities.
         """
         buckets, self._buckets = self._buckets, ()
         clipped, suspected, self._suspected = self.check(holds), self._suspected, None
         if suspected is not None and holds != "direction":  # what came before may be too long, and nothing has measured it
+            earlier = torch.tensor(suspected) if holds == "gradient" else self._factor_of_velocity(buckets, sums, momentum)
             for bucket in buckets:
-                bucket.shorten(torch.tensor(suspected))
+                bucket.shorten(earlier)
         if clipped is None:
             return
         grads = [(slot, grad) for slot in self._slots if (grad := _grad_of(slot)) is not None]
@@ -223,6 +225,21 @@ class UpdateSample:
         for device in dict.fromkeys(slot.layer.device for slot, _ in grads):
             own = [grad for slot, grad in grads if slot.layer.device == device]
             torch._foreach_mul_(own, (1 / clipped.factor).to(device, torch.float32))
+
+    def _factor_of_velocity(self, buckets: Sequence[Bucket], sums: int, momentum: float) -> Tensor:
+        """Return a first clip's factor on earlier gradients that nothing has measured.
+
+        An update has a small part of a gradient that is too long, and the velocity all of it: longer than the clip's norm, and
+        than gradients as long as those of the first steps make it. sums, momentum: see settle().
+        """
+        velocities = [each.velocity for each in buckets if each.velocity is not None]
+        grads = [grad for each in self.siblings for slot in each._slots if (grad := _grad_of(slot)) is not None]
+        if not (velocities and grads):
+            return torch.ones(())
+        velocity, bound = _norm(velocities), _norm(grads).to(velocities[0].device) / sums
+        longest = torch.zeros_like(bound) if self._longest is None else self._longest.sqrt().to(bound.device)
+        most = torch.maximum(bound, longest / (1 - momentum))
+        return torch.where((velocity > most) & (bound > 0), bound / velocity, 1.0)
 
     def _factor_of_gradients(self, factor: Tensor) -> Tensor:
         """Return the factor of a clip on this rank's own gradients, from its factor on the updates: both have one bound."""
@@ -333,6 +350,13 @@ class UpdateSample:
 def _grad_of(slot: Slot) -> Tensor | None:
     grad = None if slot.parameter is None else slot.parameter.grad
     return None if grad is None or grad.is_sparse else grad
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Compute the norm of all tensors together."""
+    norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float64) for each in tensors]
+    total: Tensor = torch.stack([each.to(norms[0].device) for each in norms]).norm()
+    return total
 
 
 def _entries(slot: Slot, grad: Tensor, turn: int) -> Tensor | None:

@@ -367,7 +367,7 @@ class OptimizerView(ActingOptimizer):
 
     def _undo_clip(self, optimizer: torch.optim.Optimizer, holds: Holds) -> None:
         if getattr(optimizer, "grad_scale", None) is None:  # of fused=True: otherwise the gradients have the loss scale
-            self._sample.settle(holds, self._ranks if self.sums else 1)
+            self._sample.settle(holds, self._ranks if self.sums else 1, optimizer.param_groups[0].get("momentum", 0.0))
 
     def _note_origin(self, optimizer: torch.optim.Optimizer) -> None:
         self.origin.note_step(optimizer, self._pending)

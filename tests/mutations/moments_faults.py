@@ -232,9 +232,16 @@ MOMENTS_FAULTS = (
     Fault(
         "earlier gradients stay uncut in the first step of a clip",
         "gradcomp/engine",
-        "                bucket.shorten(torch.tensor(suspected))\n",
+        "                bucket.shorten(earlier)\n",
         "                pass\n",
-        ("test_user_clip.py",),
+        ("test_user_clip.py", "test_late_clip.py"),
+    ),
+    Fault(
+        "a late clip cuts the velocity of gradients that were not too long",
+        "gradcomp/engine",
+        "most = torch.maximum(bound, longest / (1 - momentum))",
+        "most = 0.5 * bound",
+        ("test_late_clip.py",),
     ),
     Fault(
         "no warning of a gradient that is removed before the step",
