@@ -72,6 +72,7 @@ class Handler(DistributedDataParallelKwargs):
             known: Any = {"bucket_mb": self._bucket_mb, "seed": self._seed, "scaler": self._accelerator.scaler}
             known["optimizer"] = beside.optimizers_of(model, self._accelerator._optimizers)
             self._handles.append(ddp.attach(model, self._spec, **known))
+            self._handles[-1].stats()  # asks for the gradients' norm, so that the first log has it
         return self._handles
 
     @property

@@ -54,6 +54,12 @@ def figures(handle: Handle) -> dict[str, float]:
     return {f"gradcomp/{name}": float(value) for name, value in named.items() if value is not None}
 
 
+def hold_updates(handle: Handle) -> bool:
+    """Decide whether gradients hold something else than the mean gradient between backward() and step(), with another norm."""
+    session = handle._session
+    return session.reducer.keeps_state or session.view.taken
+
+
 def save(handle: Handle, stem: str) -> None:
     """Save this rank's state as STEM<rank>.pt. All ranks call it. Rank 0 removes the files of ranks that there are no more."""
     files, path = url_to_fs(stem)

@@ -65,6 +65,7 @@ class GradcompStrategy(DDPStrategy):
             "scaler": getattr(self.precision_plugin, "scaler", None),
         }
         self.handle = ddp.attach(self.model, self._spec, optimizer=self.optimizers or None, **known)
+        self.handle.stats()  # asks for the gradients' norm, so that the first log has it
         if not any(isinstance(each, _Figures) for each in trainer.callbacks):
             trainer.callbacks.append(_Figures())
 

@@ -76,9 +76,10 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def trainer(**args: Any) -> Any:
     old = DdpKwargs(find_unused_parameters=True)
-    methods = {name: lambda *given: None for name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "log")}
+    names = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "log", "training_step")
+    methods: dict[str, Any] = {name: lambda *given: None for name in names}
     facts = SimpleNamespace(**{"n_gpu": 1, **args})
-    made = SimpleNamespace(args=facts, **methods)
+    made = SimpleNamespace(args=facts, state=SimpleNamespace(global_step=0), **methods)
     made.create_accelerator_and_postprocess = lambda: setattr(made, "accelerator", SimpleNamespace(ddp_handler=old))
     made.create_accelerator_and_postprocess()
     return made
@@ -117,9 +118,30 @@ def test_the_trainer_keeps_its_ddp_options_and_has_a_handle_later(door: Any) -> 
     assert handler.find_unused_parameters and handler.to_dict() == {"find_unused_parameters": True}
     with pytest.raises(RuntimeError, match="no model has been wrapped"):
         handle.stats()
-    logs = {"loss": 1.0}
+    logs = {"loss": 1.0, "grad_norm": 300.0}
     given.log(logs)  # nothing is exchanged yet
-    assert logs == {"loss": 1.0} and handler.figures() == {}
+    assert logs == {"loss": 1.0, "grad_norm": 300.0} and handler.figures() == {}
+
+
+@pytest.mark.parametrize("keeps_state, taken", [(True, False), (False, True), (False, False)])
+def test_the_trainers_norm_is_that_of_gradients_also_where_they_hold_updates(door: Any, keeps_state: bool, taken: bool) -> None:
+    """Without state and momentum, gradients hold the mean gradient, and the Trainer's norm is right."""
+    given = trainer()
+    door("transformers").attach(given, "topk")
+    own = {"bytes_sent": 12, "grad_norm": 0.5, "compression": 70.0}
+    session = SimpleNamespace(reducer=SimpleNamespace(keeps_state=keeps_state), view=SimpleNamespace(taken=taken))
+    asked: list[int] = []
+    handle = SimpleNamespace(stats=lambda: asked.append(given.state.global_step) or own, _session=session)
+    handler = given.accelerator.ddp_handler
+    handler._models, handler._handles = [None], [handle]
+    for given.state.global_step in range(120):
+        given.training_step(None, {})
+    assert asked == [0, 50, 100], "the norm is measured in all steps"
+    for logs in ({"loss": 1.0, "grad_norm": 300.0}, {"loss": 1.0}, {"eval_loss": 1.0, "grad_norm": 300.0}):
+        given.log(logs)
+        wanted = 300.0 if "eval_loss" in logs or not (keeps_state or taken) else 0.5
+        assert logs.get("grad_norm", wanted) == wanted
+        assert logs.get("gradcomp/grad_norm") == (0.5 if "loss" in logs else None)
 
 
 def test_each_trial_of_a_search_has_a_handler_of_its_own(door: Any) -> None:

@@ -108,6 +108,16 @@ def test_logs_have_figures(trained: Any) -> None:
     assert package == "accelerate" or 0 < figures["gradcomp/grad_norm"] < 10
 
 
+def test_the_trainers_log_has_the_norm_of_gradients_from_its_first_line_on(trained: Any) -> None:
+    """With a clip, too, and with a rate that falls to 0. At first all trainings have equal weights and gradients."""
+    package, _, ranks = trained
+    if package != "transformers":
+        return
+    for name in ("whole", "clipped"):
+        logs = ranks[0][name]["logs"]
+        assert all(0.1 < each["grad_norm"] == each["gradcomp/grad_norm"] < 10 for each in logs), (name, logs)
+
+
 def test_the_scaler_is_found(trained: Any) -> None:
     _, _, ranks = trained
     for name, found in ranks[0].items():
