@@ -273,6 +273,13 @@ MOMENTS_FAULTS = (
     ),
     # --- Trainers
     Fault(
+        "trials of the Trainer's search exchange gradients whole",
+        "gradcomp/integrations",
+        "        make_accelerator()\n        set_handler()\n",
+        "        make_accelerator()\n",
+        ("test_doors.py",),
+    ),
+    Fault(
         "a rank whose file is missing begins anew, and the others go on",
         "gradcomp/integrations",
         "elif saved.keys() >= {*range(ranks)}:",
