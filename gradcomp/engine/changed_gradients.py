@@ -209,7 +209,7 @@ class UpdateSample:
             return
         grads = [(slot, grad) for slot in self._slots if (grad := _grad_of(slot)) is not None]
         if clipped.is_new:
-            factor = self._factor_of_gradients(clipped.factor)
+            factor = self._factor_of_gradients(clipped.factor, sums)
             for bucket in buckets:
                 bucket.shorten(factor)
             if holds != "direction":
@@ -241,13 +241,16 @@ class UpdateSample:
         most = torch.maximum(bound, longest / (1 - momentum))
         return torch.where((velocity > most) & (bound > 0), bound / velocity, 1.0)
 
-    def _factor_of_gradients(self, factor: Tensor) -> Tensor:
-        """Return the factor of a clip on this rank's own gradients, from its factor on the updates: both have one bound."""
+    def _factor_of_gradients(self, factor: Tensor, sums: int) -> Tensor:
+        """Return the factor of a clip on this rank's own gradients, from its factor on the updates: both have one bound.
+
+        sums: see settle(). Of a sum, each rank has its share of the bound.
+        """
         norms = [each._norms for each in self.siblings if each._norms is not None]
         if not norms:
             return torch.ones_like(factor)
         update, own = (torch.stack([each[i].to(factor.device) for each in norms]).sum().sqrt() for i in (0, 1))
-        return torch.where(factor < 1, (factor * (update + 1e-6) / (own + 1e-6)).clamp(max=1), 1.0)
+        return torch.where(factor < 1, (factor * (update + 1e-6) / sums / (own + 1e-6)).clamp(max=1), 1.0)
 
     @torch.no_grad()
     def check(self, holds: Holds) -> Clipped | None:

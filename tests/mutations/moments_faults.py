@@ -237,6 +237,13 @@ MOMENTS_FAULTS = (
         ("test_user_clip.py", "test_late_clip.py"),
     ),
     Fault(
+        "a first clip of sums cuts each rank's gradient to the bound of the sum",
+        "gradcomp/engine",
+        "(update + 1e-6) / sums / (own + 1e-6)",
+        "(update + 1e-6) / (own + 1e-6)",
+        ("test_user_clip.py",),
+    ),
+    Fault(
         "a late clip cuts the velocity of gradients that were not too long",
         "gradcomp/engine",
         "most = torch.maximum(bound, longest / (1 - momentum))",
