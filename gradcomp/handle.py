@@ -16,7 +16,7 @@ from gradcomp.engine.reducer import Options, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slots
 from gradcomp.networks import Connection
-from gradcomp.spec import Auto, auto_of, make
+from gradcomp.spec import AUTO, LOSSES, Auto, auto_of, kind_of, make, names
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
 
 
@@ -24,6 +24,11 @@ def beginning_of(spec: str | Compressor) -> tuple[Compressor, Auto | None]:
     """Read a spec. Return the compressor of the first steps, and the knobs of auto if it chooses others."""
     auto = auto_of(spec)
     return make(spec if auto is None else EXACT.spec), auto
+
+
+def _without_residual() -> list[str]:
+    """List specs that auto may choose before any that keeps a residual."""
+    return [*(name for name in names() if LOSSES[1] in kind_of(name).for_auto), AUTO]
 
 
 class Handle:
@@ -46,6 +51,7 @@ class Handle:
         """stock: the types in which the door's framework can exchange the gradients in the session's place, for auto."""
         compressor, auto = beginning_of(spec)
         self._session, self._stock = Session(compressor, slots, network, options, door), stock
+        self._session.last.suited = _without_residual
         self._choose(auto)
 
     def _choose(self, auto: Auto | None) -> None:

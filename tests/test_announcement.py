@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
 import warnings
 from typing import Any
@@ -241,7 +242,7 @@ def removed_on_rank_1(run: Training, rank: int) -> None:
 # For each: a training, a part of its warning, and the ranks that say it.
 WARNED: dict[str, tuple[Any, str, tuple[int, ...]]] = {
     "clip": (lambda run, rank: clipped(run, 4), "were clipped to a norm of", (0,)),
-    "dropped": (dropped, "In a GAN", (0,)),
+    "dropped": (dropped, "take orq or auto for both", (0,)),
     "scaled": (scaled, "does not know its scale", (0,)),
     "without moments": (without_moments, "goes on without the moments", (0,)),
     "removed": (removed_on_rank_1, "was set to None", (1,)),
@@ -265,7 +266,7 @@ def warned() -> dict[str, list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             act(run, rank)
-        found[name] = [str(each.message) for each in caught]
+        found[name] = [f"{linecache.getline(each.filename, each.lineno).strip()}: {each.message}" for each in caught]
     return found
 
 
@@ -274,4 +275,5 @@ def test_rank_0_alone_warns_of_what_all_ranks_know_and_a_resumed_clip_is_known()
     for rank, found in enumerate(ranks.launch(warned, 2)):
         for name, (_, part, speakers) in WARNED.items():
             assert sum(part in each for each in found[name]) == (rank in speakers), (rank, name, found[name])
+            assert all(".step(" in each.partition(":")[0] for each in found[name]), (name, found[name])
         assert found["resumed"] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,11 @@ _REMOVED = (
     "forward pass, by requires_grad_(False), under DDP with find_unused_parameters=True"
 )
 _RIVALS = (
-    "no optimizer.step() applied {drops} of {count} updates. They are undone, but {keeper} keeps a residual, and its updates "
-    "are no gradients. In a GAN, where the generator's loss goes through the discriminator, models that train against each "
-    "other learn worse from gradients that come late: take auto for both, or a spec without a residual. Where the first of two "
-    "backward passes moves the weights, as SAM's does, run it in DistributedDataParallel.no_sync()"
+    "no optimizer.step() applied {drops} of {count} updates of the model that steps here: they were set to zero first, or to "
+    "None. They are undone, but {keeper} keeps a residual, and its updates are no gradients. In a GAN, where the generator's "
+    "loss goes through the discriminator, models that train against each other learn worse from gradients that come late: take "
+    "{others} for both, which keep no residual. Where the first of two backward passes moves the weights, as SAM's does, "
+    "run it in DistributedDataParallel.no_sync()"
 )
 
 
@@ -55,7 +56,7 @@ class LastExchange:
     place. A dropped update is undone. A single layer's is not: it is warned of, once.
 
     waits: no step has applied the update. is_nested: a step() has called the one that begins. trial: the exchanges that are
-    copied at first; 0: no steps follow at all.
+    copied at first; 0: no steps follow at all. suited: lists specs for a GAN, by a room that knows the compressors.
     """
 
     def __init__(self, slots: Slots, view: OptimizerView, trial: int):
@@ -64,6 +65,8 @@ class LastExchange:
         self._inside = ""  # the name of the optimizer that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
         self._drops = 0
+        self.suited: Callable[[], Sequence[str]] = lambda: ["auto"]
+        self._unsaid: list[str] = []  # of dropped updates, until a step: the lines that drop them are unknown
         self._keeper: Any = None
         self._exchanges = self._exchanges_inside = 0
         self._copies = self._for_good = self._in_main_memory = self._steps_are_seen = False
@@ -93,6 +96,8 @@ class LastExchange:
             self.is_nested = bool(self._inside)
             self._inside, self._exchanges_inside, self._steps_are_seen = type(optimizer).__name__, 0, True
             self._has_closure = has_closure
+            while self._unsaid:
+                warn_user(self._unsaid.pop())
             if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
                 self._look_for_removed(optimizer)
                 self.settle()
@@ -199,7 +204,7 @@ class LastExchange:
         self._view.take_back_update(stays)
         self._warn_of_rivals(reducer, stays)
         if self._share is None:
-            warn_user(_LATE.format(number=self._exchanges))
+            self._unsaid.append(_LATE.format(number=self._exchanges))
             for grad in grads:
                 grad.zero_()
         else:
@@ -224,7 +229,8 @@ class LastExchange:
         """Warn once that a residual spoils the training of a GAN, which drops many of its discriminator's updates."""
         self._drops += not stays
         if not stays and self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:
-            warn_user(_RIVALS.format(drops=DROPS, count=self._exchanges, keeper=self._keeper))
+            words = {"drops": DROPS, "count": self._exchanges, "keeper": self._keeper, "others": " or ".join(self.suited())}
+            self._unsaid.append(_RIVALS.format(**words))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor: to main memory where the copy may be for nothing, or a device has no room."""

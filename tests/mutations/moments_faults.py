@@ -301,6 +301,13 @@ MOMENTS_FAULTS = (
         ("test_doors.py",),
     ),
     Fault(
+        "dropped updates are warned of at a line that does not drop them",
+        "gradcomp/engine",
+        "            self._unsaid.append(_RIVALS.format(",
+        "            warn_user(_RIVALS.format(",
+        ("test_announcement.py",),
+    ),
+    Fault(
         "the Trainer logs an update's norm as the gradient's",
         "gradcomp/integrations",
         'logs["grad_norm"] = norm',
