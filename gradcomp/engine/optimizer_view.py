@@ -40,8 +40,9 @@ _UNAPPLIED = (
     "auto, loss=low"
 )
 _OTHER_KIND = (
-    "{name} steps with updates that were made for {old}. Write momentum=0 into the spec before the kind of optimizer changes: "
-    'change("SPEC,momentum=0")'
+    "{name} steps with updates that were made for {old}, and hold its momentum. If {name} calls the step() of another "
+    "optimizer, as Lookahead does, let the spec be auto, or write momentum=0 into it: the exchange is then of gradients. If "
+    'the kind of optimizer changes in mid-training, call change("SPEC,momentum=0") before'
 )
 _SETTINGS = (
     "momentum=auto does not support {name}'s settings now: dampening, amsgrad, or several momenta or betas, for example. "

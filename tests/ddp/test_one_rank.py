@@ -264,6 +264,38 @@ def test_an_optimizer_of_another_kind_is_refused(given: bool) -> None:
         run.on(range(4, 12))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Goes back half of the way every three steps of another optimizer, which has the same groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.steps = inner, inner.param_groups, 0
+        self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for slow, each in zip(self.slow, (each for group in self.param_groups for each in group["params"]), strict=True):
+                each.data.copy_(slow.lerp_(each.detach(), 0.5))
+
+
+@both
+def test_an_optimizer_around_another_one_is_refused_where_updates_hold_momentum(optimizer_of: Any) -> None:
+    def around(parameters: Any) -> Lookahead:
+        return Lookahead(optimizer_of(parameters))
+
+    for given in (True, False):
+        with pytest.raises(
+            RuntimeError, match=r"Lookahead steps.* calls the step\(\) of another.* spec be auto, or write momentum=0"
+        ):
+            run = Run(optimizer_of, given=given)
+            run.optimizer = Lookahead(run.optimizer)
+            run.on(range(4))
+    for spec in (LEFT, "auto"):
+        same(lambda spec: Run(around, spec).on(), spec)
+
+
 @pytest.mark.filterwarnings("ignore:.* exchanges gradients, since")
 def test_settings_that_change_before_the_step_are_named() -> None:
     run = Run(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
