@@ -10,7 +10,10 @@ try:
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
-    text = f"gradcomp.integrations.lightning needs Lightning, which does not load ({error}): pip install lightning"
+    text = (
+        f"gradcomp.integrations.lightning needs Lightning, which does not load ({error}). In the program, import Trainer from "
+        "lightning.pytorch, not from pytorch_lightning, another package with the same classes: pip install lightning"
+    )
     raise ImportError(text, name=error.name) from error
 
 from gradcomp import ddp

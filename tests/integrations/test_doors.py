@@ -97,6 +97,7 @@ for name in ("accelerate", "lightning", "transformers"):
         __import__(f"gradcomp.integrations.{name}")
     except ImportError as error:
         assert "pip install " in str(error) and str(error).endswith(name) and error.name == name, error
+        assert ("import Trainer from lightning.pytorch, not from pytorch_lightning" in str(error)) == (name == "lightning")
     else:
         raise AssertionError(name)
 """
