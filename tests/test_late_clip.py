@@ -46,7 +46,7 @@ class Layers(nn.Module):
 class Run:
     """A training with SGD under a clip."""
 
-    def __init__(self, ratio: float, bound: float, form: str = "sgd"):
+    def __init__(self, ratio: object, bound: float, form: str = "sgd"):
         self.model, self.bound, momentum = Layers(), bound, 0.0 if form == "plain" else MOMENTUM
         self.whole = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), RATE, momentum=momentum, nesterov=form == "nesterov")
@@ -103,11 +103,24 @@ def calm() -> tuple[float, list[float], float]:
     return float(free.weights().norm()), norms, float((run.weights() - free.weights()).norm())
 
 
+def again(length: float) -> Tensor:
+    """Clip one gradient early, none for many steps, and all later. Return the way from before these on."""
+    run = Run("1,wire=exact", BOUND)
+    before = run.weights()
+    for step in range(45):
+        clips = step < 4 or step >= 35
+        run.bound = BOUND if clips else 1e9
+        if step == 35:
+            before = run.weights()
+        run.step(drawn(step, length if step == 2 else 1.37 * BOUND if step >= 35 else 0.8 * BOUND))
+    return run.weights() - before
+
+
 def program() -> dict[Any, Any]:
     ranks.join()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "gradcomp: the gradients were clipped")
-        return {case: spiked(*case) for case in SPIKES} | {"calm": calm()}
+        return {case: spiked(*case) for case in SPIKES} | {"calm": calm(), "again": [again(20.0), again(1e4)]}
 
 
 found = ranks.once(lambda: ranks.launch(program, 2))
@@ -127,3 +140,9 @@ def test_gradients_that_are_shorter_than_the_bound_lose_nothing_to_a_clip_of_lon
         distance, norms, off = own["calm"]
         bound = 1.02 * max(norms[:LATE])
         assert 1 < bound < max(norms) and off < 0.05 * distance, (distance, norms, off)
+
+
+def test_a_clip_that_is_back_does_not_cut_by_a_gradient_that_was_cut_before() -> None:
+    for own in found():
+        short, long = own["again"]
+        assert short.norm() > 0 and (long - short).norm() < 0.1 * short.norm()

@@ -210,6 +210,7 @@ class UpdateSample:
         grads = [(slot, grad) for slot in self._slots if (grad := _grad_of(slot)) is not None]
         if clipped.is_new:
             factor = self._factor_of_gradients(clipped.factor, sums)
+            self._longest = None  # all that is kept is cut
             for bucket in buckets:
                 bucket.shorten(factor)
             if holds != "direction":

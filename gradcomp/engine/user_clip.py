@@ -23,6 +23,10 @@ _UNDERSTOOD = (
     "that clip is undone. In its place each rank's own gradients are cut to this norm, over all layers, before their exchange, "
     "from the next step on. clip_grad_norm_() returns an update's norm; that of the gradients is stats()['grad_norm']"
 )
+_STAYS = (
+    ". Updates without momentum are seldom longer than this norm, and do not show whether you still clip: once you do not, "
+    "gradients stay cut"
+)
 _DRIFTS = (
     "the gradients were multiplied by one factor between their exchange and step(), and norms of {bounds} were left in the "
     "last steps. This is no clip to a norm that stays: SGD applies the factor, and for Adam it has no effect. Clip by "
@@ -120,7 +124,8 @@ class UserClip:
     def _say(self) -> None:
         if self.bound is not None and self._content and not self._said:
             self._said = True
-            warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content))
+            stays = _STAYS if self._content == CONTENTS["gradient"] else ""
+            warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content) + stays)
 
 
 def _is_ratio(factor: float) -> bool:

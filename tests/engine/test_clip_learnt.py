@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradcomp.engine.user_clip import DRIFTS, UserClip
+from gradcomp.engine.user_clip import CONTENTS, DRIFTS, UserClip
 
 
 def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
@@ -47,3 +47,12 @@ def test_a_saved_clip_goes_on_as_the_first_one_does() -> None:
         for each in (first, second):
             each.note(leaps[end][0], leaps[end][1] / leaps[end][0], "velocity")
         assert second.save() == first.save() and len(first.save().get("drifts", ())) <= DRIFTS + 1
+
+
+@pytest.mark.parametrize("holds", CONTENTS)
+def test_a_warning_says_that_gradients_stay_cut_where_updates_do_not_show_a_clip_that_is_dropped(holds: str) -> None:
+    clip = UserClip()
+    clip.note(0.3, 2.0, CONTENTS[holds])
+    with pytest.warns(UserWarning, match="clipped to a norm of 0.6 ") as warned:
+        clip.note(0.2, 3.0, CONTENTS[holds])
+    assert ("stay cut" in str(warned[0].message)) == (holds == "gradient")
