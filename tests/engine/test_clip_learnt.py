@@ -52,7 +52,7 @@ def test_a_saved_clip_goes_on_as_the_first_one_does() -> None:
 @pytest.mark.parametrize("holds", CONTENTS)
 def test_a_warning_says_that_gradients_stay_cut_where_updates_do_not_show_a_clip_that_is_dropped(holds: str) -> None:
     clip = UserClip()
-    clip.note(0.3, 2.0, CONTENTS[holds])
-    with pytest.warns(UserWarning, match="clipped to a norm of 0.6 ") as warned:
-        clip.note(0.2, 3.0, CONTENTS[holds])
+    clip.note(0.1278943, 0.5 / 0.1278943, CONTENTS[holds])
+    with pytest.warns(UserWarning, match="clipped to a norm of 0.5 ") as warned:
+        clip.note(0.2012345, 0.5 / 0.2012345, CONTENTS[holds])
     assert ("stay cut" in str(warned[0].message)) == (holds == "gradient")
