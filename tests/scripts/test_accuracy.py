@@ -158,11 +158,12 @@ def test_records_of_older_commits_are_read() -> None:
 @pytest.mark.slow
 def test_a_training_on_real_ranks_scores_on_its_way(tmp_path: Path) -> None:
     settings = TASKS["mlp"].defaults._replace(steps=10, width=16)
-    every = [Training("mlp", way, 0, 2, settings, DDP, 3) for way in ("stock", "dense", ADDED_UP)]
+    every = [Training("mlp", way, 0, 2, settings, DDP, 3) for way in ("stock", "dense", ADDED_UP, "none")]
     measured.complete(every, tmp_path, Lab("a test", tmp_path))
-    stock, dense, added_up = (measured.load(own, tmp_path) for own in every)
-    assert stock and dense and added_up
+    stock, dense, added_up, apart = (measured.load(own, tmp_path) for own in every)
+    assert stock and dense and added_up and apart
     assert [batch for batch, _, _ in stock["scores"]] == [6, 9, 10] and [batch for batch, _, _ in added_up["scores"]] == [4, 8]
     assert stock["scores"][-1][2] == pytest.approx(dense["scores"][-1][2])  # the same training
-    assert (len(stock["losses"]), len(added_up["losses"])) == (10, 2) and stock["weights_are_equal"]
+    assert (len(stock["losses"]), len(added_up["losses"])) == (10, 2)
+    assert stock["weights_are_equal"] and not apart["weights_are_equal"]
     measured.complete(every, tmp_path, Lab("a test", tmp_path))
