@@ -91,7 +91,7 @@ def kind_of(name: str) -> type[Compressor]:
             "auto is no compressor: it chooses one while real ranks train; pass it alone, as the spec of a training's exchange"
         )
     if name not in names():
-        raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join(names())}")
+        raise ValueError(f"there is no compressor {name!r}{_suggestion(name)}; known: {', '.join([*names(), AUTO])}")
     module = importlib.import_module(f"{compressors.__name__}.{name}")
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     (found,) = [kind for kind in classes if issubclass(kind, Compressor)]

@@ -47,7 +47,7 @@ def test_a_rule_that_make_refuses_is_not_described() -> None:
     [
         ("atuo", "there is no compressor 'atuo' (did you mean 'auto'?)"),
         ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: bingrad, dense"),
-        ("", "there is no compressor ''"),
+        ("", "topk, auto"),
         ("topk:ratoi=1", "topk has no knob 'ratoi' (did you mean 'ratio'?); known: ratio, route, wire, feedback, momentum"),
         ("dense:ratio=1", "dense has no knob 'ratio'; known: feedback, momentum"),
         ("topk:ratio", "'ratio' is not of the form knob=value"),
