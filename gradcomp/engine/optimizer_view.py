@@ -223,7 +223,7 @@ class OptimizerView(ActingOptimizer):
                 warn_user(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW))
             return {}
         successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
-        share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), self.is_told, successes)
+        share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), successes)
         momenta = {each.names[0]: kind.for_step(optimizer, each, share, last) for each in layouts}
         self.origin.note_moments(
             optimizer, resumed or any(seed is not None for m in momenta.values() for seed in m.seeds or ())
