@@ -55,7 +55,8 @@ class AdamStep(NamedTuple):
     """The settings of Adam's moments in a step of a bucket.
 
     share: the factor of a direction. steps: of each layer's seeds. skipped: the optimizer skipped the last step, since a
-    gradient was not finite. decays: of the weights that are added to gradients.
+    gradient was not finite. compares: all ranks know Adam, and may compare their noise. decays: of the weights that are
+    added to gradients.
     """
 
     betas: tuple[float, float]
@@ -64,6 +65,7 @@ class AdamStep(NamedTuple):
     seeds: Seeds
     steps: Sequence[int]
     skipped: bool
+    compares: bool
     decays: Decays
 
 

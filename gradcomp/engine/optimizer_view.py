@@ -39,6 +39,7 @@ _UNAPPLIED = (
     "devices: let only the last backward pass before each step exchange gradients, or write momentum=0 into the spec; under "
     "auto, loss=low"
 )
+_UNTOLD = "; pass optimizer= beside the spec: without it, the steps are shorter than torch's"
 _OTHER_KIND = (
     "{name} steps with updates that were made for {old}, and hold its momentum. If {name} calls the step() of another "
     "optimizer, as Lookahead does, let the spec be auto, or write momentum=0 into it: the exchange is then of gradients. If "
@@ -140,7 +141,9 @@ class OptimizerView(ActingOptimizer):
         if acting is None:
             return "gradients, since no optimizer is known"
         name, kind = type(acting).__name__, self._kind_of(acting)
-        return f"gradients, since {name} has no momentum" if kind is None else kind.exchanged.format(name=name)
+        if kind is None:
+            return f"gradients, since {name} has no momentum"
+        return kind.exchanged.format(name=name) + ("" if self.is_told or kind.holds != "direction" else _UNTOLD)
 
     @property
     def terms(self) -> dict[str, str]:
@@ -223,7 +226,7 @@ class OptimizerView(ActingOptimizer):
                 warn_user(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW))
             return {}
         successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
-        share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), successes)
+        share, last = 1 / (ranks if self.sums else 1), LastStep(self._pending and self._has_failed(), self.is_told, successes)
         momenta = {each.names[0]: kind.for_step(optimizer, each, share, last) for each in layouts}
         self.origin.note_moments(
             optimizer, resumed or any(seed is not None for m in momenta.values() for seed in m.seeds or ())

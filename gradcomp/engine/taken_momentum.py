@@ -52,11 +52,12 @@ class _Loaded(NamedTuple):
 class LastStep(NamedTuple):
     """The last step, as the next one must know it.
 
-    skipped: the optimizer skipped it. successes: by device, 1.0 or 0.0, for an optimizer with fused=True, which looks on the
-    device whether it is to skip a step.
+    skipped: the optimizer skipped it. compares: all ranks know the optimizer. successes: by device, 1.0 or 0.0, for an
+    optimizer with fused=True, which looks on the device whether it is to skip a step.
     """
 
     skipped: bool
+    compares: bool
     successes: Mapping[torch.device, Tensor]
 
 
@@ -241,7 +242,7 @@ class AdamMoments(TakenMomentum):
         group, (seeds, steps) = optimizer.param_groups[0], self.seeds(optimizer, layout, share)
         decays = self._decays(optimizer, layout, share)
         betas = float(group["betas"][0]), float(group["betas"][1])
-        return AdamStep(betas, group["eps"], share, seeds, steps, before.skipped, decays)
+        return AdamStep(betas, group["eps"], share, seeds, steps, before.skipped, before.compares, decays)
 
     def state(
         self, group: Mapping[str, Any], parameter: Tensor, kept: Sequence[Tensor], steps: int, sums: int

@@ -424,3 +424,13 @@ def test_a_lone_rank_stays_with_ddp_under_auto() -> None:
 def test_wrong_knobs_of_auto_get_a_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Run(sgd, spec)
+
+
+def test_adam_asks_for_the_optimizer() -> None:
+    """The ranks do not compare its noise otherwise, and its steps are short."""
+    told, untold, velocities = (
+        Run(kind, given=given).on(range(2)).handle.stats()["exchanges"]
+        for kind, given in ((adamw, True), (adamw, False), (sgd, False))
+    )
+    assert untold == f"{told}; pass optimizer= beside the spec: without it, the steps are shorter than torch's"
+    assert velocities.endswith("(momentum taken over)")

@@ -119,7 +119,7 @@ class Adam(Stage):
                 state.first = state.second = None
                 state.set_steps(())
             return
-        state.compares = state.noise.begin(accumulation.step - 1, context.ranks)
+        state.compares = adam.compares and state.noise.begin(accumulation.step - 1, context.ranks)
         if state.second is None:  # the residual holds gradients, which may be much longer than directions
             accumulation.drop_residual()
         first, second = state.make(accumulation.layout)
