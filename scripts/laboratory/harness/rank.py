@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp.telemetry.replicas import digests
 from laboratory import ranks
 from laboratory.cluster.network import INTERFACE
 from laboratory.harness.measured import Measured, Rounds, Training
@@ -120,17 +120,14 @@ def train(rank: Rank, own: Training) -> dict[str, Any]:
         "scores": scores,
         "parameters": rank.parameters,
         "seconds": round(seconds, 2),
-        "weights_are_equal": is_equal(rank.door, float(crc_of(trainee.fitted.model))),
+        "weights_are_equal": is_equal(rank.door, digest_of(trainee.fitted.model)),
         "auto": dict(trainee.fitted.stats().get("auto", {})),
     }
 
 
-def crc_of(model: torch.nn.Module) -> int:
-    """Compute the checksum of a model's weights."""
-    crc = 0
-    for parameter in model.parameters():
-        crc = zlib.crc32(parameter.detach().numpy().tobytes(), crc)
-    return crc
+def digest_of(model: torch.nn.Module) -> float:
+    """Compute a number of a model's weights, small enough for means of equal ones to be exact."""
+    return float(int(digests(dict(model.named_parameters())).sum()) % 2**32)
 
 
 def is_equal(door: Door, own: float) -> bool:
