@@ -34,9 +34,9 @@ class Bucket:
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
     far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. squares: their
     sum, where it was measured. count: the number of layers. running: the exchange under way. answer: waits for the reply to
-    the latest request. round: requests made so far. streams: those with work on the bucket. residual_factor: that of the last
-    accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent entries stay for the next step.
-    takes_momentum: the bucket applies the optimizer's momentum.
+    the latest request. round: requests made so far. streams: those with work on the bucket. residual_factor, layer_factors:
+    those of the last accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent entries stay for
+    the next step. takes_momentum: the bucket applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -52,6 +52,7 @@ class Bucket:
         self.inner: Any = compressor.init(layout, seed)
         self.frozen = FrozenLayers(layout, self.residual)
         self.steps, self.residual_factor = 0, 0.0
+        self.layer_factors: Mapping[int, float] = {}
         self._accumulation: Accumulation | None = None
         self.grads: dict[str, Tensor] = {}
         self.unused: set[str] = set()
@@ -134,11 +135,11 @@ class Bucket:
             self.frozen.forget()
         if frozen:
             self.frozen.set_arrays_aside(frozen, self._arrays(), self.steps)
-            self.frozen.scale_residual(accumulation.residual_factor)
+            self.frozen.scale_residual(accumulation.residual_factor, accumulation.layer_factors)
         accumulation.run()
         for after, state in self._afters:
             after(accumulation, state, context)
-        self.residual_factor = accumulation.residual_factor
+        self.residual_factor, self.layer_factors = accumulation.residual_factor, accumulation.layer_factors
         return accumulation.acc(context.rates(layout), frozen)
 
     def exchange(self, acc: Acc, world: World) -> Steps:
@@ -276,11 +277,11 @@ class FrozenLayers:
         copy, part = self._part(self._residual, layer).clone(), self._residuals.get(layer)
         return copy if part is None else copy.add_(part).clamp_(-LARGEST, LARGEST)
 
-    def scale_residual(self, factor: float) -> None:
-        """Multiply the residuals by the factor that a step applies to the others."""
-        if factor not in (0, 1):
-            for part in self._residuals.values():
-                part.mul_(factor).clamp_(-LARGEST, LARGEST)
+    def scale_residual(self, factor: float, of_layers: Mapping[int, float]) -> None:
+        """Multiply the residuals by the factor that a step applies to the others. of_layers: those of single layers."""
+        for layer, part in self._residuals.items():
+            if (own := of_layers.get(layer, factor)) not in (0, 1):
+                part.mul_(own).clamp_(-LARGEST, LARGEST)
 
     def forget(self) -> None:
         """Empty the residuals that were set aside, and forget the other arrays."""

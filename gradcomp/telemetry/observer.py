@@ -71,9 +71,12 @@ class Comparison:
 
     def collected(self, bucket: Bucket) -> None:
         """Keep the addition to the residual."""
-        kept = bucket.residual_factor if bucket.keeps_residual else 0.0
-        now = bucket.residual.index_select(0, self._indices[bucket.index])
-        self._added[bucket.index] = now - kept * self._added[bucket.index]
+        before, indices = self._added[bucket.index], self._indices[bucket.index]
+        kept = before * (bucket.residual_factor if bucket.keeps_residual else 0.0)
+        for layer, factor in bucket.layer_factors.items():
+            begin, end = bucket.layout.spans[layer]
+            kept = torch.where((indices >= begin) & (indices < end), factor * before, kept)
+        self._added[bucket.index] = bucket.residual.index_select(0, indices) - kept
 
     def delivered(self, bucket: Bucket, update: Update) -> None:
         """Keep the update."""

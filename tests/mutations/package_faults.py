@@ -187,8 +187,8 @@ PACKAGE_FAULTS = (
     Fault(
         "what waits is multiplied by new / old where old / new is right",
         "gradcomp/engine",
-        "factors = [old / new for",
-        "factors = [new / old for",
+        "factors = {i: old / new for",
+        "factors = {i: new / old for",
         ("test_rates.py",),
     ),
     Fault(

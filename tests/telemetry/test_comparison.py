@@ -59,22 +59,31 @@ def clipped(grad: Tensor, spec: str) -> Tensor:
     return torch.cat([part * min(1.0, 0.5 / math.sqrt(WORLD) / float(part.norm() + 1e-6)) for part in parts])
 
 
+@pytest.mark.parametrize("of_b", [1.0, 0.01, 0.0])
 @pytest.mark.parametrize("rates", [(0.1, 0.1, 0.1), (0.1, 0.05, 0.001), (0.1, 0.0, 0.1)])
-def test_the_residual_is_no_part_of_it_whatever_the_rate(rates: tuple[float, ...]) -> None:
-    """A change of the rate multiplies the residual. The addition stays the gradient, or the velocity."""
+def test_the_residual_is_no_part_of_it_whatever_the_rate(rates: tuple[float, ...], of_b: float) -> None:
+    """A change of the rate multiplies the residual. The addition stays the gradient, or the velocity.
+
+    of_b: the factor of a layer's rate in the second of the steps.
+    """
     for momentum in (0.0, 0.9):
         found: list[dict[str, Any]] = []
-        w = torch.nn.Parameter(torch.zeros(N))
-        optimizer = torch.optim.SGD([w], 0.1, momentum=momentum)
-        simulation = gradcomp.Simulation("sign", {"w": (N,)}, WORLD, optimizer=optimizer, named_parameters=[("w", w)])
+        sizes = {"a": N - 400, "b": 400}
+        weights = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+        optimizer = torch.optim.SGD([{"params": [each]} for each in weights.values()], 0.1, momentum=momentum)
+        shapes = {name: (size,) for name, size in sizes.items()}
+        simulation = gradcomp.Simulation("sign", shapes, WORLD, optimizer=optimizer, named_parameters=[*weights.items()])
         telemetry.watch(simulation, found.append, every=1, compare=1)
         velocity = torch.zeros(N)
         for step, rate in enumerate(rates):
-            optimizer.param_groups[0]["lr"] = rate
+            for group, factor in zip(optimizer.param_groups, (1.0, of_b if step == 1 else 1.0), strict=True):
+                group["lr"] = rate * factor
             grads = drawn(step)
             velocity = momentum * velocity + torch.stack(grads).mean(0)
-            w.grad = simulation.step([{"w": grad} for grad in grads])["w"]
-            cosine, error = figures(w.grad, velocity)
+            update = simulation.step([dict(zip(sizes, grad.split([*sizes.values()]), strict=True)) for grad in grads])
+            for name, each in weights.items():
+                each.grad = update[name]
+            cosine, error = figures(torch.cat([*update.values()]), velocity)
             optimizer.step()
             assert found[-1]["cosine"] == pytest.approx(cosine, abs=1e-3)
             assert found[-1]["relative_error"] == pytest.approx(error, rel=1e-3)

@@ -2,7 +2,7 @@
 
 The optimizer multiplies an update by its rate of the moment. A residual from another rate is therefore multiplied by old / new
 whenever the rate changes. Weights then move by the rates that every gradient came with, as they do without compression. In a
-step with the rate 0, nothing of the residual is sent, and its gradients are dropped.
+step with the rate 0, nothing of a layer's residual is sent, and its gradients are dropped.
 
 This holds for an optimizer that moves weights by multiples of its updates: SGD, or directions of Adam.
 """
@@ -10,8 +10,8 @@ This holds for an optimizer that moves weights by multiples of its updates: SGD,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -32,10 +32,10 @@ SMALLEST = 2.0**-126
 
 @dataclass
 class RatesState:
-    """rates: of the layers, under which the residual was found. residual_at_zero_rate: the residual in a step of rate 0."""
+    """rates: of the layers, under which the residual was found. kept: the parts of the residual that a step does not send."""
 
     rates: Rates = None
-    residual_at_zero_rate: Tensor | None = None
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in the residual, and the copy
 
 
 class RateCorrection(Stage):
@@ -51,15 +51,20 @@ class RateCorrection(Stage):
         # An update that is larger than its gradients may be too large for float16.
         if rates is not None and any(grad.dtype == torch.float16 for grad in accumulation.grads):
             rates = None
-        state.residual_at_zero_rate = None
-        if rates is not None and not any(rates):
-            state.residual_at_zero_rate = accumulation.residual.clone()
+        idle = [] if rates is None else [layer for layer, rate in enumerate(rates) if rate == 0]
+        parts = [accumulation.residual[slice(*span)] for span in accumulation.layout.spans_of(idle)]
+        state.kept = [(part, part.clone()) for part in parts]
+        if rates is not None and len(idle) == len(rates):
             accumulation.residual_factor, accumulation.residual_is_kept = 0.0, True
-        else:
-            accumulation.residual_factor = _factor(state, rates)
+            return
+        factor, of_layers = _factors(state, rates)
+        accumulation.residual_factor, accumulation.layer_factors = factor, {**of_layers, **dict.fromkeys(idle, 0.0)}
+        if factors := accumulation.layer_factors:
+            views = accumulation.residual.split(accumulation.layout.sizes)
+            torch._foreach_mul_([views[layer] for layer in factors], [*factors.values()])
 
     def around(self, steps: Steps, accumulation: Accumulation, state: RatesState, world: World) -> Steps:
-        return _with_residual_back(steps, accumulation.residual, state) if accumulation.residual_is_kept else steps
+        return _with_residual_back(steps, state, accumulation.residual_is_kept) if state.kept else steps
 
     def save(self, state: RatesState, layout: Layout, copy: Copy) -> Part:
         rates = zip(layout.names, state.rates or (), strict=False)
@@ -77,33 +82,36 @@ class RateCorrection(Stage):
         return copy
 
 
-def _factor(state: RatesState, rates: Rates) -> float:
-    """Note a step's rates, and return the factor of the residual.
+def _factors(state: RatesState, rates: Rates) -> tuple[float, Mapping[int, float]]:
+    """Note a step's rates. Return the factor of the residual, and those of single layers, by number, where it is 1.
 
-    It is 1 where the rate of a layer is unknown, and where those of a bucket's layers change unlike each other: layers with a
-    factor of their own would push others out of a selection by magnitude. A rate of 0 changes nothing: the layer's residual
-    keeps the last one.
+    Where the rate of a layer is unknown, or those of a bucket's layers change unlike each other, layers shrink alone, and none
+    grows: one that grew by itself would push others out of a selection by magnitude. A rate of 0 changes nothing: the layer's
+    residual keeps the last one.
     """
     before = state.rates
     if before is None or rates is None or rates == before:
         state.rates = rates
-        return 1.0
+        return 1.0, {}
     state.rates = tuple(new if _is_known(new) else old for old, new in zip(before, rates, strict=True))
-    pairs = [(old, new) for old, new in zip(before, rates, strict=True) if old != ANY]
-    if not all(_is_known(old) and _is_known(new) for old, new in pairs):
-        return 1.0
-    factors = [old / new for old, new in pairs]
-    if not factors or max(factors) > (1 + ALIKE) * min(factors):
-        return 1.0
-    return min(max(factors[0], SMALLEST), LARGEST)
+    pairs = {i: pair for i, pair in enumerate(zip(before, rates, strict=True)) if pair[0] != ANY and pair[1] != 0}
+    factors = {i: old / new for i, (old, new) in pairs.items() if _is_known(old) and _is_known(new)}
+    if not factors:
+        return 1.0, {}
+    largest = max(factors.values())
+    if len(factors) == len(pairs) and largest <= (1 + ALIKE) * min(factors.values()):
+        return min(max(largest, SMALLEST), LARGEST), {}
+    return 1.0, {i: max(factor, SMALLEST) for i, factor in factors.items() if factor < 1 - ALIKE}
 
 
-def _with_residual_back(steps: Steps, residual: Tensor, state: RatesState) -> Steps:
-    """Exchange a step's gradients alone, and restore the residual."""
+def _with_residual_back(steps: Steps, state: RatesState, of_all: bool) -> Steps:
+    """Exchange without layers of rate 0, or the gradients of all layers, and restore their residual. of_all: all have it."""
+    for part, _ in state.kept if not of_all else ():
+        part.zero_()
     update = yield from steps
-    assert state.residual_at_zero_rate is not None
-    residual.copy_(state.residual_at_zero_rate)
-    state.residual_at_zero_rate = None
+    for part, copy in state.kept:
+        part.copy_(copy)
+    state.kept.clear()
     return update
 
 

@@ -29,6 +29,8 @@ SCHEDULES: dict[str, list[tuple[float, float]]] = {
     "steps": [(0.1 / 10 ** (step // 4), 0.3 / 10 ** (step // 4)) for step in range(STEPS)],
     "zeros": [(f, 3 * f) for f in (0.0, 0.0, 0.1, 0.1, 0.0, 0.0, 0.05, 0.01, 0.0, 0.02, 0.0, 0.01)],
     "restarts": [(0.1 * 0.2 ** (step % 4), 0.1 * 0.2 ** (step % 4)) for step in range(STEPS)],
+    "one leaps": [(0.1, 0.0003 if step < 7 else 0.3) for step in range(STEPS)],
+    "one at zero": [(0.1, 0.0 if step in (0, 1, 4, 5, 9) else 0.3) for step in range(STEPS)],
 }
 UNLIKE = [(0.1, 0.3 if step < 5 else 0.003) for step in range(STEPS)]
 
@@ -94,6 +96,20 @@ def test_rates_that_change_unlike_leave_residuals_alone() -> None:
     """A layer with a factor of its own would push the others out of the selection."""
     given, plain = (moved("topk:ratio=0.05", UNLIKE, known=known) for known in (True, False))
     assert all(torch.equal(given[0][name], plain[0][name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_frozen_layer_follows_its_own_rate(step: int) -> None:
+    """The rate leaps while the layer is frozen, or as it is unfrozen."""
+    training = Training("topk:ratio=0.05", of_groups, SHAPES, RANKS, 0)
+    left: list[Named] = []
+    for i in range(7):
+        training.weights["b"].requires_grad_(i not in (4, 5))
+        set_rates(training, 0.1, 0.3 if i >= step else 0.0003)
+        training.simulation.step([{**own, **({} if i < 4 else {"b": torch.zeros(50)})} for own in draw(i, SHAPES, RANKS)])
+        left.append(mean([training.simulation.residual(rank) for rank in range(RANKS)]))
+    assert left[3]["b"].abs().max() > 0.1
+    torch.testing.assert_close(left[6]["b"], 0.001 * left[3]["b"])
 
 
 class Normalised(SGD):
