@@ -12,7 +12,11 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from gradcomp.engine.slots import Slots
 from gradcomp.networks import Connection
@@ -51,6 +55,18 @@ def _register_once() -> None:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[Any, Any] | None:
+    """Act before a step, and after the user's hooks: as the last hook of the optimizer's own, which torch calls last."""
+    own = optimizer._optimizer_step_pre_hooks
+    if not own and len(_global_optimizer_pre_hooks) == 1:
+        return _act(optimizer, args, options)
+    if (key := next((key for key, hook in own.items() if hook is _act), None)) is None:
+        optimizer.register_step_pre_hook(_act)
+    else:
+        own[key] = own.pop(key)
+    return None
+
+
+def _act(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> tuple[Any, Any] | None:
     """Act before a step. A closure that it calls once is called here, with its exchange, and gives step() its result."""
     every, instead = listeners(), None
     closure = next((each for each in (*args[1:2], options.get("closure")) if each is not None), None)

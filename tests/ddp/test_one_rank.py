@@ -434,3 +434,17 @@ def test_adam_asks_for_the_optimizer() -> None:
     )
     assert untold == f"{told}; pass optimizer= beside the spec: without it, the steps are shorter than torch's"
     assert velocities.endswith("(momentum taken over)")
+
+
+@both
+@pytest.mark.filterwarnings("ignore:gradcomp. the gradients were clipped")
+def test_a_clip_in_a_hook_of_the_optimizer_is_one_before_its_step(optimizer_of: Any) -> None:
+    hooked, other = Run(optimizer_of), Run(optimizer_of)
+    clips = [lambda *_, r=each: torch.nn.utils.clip_grad_norm_(r.model.parameters(), 0.1) and None for each in (hooked, other)]
+    hooked.optimizer.register_step_pre_hook(clips[0])
+    for step, run in [(step, run) for step in range(9) for run in (hooked, other)]:
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        run is hooked or clips[1]()
+        run.optimizer.step()
+    assert all(map(torch.equal, hooked.model.parameters(), other.model.parameters()))

@@ -51,3 +51,21 @@ def test_checks_come_first_and_a_closure_before_all() -> None:
         del each, hooked
         optimizer.step()
         assert not seen, "a listener that has ended is not called"
+
+
+def test_hooks_of_the_user_come_first() -> None:
+    """Those that the user adds later come first, too."""
+    optimizer, seen = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))]), list[Any]()
+    listen(listener := Noted(seen, calls_once=False))
+    wanted: list[str] = []
+    for name in ("first", "second"):
+        hook = optimizer.register_step_pre_hook(lambda *_, name=name: seen.append(name))  # type: ignore[misc]
+        wanted.append(name)
+        seen.clear()
+        optimizer.step()
+        assert seen == [*wanted, "check", "before", "after"]
+    hook.remove()
+    seen.clear()
+    optimizer.step()
+    assert seen == ["first", "check", "before", "after"]
+    del listener
