@@ -201,8 +201,11 @@ def _by_layer(rules: Sequence[tuple[str, str | Compressor]], default: str | Comp
 
 
 def _suggestion(name: str) -> str:
-    """Suggest a spec for a misspelt name, which may hold knobs behind a wrong separator: "topk ratio=0.01"."""
+    """Suggest a spec for another's word, or a misspelt name, with knobs behind a wrong separator: "topk ratio=0.01"."""
     word, *pairs = [part for part in re.split(r"[\s,:()'\"]+", name) if part] or [""]
+    known_as = {word: spec for each in names() for word, spec in kind_of(each).known_as.items()}
+    if (spec := known_as.get(word.lower())) is not None:
+        return f" (did you mean {spec!r}?)"
     near = knobs.nearest(word, [*names(), AUTO])
     return f" (did you mean {':'.join([near, ','.join(pairs)] if pairs else [near])!r}?)" if near else ""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from gradcomp.exchanges import routes
 @dataclass(frozen=True)
 class Dense(Compressor):
     """Sends every entry. It has no knobs."""
+
+    known_as: ClassVar[Mapping[str, str]] = {"none": "dense"}
 
     @property
     def traits(self) -> Traits:

@@ -26,6 +26,7 @@ class Half(Rounded):
     route: str = route_knob()
 
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"none": ["half"]}
+    known_as: ClassVar[Mapping[str, str]] = {"fp16": "half:form=fp16", "bf16": "half"}
 
     # Entries of a part are a multiple of this, so that its bytes are aligned.
     group = 64

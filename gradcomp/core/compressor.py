@@ -143,6 +143,7 @@ class Compressor(ABC):
 
     Attributes:
         for_auto: Specs among which auto may choose, by the loss that it must be allowed: none, low or high.
+        known_as: Specs by the words that Horovod and torch have for them.
 
     Examples:
         A compressor that sends a share of the entries as they are, with gradcomp's routes:
@@ -157,6 +158,7 @@ class Compressor(ABC):
     """
 
     for_auto: ClassVar[Mapping[str, Sequence[str]]] = {}
+    known_as: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
