@@ -2,8 +2,9 @@
 
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,31 @@ _COPIED = (
 
 _UNUSED = "Call the DistributedDataParallel model that attach() got, not the model inside it"
 
+_POSITIONAL = (
+    "attach() takes the model and the spec by position, and all else by name: "
+    'gradcomp.ddp.attach(model, "topk", optimizer=optimizer)'
+)
+
 _DOOR = Door(_UNKNOWN, _UNUSED, ends_in_backward=True, name="DDP")
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _by_name(function: Callable[P, T]) -> Callable[P, T]:
+    """Name the right call where an optimizer is in the spec's place, or anything behind it."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> T:
+        if len(args) > 2 or any(isinstance(each, torch.optim.Optimizer) for each in args):
+            raise TypeError(_POSITIONAL)
+        return function(*args, **options)
+
+    return checked
+
+
+@_by_name
 def attach(
     model: DistributedDataParallel,
     spec: str | Compressor = "topk",

@@ -65,6 +65,8 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
         r"RuntimeError: '\S*0\.weight' of shape \(3, 4\) was unfrozen or added after the ranks' exchange",
     ),
     ("no DDP", (DDP,), "TypeError: attach.* got a Sequential; wrap the model in DistributedDataParallel"),
+    ("by position", (DDP,), r'TypeError: .* by name: gradcomp\.ddp\.attach\(model, "topk", optimizer=optimizer\)'),
+    ("optimizer as spec", (DDP,), r"TypeError: attach\(\) takes the model and the spec by position"),
     ("compiled", (DDP,), r"TypeError: .*torch\.compile\(\) has wrapped; call attach\(\) before torch\.compile"),
     ("attached twice", (DDP,), "RuntimeError: the model has a communication hook already; keep the handle of the first"),
     ("other ranks", (DDP,), "ValueError: the ranks do not agree .*spec: rank 0 has 'topk:ratio=0.1', rank 1 has 'sign'"),
@@ -171,6 +173,8 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "no process set": used(process_set=[0, 1]),
     "unfrozen later": unfrozen_later,
     "no DDP": lambda door: gradcomp.ddp.attach(linear(), "topk"),  # type: ignore[arg-type]
+    "by position": lambda door: gradcomp.ddp.attach(linear(), sgd(linear()), "topk"),  # type: ignore[call-arg, arg-type]
+    "optimizer as spec": lambda door: gradcomp.ddp.attach(linear(), sgd(linear())),  # type: ignore[arg-type]
     "compiled": compiled,
     "attached twice": lambda door: gradcomp.ddp.attach(Training(DDP, spec="topk").whole, "topk"),
     "other ranks": other_ranks,
