@@ -183,6 +183,7 @@ def unknown(door: str, spec: str, momentum: float) -> list[str]:
 def test_an_unknown_scaler_is_warned_of_once_where_there_is_a_residual(door: str) -> None:
     said, of_rank_1 = ranks.launch(unknown, 2, door, "topk:ratio=0.01", 0.0)
     assert len(said) == 1 and "Pass scaler=scaler where you pass the spec" in said[0] and of_rank_1 == []
+    assert "A clip after unscale_() is then not understood" in said[0]
     assert door == DDP or said[0].startswith("doors.py: ")  # the line that calls the scaler's step()
     if door == DDP:
         assert ranks.launch(unknown, 2, door, "orq", 0.0) == [[], []]

@@ -135,8 +135,9 @@ class UnknownScaler:
         if scaler is not None and scaler is not self._known and scaler.is_enabled():
             self._warned = True
             warn_user(
-                "a GradScaler steps the optimizer, but gradcomp does not know its scale: whenever the scale changes, entries "
-                "of the residual, and the momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
+                "a GradScaler steps the optimizer, but gradcomp does not know its scale. A clip after unscale_() is then not "
+                "understood, and cuts SGD's momentum to the norm of a gradient; and whenever the scale changes, entries of the "
+                "residual, and the momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
             )
 
 

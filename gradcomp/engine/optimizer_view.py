@@ -33,11 +33,11 @@ from gradcomp.engine.taken_momentum import (
 from gradcomp.native.memory import Memory
 
 _UNAPPLIED = (
-    "an exchange begins although optimizer.step() has not applied the last one's update. With momentum=auto an update holds "
-    "the momentum: added to the next gradient, it would spoil the training. gradcomp can undo the exchange, but not where no "
-    "optimizer steps at all, as in a loop over the parameters, within DistributedDataParallel.join(), or in a model on several "
-    "devices: let only the last backward pass before each step exchange gradients, or write momentum=0 into the spec; under "
-    "auto, loss=low"
+    "an exchange begins although optimizer.step() has not applied the last one's update. gradcomp has taken the optimizer's "
+    "momentum over, and an update holds it: added to the next gradient, it would spoil the training. gradcomp can undo the "
+    "exchange, but not where no optimizer steps at all, as in a loop over the parameters, within "
+    "DistributedDataParallel.join(), or in a model on several devices: let only the last backward pass before each step "
+    "exchange gradients, or write momentum=0 into the spec; under auto, loss=low"
 )
 _UNTOLD = "; pass optimizer= beside the spec: without it, the steps are shorter than torch's"
 _OTHER_KIND = (
@@ -46,8 +46,9 @@ _OTHER_KIND = (
     'the kind of optimizer changes in mid-training, call change("SPEC,momentum=0") before'
 )
 _SETTINGS = (
-    "momentum=auto does not support {name}'s settings now: dampening, amsgrad, or several momenta or betas, for example. "
-    '{outcome}. Call change("SPEC,momentum=0") between two steps, before the change: it hands the moments over'
+    "gradcomp had taken {name}'s momentum over, and does not support {name}'s settings now: dampening, amsgrad, or several "
+    'momenta or betas, for example. {outcome}. Call change("SPEC,momentum=0") between two steps, before the change: it hands '
+    "the moments over"
 )
 _OTHER_STATE = (
     "the groups of {name} have no {key}: the state of another kind of optimizer was loaded into it. Load the state of "
@@ -56,10 +57,10 @@ _OTHER_STATE = (
 _ANEW = "Its moments begin anew, and the residual of Adam's directions is dropped"
 _MADE_BEFORE = "But the update that it steps with was made before"
 _WITHOUT = (
-    "{name} steps without an exchange: no gradients were exchanged since its last step. With momentum=auto the exchange has "
-    "the momentum: this step would do without it, or nothing at all. Let the last backward pass before each step exchange "
-    'its gradients. To train on without exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), on all ranks '
-    "first"
+    "{name} steps without an exchange: no gradients were exchanged since its last step. gradcomp has taken its momentum over, "
+    "and the exchange applies it: this step would do without it, or nothing at all. Let the last backward pass before each "
+    'step exchange its gradients. To train on without exchanges, call change("SPEC,momentum=0"), or change("auto:loss=low"), '
+    "on all ranks first"
 )
 _BEGINS_WITHOUT = (
     "{name} goes on without the moments that it had: they were not in its state, but in the ranks' own. They begin with zeros "

@@ -263,9 +263,9 @@ class AdamMoments(TakenMomentum):
         """
         if getattr(optimizer, "found_inf", None) is not None:
             raise RuntimeError(
-                "a GradScaler leaves it to an optimizer with fused=True to look for infinities, which momentum=auto cannot: it "
-                "steps in Adam's place. Make the optimizer with fused=False, or write momentum=0 into the spec; under auto, "
-                "loss=low"
+                "a GradScaler leaves it to an optimizer with fused=True to look for infinities, which gradcomp cannot: it has "
+                "taken Adam's moments over, and steps in its place. Make the optimizer with fused=False, or write momentum=0 "
+                "into the spec; under auto, loss=low"
             )
         for group in optimizer.param_groups:
             own = [parameter for parameter in group["params"] if parameter.grad is not None]
