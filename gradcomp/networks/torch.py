@@ -41,6 +41,7 @@ class TorchNetwork:
         self._roll: Roll | None = None
         self._meetings = 0
         self._started = 0  # operations
+        self._timeout = math.inf  # the group's, in seconds
 
     @property
     def world(self) -> World:
@@ -69,8 +70,8 @@ class TorchNetwork:
         self._meetings += 1
         meeting = f"meeting {self._meetings}"
         self._roll.come(meeting, str(self._started))
-        end, pause = time.monotonic() + _timeout_of(self.group), SHORTEST_PAUSE
-        wait = waits.Wait(self.world.rank, waits.MEETING)
+        self._timeout, pause = _timeout_of(self.group), SHORTEST_PAUSE
+        end, wait = time.monotonic() + self._timeout, waits.Wait(self.world.rank, waits.MEETING, self._timeout)
         try:
             while missing := self._roll.missing(meeting):
                 if time.monotonic() > end:
@@ -130,7 +131,7 @@ class TorchNetwork:
 
     def _wait_for(self, work: dist.Work, roll: Roll, operation: str, place: str) -> None:
         """Wait until an operation has ended or failed. After some seconds, tell the other ranks that this one is there."""
-        wait = waits.Wait(self.world.rank, place)
+        wait = waits.Wait(self.world.rank, place, self._timeout)
         with suppress(RuntimeError):  # the time is up, or the operation failed
             if not work.is_completed():
                 work.wait(timedelta(seconds=waits.TELL_AFTER))

@@ -6,6 +6,7 @@ A wait ends by the timeout of torch's process group, or as Horovod ends it.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection
 
@@ -13,16 +14,17 @@ from collections.abc import Collection
 TELL_AFTER, SPEAK_AFTER, FACTOR = 5.0, 10.0, 3.0
 
 # The place of a rank that is in a meeting.
-MEETING = "the meeting that all ranks call (before the first step, in watch(), change() and load_state_dict())"
+MEETING = "the meeting that all ranks call (in attach() or before the first step, in watch(), change() and load_state_dict())"
 
 log = logging.getLogger("gradcomp")
 
 
 class Wait:
-    """One wait of a rank for the others. place: the exchange, the same on all ranks."""
+    """One wait of a rank for the others. place: the exchange, the same on all ranks. timeout: its longest time, in seconds."""
 
-    def __init__(self, rank: int, place: str):
+    def __init__(self, rank: int, place: str, timeout: float = math.inf):
         self._rank, self._place = rank, place
+        self._end = "" if timeout == math.inf else f". The process group's timeout ends this wait after {timeout:.0f} s"
         self._began = time.monotonic()
         self._speak_after = SPEAK_AFTER
 
@@ -44,11 +46,12 @@ class Wait:
         if missing is None:
             whom = "the other ranks"
         elif missing:
-            whom = (
-                f"{in_words(missing)}, which may be computing, may have ended, or may not have called gradcomp as this rank did"
-            )
+            causes = ["be computing", "have ended", "not have called gradcomp as this rank did"]
+            first, second, third = reversed(causes) if self._place == MEETING else causes  # the likeliest comes first
+            whom = f"{in_words(missing)}, which may {first}, may {second}, or may {third}"
         else:
             whom = "the network: all ranks wait here"
+        whom += self._end
         log.warning("gradcomp: rank %d has waited %.0f s, since %s, in %s for %s", self._rank, waited, since, self._place, whom)
 
 

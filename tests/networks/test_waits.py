@@ -36,13 +36,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return turn
 
 
+LATE = "ranks 1, 3, which may be computing, may have ended, or may not have called gradcomp as this rank did"
+
+
 @pytest.mark.parametrize(
-    ("missing", "whom"),
-    [
-        (None, "the other ranks"),
-        ([3, 1], "ranks 1, 3, which may be computing, may have ended, or may not have called gradcomp as this rank did"),
-        ([], "the network: all ranks wait here"),
-    ],
+    ("missing", "whom"), [(None, "the other ranks"), ([3, 1], LATE), ([], "the network: all ranks wait here")]
 )
 def test_a_long_wait_logs_ever_rarer(
     clock: Callable[[float], None], caplog: pytest.LogCaptureFixture, missing: list[int] | None, whom: str
@@ -63,6 +61,17 @@ def test_a_long_wait_logs_ever_rarer(
     clock(20.0)
     wait.look(missing)
     assert "has waited 30 s" in caplog.records[1].message
+
+
+def test_a_wait_in_a_meeting_names_the_likeliest_cause_first_and_its_end(
+    clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    wait = Wait(0, waits.MEETING, 1800.0)
+    clock(10.0)
+    wait.look([1])
+    causes = "rank 1, which may not have called gradcomp as this rank did, may have ended, or may be computing"
+    assert caplog.records[0].message.endswith(f"{causes}. The process group's timeout ends this wait after 1800 s")
+    assert "in attach()" in caplog.records[0].message
 
 
 # ---- Real ranks
@@ -130,7 +139,8 @@ def found(network: str) -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("case", ["late to the meeting", "late to a step"])
 def test_ranks_that_wait_log_the_exchange_and_the_late_rank(network: str, case: str) -> None:
     place = waits.MEETING if "meeting" in case else "bucket 0, request 0"
-    whom = "rank 1, which may be computing" if network == "torch" else "the other ranks"
+    likeliest = "not have called gradcomp" if "meeting" in case else "be computing"
+    whom = f"rank 1, which may {likeliest}" if network == "torch" else "the other ranks"
     for rank, own in enumerate(found(network)):
         if rank == 1:
             assert own[case] == []
@@ -138,6 +148,7 @@ def test_ranks_that_wait_log_the_exchange_and_the_late_rank(network: str, case: 
         line = own[case][0]
         assert line.startswith(f"gradcomp: rank {rank} has waited 1 s, since "), line
         assert f"in {place} for {whom}" in line, line
+        assert ("timeout ends this wait after" in line) == (network == "torch")
 
 
 # ---- Pauses between two looks at an operation of Horovod: short where a GPU idles meanwhile
