@@ -317,7 +317,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_400, 114), "scripts": (9_300, 84), "tests": (32_659, 248)}
+TOTALS = {"gradcomp": (16_400, 114), "scripts": (9_300, 84), "tests": (32_676, 248)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

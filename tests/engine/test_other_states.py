@@ -54,6 +54,23 @@ def test_an_emptied_state_begins_anew(case: str, act: Callable[[Training], None]
 
 
 @of_both
+def test_one_layers_state_is_emptied_between_two_changes_of_the_spec(case: str) -> None:
+    """As where a layer is made anew. The moments of the others go on."""
+    ours, theirs = pair(case, ranks=1)
+    for training in (ours, theirs):
+        training.train(5)
+        if training is ours:
+            training.simulation.change(f"{SPEC},momentum=0")
+        weight = next(iter(training.weights.values()))
+        assert training.optimizer.state.pop(weight)
+        weight.data.fill_(0.1)
+        if training is ours:
+            training.simulation.change(SPEC)
+        training.train(6, 5)
+    ours.ends_as(theirs)
+
+
+@of_both
 def test_a_rolled_back_state_begins_anew_and_nothing_of_the_abandoned_steps_arrives(case: str) -> None:
     """As a learning-rate finder's: the state was saved before the first step."""
     every = []
