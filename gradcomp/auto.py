@@ -285,7 +285,7 @@ class Chooser:
         """Describe what the ranks exchange, and why. content: of the present candidate's updates."""
         trial = self._timed or not self._choices
         why = "which auto tries" if trial else f"as auto chose after step {self._last['after_step']}"
-        return f"{self._present}, {why}: {content.removesuffix(', as the spec says')}"
+        return f"{self._present}, {why}: {content}"
 
     def report(self) -> dict[str, Any]:
         """Return the choice, and its reason."""

@@ -136,7 +136,7 @@ class OptimizerView(ActingOptimizer):
         """Describe what the ranks exchange. takes_momentum: the spec takes the optimizer's momentum over."""
         acting = self.acting
         if not takes_momentum:
-            return "gradients, as the spec says"
+            return "gradients"
         if (missed := self.missed) is not None:
             return f"gradients, since {missed.reason}"
         if acting is None:
