@@ -12,7 +12,6 @@ from torch import Tensor
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine import state
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
-from gradcomp.engine.changed_gradients import UpdateSample
 from gradcomp.engine.meeting import Flow
 from gradcomp.engine.optimizer_steps import listen
 from gradcomp.engine.optimizer_view import OptimizerView
@@ -21,6 +20,7 @@ from gradcomp.engine.plan import checked_shapes
 from gradcomp.engine.reducer import Options, Reducer, Stats
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots, checked
+from gradcomp.engine.update_sample import UpdateSample
 from gradcomp.native.memory import Memory, Update
 from gradcomp.networks.memory import Board, MemoryNetwork
 from gradcomp.spec import make

@@ -47,11 +47,13 @@ ROOMS = [
     "engine/optimizer_steps",
     "engine/user_clip",
     "engine/changed_gradients",
+    "engine/update_sample",
     "engine/origin",
     "engine/taken_momentum",
     "engine/acting_optimizer",
     "engine/optimizer_view",
     "engine/several_optimizers",
+    "engine/gradient_cut",
     "engine/reducer",
     "engine/state",
     "engine/meeting",
@@ -317,7 +319,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_400, 114), "scripts": (9_300, 84), "tests": (32_676, 248)}
+TOTALS = {"gradcomp": (16_740, 114), "scripts": (9_300, 84), "tests": (32_890, 248)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -32,11 +32,11 @@ class Bucket:
     feedback: the wrapper around the compressor; None around an exact one, whose steps start from the gradients alone.
 
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
-    far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. squares: their
-    sum, where it was measured. count: the number of layers. running: the exchange under way. answer: waits for the reply to
-    the latest request. round: requests made so far. streams: those with work on the bucket. residual_factor, layer_factors:
-    those of the last accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent entries stay for
-    the next step. takes_momentum: the bucket applies the optimizer's momentum.
+    far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. squares: of each
+    gradient, where they were measured. count: the number of layers. running: the exchange under way. answer: waits for the
+    reply to the latest request. round: requests made so far. streams: those with work on the bucket. residual_factor,
+    layer_factors: those of the last accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent
+    entries stay for the next step. takes_momentum: the bucket applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -179,8 +179,13 @@ class Bucket:
                 stage.scale(self.states[stage.name], 0.0)
 
     def shorten(self, factor: Tensor) -> None:
-        """Multiply the gradients of earlier steps by a factor, wherever they are kept. Directions have no length of theirs."""
+        """Multiply the gradients of earlier steps by a factor, wherever they are kept. Directions have no length of theirs.
+
+        factor: one, or one for each layer.
+        """
         factor = factor.to(self.layout.device, torch.float32)
+        if factor.dim():
+            factor = factor.repeat_interleave(torch.tensor(self.layout.sizes, device=factor.device))
         adam: Moments | None = self.states.get(Adam.name)
         if adam is not None and adam.first is not None and adam.second is not None:
             adam.first.mul_(factor)

@@ -34,10 +34,11 @@ class GradientNorm:
         self.measures, self._sums = is_wanted or self._steps_left > 0, {}
 
     def add(self, bucket: Bucket, loss_scale: Tensor | None) -> Tensor:
-        """Add a bucket's gradients, which are complete. Return the sum of their squares."""
-        device, total = bucket.layout.device, squares_of(bucket.ordered_grads, loss_scale, self._memory).sum().view(1)
+        """Add a bucket's gradients, which are complete. Return the squares of each."""
+        device, squares = bucket.layout.device, squares_of(bucket.ordered_grads, loss_scale, self._memory)
+        total = squares.sum().view(1)
         self._sums[device] = self._sums[device] + total if device in self._sums else total
-        return total
+        return squares
 
     def end_step(self) -> None:
         """Begin the copies to main memory, if stats() have asked."""

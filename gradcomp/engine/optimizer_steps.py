@@ -47,6 +47,14 @@ def listeners() -> list[Any]:
     return list(_listeners)
 
 
+def views_beside(view: Any) -> list[Any]:
+    """List the views of this rank's other sessions. Simulated ranks may share a process. view: a session's, or a part of it."""
+    every = [each for each in listeners() if each.network.ready]
+    own = next((each for each in every if any(part is view for part in (each.view, *each.view.parts))), None)
+    same = [] if own is None else [each for each in every if each.network.world.rank == own.network.world.rank]
+    return [each.view for each in same if each is not own]
+
+
 @functools.cache
 def _register_once() -> None:
     """Register the hooks for good: removing one fails while torch goes through all of them, and sessions end at any time."""

@@ -13,10 +13,9 @@ from gradcomp.core.compressor import Compressor, Layout
 from gradcomp.core.requests import World
 from gradcomp.engine.acting_optimizer import ActingOptimizer, parameters_of
 from gradcomp.engine.bucket import Bucket
-from gradcomp.engine.changed_gradients import Holds, UpdateSample
 from gradcomp.engine.context import UNKNOWN, AdamStep, LayerRates, LossScale, Momentum, StepContext
 from gradcomp.engine.delivery import Delivery
-from gradcomp.engine.optimizer_steps import warn_user
+from gradcomp.engine.optimizer_steps import views_beside, warn_user
 from gradcomp.engine.slots import Slots
 from gradcomp.engine.stages.stage import Copy
 from gradcomp.engine.taken_momentum import (
@@ -30,6 +29,8 @@ from gradcomp.engine.taken_momentum import (
     check_momentum,
     steps_as_known,
 )
+from gradcomp.engine.update_sample import Holds, UpdateSample
+from gradcomp.engine.user_clip import UserClip
 from gradcomp.native.memory import Memory
 
 _UNAPPLIED = (
@@ -353,26 +354,23 @@ class OptimizerView(ActingOptimizer):
     @property
     def clips(self) -> bool:
         """True if each rank's own gradients are cut, since the user clips updates."""
-        return self._sample.clip.bound is not None
-
-    @property
-    def clip_factor(self) -> float:
-        """The last factor of the user's clip."""
-        return self._sample.clip.factor
+        return bool(self._sample.clips.bounded)
 
     @property
     def looks_for_clip(self) -> bool:
         """True if a step is to measure the gradients' norm, for a clip that may come."""
         return not self.clips and self._sample.watches
 
-    def bounds(self) -> Sequence[tuple[float, Collection[str]]]:
-        """Return the norm to which the gradients of layers together are cut, and the layers, for each clip of the user's."""
-        bound = self._sample.clip.bound
-        return () if bound is None else [(bound, self.slots.layers)]
+    def bounds(self) -> Sequence[tuple[UserClip, Collection[str]]]:
+        """Return the clips of the user's to a norm, each with the names of its layers."""
+        return self._sample.bounds()
 
     def _undo_clip(self, optimizer: torch.optim.Optimizer, holds: Holds) -> None:
         if getattr(optimizer, "grad_scale", None) is None:  # of fused=True: otherwise the gradients have the loss scale
-            self._sample.settle(holds, self._ranks if self.sums else 1, optimizer.param_groups[0].get("momentum", 0.0))
+            sums, momentum = self._ranks if self.sums else 1, optimizer.param_groups[0].get("momentum", 0.0)
+            self._sample.settle(
+                holds, sums, momentum, lambda: [part._sample for view in views_beside(self) for part in view.parts]
+            )
 
     def _note_origin(self, optimizer: torch.optim.Optimizer) -> None:
         self.origin.note_step(optimizer, self._pending)

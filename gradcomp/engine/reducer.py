@@ -24,11 +24,11 @@ from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.delivery import Delivery
+from gradcomp.engine.gradient_cut import GradientCut
 from gradcomp.engine.gradient_norm import GradientNorm
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.plan import plan
 from gradcomp.engine.slots import Slot
-from gradcomp.engine.stages.stage import cut_factors, squares_of
 from gradcomp.engine.taken_momentum import Missed
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import Memory, Update
@@ -130,7 +130,7 @@ class Reducer:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self._uses_rates, self._rates_noted = need != "unused", False
         self.memory = options.memory or Memory()
-        self._norm = GradientNorm(self.memory)
+        self._norm, self._cut = GradientNorm(self.memory), GradientCut(view, network, self.memory)
         seed = int(options.seed)
         # A momentum is one optimizer's: a bucket has no layers of two. A compressor that needs them all leaves it to them.
         divides = len(view.parts) > 1 and not compressor.traits.whole_model
@@ -321,28 +321,12 @@ class Reducer:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
             self._begin_anew(self._context.generation)
             self._norm.begin_step((self.takes_momentum or self.keeps_state) and self.view.looks_for_clip)
-            if self.view.clips:
-                self._cut(self._context)
+            if self.view.clips:  # all gradients are there
+                for each in self.buckets:
+                    each.complete()
+                self._cut.cut(self.buckets, self._context)
         self._select(bucket, self._accumulate(bucket, self._context), world)
         self.clock.note_encoded(began)
-
-    def _cut(self, context: StepContext) -> None:
-        """Cut this rank's gradients to the norm of the user's clip, over all layers of the clip. All gradients are there."""
-        for bucket in self.buckets:
-            bucket.complete()
-        for bound, names in self.view.bounds():
-            own = [bucket for bucket in self.buckets if bucket.layout.names[0] in names]
-            if not own:
-                continue
-            # A layer with an entry that is not finite has no norm. Its finite entries go to the residual.
-            squares = [
-                squares_of(each.ordered_grads, context.loss_scale(each.layout.device), self.memory).nan_to_num_(0.0, 0.0, 0.0)
-                for each in own
-            ]
-            norm = torch.stack([each.sum().to(squares[0].device) for each in squares]).sum().sqrt()
-            share = self.network.world.size if self.view.sums else 1
-            factor = cut_factors(bound / share, norm)
-            context.cuts |= {each.layout.names[0]: factor.to(each.layout.device).expand(each.count) for each in own}
 
     def _begin_anew(self, generation: tuple[int, int]) -> None:
         """Forget the moments where the optimizer or its state was replaced, and the residual where a state was loaded."""

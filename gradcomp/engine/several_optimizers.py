@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.slots import Slots, check_optimizer
 from gradcomp.engine.taken_momentum import Missed
-from gradcomp.engine.user_clip import SAME_FACTOR
+from gradcomp.engine.user_clip import UserClip
 from gradcomp.native.memory import Memory
 
 _WITHOUT = (
@@ -207,18 +206,8 @@ class SeveralOptimizers(OptimizerView):
     def looks_for_clip(self) -> bool:
         return any(part.looks_for_clip for part in self.parts)
 
-    def bounds(self) -> Sequence[tuple[float, Collection[str]]]:
-        """See OptimizerView. Parts with equal factors have one clip."""
-        found: dict[float, list[tuple[float, Collection[str]]]] = {}
-        for part in self.parts:
-            factor = part.clip_factor
-            near = next((each for each in found if abs(each / factor - 1) <= SAME_FACTOR), factor)
-            found.setdefault(near, []).extend(part.bounds())
-        return [
-            (math.hypot(*(bound for bound, _ in each)), [name for _, names in each for name in names])
-            for each in found.values()
-            if each
-        ]
+    def bounds(self) -> Sequence[tuple[UserClip, Collection[str]]]:
+        return [each for part in self.parts for each in part.bounds()]
 
     # A step of one of the optimizers.
 

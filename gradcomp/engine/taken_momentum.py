@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Compressor, Layout
-from gradcomp.engine.changed_gradients import Holds
 from gradcomp.engine.context import AdamStep, Decays, Momentum, Seeds
 from gradcomp.engine.origin import sign_of
 from gradcomp.engine.slots import Slots
+from gradcomp.engine.update_sample import Holds
 
 # The modules of the steps that the exchange knows. A subclass with a step() of its own does something else.
 KNOWN_STEPS = {f"torch.optim.{name}" for name in ("sgd", "adam", "adamw")}

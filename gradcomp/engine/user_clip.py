@@ -1,9 +1,14 @@
-"""A clip of the user's between the exchange and the optimizer's step: told from other changes, and what is known of it."""
+"""Clips of the user's between the exchange and the optimizer's step: told from other changes, and what is known of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from gradcomp import saved
 from gradcomp.engine.optimizer_steps import calling_scaler, warn_user
@@ -19,9 +24,10 @@ SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 3
 RATIO, RANKS = 2e-7, 16
 
 _UNDERSTOOD = (
-    "gradcomp: the gradients were clipped to a norm of {bound:.3g} between their exchange and step(). They hold {content}, so "
-    "that clip is undone. In its place each rank's own gradients are cut to this norm, over all layers, before their exchange, "
-    "from the next step on. clip_grad_norm_() returns an update's norm; that of the gradients is stats()['grad_norm']"
+    "gradcomp: the gradients were clipped to {bounds} between their exchange and step(). They hold {content}, so that clip is "
+    "undone. In its place each rank's own gradients are cut to {where}, before their exchange, from the next step on; layers "
+    "that turn out to have a clip of their own get its norm. clip_grad_norm_() returns an update's norm; that of the gradients "
+    "is stats()['grad_norm']"
 )
 _STAYS = (
     ". Updates without momentum are seldom longer than this norm, and do not show whether you still clip: once you do not, "
@@ -30,11 +36,11 @@ _STAYS = (
 _DRIFTS = (
     "the gradients were multiplied by one factor between their exchange and step(), and norms of {bounds} were left in the "
     "last steps. This is no clip to a norm that stays: SGD applies the factor, and for Adam it has no effect. Clip by "
-    "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; divide the loss by a count before "
-    "backward(); and clip the model of each DDP alone"
+    "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; and divide the loss by a count before "
+    "backward()"
 )
 # What a state holds of a clip beside its bound: the names there, and the attributes.
-_SAVED = {name.lstrip("_"): name for name in ("factor", "is_scaling", "is_new", "_last", "_steps", "_absent", "_suspects")}
+_SAVED = {name.lstrip("_"): name for name in ("factor", "is_scaling", "is_new", "_last", "_absent")}
 CONTENTS = {
     "direction": "Adam's directions, with a length that says nothing about the gradient's",
     "velocity": "SGD's velocity, which is several times as long as the gradient",
@@ -42,37 +48,149 @@ CONTENTS = {
 }
 
 
-class UserClip:
-    """A clip by a norm of all layers, as clip_grad_norm_() makes it.
+class Comparison(NamedTuple):
+    """A step's updates at their delivery, and before the optimizer steps, in numbers.
 
-    bound: the norm that it leaves; None until a clip is known. factor: the last one on updates. is_scaling: the factor is none
-    of a clip's, but one over a number of passes or tokens, for example. is_new: nothing has been done about the clip.
+    changed: some entries were. is_uniform: each layer's by one factor, of at most 1. is_regular: all layers of a clip by the
+    same factor. factor, norm: of all together; the norm is -1 where only a sample was looked at. rounding: the largest change
+    that counts as none. before, after: the squares by layer.
     """
 
-    def __init__(self) -> None:
+    changed: float
+    is_uniform: float
+    is_regular: float
+    factor: float
+    norm: float
+    rounding: float
+    before: Sequence[float]
+    after: Sequence[float]
+
+    def of(self, layers: Sequence[int]) -> tuple[float, float]:
+        """Return the factor of some layers, and the norm of their update."""
+        old, new = sum([self.before[each] for each in layers]), sum([self.after[each] for each in layers])
+        return (math.sqrt(new / old) if old else 1.0), math.sqrt(old)
+
+
+class UserClip:
+    """A clip by a norm of some layers, as clip_grad_norm_() makes it.
+
+    layers: their numbers. bound: the norm that it leaves; None until a clip is known. factor: the last one on updates.
+    is_scaling: the factor is none of a clip's, but one over a number of passes or tokens, for example. is_new: nothing has been
+    done about the clip. delivered, noted: the time of the last factor's
+    update, and of its note. squares: of this rank's last gradients before a cut, added up. whole: the
+    norm that is left of these layers and of others, in another model or with another optimizer; 0 where the clip has no others.
+    near: a clip that had the same factor when both acted last. family: all clips of the model's.
+    """
+
+    def __init__(self, layers: Iterable[int], family: UserClips) -> None:
+        self.family = family
+        self.layers = [*layers]
         self.bound: float | None = None
         self.factor, self.is_scaling, self.is_new = 1.0, False, True
-        self._last = self._steps = self._absent = 0.0
-        self._suspects = self._said = False
-        self._content = ""
+        self.near: UserClip | None = None
+        self.delivered = self.noted = self.whole = 0.0
+        self.squares: Tensor | None = None
+        self.leaps: list[float] = []  # the norms of a clip that is none, in the step that shows it
+        self._last = self._absent = 0.0
         self._drifts: list[float] = []
 
     def save(self) -> dict[str, Any]:
         """Copy all that the next steps depend on, as numbers."""
         own = {name: float(getattr(self, attribute)) for name, attribute in _SAVED.items()}
-        return own | {"bound": self.bound or 0.0} | ({"drifts": self._drifts} if self._drifts else {})
+        return own | {"bound": self.bound or 0.0, "layers": self.layers} | ({"drifts": self._drifts} if self._drifts else {})
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], family: UserClips) -> UserClip:
+        """Make a clip of what save() copied."""
+        numbers = {name: saved.number(state, name) for name in ("bound", *_SAVED)}
+        clip = cls(saved.read_ints(state, "layers"), family)
+        clip.bound = numbers["bound"] or None
+        clip._drifts = [
+            saved.number({"drifts": each}, "drifts") for each in (saved.sequence(state, "drifts") if "drifts" in state else [])
+        ]
+        for name, attribute in _SAVED.items():
+            setattr(clip, attribute, type(getattr(clip, attribute))(numbers[name]))
+        return clip
+
+    @property
+    def is_known(self) -> bool:
+        return self.bound is not None or self.is_scaling
+
+    def acts_with(self, other: UserClip) -> bool:
+        """Decide whether another clip is the same call of clip_grad_norm_(): equal factors in the same step."""
+        same = abs(other.factor / self.factor - 1) <= SAME_FACTOR
+        return same and other.noted >= self.delivered and self.noted >= other.delivered
+
+    def take(self, other: UserClip) -> None:
+        """Take the layers of another clip, which is the same call."""
+        self.layers = sorted(self.layers + other.layers)
+        if self.bound is not None and other.bound is not None:
+            self.bound, self._last = math.hypot(self.bound, other.bound), math.hypot(self._last, other._last)
+        self.squares, self._drifts = None, []
+
+    def note_absent(self, norm: float) -> None:
+        """Note a step without the clip, and the norm of its update."""
+        if self.bound is not None and norm > (1 + SAME_BOUND) * self.bound:
+            self._absent += 1
+            if self._absent == ABSENT:
+                self.bound, self.is_new, self._absent = None, True, 0
+
+    def note(self, factor: float, norm: float, is_whole: bool, delivered: float = 0.0) -> bool:
+        """Note a clip of an update of this norm. Return whether it is no mere factor.
+
+        is_whole: it is of the whole model, and not the part of a clip that one of several optimizers has, which varies.
+        delivered: the update's time.
+        """
+        bound, was_known, is_whole = factor * (norm + 1e-6), self.bound is not None, is_whole and not self.whole
+        same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
+        steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_FACTOR
+        drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT
+        self._drifts = [*self._drifts[-DRIFTS:], bound] if drifts else []
+        is_ratio = is_whole and _is_ratio(factor)
+        # Norms may be equal by chance in two steps, and a factor may be a ratio: then it is what it was.
+        self.is_scaling = ((same or is_ratio) and (self.is_scaling or not steady)) or len(self._drifts) >= DRIFTS
+        self.factor, self._last, self._absent = factor, bound, 0
+        self.delivered, self.noted = delivered, time.perf_counter()
+        self.bound = None if self.is_scaling else bound
+        self.leaps = self._drifts if len(self._drifts) == DRIFTS and not (same or is_ratio) else []
+        return was_known and not (self.is_scaling or drifts)
+
+
+class UserClips:
+    """All clips of a model's layers. Layers that one factor cuts together are of one clip, and each layer is of one.
+
+    every: the clips, at first one of all layers. moved: layers that the last step has given to another clip.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._count, self.every = layers, [UserClip(range(layers), self)]
+        self.moved: list[int] = []
+        self._steps, self._suspects, self.has_said, self._has_warned = 0, False, False, False
+        self._seen: set[int] = set()  # layers that had an update when layers were divided
+
+    def save(self) -> dict[str, Any]:
+        """Copy all that the next steps depend on, as numbers."""
+        every = [
+            each.save() | {"near": 1 + self.every.index(each.near) if each.near in self.every else 0} for each in self.every
+        ]
+        return {"every": every, "steps": float(self._steps), "suspects": float(self._suspects), "seen": sorted(self._seen)}
 
     def load(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check what save() copied. Return a function that loads it, and cannot fail. Nothing is known from an empty state."""
-        numbers = {name: saved.number(state, name) for name in ("bound", *_SAVED)} if state else UserClip().save()
-        drifts = saved.sequence(state, "drifts") if "drifts" in state else []
-        drifts = [saved.number({"drifts": each}, "drifts") for each in drifts]
+        new = UserClips(self._count)
+        if state:
+            new.every = [UserClip.of(each, self) for each in saved.sequence(state, "every")]
+            if sorted(i for each in new.every for i in each.layers) != [*range(self._count)]:  # of another model's layers
+                return self.load({})
+            for clip, each in zip(new.every, state["every"], strict=True):
+                near = saved.read_int(each, "near", most=len(new.every))
+                clip.near = new.every[near - 1] if near else None
+            new._steps, new._suspects = int(saved.number(state, "steps")), bool(saved.number(state, "suspects"))
+            new._seen = {*map(int, saved.sequence(state, "seen"))} if "seen" in state else set()
+        said = self.has_said or any(each.bound is not None for each in new.every)  # the training that saved it did
 
         def load() -> None:
-            self.bound, self._drifts = numbers["bound"] or None, drifts
-            self._said |= self.bound is not None  # the training that saved it did
-            for name, attribute in _SAVED.items():
-                setattr(self, attribute, type(getattr(self, attribute))(numbers[name]))
+            self.__dict__.update(new.__dict__, has_said=said)
 
         return load
 
@@ -83,49 +201,111 @@ class UserClip:
 
     @property
     def is_known(self) -> bool:
-        return self.bound is not None or self.is_scaling
+        return any(each.is_known for each in self.every)
+
+    @property
+    def bounded(self) -> list[UserClip]:
+        """The clips to a norm that is known."""
+        return [each for each in self.every if each.bound is not None]
 
     def end_step(self) -> None:
         """Count a step."""
         self._steps += 1
 
     def suspect(self) -> None:
-        """Look at all layers from the next step on: a sample of some has one factor."""
+        """Look at all layers from the next step on: a sample of some has factors below 1."""
         self._suspects = True
 
-    def note_absent(self, norm: float) -> None:
-        """Note a step without a clip, and the norm of its update."""
-        self._say()
-        if self.bound is not None and norm > (1 + SAME_BOUND) * self.bound:
-            self._absent += 1
-            if self._absent == ABSENT:
-                self.bound, self.is_new, self._absent = None, True, 0
+    def note(self, step: Comparison, content: str, is_whole: bool, delivered: float = 0.0) -> None:
+        """Note the factors and norms of a step's update. content: of updates, in words. The others: see UserClip.note()."""
+        self.moved = []
+        if step.changed and not step.is_regular:
+            self._divide(step)
+        is_clip, noted = False, []  # type: bool, list[UserClip]
+        leaps: list[float] = []
+        for clip in self.every:
+            factor, norm = (step.factor, step.norm) if len(self.every) == 1 else step.of(clip.layers)
+            if abs(factor - 1) > step.rounding:
+                is_clip |= clip.note(factor, norm, is_whole, delivered)
+                leaps = clip.leaps or leaps
+                noted.append(clip)
+            else:
+                clip.note_absent(norm)
+                is_clip |= clip.bound is not None
+        self._merge(noted)
+        if is_clip and not self.has_said:
+            self.has_said = True
+            self._say(content, is_whole)
+        if leaps and not self._has_warned:
+            self._has_warned = True
+            warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in leaps)))
 
-    def note(self, factor: float, norm: float, content: str, is_whole: bool = True) -> None:
-        """Note a clip of an update of this norm. content: of updates, in words.
+    def _merge(self, noted: list[UserClip]) -> None:
+        """Make one of clips that have had one factor twice on end, each time that both acted. Once may be by chance."""
+        noted.sort(key=lambda clip: clip.factor)
+        for one, other in itertools.pairwise(noted):
+            same = abs(other.factor / one.factor - 1) <= SAME_FACTOR
+            if same and one.near is other:
+                other.take(one)
+                self.every.remove(one)
+            elif same or one.near in noted:
+                one.near = other if same else None
 
-        is_whole: it is of the whole model, and not the part of a clip that one of several optimizers has, which varies.
+    def _divide(self, step: Comparison) -> None:
+        """Divide clips with several factors: the longest part that was cut stays, others go to a clip of their factor.
+
+        An update without entries shows nothing: its layer then goes with its neighbour, until it has shown something.
         """
-        bound, self._content = factor * (norm + 1e-6), content
-        same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
-        steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_FACTOR
-        drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT
-        self._drifts = [*self._drifts[-DRIFTS:], bound] if drifts else []
-        is_ratio = is_whole and _is_ratio(factor)
-        # Norms may be equal by chance in two steps, and a factor may be a ratio: then it is what it was.
-        self.is_scaling = ((same or is_ratio) and (self.is_scaling or not steady)) or len(self._drifts) >= DRIFTS
-        self.factor, self._last, self._absent = factor, bound, 0
-        if not (self.is_scaling or drifts):
-            self._say()  # from the second one on: it is no mere factor
-        self.bound = None if self.is_scaling else bound
-        if len(self._drifts) == DRIFTS and not (same or is_ratio):
-            warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in self._drifts)))
+        factors = [step.of([layer])[0] for layer in range(self._count)]
+        self._seen |= {layer for layer, square in enumerate(step.before) if square}
+        clip_of = {layer: clip for clip in self.every for layer in clip.layers}
+        before, acting = dict(clip_of), []  # type: dict[int, UserClip], list[tuple[float, UserClip]]
+        leaving: list[list[int]] = []
+        for clip in self.every:
+            parts: list[list[int]] = []
+            for layer in sorted([each for each in clip.layers if step.before[each]], key=factors.__getitem__):
+                if parts and abs(factors[layer] / factors[parts[-1][0]] - 1) <= step.rounding:
+                    parts[-1].append(layer)
+                else:
+                    parts.append([layer])
+            cut = [part for part in parts if factors[part[0]] < 1 - step.rounding]
+            stays = max(cut or parts, key=lambda part: step.of(part)[1], default=None)
+            acting.append((1.0 if stays is None else factors[stays[0]], clip))
+            leaving += [part for part in parts if part is not stays]
+        for part in leaving:
+            factor = factors[part[0]]
+            is_cut = factor < 1 - step.rounding
+            same = (each for own, each in acting if (is_cut or each.bound is None) and abs(own / factor - 1) <= step.rounding)
+            if (clip := next(same, None)) is None:  # type: ignore[assignment]
+                clip = UserClip([], self)
+                acting.append((factor, clip))
+            clip_of.update(dict.fromkeys(part, clip))
+        seen = sorted(self._seen)
+        for layer in {*range(self._count)} - self._seen:
+            clip_of[layer] = clip_of[next((each for each in reversed(seen) if each < layer), seen[0])]
+        self.moved = [layer for layer in range(self._count) if clip_of[layer] is not before[layer]]
+        every = [clip for _, clip in acting]
+        layers: dict[int, list[int]] = {id(clip): [] for clip in every}
+        for layer in range(self._count):
+            layers[id(clip_of[layer])].append(layer)
+        for clip in every:
+            clip.layers = layers[id(clip)]
+        self.every = [clip for clip in every if clip.layers]
 
-    def _say(self) -> None:
-        if self.bound is not None and self._content and not self._said:
-            self._said = True
-            stays = _STAYS if self._content == CONTENTS["gradient"] else ""
-            warn_user(_UNDERSTOOD.format(bound=self.bound, content=self._content) + stays)
+    def _say(self, content: str, is_whole: bool) -> None:
+        known = self.bounded
+        is_whole &= len(known) == 1 and len(known[0].layers) == self._count
+        norms = [f"{each.whole or each.bound:.3g}" for each in known]
+        where = "this norm, over all layers" if len(known) == 1 else "these norms, each over its layers"
+        if known[0].whole:
+            where += ", also those of another model or optimizer"
+        elif not is_whole:
+            norms = [f"{norm} ({len(each.layers)} of {self._count} layers)" for norm, each in zip(norms, known, strict=True)]
+            where = where.replace("all layers", "these layers")
+        text = ("a norm of " if len(norms) == 1 else "norms of ") + ", ".join(norms[:3]) + (len(norms) > 3) * " and others"
+        warn_user(
+            _UNDERSTOOD.format(bounds=text, content=content, where=where) + (_STAYS if content == CONTENTS["gradient"] else "")
+        )
 
 
 def _is_ratio(factor: float) -> bool:

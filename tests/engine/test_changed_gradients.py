@@ -8,8 +8,9 @@ import pytest
 import torch
 from devices import HAS_GPU
 
-from gradcomp.engine.changed_gradients import GRADIENTS, GradientSample, UpdateSample
+from gradcomp.engine.changed_gradients import GRADIENTS, GradientSample
 from gradcomp.engine.slots import ParameterSlot
+from gradcomp.engine.update_sample import UpdateSample
 from gradcomp.engine.user_clip import TRIAL
 
 
@@ -151,8 +152,8 @@ def test_a_clip_is_found_in_some_steps(nonzero: str, later: int) -> None:
             warnings.simplefilter("ignore")
             found = sample.check("direction")
         if found is not None:
-            assert float(found.factor) == pytest.approx(0.3001234) and found.is_new
-            assert sample.clip.bound == pytest.approx(0.3001234 * SIZES[nonzero] ** 0.5, rel=1e-5)
+            assert float(found.factors) == pytest.approx(0.3001234) and found.new is not None
+            assert sample.clips.every[0].bound == pytest.approx(0.3001234 * SIZES[nonzero] ** 0.5, rel=1e-5)
             return
         assert later
     pytest.fail("none of 8 steps has found it")

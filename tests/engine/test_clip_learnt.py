@@ -6,15 +6,19 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradcomp.engine.user_clip import CONTENTS, DRIFTS, UserClip
+from gradcomp.engine.user_clip import CONTENTS, DRIFTS, Comparison, UserClip, UserClips
+
+
+def note(clips: UserClips, factor: float, norm: float, holds: str = "velocity") -> None:
+    clips.note(Comparison(1, 1, 1, factor, norm, 1e-4, [norm**2], [(factor * norm) ** 2]), CONTENTS[holds], is_whole=True)
 
 
 def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
     """Note clips by their factors and bounds."""
-    clip = UserClip()
+    clips = UserClips(1)
     for factor, bound in pairs:
-        clip.note(factor, bound / factor - 1e-6, "words")
-    return clip
+        note(clips, factor, bound / factor - 1e-6)
+    return clips.every[0]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -41,18 +45,18 @@ def test_a_bound_that_drifts_slowly_is_followed_and_one_that_leaps_is_a_factor()
 def test_a_saved_clip_goes_on_as_the_first_one_does() -> None:
     leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(3 * DRIFTS)]
     for end in range(len(leaps)):
-        first, second = noted(leaps[:end]), UserClip()
+        first, second = noted(leaps[:end]).family, UserClips(1)
         second.load(first.save())()
         assert second.save() == first.save()
         for each in (first, second):
-            each.note(leaps[end][0], leaps[end][1] / leaps[end][0], "velocity")
-        assert second.save() == first.save() and len(first.save().get("drifts", ())) <= DRIFTS + 1
+            note(each, leaps[end][0], leaps[end][1] / leaps[end][0])
+        assert second.save() == first.save() and len(first.every[0].save().get("drifts", ())) <= DRIFTS + 1
 
 
 @pytest.mark.parametrize("holds", CONTENTS)
 def test_a_warning_says_that_gradients_stay_cut_where_updates_do_not_show_a_clip_that_is_dropped(holds: str) -> None:
-    clip = UserClip()
-    clip.note(0.1278943, 0.5 / 0.1278943, CONTENTS[holds])
+    clips = UserClips(1)
+    note(clips, 0.1278943, 0.5 / 0.1278943, holds)
     with pytest.warns(UserWarning, match="clipped to a norm of 0.5 ") as warned:
-        clip.note(0.2012345, 0.5 / 0.2012345, CONTENTS[holds])
+        note(clips, 0.2012345, 0.5 / 0.2012345, holds)
     assert ("stay cut" in str(warned[0].message)) == (holds == "gradient")

@@ -124,8 +124,13 @@ def squares_of(grads: Sequence[Tensor], loss_scale: Tensor | None, memory: Memor
     return squares if loss_scale is None else squares.mul_((1 / loss_scale).double().square())
 
 
-def cut_factors(bound: float, norms: Tensor) -> Tensor:
-    """Return the factors that cut gradients of these norms to a bound, as torch computes them."""
+def tensor_on(device: torch.device, numbers: Sequence[Any]) -> Tensor:
+    """Make a tensor of a few numbers on a device. A GPU is not waited for."""
+    return torch.tensor(numbers).to(device, non_blocking=device.type != "cpu")
+
+
+def cut_factors(bound: float | Tensor, norms: Tensor) -> Tensor:
+    """Return the factors that cut gradients of these norms to a bound, as torch computes them. bound: one, or one of each."""
     return (bound / (norms + 1e-6)).clamp(max=1).float()
 
 
