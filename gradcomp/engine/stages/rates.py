@@ -26,15 +26,23 @@ from gradcomp.native.extension import LARGEST
 
 # Factors of layers that differ by less are one: schedulers multiply rates of the groups one by one, and each is rounded.
 ALIKE = 1e-6
+# A layer's residual shrinks where its rate is more than so many times the mean rate of its gradients; the steps of that mean.
+LEAP, MEAN_OF = 4.0, 64
+# A mean rate that differs by less from the rate is the rate.
+CLOSE = 0.01
 # The smallest factor that a kernel's float holds in full precision.
 SMALLEST = 2.0**-126
 
 
 @dataclass
 class RatesState:
-    """rates: of the layers, under which the residual was found. kept: the parts of the residual that a step does not send."""
+    """rates: of the layers, under which the residual was found. means: by number, of layers with another mean rate.
+
+    kept: the parts of the residual that a step does not send.
+    """
 
     rates: Rates = None
+    means: dict[int, float] = field(default_factory=dict)
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in the residual, and the copy
 
 
@@ -51,8 +59,8 @@ class RateCorrection(Stage):
         # An update that is larger than its gradients may be too large for float16.
         if rates is not None and any(grad.dtype == torch.float16 for grad in accumulation.grads):
             rates = None
-        idle = [] if rates is None else [layer for layer, rate in enumerate(rates) if rate == 0]
-        parts = [accumulation.residual[slice(*span)] for span in accumulation.layout.spans_of(idle)]
+        idle = [layer for layer, rate in enumerate(rates) if rate == 0] if rates is not None and 0 in rates else []
+        parts = [accumulation.residual[slice(*span)] for span in accumulation.layout.spans_of(idle)] if idle else []
         state.kept = [(part, part.clone()) for part in parts]
         if rates is not None and len(idle) == len(rates):
             accumulation.residual_factor, accumulation.residual_is_kept = 0.0, True
@@ -68,40 +76,57 @@ class RateCorrection(Stage):
 
     def save(self, state: RatesState, layout: Layout, copy: Copy) -> Part:
         rates = zip(layout.names, state.rates or (), strict=False)
-        return Part({"rate": {name: max(rate, 0.0) for name, rate in rates if rate != ANY}})
+        means = {"mean rate": {layout.names[layer]: mean for layer, mean in state.means.items()}} if state.means else {}
+        return Part({"rate": {name: max(rate, 0.0) for name, rate in rates if rate != ANY}, **means})
 
     def load(self, state: RatesState, layout: Layout, shares: Shares) -> Callable[[], None]:
         def copy() -> None:
             if shares.own:
                 state.rates = tuple(known.get(name, ANY) for name in layout.names) if known else None
+                state.means = {layer: means[name] for layer, name in enumerate(layout.names) if name in means}
 
-        known: dict[str, float] = {}
-        if shares.own:
-            theirs = saved.table_or_empty(shares.own[0].layers, "rate")
-            known = {name: saved.number(theirs, name) for name in layout.names if name in theirs}
+        known, means = (_of_layers(shares, field, layout) for field in ("rate", "mean rate"))
         return copy
+
+
+def _of_layers(shares: Shares, field: str, layout: Layout) -> dict[str, float]:
+    """Read a number of each layer from the share that the rank goes on with."""
+    theirs = saved.table_or_empty(shares.own[0].layers, field) if shares.own else {}
+    return {name: saved.number(theirs, name) for name in layout.names if name in theirs}
 
 
 def _factors(state: RatesState, rates: Rates) -> tuple[float, Mapping[int, float]]:
     """Note a step's rates. Return the factor of the residual, and those of single layers, by number, where it is 1.
 
-    Where the rate of a layer is unknown, or those of a bucket's layers change unlike each other, layers shrink alone, and none
-    grows: one that grew by itself would push others out of a selection by magnitude. A rate of 0 changes nothing: the layer's
-    residual keeps the last one.
+    Where the rate of a layer is unknown, or those of a bucket's layers change unlike each other, none grows: one that grew by
+    itself would push others out of a selection by magnitude. One shrinks if its rate leaps. A rate that swings does not:
+    without the growth, its residual would wither. A rate of 0 changes nothing: the layer's residual keeps the last one.
     """
     before = state.rates
-    if before is None or rates is None or rates == before:
+    if before is None or rates is None:
         state.rates = rates
+        state.means.clear()
+        return 1.0, {}
+    if rates == before and not state.means:
         return 1.0, {}
     state.rates = tuple(new if _is_known(new) else old for old, new in zip(before, rates, strict=True))
     pairs = {i: pair for i, pair in enumerate(zip(before, rates, strict=True)) if pair[0] != ANY and pair[1] != 0}
     factors = {i: old / new for i, (old, new) in pairs.items() if _is_known(old) and _is_known(new)}
     if not factors:
         return 1.0, {}
-    largest = max(factors.values())
-    if len(factors) == len(pairs) and largest <= (1 + ALIKE) * min(factors.values()):
-        return min(max(largest, SMALLEST), LARGEST), {}
-    return 1.0, {i: max(factor, SMALLEST) for i, factor in factors.items() if factor < 1 - ALIKE}
+    factor, largest = 1.0, max(factors.values())
+    if is_alike := len(factors) == len(pairs) and largest <= (1 + ALIKE) * min(factors.values()):
+        factor = min(max(largest, SMALLEST), LARGEST)
+        means = {i: mean / factor for i, mean in state.means.items() if i in factors}
+    else:
+        means = {i: state.means.get(i, before[i]) for i, own in factors.items() if own != 1 or i in state.means}
+    leaps = {} if is_alike else {i: max(mean / rates[i], SMALLEST) for i, mean in means.items() if rates[i] > LEAP * mean}
+    state.means = {i: mean for i, mean in state.means.items() if i not in means}  # of layers of rate 0, for example
+    for i in means.keys() - leaps.keys():
+        mean = means[i] + (rates[i] - means[i]) / MEAN_OF
+        if abs(mean - rates[i]) > CLOSE * rates[i]:
+            state.means[i] = mean
+    return factor, leaps
 
 
 def _with_residual_back(steps: Steps, state: RatesState, of_all: bool) -> Steps:

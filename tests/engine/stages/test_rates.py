@@ -32,7 +32,10 @@ SCHEDULES: dict[str, list[tuple[float, float]]] = {
     "one leaps": [(0.1, 0.0003 if step < 7 else 0.3) for step in range(STEPS)],
     "one at zero": [(0.1, 0.0 if step in (0, 1, 4, 5, 9) else 0.3) for step in range(STEPS)],
 }
-UNLIKE = [(0.1, 0.3 if step < 5 else 0.003) for step in range(STEPS)]
+UNLIKE = {
+    "fall": [(0.1, 0.3 if step < 5 else 0.003) for step in range(STEPS)],
+    "swing": [(0.1, 0.03 if step % 2 else 0.3) for step in range(STEPS)],
+}
 
 
 def set_rates(training: Training, *rates: float) -> None:
@@ -92,9 +95,10 @@ def test_a_layer_without_a_residual_does_not_cost_the_others_their_rates() -> No
     torch.testing.assert_close(ours["a"] + waits["a"], meant["a"], rtol=1e-4, atol=1e-5)
 
 
-def test_rates_that_change_unlike_leave_residuals_alone() -> None:
-    """A layer with a factor of its own would push the others out of the selection."""
-    given, plain = (moved("topk:ratio=0.05", UNLIKE, known=known) for known in (True, False))
+@pytest.mark.parametrize("rates", UNLIKE)
+def test_rates_that_change_unlike_leave_residuals_alone(rates: str) -> None:
+    """A layer that grew by itself would push the others out of the selection. One that shrinks by turns would wither."""
+    given, plain = (moved("topk:ratio=0.05", UNLIKE[rates], known=known) for known in (True, False))
     assert all(torch.equal(given[0][name], plain[0][name]) for name in SHAPES)
 
 
@@ -206,14 +210,17 @@ def test_a_rate_of_zero_changes_nothing() -> None:
         torch.testing.assert_close(after["w"], (factor * before["w"]).clamp(max=LARGEST))
 
 
-def test_a_saved_state_holds_the_rates() -> None:
-    whole = Training("topk:ratio=0.02", partial(AdamW, lr=0.1), {"w": (200,)}, size=0)
+@pytest.mark.parametrize("leaps", [False, True])
+def test_a_saved_state_holds_the_rates(leaps: bool) -> None:
+    """And their means, which a leap is compared with."""
+    whole = Training("topk:ratio=0.02", lambda w: AdamW([{"params": [each]} for each in w], lr=0.1), SHAPES, size=0)
     trainings = [whole]
-    for step in range(6):
-        if step == 3:
+    for step in range(8):
+        if step == 6:
             trainings.append(whole.resumed("topk:ratio=0.02"))
         for training in trainings:
-            set_rates(training, 0.1 / (1 + step))
+            rate = 0.1 / (1 + step)
+            set_rates(training, rate, (1.0, 0.01, 0.01, 0.02, 0.01, 0.02, 0.5, 3.9)[step] if leaps else rate)
             training.train(1, step)
     whole.ends_as(trainings[1], 0, 0)
 
