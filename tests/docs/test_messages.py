@@ -57,3 +57,7 @@ def test_the_page_has_quotes() -> None:
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_quoted_message_is_in_the_source(quote: str) -> None:
     assert is_said(quote), f"docs/troubleshooting.md quotes {quote!r}, which no text of gradcomp has"
+
+
+def test_no_message_names_a_default_that_no_user_has_written() -> None:
+    assert "momentum=auto" not in messages()
