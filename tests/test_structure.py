@@ -57,6 +57,7 @@ ROOMS = [
     "engine/reducer",
     "engine/state",
     "engine/meeting",
+    "engine/kept_gradients",
     "engine/last_exchange",
     "engine/phases",
     "engine/session",
@@ -319,7 +320,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_748, 114), "scripts": (9_300, 84), "tests": (32_901, 248)}
+TOTALS = {"gradcomp": (16_888, 115), "scripts": (9_300, 84), "tests": (33_145, 248)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradcomp.engine import state
 from gradcomp.engine.acting_optimizer import parameters_of
+from gradcomp.engine.kept_gradients import KeptGradients
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.reducer import Reducer
@@ -62,23 +63,24 @@ class LastExchange:
     def __init__(self, slots: Slots, view: OptimizerView, trial: int):
         self._slots, self._view, self._trial = slots, view, trial
         self.waits, self.is_nested, self._has_closure = False, False, False
-        self._inside = ""  # the name of the optimizer that steps
+        self._inside: torch.optim.Optimizer | None = None  # the one that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
         self._drops = 0
         self.suited: Callable[[], Sequence[str]] = lambda: ["auto"]
         self._unsaid: list[str] = []  # of dropped updates, until a step: the lines that drop them are unknown
         self._keeper: Any = None
         self._exchanges = self._exchanges_inside = 0
-        self._copies = self._for_good = self._in_main_memory = self._steps_are_seen = False
+        self._copies = self._copies_own = self._for_good = self._in_main_memory = self._steps_are_seen = False
         self._reducer: Reducer | None = None
         self._generation = 0, 0  # the reducer's, before the exchange
         self._share: dict[str, Any] | None = None
-        self._own: list[tuple[Tensor, Tensor]] = []
+        self._own: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._given: list[torch.nn.Parameter] = []  # that have a gradient of this rank in the exchange
         self._looks, self._has_warned = False, False
         self._watched: list[tuple[Any, Any]] = []  # nodes of the graph, which live as long as somebody has them
         # A backward pass has a thread for each device: one would add to gradients while another looks at them.
         self._on_one_device = len({each.device for each in slots.parameters.values()}) == 1
+        self._kept = KeptGradients(slots, view, trial if self._on_one_device else 0)
 
     @property
     def share_before(self) -> dict[str, Any] | None:
@@ -93,21 +95,25 @@ class LastExchange:
         has_closure: exchanges may begin within the step. No hook of torch's tells the end of a step that raises an error.
         """
         if trains or (not self._view.exchanged and self._view.trains(optimizer)):
-            self.is_nested = bool(self._inside)
-            self._inside, self._exchanges_inside, self._steps_are_seen = type(optimizer).__name__, 0, True
+            self.is_nested = self._inside is not None
+            self._inside, self._exchanges_inside, self._steps_are_seen = optimizer, 0, True
             self._has_closure = has_closure
             while self._unsaid:
                 warn_user(self._unsaid.pop())
             if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
                 self._look_for_removed(optimizer)
+                self._kept.take(self._own)
                 self.settle()
         return trains
 
     def leave_step(self) -> None:
         """Note that the optimizer has stepped, also by the update of an exchange in its closure."""
-        if self._inside and self._exchanges_inside:
+        if self._inside is None:
+            return
+        if self._exchanges_inside:
             self.settle()
-        self._inside = ""
+        self._kept.give_back(self._inside)
+        self._inside = None
 
     def settle(self) -> None:
         """Forget the last exchange: its update has been applied, or is no longer known."""
@@ -139,27 +145,27 @@ class LastExchange:
         """
         # After a step that failed, and was skipped, the velocity has that step's weight decay already.
         self._copies = self._for_good or (self._exchanges < self._trial and not self.waits)
+        self._copies_own = self._copies or self._kept.needs_copies
         self.settle()
+        self._kept.begin()
         self._looks = not self._has_warned and (self._exchanges < self._trial or self._exchanges % LOOKS == 0)
-        self._exchanges_inside += bool(self._inside) and self._has_closure
+        self._exchanges_inside += self._inside is not None and self._has_closure
         self._keeper, self._first = keeper, first
         if keeper is not None and self._exchanges_inside > 1:
-            raise RuntimeError(_CLOSURES.format(name=self._inside, keeper=keeper))
+            raise RuntimeError(_CLOSURES.format(name=type(self._inside).__name__, keeper=keeper))
 
     def keep(self, reducer: Reducer, slot: Slot) -> None:
         """Copy this rank's own gradient, and before the first one the state."""
-        if not (self._looks or self._copies) or not (reducer.keeps_state or reducer.takes_momentum):
+        if not (self._looks or self._copies_own) or not (reducer.keeps_state or reducer.takes_momentum):
             return
         parameter = slot.parameter
         grad = None if parameter is None else parameter.grad
         if self._looks and parameter is not None and grad is not None:
             self._given.append(parameter)
-        if not self._copies:
-            return
-        if self._share is None:
+        if self._copies and self._share is None:
             self._generation = reducer.generation
             self._share = state.save_share(reducer, self._slots.shapes, sums=self._view.sums, copy=self._copy)
-        if reducer.takes_momentum and parameter is not None and grad is not None:
+        if reducer.takes_momentum and self._copies_own and parameter is not None and grad is not None:
             self._own.append((parameter, self._copy(grad)))
 
     def end(self, reducer: Reducer, watches: bool) -> None:
@@ -234,7 +240,7 @@ class LastExchange:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor: to main memory where the copy may be for nothing, or a device has no room."""
-        if self._for_good and not self._in_main_memory:
+        if (self._for_good or self._kept.is_kept) and not self._in_main_memory:
             try:
                 return tensor.detach().clone()
             except torch.cuda.OutOfMemoryError:

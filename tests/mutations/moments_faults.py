@@ -57,8 +57,8 @@ MOMENTS_FAULTS = (
     Fault(
         "a step that raised an error never ends, and later exchanges are within it",
         "gradcomp/engine",
-        "bool(self._inside) and self._has_closure",
-        "bool(self._inside)",
+        "self._inside is not None and self._has_closure",
+        "self._inside is not None",
         ("test_unapplied.py",),
     ),
     Fault(
@@ -179,6 +179,20 @@ MOMENTS_FAULTS = (
         "                torch._foreach_mul_([*grads], inverse)\n",
         "                pass\n",
         ("test_user_clip.py",),
+    ),
+    Fault(
+        "updates stay after a step in the place of gradients",
+        "gradcomp/engine",
+        "                parameter.grad.zero_() if own is None else parameter.grad.copy_(own)\n",
+        "",
+        ("test_kept_gradients.py",),
+    ),
+    Fault(
+        "a gradient that is kept late is not noticed",
+        "gradcomp/engine",
+        "            self.is_kept, self._late = True, 2\n",
+        "",
+        ("test_kept_gradients.py",),
     ),
     Fault(
         "the exchange acts before hooks that the user adds later",
