@@ -26,9 +26,9 @@ def beginning_of(spec: str | Compressor) -> tuple[Compressor, Auto | None]:
     return make(spec if auto is None else EXACT.spec), auto
 
 
-def _without_residual() -> list[str]:
-    """List specs that auto may choose before any that keeps a residual."""
-    return [*(name for name in names() if LOSSES[1] in kind_of(name).for_auto), AUTO]
+def _without_residual() -> str:
+    """Name specs that auto may choose before any that keeps a residual."""
+    return " or ".join([*(name for name in names() if LOSSES[1] in kind_of(name).for_auto), AUTO])
 
 
 class Handle:
@@ -51,7 +51,7 @@ class Handle:
         """stock: the types in which the door's framework can exchange the gradients in the session's place, for auto."""
         compressor, auto = beginning_of(spec)
         self._session, self._stock = Session(compressor, slots, network, options, door), stock
-        self._session.last.suited = _without_residual
+        self._session.last.suited = _without_residual()
         self._choose(auto)
 
     def _choose(self, auto: Auto | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class LastExchange:
     place. A dropped update is undone. A single layer's is not: it is warned of, once.
 
     waits: no step has applied the update. is_nested: a step() has called the one that begins. trial: the exchanges that are
-    copied at first; 0: no steps follow at all. suited: lists specs for a GAN, by a room that knows the compressors.
+    copied at first; 0: no steps follow at all. suited: names specs for a GAN, from a room that knows the compressors.
     """
 
     def __init__(self, slots: Slots, view: OptimizerView, trial: int):
@@ -66,7 +66,7 @@ class LastExchange:
         self._inside: torch.optim.Optimizer | None = None  # the one that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
         self._drops = 0
-        self.suited: Callable[[], Sequence[str]] = lambda: ["auto"]
+        self.suited = "auto"
         self._unsaid: list[str] = []  # of dropped updates, until a step: the lines that drop them are unknown
         self._keeper: Any = None
         self._exchanges = self._exchanges_inside = 0
@@ -235,7 +235,7 @@ class LastExchange:
         """Warn once that a residual spoils the training of a GAN, which drops many of its discriminator's updates."""
         self._drops += not stays
         if not stays and self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:
-            words = {"drops": DROPS, "count": self._exchanges, "keeper": self._keeper, "others": " or ".join(self.suited())}
+            words = {"drops": DROPS, "count": self._exchanges, "keeper": self._keeper, "others": self.suited}
             self._unsaid.append(_RIVALS.format(**words))
 
     def _copy(self, tensor: Tensor) -> Tensor:
