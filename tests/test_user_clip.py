@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import warnings
@@ -204,6 +205,32 @@ def resumed(made: Any, at: int | None) -> list[Tensor]:
     return [torch.stack(losses), *(each.detach().clone() for each in model.parameters())]
 
 
+def undecayed(parameters: Any) -> Any:
+    return sgd(parameters, weight_decay=0.0)
+
+
+def fallen_back(spec: str | None, at: int | None = None) -> list[Tensor]:
+    """Train by SGD under a clip of values, which ends the momentum once. Go on from a state at some step."""
+    model = Three()
+    run = None if spec is None else Training(DDP, model, spec, inner=undecayed(model.parameters()))
+    optimizer = undecayed(model.parameters()) if run is None else run.optimizer
+    for step in range(STEPS):
+        if run is None and step == 1:
+            optimizer.state.clear()
+        if run is not None and step == at:
+            parts = copy.deepcopy([model.state_dict(), optimizer.state_dict(), run.handle.state_dict()])
+            model = Three()
+            run = Training(DDP, model, spec, inner=undecayed(model.parameters()))
+            optimizer = run.optimizer
+            for each, part in zip((model, optimizer, run.handle), parts, strict=True):
+                each.load_state_dict(part)
+        optimizer.zero_grad()
+        (model if run is None else run.whole)(gradients(step)).backward()
+        values(model)
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
 SENT_BY = {"topk": "topk:ratio=0.1", "levels": "orq", "left": "topk:ratio=0.1,momentum=0"}
 
 
@@ -221,6 +248,9 @@ def of_ddp() -> dict[Any, Any]:
     for name in ("sgd", "adamw"):
         found["refused", "untold", name] = refused(lambda m=MADE[name]: scaled(DDP, m, told=False))  # type: ignore[misc]
     found |= {"listed": listed(ALL), "carried": carried()}
+    found["fallen back"] = [
+        said(lambda spec=spec, at=at: fallen_back(spec, at)) for spec in (ALL, "topk:ratio=0.1") for at in (None, 5)
+    ]  # type: ignore[misc]
     found |= {("left", name): left(ALL, MADE[name]) for name in ("sgd", "adamw")}
     found |= {("auto", name): said(lambda m=MADE[name]: train(DDP, m, spec="auto")) for name in ("sgd", "adamw")}  # type: ignore[misc]
     found |= {("resumed", name, at): resumed(MADE[name], at) for name in ("sgd", "adamw") for at in (None, 1, 5)}
@@ -278,6 +308,15 @@ def test_a_clip_by_several_optimizers_and_after_a_change_and_of_sums_is_torchs(d
 def test_a_clip_is_forgotten_once_the_user_has_not_clipped_for_some_steps(name: str) -> None:
     for own in found(DDP):
         equal(own["left", name], left(None, MADE[name]), 1e-5)
+
+
+def test_a_clip_of_values_leaves_the_momentum_to_sgd() -> None:
+    for own in found(DDP):
+        (exact, warned), (resumed_exact, _), (sent, _), (resumed_sent, more) = own["fallen back"]
+        equal(exact, fallen_back(None), 1e-5)
+        equal(resumed_exact, exact, 0.0)
+        equal(resumed_sent, sent, 0.0)
+        assert ["From the next step on the exchange is of gradients" in text for text, _ in warned] == [True] and len(more) == 1
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

@@ -175,7 +175,7 @@ class Announcement:
             )
             inform(f"gradcomp: {session.turns or spec} over {session.door.name} {act}", session.network)
         self._said = True
-        if (missed := reducer.missed) is not None and not self._warned:
+        if (missed := reducer.missed) is not None and not (missed.is_said or self._warned):
             self._warned = True
             warn_user(
                 f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them late and sparse, which costs "

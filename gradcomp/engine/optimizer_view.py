@@ -73,6 +73,7 @@ _IDLE = (
     ". {layer!r} has no gradient: if it is frozen, or unused in some steps, DistributedDataParallel needs "
     "find_unused_parameters=True, or it exchanges nothing"
 )
+_TAKE_HOOK = "Change them before it, by parameter.register_hook()"
 _UNKNOWN = (
     "the loaded state holds an optimizer's moments, but the optimizer is unknown until its first step(), and they would be "
     "lost: pass optimizer= where you pass the spec"
@@ -224,7 +225,9 @@ class OptimizerView(ActingOptimizer):
         optimizer, before, resumed, self._resumed = self._known_optimizer(), self._kind, self._resumed, False
         self._kind = kind = None if optimizer is None else self._kind_of(optimizer)
         if optimizer is None or kind is None:
-            if optimizer is not None and before is not None:
+            if self._sample.are_changed:
+                self.origin.leave()
+            elif optimizer is not None and before is not None:
                 warn_user(_SETTINGS.format(name=type(optimizer).__name__, outcome=_ANEW))
             return {}
         successes = self._delivery[0].successes(self._delivery[1]) if self._may_be_skipped and self._delivery else {}
@@ -402,6 +405,8 @@ class OptimizerView(ActingOptimizer):
             return Missed("is unknown to the exchange", TAKE_KNOWN)
         if not steps_as_known(type(optimizer)):
             return Missed("has a step() of its own", TAKE_KNOWN)
+        if self._sample.are_changed:
+            return Missed("steps with gradients that are changed after their exchange", _TAKE_HOOK, is_said=True)
         has_all, has_others = self._compare(optimizer)
         if has_others:
             return Missed("trains parameters that are not exchanged here", TAKE_OWN)

@@ -24,10 +24,14 @@ UNLIKE = ("amsgrad", "differentiable")
 
 
 class Missed(NamedTuple):
-    """The reason why an optimizer's momentum is not taken over, which follows its name, and the remedy."""
+    """The reason why an optimizer's momentum is not taken over, which follows its name, and the remedy.
+
+    is_said: a warning has named both.
+    """
 
     reason: str
     remedy: str
+    is_said: bool = False
 
 
 # The remedies for an optimizer that is unknown, for one that does not train all layers, and for one that trains others, too.

@@ -19,7 +19,18 @@ from gradcomp.engine.changed_gradients import grad_of
 from gradcomp.engine.optimizer_steps import warn_user
 from gradcomp.engine.slots import Slot
 from gradcomp.engine.stages.stage import Copy, squares_of, tensor_on
-from gradcomp.engine.user_clip import CONTENTS, SAME_FACTOR, Comparison, UserClip, UserClips, scaler_is_unknown
+from gradcomp.engine.user_clip import (
+    CONTENTS,
+    FALLS_BACK,
+    REFUSED,
+    SAME_FACTOR,
+    UNSCALED,
+    UPDATE_CHANGED,
+    Comparison,
+    UserClip,
+    UserClips,
+    scaler_is_unknown,
+)
 from gradcomp.native.extension import LARGEST
 from gradcomp.native.memory import HostCopy, Memory
 
@@ -29,21 +40,6 @@ Holds = Literal["direction", "velocity", "gradient"]
 UPDATED_ENTRIES, LAYERS = 4096, 4
 # A change by less than this share is rounding: by unscaling, for example. The first is of float32, the second of other types.
 SMALLEST_CHANGE = 1e-4, 1e-2
-
-
-_UPDATE_CHANGED = (
-    "the gradients were changed between their exchange and step(), and not each layer by one factor, as clip_grad_norm_() "
-    "does, which is understood. gradcomp has taken the momentum over, and they hold {content}. Clip by norms. Change gradients "
-    "otherwise, as a clip of values does, or a mask, before their exchange: call "
-    "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or write momentum=0 (under auto, "
-    "loss=low), and the exchange is of gradients"
-)
-_UNSCALED = (
-    "the gradients were changed between their exchange and step(), which looks like GradScaler.unscale_(): a GradScaler steps "
-    "the optimizer, and gradcomp does not know it. Pass scaler=scaler where you pass the spec. gradcomp has taken the momentum "
-    "over, and they hold {content}, and have no loss scale to take out. With scaler= they have it, and a clip after unscale_() "
-    "is understood, too"
-)
 
 
 class Clipped(NamedTuple):
@@ -59,16 +55,17 @@ class Clipped(NamedTuple):
 class UpdateSample:
     """Entries of some layers' updates, without the loss scale, from their delivery to the optimizer's step.
 
-    A change of layers by one factor below 1 is a clip. Another change of directions is refused; one of a velocity is warned
-    of, once.
+    A change of layers by one factor below 1 is a clip. Another change of directions is refused, one of a velocity is warned of.
+    If it makes entries smaller, as a clip of values does, the momentum is left to the optimizer: a velocity is longer than a
+    gradient.
 
-    clips: the user's. is_scaled: the gradients have the loss scale until a scaler takes it out. siblings: the samples of all
-    optimizers of the model.
+    clips: the user's. are_changed: entries of velocities were made smaller; no clip is looked for then. is_scaled: the
+    gradients have the loss scale until a scaler takes it out. siblings: the samples of all optimizers of the model.
     """
 
     def __init__(self, slots: Sequence[Slot]):
         self._memory = Memory()
-        self._warned = self.is_scaled = False
+        self._warned = self.are_changed = self.is_scaled = False
         self._slots = sorted(slots, key=lambda slot: -slot.layer.size)
         devices = dict.fromkeys(slot.layer.device for slot in slots)
         # Those with entries, in the order of all figures by layer.
@@ -92,7 +89,7 @@ class UpdateSample:
 
     def save(self, copy: Copy | None = None) -> dict[str, Any]:
         """Copy what is known of the user's clips. copy: copies this rank's own part; None leaves it out."""
-        state: dict[str, Any] = {"clips": self.clips.save(), "turn": self._turn}
+        state: dict[str, Any] = {"clips": self.clips.save(), "turn": self._turn, "are_changed": int(self.are_changed)}
         if self._late is not None:
             state |= {"holds": self._late[0], "numbers": self._late[1].all()}
         if copy is not None and self._longest is not None:
@@ -102,6 +99,7 @@ class UpdateSample:
     def load(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check what save() copied. Return a function that loads it, and cannot fail. An empty state forgets the clips."""
         clips, turn = self.clips.load(saved.table_or_empty(state, "clips")), saved.read_int({"turn": 0, **state}, "turn")
+        are_changed = bool(saved.read_int({"are_changed": 0, **state}, "are_changed", most=1))
         longest, late, count = None, None, len(self._layers)
         if "squares" in state and state["squares"].numel() == count:
             longest = saved.tensor(state, "squares", (count,), dtype=torch.float64)
@@ -109,18 +107,18 @@ class UpdateSample:
             if (holds := saved.entry(state, "holds")) not in CONTENTS:
                 raise ValueError(f"holds={holds!r} in the state must be one of {', '.join(CONTENTS)}: load another one")
             numbers = torch.tensor([float(each) for each in saved.sequence(state, "numbers")], dtype=torch.float64)
-            late = (holds, HostCopy(numbers)) if len(numbers) in (6, 6 + 2 * count) else None
+            late = (holds, HostCopy(numbers)) if len(numbers) in (7, 7 + 2 * count) else None
 
         def load() -> None:
             clips()
-            self._turn, self._longest, self._late = turn, longest, late
+            self._turn, self._longest, self._late, self.are_changed = turn, longest, late, are_changed
 
         return load
 
     @property
     def watches(self) -> bool:
         """True if the next step looks at all layers."""
-        return bool(self._layers) and self.clips.watches
+        return bool(self._layers) and self.clips.watches and not self.are_changed
 
     def bounds(self) -> Sequence[tuple[UserClip, Collection[str]]]:
         """Return the clips to a norm that is known, each with the names of its layers."""
@@ -198,12 +196,15 @@ class UpdateSample:
         velocities. others: returns the samples of this rank's other models.
         """
         buckets, self._buckets = self._buckets, ()
-        update = self._squares
+        update, were_changed = self._squares, self.are_changed
         clipped, suspected, self._suspected = self.check(holds), self._suspected, None
         if suspected is not None and holds != "direction":  # what came before may be too long, and nothing has measured it
             earlier = torch.tensor(suspected) if holds == "gradient" else self._factor_of_velocity(buckets, sums, momentum)
             for bucket in buckets:
                 bucket.shorten(earlier)
+        if self.are_changed > were_changed:  # a residual of velocities moves weights as far, once the optimizer adds momentum
+            for bucket in buckets:
+                bucket.shorten(torch.tensor(1 - momentum))
         if clipped is None:
             return
         undone = clipped.factors
@@ -308,7 +309,7 @@ class UpdateSample:
         before, self._squares = self._squares, None
         there = [(slot, grad_of(slot), old) for slot, old in kept]
         now = [(slot, self._sample(slot.flat(grad)), old, grad.dtype) for slot, grad, old in there if grad is not None]
-        if not now:
+        if not now or self.are_changed:
             return None
         after = None if before is None else self._squares_after()
         numbers = self._compare(now, before, after)
@@ -322,7 +323,7 @@ class UpdateSample:
         new = [known and each.is_new for each, known in zip(self.clips.every, known, strict=True)]
         for each, is_known in zip(self.clips.every, known, strict=True):
             each.is_new = each.is_new and not is_known
-        is_clip, factors = (numbers[0] > 0) & (numbers[1] > 0), numbers[3]
+        is_clip, factors = (numbers[0] > 0) & (numbers[1] > 0), numbers[4]
         self._last, self._compared = factors, time.perf_counter()
         if len(known) > 1:
             masks = tensor_on(before.device, [known, new])[:, self._clip_of(before.device)]
@@ -363,7 +364,7 @@ class UpdateSample:
         """Compare entries and squares by layer. Return the numbers of a Comparison."""
         device = now[0][2].device if before is None else before.device
         rounding = SMALLEST_CHANGE[any(form != torch.float32 for *_, form in now)]
-        changed, uniform, cuts = [], [], None
+        changed, uniform, shrinks, cuts = [], [], [], None
         if before is not None and after is not None:
             has_none = any(grad_of(slot) is None for slot in self._layers)
             olds = torch.where(after > 0, before, 0.0) if has_none else before
@@ -376,7 +377,7 @@ class UpdateSample:
                 )
                 wanted = (new / old)[clip_of].nan_to_num(1.0) * olds
             regular = ((after - wanted).abs() <= 2 * rounding * wanted).all()
-            uniform.append((((after > 0) & (after <= (1 + 2 * rounding) * olds)) | (olds == 0)).all())
+            shrinks.append((((after > 0) & (after <= (1 + 2 * rounding) * olds)) | (olds == 0)).all())
             changed.append(((after - olds).abs() > 2 * rounding * olds).any())
             cuts = torch.where(olds > 0, after / olds, 1.0).sqrt()
         else:
@@ -392,7 +393,11 @@ class UpdateSample:
             cut = torch.where(size > 0, cut, 1.0)
             is_cut = ((new - cut * old).abs().sum() <= smallest * cut * size) & (cut > 0) & (cut <= 1 + smallest)
             uniform.append(is_cut.to(device))
-        flags = [torch.stack(changed).any(), torch.stack(uniform).all(), regular]
+            is_less = torch.where(old == 0, new == 0, (new.abs() <= (1 + smallest) * old.abs()) & (new * old > 0))
+            shrinks.append(is_less.all().to(device))
+        does_shrink = torch.stack(shrinks).all()
+        is_uniform = torch.stack(uniform + shrinks[:1] * (cuts is not None)).all()
+        flags = [torch.stack(changed).any(), is_uniform, regular, does_shrink]
         numbers = [each.double() for each in flags] + [factor, norm, torch.full_like(norm, rounding)]
         return torch.cat([torch.stack(numbers), *squares])
 
@@ -410,10 +415,10 @@ class UpdateSample:
 
     def _judge(self, holds: Holds, numbers: Sequence[float]) -> None:
         """Learn from a comparison, or complain."""
-        half = 6 + len(numbers[6:]) // 2
-        step = Comparison(*numbers[:6], before=numbers[6:half], after=numbers[half:])  # type: ignore[misc, arg-type]
+        half = 7 + len(numbers[7:]) // 2
+        step = Comparison(*numbers[:7], squares=(numbers[7:half], numbers[half:]))  # type: ignore[misc, arg-type]
         if step.changed and (not step.is_uniform or (not self.clips.is_known and self._is_unscaled)):
-            self._complain(holds)
+            self._complain(holds, shrinks=bool(step.shrinks))
         elif step.norm >= 0:
             self.clips.note(step, CONTENTS[holds], len(self.siblings) == 1, self._delivered)
         elif step.changed:
@@ -425,13 +430,17 @@ class UpdateSample:
         """True if a GradScaler that was not passed steps the optimizer: it has taken its scale out of the updates."""
         return not self.is_scaled and scaler_is_unknown()
 
-    def _complain(self, holds: Holds) -> None:
+    def _complain(self, holds: Holds, shrinks: bool) -> None:
         is_unscaled = self._is_unscaled
         if holds == "direction":
-            raise RuntimeError((_UNSCALED if is_unscaled else _UPDATE_CHANGED).format(content=CONTENTS[holds]))
-        if holds == "velocity" and not (self._warned or is_unscaled):  # UnknownScaler has warned of a scaler
-            self._warned = True
-            warn_user(_UPDATE_CHANGED.format(content=CONTENTS[holds]), of_one_rank=True)
+            text = UNSCALED if is_unscaled else UPDATE_CHANGED
+            raise RuntimeError(text.format(content=CONTENTS[holds], outcome=REFUSED))
+        falls_back, was_warned = holds == "velocity" and shrinks, self._warned
+        if holds == "velocity" and not (is_unscaled or self.are_changed or (was_warned and not falls_back)):
+            self._warned, self.are_changed = True, falls_back  # UnknownScaler has warned of a scaler
+            self.clips = UserClips(len(self._layers)) if falls_back else self.clips
+            outcome = FALLS_BACK if falls_back else REFUSED
+            warn_user(UPDATE_CHANGED.format(content=CONTENTS[holds], outcome=outcome), of_one_rank=True)
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:

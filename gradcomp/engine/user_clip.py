@@ -39,6 +39,26 @@ _DRIFTS = (
     "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; and divide the loss by a count before "
     "backward()"
 )
+UPDATE_CHANGED = (
+    "the gradients were changed between their exchange and step(), and not each layer by one factor, as clip_grad_norm_() "
+    "does, which is understood. gradcomp has taken the momentum over, and they hold {content}. {outcome}"
+)
+REFUSED = (
+    "Clip by norms. Change gradients otherwise, as a clip of values does, or a mask, before their exchange: call "
+    "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or write momentum=0 (under auto, "
+    "loss=low), and the exchange is of gradients"
+)
+FALLS_BACK = (
+    "From the next step on the exchange is of gradients, which may be changed, and SGD applies its momentum itself, from 0 on. "
+    "That can cost some accuracy. To change gradients before their exchange in place of this, call "
+    "parameter.register_hook(lambda grad: grad * mask) once. To go on so without this warning, write momentum=0 into the spec"
+)
+UNSCALED = (
+    "the gradients were changed between their exchange and step(), which looks like GradScaler.unscale_(): a GradScaler steps "
+    "the optimizer, and gradcomp does not know it. Pass scaler=scaler where you pass the spec. gradcomp has taken the momentum "
+    "over, and they hold {content}, and have no loss scale to take out. With scaler= they have it, and a clip after unscale_() "
+    "is understood, too"
+)
 # What a state holds of a clip beside its bound: the names there, and the attributes.
 _SAVED = {name.lstrip("_"): name for name in ("factor", "is_scaling", "is_new", "_last", "_absent")}
 CONTENTS = {
@@ -52,22 +72,22 @@ class Comparison(NamedTuple):
     """A step's updates at their delivery, and before the optimizer steps, in numbers.
 
     changed: some entries were. is_uniform: each layer's by one factor, of at most 1. is_regular: all layers of a clip by the
-    same factor. factor, norm: of all together; the norm is -1 where only a sample was looked at. rounding: the largest change
-    that counts as none. before, after: the squares by layer.
+    same factor. shrinks: no entry is longer than before, or has become 0. factor, norm: of all together; the norm is -1 where
+    only a sample was looked at. rounding: the largest change that counts as none. squares: by layer, before and after.
     """
 
     changed: float
     is_uniform: float
     is_regular: float
+    shrinks: float
     factor: float
     norm: float
     rounding: float
-    before: Sequence[float]
-    after: Sequence[float]
+    squares: tuple[Sequence[float], Sequence[float]]
 
     def of(self, layers: Sequence[int]) -> tuple[float, float]:
         """Return the factor of some layers, and the norm of their update."""
-        old, new = sum([self.before[each] for each in layers]), sum([self.after[each] for each in layers])
+        old, new = (sum([own[each] for each in layers]) for own in self.squares)
         return (math.sqrt(new / old) if old else 1.0), math.sqrt(old)
 
 
@@ -191,6 +211,8 @@ class UserClips:
 
         def load() -> None:
             self.__dict__.update(new.__dict__, has_said=said)
+            for each in self.every:
+                each.family = self
 
         return load
 
@@ -257,13 +279,13 @@ class UserClips:
         An update without entries shows nothing: its layer then goes with its neighbour, until it has shown something.
         """
         factors = [step.of([layer])[0] for layer in range(self._count)]
-        self._seen |= {layer for layer, square in enumerate(step.before) if square}
+        self._seen |= {layer for layer, square in enumerate(step.squares[0]) if square}
         clip_of = {layer: clip for clip in self.every for layer in clip.layers}
         before, acting = dict(clip_of), []  # type: dict[int, UserClip], list[tuple[float, UserClip]]
         leaving: list[list[int]] = []
         for clip in self.every:
             parts: list[list[int]] = []
-            for layer in sorted([each for each in clip.layers if step.before[each]], key=factors.__getitem__):
+            for layer in sorted([each for each in clip.layers if step.squares[0][each]], key=factors.__getitem__):
                 if parts and abs(factors[layer] / factors[parts[-1][0]] - 1) <= step.rounding:
                     parts[-1].append(layer)
                 else:

@@ -10,7 +10,7 @@ from gradcomp.engine.user_clip import CONTENTS, DRIFTS, Comparison, UserClip, Us
 
 
 def note(clips: UserClips, factor: float, norm: float, holds: str = "velocity") -> None:
-    clips.note(Comparison(1, 1, 1, factor, norm, 1e-4, [norm**2], [(factor * norm) ** 2]), CONTENTS[holds], is_whole=True)
+    clips.note(Comparison(1, 1, 1, 1, factor, norm, 1e-4, ([norm**2], [(factor * norm) ** 2])), CONTENTS[holds], is_whole=True)
 
 
 def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
