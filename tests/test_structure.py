@@ -320,7 +320,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_918, 115), "scripts": (9_300, 84), "tests": (33_195, 248)}
+TOTALS = {"gradcomp": (16_932, 115), "scripts": (9_300, 84), "tests": (33_245, 249)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

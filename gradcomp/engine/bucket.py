@@ -31,12 +31,12 @@ class Bucket:
 
     feedback: the wrapper around the compressor; None around an exact one, whose steps start from the gradients alone.
 
-    residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so
-    far. grads: the gradients that are ready. unused: layers without one on this rank, for which zeros came. squares: of each
-    gradient, where they were measured. count: the number of layers. running: the exchange under way. answer: waits for the
-    reply to the latest request. round: requests made so far. streams: those with work on the bucket. residual_factor,
-    layer_factors: those of the last accumulation. traits: of the compressor with its error feedback. keeps_residual: unsent
-    entries stay for the next step. takes_momentum: the bucket applies the optimizer's momentum.
+    residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so far,
+    but for those that were undone. grads: the gradients that are ready. unused: layers without one on this rank, for which
+    zeros came. squares: of each gradient, where they were measured. count: the number of layers. running: the exchange under
+    way. answer: waits for the reply to the latest request. round: requests made so far. streams: those with work on the
+    bucket. residual_factor, layer_factors: those of the last accumulation. traits: of the compressor with its error feedback.
+    keeps_residual: unsent entries stay for the next step. takes_momentum: the bucket applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -51,7 +51,7 @@ class Bucket:
         self.residual: Tensor = torch.zeros(layout.total, device=layout.device) if kept is None else kept.residual
         self.inner: Any = compressor.init(layout, seed)
         self.frozen = FrozenLayers(layout, self.residual)
-        self.steps, self.residual_factor = 0, 0.0
+        self.steps, self.undone, self.residual_factor = 0, 0, 0.0
         self.layer_factors: Mapping[int, float] = {}
         self._accumulation: Accumulation | None = None
         self.grads: dict[str, Tensor] = {}
@@ -116,6 +116,7 @@ class Bucket:
         self._accumulation = accumulation = Accumulation(
             grads, layout, self.residual, flag, context.memory, self.steps + 1, scale, float(self.keeps_residual)
         )
+        accumulation.undone = self.undone
         frozen = context.frozen(layout)
         if frozen or self.frozen:
             momentum = context.momentum(layout)
@@ -154,11 +155,11 @@ class Bucket:
 
     def save_shared(self) -> dict[str, Any]:
         """Copy the state that all ranks must share."""
-        return {"steps": self.steps, "inner": self.compressor.save_shared(self.inner)}
+        return {"steps": self.steps, "undone": self.undone, "inner": self.compressor.save_shared(self.inner)}
 
     def load_shared(self, shared: Mapping[str, Any]) -> None:
         """Continue with the shared state of another rank."""
-        self.steps = shared["steps"]
+        self.steps, self.undone = shared["steps"], shared["undone"]
         self.compressor.load_shared(self.inner, shared["inner"])
 
     def copied_residual(self) -> dict[str, Tensor]:

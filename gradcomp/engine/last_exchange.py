@@ -214,7 +214,7 @@ class LastExchange:
             for grad in grads:
                 grad.zero_()
         else:
-            state.load_own(reducer, self._slots.shapes, self._share)()
+            state.undo(reducer, self._slots.shapes, self._share)
             reducer.generation = self._generation
             if stays:
                 self._put_own_back()

@@ -86,7 +86,8 @@ def _save_stages(reducer: Reducer, copy: Copy) -> dict[str, Any]:
             own[stage.name] = dict(part.bucket)
             for field, values in part.layers.items():
                 layers.setdefault(stage.name, {}).setdefault(field, {}).update(values)
-        buckets.append({"layers": list(bucket.layout.names), "steps": bucket.steps, "stages": own})
+        counts = {"steps": bucket.steps, "undone": bucket.undone}
+        buckets.append({"layers": list(bucket.layout.names), **counts, "stages": own})
     return {"layers": layers, "buckets": buckets}
 
 
@@ -111,7 +112,7 @@ def load_shares(
     own, others = _readers(taken.shares, trusted), _readers({} if taken.shares else taken.adam, trusted)
     first = next(iter(given.values()))
     loads: list[Callable[[], None]] = [reducer.view.load_clips(saved.sequence(first, "clips") if "clips" in first else ())]
-    inner: list[tuple[Bucket, int, Any]] = []
+    inner: list[tuple[Bucket, int, int, Any]] = []
     for bucket in reducer.buckets:
         bucket.put_back()
         for stage in bucket.stages:
@@ -123,8 +124,8 @@ def load_shares(
         reducer.steps_done = steps
         for each in loads:
             each()
-        for bucket, done, state in inner:
-            bucket.steps, bucket.inner = done, state
+        for bucket, done, undone, state in inner:
+            bucket.steps, bucket.undone, bucket.inner = done, undone, state
 
     return load
 
@@ -132,6 +133,13 @@ def load_shares(
 def load_own(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> Callable[[], None]:
     """Return a function that loads a share of this rank's, which save_share() has made in this process. See load_shares()."""
     return load_shares(reducer, shapes, Taken({0: share}, 1.0, Place(0, 1)), share["steps"], trusted=True)
+
+
+def undo(reducer: Reducer, shapes: Mapping[str, str], share: Mapping[str, Any]) -> None:
+    """Load this rank's share from before the last exchange. The ranks' comparisons count the exchange as before."""
+    load_own(reducer, shapes, share)()
+    for bucket in reducer.buckets:
+        bucket.undone += 1
 
 
 class _Reader(NamedTuple):
@@ -165,21 +173,21 @@ def _readers(shares: Mapping[int, Mapping[str, Any]], trusted: bool, partial: bo
     return readers
 
 
-def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int, Any]:
-    """Return a bucket's steps, and the compressor's state, both as the first share has them."""
+def _load_inner(bucket: Bucket, own: Sequence[_Reader], steps: int) -> tuple[int, int, Any]:
+    """Return a bucket's steps, those undone, and the compressor's state, as the first share has them."""
     record = own[0].record(bucket.layout) if own else None
     if own and record is None:
-        return steps, bucket.inner
+        return steps, 0, bucket.inner
     inner = bucket.compressor.init(bucket.layout, bucket.seed)
     if record is None:
-        return steps, inner
+        return steps, 0, inner
     try:
         bucket.compressor.load(inner, saved.table_or_empty(record, "compressor"))
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(
             f"the state of {bucket.compressor} is damaged ({type(error).__name__}: {error}); load another one"
         ) from error
-    return saved.read_int(record, "steps"), inner
+    return saved.read_int(record, "steps"), saved.read_int({"undone": 0, **record}, "undone"), inner
 
 
 def _check_shapes(shapes: Mapping[str, str], share: Mapping[str, Any], prefix: str) -> None:

@@ -119,7 +119,9 @@ class Adam(Stage):
                 state.first = state.second = None
                 state.set_steps(())
             return
-        state.compares = adam.compares and state.noise.begin(accumulation.step - 1, context.ranks)
+        # Also of steps that this rank has undone: others may have applied them, and all compare in the same exchange.
+        begun = accumulation.step - 1 + accumulation.undone
+        state.compares = adam.compares and state.noise.begin(begun, context.ranks)
         if state.second is None:  # the residual holds gradients, which may be much longer than directions
             accumulation.drop_residual()
         first, second = state.make(accumulation.layout)

@@ -57,6 +57,7 @@ class Accumulation:
     moments: Tensor | None = None
     peaks: Tensor | None = None
     mask: kernels.Mask | None = None
+    undone: int = 0
 
     def drop_residual(self) -> None:
         """Empty the residual for good: it holds another quantity than the step adds."""
