@@ -8,6 +8,7 @@
 #include <initializer_list>
 
 #include "expects.h"
+#include "math_blocks.h"
 #include "math_levels.h"
 #include "math_packed.h"
 #include "math_payload.h"
@@ -34,6 +35,9 @@
   (::gradcomp::is_packed_payload(NAMED(payload), n, capacity) && ::gradcomp::is_aligned(NAMED(payload), payload))
 #define LEVELS_PAYLOAD(payload, n, group, count) \
   (::gradcomp::is_levels_payload(NAMED(payload), n, group, count) && ::gradcomp::is_aligned(NAMED(payload), payload))
+#define BLOCKS_OF(flat, bits) ::gradcomp::is_in_blocks(NAMED(flat), bits)
+#define BLOCKS_PAYLOAD(payload, n, bits) \
+  (::gradcomp::has_bytes(NAMED(payload), BlocksPayload(n, bits).bytes()) && ::gradcomp::is_aligned(NAMED(payload), payload))
 #define TABLE(table, rows) ::gradcomp::is_table(NAMED(table), rows)
 #define GROUPS_OF(flat, group, count) ::gradcomp::is_grouped(NAMED(flat), group, count)
 #define IS_STEP(step) EXPECT(step >= 1 && step < kMostEntries / 2, #step "=", step, " must be in [1, 2^30)")
@@ -110,6 +114,11 @@ inline bool is_grouped(const Named& flat, int64_t group, int64_t count) {
     refuse(flat.kernel, ": group=", group, " must be in [", Groups::kShortest, ", 2^31)");
   }
   if (packing_of(count) == nullptr) refuse(flat.kernel, ": count=", count, " levels must be 2, 3, 5 or 9");
+  return indexable(flat) && holds(flat, 1);
+}
+
+inline bool is_in_blocks(const Named& flat, int64_t bits) {
+  if (bits < kNarrowest || bits > kWidest) refuse(flat.kernel, ": bits=", bits, " must be in [", kNarrowest, ", ", kWidest, "]");
   return indexable(flat) && holds(flat, 1);
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "math_blocks.h"
 #include "math_packed.h"
 #include "math_rounding.h"
 
@@ -33,6 +34,14 @@ struct LevelsPayload {
       : levels(groups.count() * count), words(packing_of(count)->words(groups)) {}
   int64_t words_at() const { return kHeaderBytes + padded(4 * levels); }
   int64_t bytes() const { return words_at() + 8 * words; }
+};
+
+// The payload of n entries in blocks: header, the blocks' words.
+struct BlocksPayload {
+  int64_t words;
+
+  BlocksPayload(int64_t n, int64_t bits) : words(Blocks{n, bits}.words()) {}
+  int64_t bytes() const { return kHeaderBytes + padded(4 * words); }
 };
 
 }  // namespace gradcomp

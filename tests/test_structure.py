@@ -207,7 +207,7 @@ def test_files_of_one_algorithm_stay_in_its_folder() -> None:
 
 def test_no_file_says_the_name_of_an_algorithm_outside_its_room() -> None:
     """Nor a knob's of one: neither in names nor in texts, but for docstrings, whose examples are specs."""
-    algorithms = set(gradcomp.names()) - {"dense", "half", "linear", "sign", "topk"}  # words of their own, too
+    algorithms = set(gradcomp.names()) - {"blocks", "dense", "half", "linear", "sign", "topk"}  # words of their own, too
     words = re.compile(rf"\b({'|'.join(algorithms | {'sam', 'lr_revision'})})\b")
     for path in (path for path in files() if room(path) != "compressors"):
         tree = ast.parse(path.read_text())
@@ -320,7 +320,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (16_932, 115), "scripts": (9_300, 84), "tests": (33_245, 249)}
+TOTALS = {"gradcomp": (17_073, 117), "scripts": (9_450, 85), "tests": (33_716, 251)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads) unpack_blocks(const Packed form, con
 // have come to, once those of the rank before are there. Each warp first finds the offsets of some ranks, so that no rank waits
 // for them.
 __global__ void __launch_bounds__(kThreads)
-    add_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
+    add_packed_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
                const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
                const Packed form, float scale) {
   __shared__ Offset offsets[Spans<const uint32_t>::kMost];
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    settle_blocks(Span<float> residual, const uint32_t* blocks, const uint32_t* entries, const int32_t* header,
+    settle_packed_blocks(Span<float> residual, const uint32_t* blocks, const uint32_t* entries, const int32_t* header,
                   const float* update, const Packed form, float keep) {
   const float share = share_to_keep(update, keep);
   if (share != 0) add_block(residual, {}, blocks, entries, form, header[0], offset_in(blocks), share);
@@ -224,13 +224,13 @@ void unpack_sparse(Span<float> values, Span<int32_t> indices, Span<int32_t> head
 void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<const uint32_t>& blocks,
                 const Spans<const uint32_t>& entries, const Spans<const int32_t>& headers, int64_t capacity, float scale,
                 Queue queue) {
-  LAUNCH(add_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
+  LAUNCH(add_packed_blocks, blocks_for(target.size, kBlockEntries), kThreads, 0, queue, target, marks, blocks, entries, headers,
          Packed(target.size, capacity), scale);
 }
 
 void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, int64_t capacity, float keep, Queue queue) {
-  LAUNCH(settle_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks.data, entries.data,
+  LAUNCH(settle_packed_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks.data, entries.data,
          header.data, update.data, Packed(residual.size, capacity), keep);
 }
 

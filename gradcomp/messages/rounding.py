@@ -1,4 +1,4 @@
-"""Payloads of rounded entries: in 16 bits each, or a few levels of each group and the number of each entry's level."""
+"""Payloads of rounded entries: in 16 bits each, in blocks with a budget of bits, or a few levels of each group and codes."""
 
 from __future__ import annotations
 
@@ -95,6 +95,36 @@ class HalfRounding(Rounding):
 
     def _values(self, payload: Payload) -> Tensor:
         return payload["values"][: self.n]
+
+
+class BlockRounding(Rounding):
+    """Sends entries within a budget of bits for each block: a scale for 32 entries, and more bits where the scale is larger."""
+
+    def __init__(self, bits: int, n: int):
+        self.bits = bits
+        self.form: Form = (Field("header", torch.int32, 2), Field("words", torch.int32, kernels.block_words(n, bits)))
+
+    def _fill(
+        self, payload: Payload, residual: Tensor, bounds: Tensor | None, flag: Tensor | None, key: int, memory: Memory | None
+    ) -> None:
+        kernels.take_blocks(residual, self.bits, self._bytes(payload), flag)
+
+    def add(self, target: Tensor, received: Sequence[Payload], scale: float) -> None:
+        kernels.add_blocks(target, [*map(self._bytes, received)], self.bits, scale)
+
+    def add_and_settle(
+        self, update: Tensor, received: Sequence[Payload], scale: float, residual: Tensor, payload: Payload
+    ) -> None:
+        if len(received) > MOST_RANKS:
+            return super().add_and_settle(update, received, scale, residual, payload)
+        sent, own = [*map(self._bytes, received)], self._bytes(payload)
+        return kernels.add_and_settle_blocks(update, sent, self.bits, scale, residual, own)
+
+    def settle(self, residual: Tensor, payload: Payload, update: Tensor) -> None:
+        kernels.settle_blocks(residual, self._bytes(payload), self.bits, update)
+
+    def _bytes(self, payload: Payload) -> Tensor:
+        return payload.bytes[: payloads.size(self.form)]
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ LEARN = 24
 DRAWINGS = {
     "dense": Drawing("dense", "every entry travels as it is"),
     "half": Drawing("half", "every entry travels in 16 bits", [FRACTIONS]),
+    "blocks": Drawing("blocks:bits=3", "every entry travels in a few bits", [FRACTIONS]),
     "topk": Drawing("topk:ratio=0.25", "the largest entries travel, as powers of two"),
     "sdagc": Drawing("sdagc:density=0.25", "the entries beyond a threshold travel, as powers of two"),
     "gs_sgd": Drawing(f"gs_sgd:{SKETCH}", "the ranks sum count sketches, then exact values", [spikes()]),

@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
+    "rounding": "measure the errors of ways to round gradients, beside the Microscaling formats",
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
     "study": "train over many seeds and compare accuracy and loss with dense",
     "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",

@@ -150,3 +150,17 @@ def test_scores_of_codes() -> None:
         assert (score, worse) == (f"{line['score']:.2f} %", "" if label == "dense" else bounds), label
         assert ratio == ("1 x" if label == "dense" else f"{line['compression']:.1f} x"), label
     assert len(rows) == 4
+
+
+def test_errors_of_rounding() -> None:
+    record = {line["way"]: line for line in json.loads((RECORDS / "rounding-texts.json").read_text())["lines"]}
+    found = 0
+    for page, _, rows in tables("| | bits an entry | error at step 10 | 50 | 150 | for Adam, at step 150 |"):
+        for label, bits, *cells in rows:
+            line = record[label.removesuffix(", bf16").strip("`")]
+            wanted = [f"{each:.1e}" for each in (*line["errors"], line["for_adam"][-1])]
+            assert bits == f"{line['bits']:.2f}" and cells == wanted, f"{page.name}: {label}"
+            found += 1
+    assert found == len(record)
+    most = {"blocks:bits=4": 8e-3, "blocks": 1.5e-3}
+    assert all(max(record[way]["errors"]) <= bound for way, bound in most.items())

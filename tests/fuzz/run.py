@@ -79,6 +79,7 @@ def load(path: Path) -> None:
 
 def kernels() -> list[str]:
     """Name all that is fuzzed."""
+    import fuzz.blocks
     import fuzz.chains
     import fuzz.gradients
     import fuzz.levels

@@ -21,7 +21,7 @@ STEPS = 10
 BUCKETS = 5
 
 
-@pytest.mark.parametrize("spec", ["dense", "half", "topk", "topk:momentum=0.9", "sdagc", "orq", "bingrad"])
+@pytest.mark.parametrize("spec", ["dense", "half", "blocks", "topk", "topk:momentum=0.9", "sdagc", "orq", "bingrad"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_bucket_makes_at_most_four_native_calls(spec: str, ranks: int, one_thread: None) -> None:
     assert host.SETTLING + STEPS < INTERVAL
