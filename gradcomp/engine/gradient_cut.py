@@ -36,15 +36,19 @@ class GradientCut:
         device, counts, known = squares[0].device, [each.count for each in buckets], self._view.bounds()
         flat = torch.cat([each.to(device) for each in squares])
         number_of, has_others = self._numbers(buckets, [names for _, names in known], device)
+        share, beside = self._network.world.size if self._view.sums else 1, views_beside(self._view)
+        if len(known) == 1 and not (has_others or beside):
+            clip, total = known[0][0], flat.sum()
+            clip.squares, clip.whole = total, 0.0
+            factor = cut_factors((clip.bound or 0.0) / share, total.sqrt())
+            context.cuts |= {each.layout.names[0]: factor.to(each.layout.device).expand(each.count) for each in buckets}
+            return
         sums = flat.new_zeros(len(known) + 1).index_add_(0, number_of, flat).unbind()
         for (clip, _), total in zip(known, sums, strict=False):
             clip.squares, clip.whole = total, 0.0
-        share = self._network.world.size if self._view.sums else 1
         bounds, totals = [], []  # type: list[float], list[Tensor]
         place_of: dict[int, int] = {}
-        for group in joined(
-            [clip for clip, _ in known], [clip for view in views_beside(self._view) for clip, _ in view.bounds()]
-        ):
+        for group in joined([clip for clip, _ in known], [clip for view in beside for clip, _ in view.bounds()]):
             place_of |= {id(each): len(bounds) for each in group}
             bounds.append(math.hypot(*[each.bound or 0.0 for each in group]) / share)
             totals.append(torch.stack([each.squares.to(device) for each in group if each.squares is not None]).sum())

@@ -298,10 +298,7 @@ class UpdateSample:
 
     @torch.no_grad()
     def check(self, holds: Holds) -> Clipped | None:
-        """Compare the gradients with the sample, before the optimizer's step. Return clips that are to be undone.
-
-        holds: the content of the updates.
-        """
+        """Compare the gradients with the sample of updates of this content. Return clips that are to be undone."""
         late, self._late = self._late, None
         if late is not None:
             self._judge(late[0], late[1].all())
@@ -386,18 +383,21 @@ class UpdateSample:
             factor, norm = total / was, torch.full((), -1.0, dtype=torch.float64, device=device)
             each = torch.stack(lengths)
             regular = ((each[:, 0] - factor * each[:, 1]).abs() <= rounding * factor * each[:, 1]).all()
-        for slot, new, old, form in now:
-            size, smallest = old.abs().sum(), SMALLEST_CHANGE[form != torch.float32]
+        sizes = [(old.abs().sum(), SMALLEST_CHANGE[form != torch.float32]) for _, _, old, form in now]
+        for (_, new, old, _), (size, smallest) in zip(now, sizes, strict=True):
             changed.append(((new - old).abs().sum() > smallest * size).to(device))
+        is_changed = torch.stack(changed).any()
+        if device.type == "cpu" and not is_changed:  # no more need be known
+            now, sizes = [], []
+        for (slot, new, old, _), (size, smallest) in zip(now, sizes, strict=True):
             cut = new.abs().sum() / size if cuts is None else cuts[self._number_of[slot.name]].to(new.device, torch.float32)
             cut = torch.where(size > 0, cut, 1.0)
             is_cut = ((new - cut * old).abs().sum() <= smallest * cut * size) & (cut > 0) & (cut <= 1 + smallest)
             uniform.append(is_cut.to(device))
             is_less = torch.where(old == 0, new == 0, (new.abs() <= (1 + smallest) * old.abs()) & (new * old > 0))
             shrinks.append(is_less.all().to(device))
-        does_shrink = torch.stack(shrinks).all()
-        is_uniform = torch.stack(uniform + shrinks[:1] * (cuts is not None)).all()
-        flags = [torch.stack(changed).any(), is_uniform, regular, does_shrink]
+        shrinks, uniform = shrinks or [~is_changed], uniform + shrinks[:1] * (cuts is not None) or [~is_changed]
+        flags = [is_changed, torch.stack(uniform).all(), regular, torch.stack(shrinks).all()]
         numbers = [each.double() for each in flags] + [factor, norm, torch.full_like(norm, rounding)]
         return torch.cat([torch.stack(numbers), *squares])
 

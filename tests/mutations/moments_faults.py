@@ -120,7 +120,7 @@ MOMENTS_FAULTS = (
     Fault(
         "an exchange that no step applied stays in the residual",
         "gradcomp/engine",
-        "            state.load_own(reducer, self._slots.shapes, self._share)()\n",
+        "            state.undo(reducer, self._slots.shapes, self._share)\n",
         "",
         ("test_unapplied.py",),
     ),
