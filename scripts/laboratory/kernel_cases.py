@@ -15,6 +15,7 @@ from torch import Tensor
 
 import gradcomp
 from gradcomp.compressors.bingrad import BinGrad
+from gradcomp.compressors.blocks import Blocks
 from gradcomp.compressors.gs_sgd import GsSgd
 from gradcomp.compressors.orq import Orq
 from gradcomp.messages.payload import empty
@@ -31,6 +32,8 @@ SDAGC, SDAGC_SIMULATED = "accumulate, moments, take_above", "Simulation step, sd
 SKETCH, HEAVIEST = "sketch", "heaviest"
 ORQ_3, ORQ_5, ORQ_9 = (f"ORQ-{levels}, round and add" for levels in (3, 5, 9))
 BINGRAD_B = "BinGrad-b, round and add"
+BLOCKS, ROUND_BLOCKS, ADD_BLOCKS = "blocks, round and add", "blocks, round", "blocks, add"
+BLOCKS_SIMULATED = "Simulation step, blocks"
 ROUND_3, ADD_3, ROUND_B = "ORQ-3, round", "ORQ-3, add", "BinGrad-b, round"
 
 # The share of the entries that sparse cases take.
@@ -91,7 +94,7 @@ class Arrays:
 
 def cases(arrays: Arrays) -> list[Case]:
     """Return all cases, the yardsticks first."""
-    parts = (yardsticks, passes, sparse, above, sketches, levels, steps)
+    parts = (yardsticks, passes, sparse, above, sketches, levels, blocks, steps)
     return [case for part in parts for case in part(arrays)]
 
 
@@ -260,6 +263,34 @@ def levels(arrays: Arrays) -> list[Case]:
     ]
 
 
+def blocks(arrays: Arrays) -> list[Case]:
+    """Return the kernels of blocks. Their bytes leave out the words, 5.3 bits an entry."""
+    value, target, failed = arrays.zeros(), arrays.zeros(), arrays.failed()
+    rounding = Blocks().rounding(arrays.n)
+    many = [rounding.take(arrays.input(rank).clone(), None, None, 0) for rank in range(MANY)]
+
+    def take(i: int) -> None:
+        rounding.take(value, None, None, 0, many[0])
+
+    def add(i: int) -> None:
+        rounding.add(target, many[1:2], 0.5)
+
+    def both(i: int) -> None:
+        take(i)
+        add(i)
+
+    def case(title: str, do: Callable[[int], None], moved: int) -> Case:
+        return Case(title, do, moved * arrays.n, before=lambda i: value.copy_(arrays.input(i)))
+
+    return [
+        case(BLOCKS, both, 16),
+        case(ROUND_BLOCKS, take, 8),
+        case(ADD_BLOCKS, add, 8),
+        case(f"{ADD_BLOCKS}, {MANY} ranks", lambda i: rounding.add(target, many, 0.5), 8),
+        case("blocks, settle", lambda i: rounding.settle(value, many[0], failed), 8),
+    ]
+
+
 def steps(arrays: Arrays) -> list[Case]:
     """Return whole steps. Their bytes are the sum over their kernels (sparse: 12, the take's, and 4 of spread)."""
     shapes = {f"layer{i}": (size,) for i, size in enumerate(arrays.sizes)}
@@ -267,6 +298,7 @@ def steps(arrays: Arrays) -> list[Case]:
     specs: list[tuple[str, str, int | None]] = [
         (SIMULATED, f"topk:ratio={RATIO}", (16 + take_reads(arrays)) * arrays.n),
         (SDAGC_SIMULATED, f"sdagc:small=none,density={RATIO}", (16 + take_reads(arrays)) * arrays.n),
+        (BLOCKS_SIMULATED, "blocks", None),
         ("Simulation step, dense", "dense", None),
     ]
     cases = []

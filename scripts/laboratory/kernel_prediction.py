@@ -57,6 +57,9 @@ FIND_3, FIND_5, FIND_9, FIND_MEANS = Kernel(8, 4.1), Kernel(8, 5.9), Kernel(8, 8
 ROUND_3, ROUND_5, ROUND_9, ROUND_MEANS = Kernel(7, 3.7), Kernel(7, 3.4), Kernel(7, 3.3), Kernel(7, 2.6)
 ADD_3, ADD_5, ADD_9, ADD_2 = Kernel(7, 3.9), Kernel(7, 3.5), Kernel(7, 3.4), Kernel(7, 2.6)
 ADD_3_MANY = Kernel(7 + c.MANY / 5, 5.5)
+# Counted in csrc/cuda/blocks.cu, not measured: 20 instructions of an entry and 12 of each payload's, at a warp a cycle of
+# each of 528 schedulers; and six and four words of shared memory, at 32 a cycle of each of 132 multiprocessors.
+TAKE_BLOCKS, ADD_BLOCKS, ADD_BLOCKS_MANY = Kernel(8.66, 1.5), Kernel(8.66, 0.94), Kernel(8 + 0.66 * c.MANY, 0.54 + 0.4 * c.MANY)
 
 COSTS = {
     c.COPY: Cost((Kernel(8),)),
@@ -95,6 +98,12 @@ COSTS = {
     f"{c.ADD_3}, {c.MANY} ranks": Cost((ADD_3_MANY,)),
     "ORQ-3, settle": Cost((ADD_3,)),
     c.ROUND_B: Cost((FIND_MEANS, ROUND_MEANS), 3),
+    c.BLOCKS: Cost((TAKE_BLOCKS, ADD_BLOCKS), 2),
+    c.ROUND_BLOCKS: Cost((TAKE_BLOCKS,)),
+    c.ADD_BLOCKS: Cost((ADD_BLOCKS,)),
+    f"{c.ADD_BLOCKS}, {c.MANY} ranks": Cost((ADD_BLOCKS_MANY,)),
+    "blocks, settle": Cost((ADD_BLOCKS,)),
+    c.BLOCKS_SIMULATED: Cost((ADD, TAKE_BLOCKS, Kernel(4), ADD_BLOCKS, SPREAD), 7),
     # Measured beside their kernels: 8 bytes of each entry for the delivery, and 8 more for the means of dense.
     c.SIMULATED: Cost((ADD, *TAKE, Kernel(8)), 13),
     c.SDAGC_SIMULATED: Cost((MEASURE, *TAKE_ABOVE, Kernel(8)), 15),

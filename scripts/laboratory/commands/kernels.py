@@ -27,6 +27,8 @@ TARGETS = {
     c.ORQ_3: (4.5, "16.8M"),
     c.ORQ_5: (6.0, "16.8M"),
     c.ORQ_9: (7.5, "16.8M"),
+    c.BLOCKS: (4.5, "16.8M"),
+    c.BLOCKS_SIMULATED: (6.0, "16.8M"),
     c.BINGRAD_B: (4.0, "16.8M"),
 }
 
