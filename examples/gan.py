@@ -16,7 +16,7 @@ import gradcomp
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--spec", default="orq", help="the compression of both models, or none (default orq)")
+parser.add_argument("--spec", default="blocks", help="the compression of both models, or none (default blocks)")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")

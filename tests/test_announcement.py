@@ -96,7 +96,7 @@ def test_a_line_and_a_warning_at_the_first_step(case: str, no_handlers: None) ->
         assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("spec", ["dense", "half", "orq", "topk:momentum=0", "topk:feedback=false"])
+@pytest.mark.parametrize("spec", ["dense", "half", "blocks", "orq", "topk:momentum=0", "topk:feedback=false"])
 def test_no_warning_where_nothing_waits_or_the_user_says_so(spec: str) -> None:
     model = net()
     optimizer = optim.RAdam(model.parameters())
@@ -242,7 +242,7 @@ def removed_on_rank_1(run: Training, rank: int) -> None:
 # For each: a training, a part of its warning, and the ranks that say it.
 WARNED: dict[str, tuple[Any, str, tuple[int, ...]]] = {
     "clip": (lambda run, rank: clipped(run, 4), "were clipped to a norm of", (0,)),
-    "dropped": (dropped, "take orq or auto for both", (0,)),
+    "dropped": (dropped, "take blocks or auto for both", (0,)),
     "scaled": (scaled, "does not know its scale", (0,)),
     "without moments": (without_moments, "goes on without the moments", (0,)),
     "removed": (removed_on_rank_1, "was set to None", (1,)),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 150
 REAL, FAKE = (1.0, 0.5), (0.0, 0.7)
-RECOMMENDED = ("topk", "sdagc", "orq", "orq:levels=9", "bingrad", "auto", "auto:loss=high")
+RECOMMENDED = ("topk", "sdagc", "blocks", "orq", "orq:levels=9", "bingrad", "auto", "auto:loss=high")
 # AdamW sees gradients late with these, and begins slowly with and without a generator.
 LEFT = ("topk:momentum=0", "sdagc:momentum=0", "orq:levels=9,momentum=0", "bingrad:momentum=0")
 FEW = (("topk", "adamw", 2), ("topk:momentum=0", "sgd", 2), ("sdagc", "sgd", 1))

@@ -6,7 +6,9 @@ know.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gradcomp.core.compressor import Traits
 from gradcomp.exchanges.rounded import Rounded, route_knob
@@ -23,6 +25,7 @@ class Blocks(Rounded):
 
     group = 32
     may_round_twice = True
+    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"low": ["blocks"]}
 
     @property
     def traits(self) -> Traits:

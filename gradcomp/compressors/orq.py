@@ -8,9 +8,7 @@ nine. Five levels, and the levels of a lopsided group, are then refined (csrc/ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gradcomp.exchanges.quantised import Quantiser, levels_knob
 from gradcomp.messages.rounding import RoundingRule
@@ -21,8 +19,6 @@ class Orq(Quantiser):
     """Rounds at random to optimal levels. Unbiased, unless entries are clipped."""
 
     levels: int = levels_knob(3)
-
-    for_auto: ClassVar[Mapping[str, Sequence[str]]] = {"low": ["orq:levels=9,momentum=0", "orq:levels=5,momentum=0"]}
 
     @property
     def rule(self) -> RoundingRule:

@@ -108,7 +108,7 @@ class Traits:
 
     Attributes:
         whole_model: It needs all layers in one bucket, so that its exchange does not overlap with backward.
-        exact: Its updates are means, but for the rounding of a float: error feedback and a local momentum have no use.
+        exact: Its updates are means, but for a rounding far below their noise: error feedback and a local momentum have no use.
         fed_back: By default it has error feedback.
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
         moments: It reads statistics of each layer of the residual.

@@ -32,7 +32,7 @@ _LATE = (
 _CLOSURES = (
     "{name} calls its closure several times in one step(), and compares gradients. Under {keeper} they differ even where the "
     "weights are equal: a residual moves on with every exchange, entries are rounded at random, and auto tries candidates. "
-    "Take half or dense, or an optimizer that calls it once"
+    "Take blocks, half or dense, or an optimizer that calls it once"
 )
 _REMOVED = (
     "the gradient of {name!r} was set to None between its exchange and step(): the optimizer leaves the layer alone, but the "

@@ -141,7 +141,7 @@ class Reducer:
         self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets) and (divides or len(view.parts) == 1)
         # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
-        # Equal gradients have equal updates in every exchange, but for the rounding of a float.
+        # Equal gradients have equal updates in every exchange, but for the rounding of sums.
         self.repeats = not self.keeps_state and all(bucket.traits.exact for bucket in self.buckets)
         # An optimizer applies, or skips, the updates of its buckets as one: each has a delivery for them.
         self._part_of = [view.part_of(bucket.layout.names[0]) if divides else 0 for bucket in self.buckets]

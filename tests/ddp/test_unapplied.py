@@ -132,10 +132,11 @@ def test_a_closure_that_is_called_several_times_is_refused_where_exchanges_diffe
         return torch.optim.LBFGS(parameters, max_iter=4)
 
     for given in (False, True):
-        with pytest.raises(RuntimeError, match=r"LBFGS calls its closure several times.*half or dense, or"):
+        with pytest.raises(RuntimeError, match=r"LBFGS calls its closure several times.*blocks, half or dense, or"):
             Run(lbfgs, spec, given=given).on(body=close)
     same(lambda spec: Run(lbfgs, spec).on(range(3), close), "dense")
-    Run(lbfgs, "half").on(range(3), close)
+    for exact in ("half", "blocks"):
+        Run(lbfgs, exact).on(range(3), close)
 
 
 @pytest.mark.parametrize("spec", ["topk:ratio=0.2", "topk:ratio=0.2,momentum=0"])

@@ -1,4 +1,7 @@
-"""Replays of recorded step times: the policy of auto takes steps that a record timed, with their noise."""
+"""Replays of recorded step times: the policy of auto takes steps that a record timed, with their noise.
+
+The records have the candidates of their time: nine and five levels where auto now has blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from gradcomp.auto import EXACT, SENDS_RESIDUAL, Candidate, Policy
 
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "accuracy" / "launches"
 
+# The candidates of the records between those that only round to 16 bits and those that keep a residual; mildest first.
+LEVELS = [Candidate(f"orq:levels={levels},momentum=0") for levels in (9, 5)]
 # The names that stock's candidates have in records.
 STOCK = {"stock": torch.float32, "bf16": torch.bfloat16}
 # The steps that are as fast as one round of a record; the share of a step by which it differs from its round, at most.
@@ -42,7 +47,9 @@ def cells() -> Iterator[Cell]:
         launch, lines = record["launch"], {line["way"]: line for line in record["run"]["lines"]}
         for loss in ("low", "high"):
             stock = STOCK.values() if "bf16" in lines else [torch.float32]
-            rounds = {each: _rounds(each, lines) for each in auto.candidates(loss, stock, False, True)}
+            mild = [*auto.candidates("none", stock, False, True), *LEVELS]
+            waits = [each for each in auto.candidates(loss, stock, False, True) if each.keeps_residual]
+            rounds = {each: _rounds(each, lines) for each in mild + waits}
             name = "-".join(map(str, (launch["task"], launch["door"], launch["hosts"], launch["rate"], loss)))
             yield Cell(name, {each: found for each, found in rounds.items() if found})
 

@@ -63,6 +63,7 @@ def test_the_goal_is_nearly_denses_end() -> None:
         ("dense; orq:levels=5,momentum=0 in 2 layers", "orq:levels=5,momentum=0"),
         ("sdagc", "sdagc"),
         ("sdagc:by_host=true", "sdagc"),
+        ("blocks:by_host=true", "blocks"),
         ("orq:levels=9,by_host=true,momentum=0", "orq:levels=9,momentum=0"),
     ],
 )
@@ -83,8 +84,8 @@ def test_auto_chooses_again_and_again() -> None:
 
 
 def keep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep records as if they had been made: sdagc is worse by step, faster by second; ORQ-9 never gets there."""
-    ends = {"orq:levels=9,momentum=0": 80.0, "sdagc": 98.5, "powersgd:rank=1": 50.0}
+    """Keep records as if they had been made: sdagc is worse by step, faster by second; blocks never gets there."""
+    ends = {"blocks": 80.0, "sdagc": 98.5, "powersgd:rank=1": 50.0}
 
     def perform(own: measured.Measured, lab: Lab) -> dict[str, Any]:
         if not isinstance(own, Training):
@@ -128,7 +129,7 @@ def test_the_page_shows_seconds_and_what_lost(tmp_path: Path, monkeypatch: pytes
     # auto chooses twice in 596.9 batches, and each costs 2 s.
     assert rows["`sdagc`, DDP"] == ["99.00", *["**66 s**"] * 8]
     assert rows["`auto`, DDP"][1] == "70 s (sdagc)"
-    assert rows["`orq:levels=9,momentum=0`, DDP"] == ["80.50", *["never (80.50)"] * 8]
+    assert rows["`blocks`, DDP"] == ["80.50", *["never (80.50)"] * 8]
     assert rows["`bf16:steps=4`, lr 0.02, DDP"][0] == "99.50"
     assert text.endswith("Commits: abc.\n")
     found = report.read(tmp_path / "out" / "accuracy.json")

@@ -30,7 +30,7 @@ RECORDS = ROOT / "benchmarks" / "results" / "accuracy"
 TRAINED, HOSTS, LINKS = ("cifar-large", "shakespeare"), (4, 8), ("100mbit", "1gbit", "10gbit", "none")
 
 # The ways of gradcomp, and the two that choose among them.
-OWN = ("topk", "sdagc", "orq:levels=9,momentum=0", "orq:levels=5,momentum=0")
+OWN = ("topk", "sdagc", "blocks")
 CHOOSING = ("auto", "auto:loss=high")
 # The ways that auto may choose beside those.
 CHOSEN = ("half",)
@@ -54,9 +54,9 @@ ROUNDS, STEPS, TURN = 5, 8, 1.2
 # The part of dense's final score that counts as reached.
 NEARLY = 0.99
 
-# The curves of ways that auto names otherwise, and the ways that it may choose, from the one that loses least.
+# The curves of ways that auto names otherwise, and the ways that it may choose, or could once, from the one that loses least.
 STOCK = {"stock": "stock", "stock in bf16": "bf16", "dense": "stock"}
-LOSING = ["stock", "bf16", "half", *(f"orq:levels={levels},momentum=0" for levels in (9, 5)), "topk", "sdagc"]
+LOSING = ["stock", "bf16", "half", "blocks", *(f"orq:levels={levels},momentum=0" for levels in (9, 5)), "topk", "sdagc"]
 
 # A curve: batches, and the score after them.
 Curve = list[tuple[int, float]]
@@ -84,7 +84,8 @@ faster in these short trainings. Do not expect that of a long one: compare [step
   rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook: it compresses from
   step {POWERSGD_FROM} on, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the authors' Deep
   Gradient Compression with their own code. gradcomp's specs are used as they come.
-- `auto` counts with what choosing cost. Its scores are those of the way that it chose.
+- `auto` counts with what choosing cost. Its scores are those of the way that it chose. It was measured before `blocks`, with
+  nine and five levels [in its place](decisions/auto.md#five-bits-and-no-levels).
 - All hosts share one machine of two cores, so all messages cost processor time that real network cards would not."""
 
 EXAMPLES = """\
