@@ -234,7 +234,7 @@ def step_alone_after(change: str) -> tuple[str, bool]:
 
 def of_ddp(door: str) -> dict[Any, Any]:
     odd = dist.get_rank() == 1
-    found: dict[Any, Any] = {("uneven", way): uneven(HIGH, way) for way in ("stock", "half", "topk")}
+    found: dict[Any, Any] = {("uneven", way): uneven(HIGH, way) for way in ("stock", "blocks", "topk")}
     found |= {change: step_alone_after(change) for change in REMEDIES} | {habit: habits(habit) for habit in HABITS}
     return found | {
         "uneven": uneven(None, "stock"),
@@ -298,7 +298,7 @@ def test_where_horovod_cannot_add_up_it_is_not_offered(door: str) -> None:
         assert auto["way"] == "dense" and {*auto["seconds"]} == {"dense", "half"}
 
 
-@pytest.mark.parametrize("way", ["stock", "half", "topk"])
+@pytest.mark.parametrize("way", ["stock", "blocks", "topk"])
 def test_a_rank_without_batches_takes_its_turns(way: str) -> None:
     first, second = (own["uneven", way] for own in found(DDP))
     assert torch.equal(first, second) and first.isfinite().all()

@@ -39,6 +39,7 @@ GATHERED_OR_SENT = [
     "gtopk:ratio=0.02,momentum=0.9,clip=1",
     "sketched_sgd:ratio=0.02",
     "orq:levels=5,route=alltoall",
+    "blocks:bits=4,route=alltoall",
     "sign",
 ]
 SPECS = list(
@@ -48,6 +49,7 @@ SPECS = list(
             *REDUCED,
             *GATHERED_OR_SENT,
             "topk; *.bias=dense; last.*=sign",
+            "blocks; *.bias=dense",
             "lgc:dense=2,learn=3,ratio=0.02,first=dense,momentum=0.9",
             "sdagc:density=0.02,small=pool,momentum=0.9",
             "sdagc:lam=2,sam=0.9,flush=5,clip=1,warmup=5",
@@ -67,6 +69,7 @@ BY_HOST = [
     "sdagc:lam=2,small=none,by_host=true",
     "gs_sgd:ratio=0.02,by_host=true",
     "dense:by_host=true",
+    "blocks:by_host=true",
     "bingrad:form=pb,group=512,by_host=true",
 ]
 # Door, number of ranks and of hosts with equally many of them, and the specs.

@@ -37,10 +37,11 @@ SPECS = {
     "gs_sgd": 0.0,
     "orq:sigmas=2.5,feedback=true": 0.0,
     "sign:momentum=0.5": 0.5,
+    "blocks:feedback=true": 0.0,
 }
 # All doors deliver in the same way. The slower ones train a few specs.
 CASES = [(OWN, spec) for spec in SPECS] + [(doors.COMPRESSION, spec) for spec in [*SPECS][::3]]
-CASES += [(DDP, spec) for spec in ("topk:ratio=0.01", "sdagc:lam=2", "orq:sigmas=2.5,feedback=true")]
+CASES += [(DDP, spec) for spec in ("topk:ratio=0.01", "sdagc:lam=2", "orq:sigmas=2.5,feedback=true", "blocks:feedback=true")]
 # These have no residual, and a skipped step is lost, as in DDP alone.
 WITHOUT_FEEDBACK = [(DDP, "dense"), (DDP, "topk:ratio=1,wire=exact,feedback=false")]
 # The candidates that auto takes.

@@ -19,6 +19,7 @@ SPECS = [
     "topk:ratio=0.03",
     "topk:ratio=0.03,route=split,wire=exact",
     "topk:ratio=0.03,route=tree",
+    "blocks:feedback=true",
     "sdagc:lam=2",
     "sdagc:lam=2.5,small=none,flush=3",
     "gtopk:ratio=0.03",

@@ -28,7 +28,7 @@ USES: dict[str, Any] = {
 SPECS = (
     *("topk:ratio=0.05", "topk:ratio=0.05,route=split", "topk:ratio=0.05,route=tree", "gtopk:ratio=0.05", "sdagc"),
     *("gs_sgd:ratio=0.05", "sketched_sgd:ratio=0.05", "lgc:dense=2,learn=3,ratio=0.05", "dense", "dense:feedback=true", "half"),
-    *("sign", "sign:route=alltoall,group=32", "bingrad", "linear", "orq", "orq:levels=9,feedback=true", "qsgd"),
+    *("blocks", "sign", "sign:route=alltoall,group=32", "bingrad", "linear", "orq", "orq:levels=9,feedback=true", "qsgd"),
 )
 # Specs that round zeros to something, and keep the error.
 ROUNDING = ("sign", "orq:levels=9,feedback=true")
