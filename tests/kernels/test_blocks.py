@@ -182,7 +182,15 @@ def test_a_flag_or_an_entry_that_is_not_finite_reaches_the_target(device: torch.
             assert said[0].isnan() and said[1:].isfinite().all() and said.count_nonzero() > 1000
 
 
-@pytest.mark.parametrize("wrong", ["head", "depths", "height", "any"])
+def test_the_largest_scale_is_one_of_which_twice_as_much_is_finite(device: torch.device) -> None:
+    x = 3.4e38 * torch.linspace(-1, 1, 64)
+    payload, rest = take(x.to(device), 5)
+    words, said = define(x, 5)
+    assert words[0] & 0xFFFF == LARGEST and bits_of(payload["words"].cpu()) == words
+    assert reference.same(rest.cpu(), x - said) and (2 * said).isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", ["head", "depths", "least", "height", "any"])
 def test_no_bytes_do_harm(device: torch.device, wrong: str) -> None:
     """Malformed blocks spoil the first entry and touch nothing else; whatever is well formed is added."""
     n, bits = 9000, 3
@@ -194,6 +202,9 @@ def test_no_bytes_do_harm(device: torch.device, wrong: str) -> None:
     elif wrong == "depths":
         words[block + 1 : block + 33] = int.from_bytes(bytes([253] * 4), "little", signed=True)
         words[block] = 0x0050
+    elif wrong == "least":  # a group's scale would be below the least, and above 0
+        words[block + 1 : block + 33] = 0
+        words[block] = LEAST - 1
     elif wrong == "height":
         words[block + 1 : block + 33] = 0
         words[block] = 0x400 | 381 << 16
