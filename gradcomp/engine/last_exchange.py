@@ -46,6 +46,12 @@ _RIVALS = (
     "{others} for both, which keep no residual. Where the first of two backward passes moves the weights, as SAM's does, "
     "run it in DistributedDataParallel.no_sync()"
 )
+_LEFT_OUT = (
+    "no optimizer.step() applied the last {drops} updates: they were set to zero first, or to None, and are undone. If a guard "
+    "leaves out steps by the norm that clip_grad_norm_() returns: that is an update's, which may be hundreds of times a "
+    "gradient's. Let it compare the mean over the ranks of stats()['grad_norm'], which is each rank's own, so that all decide "
+    "alike; or take blocks, which exchanges gradients"
+)
 
 
 class LastExchange:
@@ -65,9 +71,8 @@ class LastExchange:
         self.waits, self.is_nested, self._has_closure = False, False, False
         self._inside: torch.optim.Optimizer | None = None  # the one that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
-        self._drops = 0
+        self._drops = self._on_end = 0  # of all updates, and of the last ones, since any optimizer stepped
         self.suited = "auto"
-        self._unsaid: list[str] = []  # of dropped updates, until a step: the lines that drop them are unknown
         self._keeper: Any = None
         self._exchanges = self._exchanges_inside = 0
         self._copies = self._copies_own = self._for_good = self._in_main_memory = self._steps_are_seen = False
@@ -76,7 +81,7 @@ class LastExchange:
         self._share: dict[str, Any] | None = None
         self._own: list[tuple[torch.nn.Parameter, Tensor]] = []
         self._given: list[torch.nn.Parameter] = []  # that have a gradient of this rank in the exchange
-        self._looks, self._has_warned = False, False
+        self._looks = self._has_warned = self._has_warned_of_drops = False
         self._watched: list[tuple[Any, Any]] = []  # nodes of the graph, which live as long as somebody has them
         # A backward pass has a thread for each device: one would add to gradients while another looks at them.
         self._on_one_device = len({each.device for each in slots.parameters.values()}) == 1
@@ -94,12 +99,11 @@ class LastExchange:
 
         has_closure: exchanges may begin within the step. No hook of torch's tells the end of a step that raises an error.
         """
+        self._on_end = 0
         if trains or (not self._view.exchanged and self._view.trains(optimizer)):
             self.is_nested = self._inside is not None
             self._inside, self._exchanges_inside, self._steps_are_seen = optimizer, 0, True
             self._has_closure = has_closure
-            while self._unsaid:
-                warn_user(self._unsaid.pop())
             if self.waits and any(each.grad is not None for each in self._slots.parameters.values()):
                 self._look_for_removed(optimizer)
                 self._kept.take(self._own)
@@ -208,9 +212,9 @@ class LastExchange:
         if not (reducer.keeps_state or taken) or (not self._for_good and reducer.has_failed()):
             return  # nothing is left of it: the updates of a step that failed have been taken back
         self._view.take_back_update(stays)
-        self._warn_of_rivals(reducer, stays)
+        texts = [] if stays else self._note_drop(reducer)
         if self._share is None:
-            self._unsaid.append(_LATE.format(number=self._exchanges))
+            texts.append(_LATE.format(number=self._exchanges))
             for grad in grads:
                 grad.zero_()
         else:
@@ -219,6 +223,8 @@ class LastExchange:
             if stays:
                 self._put_own_back()
         self._for_good, self.waits = True, False
+        for text in texts:
+            warn_user(text)
 
     def _put_own_back(self) -> None:
         """Put this rank's own gradients in the place of the update; None where the rank had none."""
@@ -231,12 +237,20 @@ class LastExchange:
             else:
                 parameter.grad.copy_(grad)
 
-    def _warn_of_rivals(self, reducer: Reducer, stays: bool) -> None:
-        """Warn once that a residual spoils the training of a GAN, which drops many of its discriminator's updates."""
-        self._drops += not stays
-        if not stays and self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:
+    def _note_drop(self, reducer: Reducer) -> list[str]:
+        """Count a dropped update. Return a warning, once: of a guard that leaves out all steps, or of a residual in a GAN."""
+        self._drops, self._on_end = self._drops + 1, self._on_end + 1
+        if self._has_warned_of_drops:
+            return []
+        if self._on_end >= DROPS and not reducer.has_failed():
+            text = _LEFT_OUT.format(drops=self._on_end)
+        elif self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:
             words = {"drops": DROPS, "count": self._exchanges, "keeper": self._keeper, "others": self.suited}
-            self._unsaid.append(_RIVALS.format(**words))
+            text = _RIVALS.format(**words)
+        else:
+            return []
+        self._has_warned_of_drops = True
+        return [text]
 
     def _copy(self, tensor: Tensor) -> Tensor:
         """Copy a tensor: to main memory where the copy may be for nothing, or a device has no room."""

@@ -202,21 +202,29 @@ def inform(text: str, network: Connection) -> None:
 
 def calling_scaler() -> Any:
     """Return the GradScaler that steps the optimizer; None if there is none. Call this in a step of an optimizer."""
-    calling = (frame.f_locals.get("self") for frame in _callers() if frame.f_code.co_name == "step")
+    calling = (frame.f_locals.get("self") for frame in _callers(sys._getframe(1)) if frame.f_code.co_name == "step")
     return next((each for each in calling if isinstance(each, _SCALERS)), None)
 
 
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
 def warn_user(text: str, *, of_one_rank: bool = False) -> None:
-    """Warn at the user's line that called a step(), on rank 0. of_one_rank: a fact that others may not know."""
+    """Warn at the user's line that called a step() or backward(), on rank 0. of_one_rank: a fact that others may not know.
+
+    A backward pass on a GPU has threads of torch's, without a line of the user's: the main thread waits at one for them.
+    """
     if not (of_one_rank or speaks()):
         return
-    packages = ((frame, frame.f_globals.get("__name__", "").partition(".")[0]) for frame in _callers())
-    frame = next((frame for frame, package in packages if package not in INNER_PACKAGES), sys._getframe(1))
+    stacks = [[*_callers(frame)] for frame in (sys._getframe(1), *sys._current_frames().values())]
+    every = [frame for stack in stacks if stack is stacks[0] or _module(stack[-1]) == "__main__" for frame in stack]
+    frame = next((frame for frame in every if _module(frame).partition(".")[0] not in INNER_PACKAGES), every[0])
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"))

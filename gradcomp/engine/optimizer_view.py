@@ -38,7 +38,8 @@ _UNAPPLIED = (
     "momentum over, and an update holds it: added to the next gradient, it would spoil the training. gradcomp can undo the "
     "exchange, but not where no optimizer steps at all, as in a loop over the parameters, within "
     "DistributedDataParallel.join(), or in a model on several devices: let only the last backward pass before each step "
-    "exchange gradients, or write momentum=0 into the spec; under auto, loss=low"
+    "exchange gradients, or write momentum=0 into the spec; under auto, loss=low. If a guard leaves out all steps, by the norm "
+    "that clip_grad_norm_() returns: that is an update's. Let it compare the mean over the ranks of stats()['grad_norm']"
 )
 _UNTOLD = "; pass optimizer= beside the spec: without it, the steps are shorter than torch's"
 _OTHER_KIND = (

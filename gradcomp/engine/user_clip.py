@@ -26,8 +26,8 @@ RATIO, RANKS = 2e-7, 16
 _UNDERSTOOD = (
     "gradcomp: the gradients were clipped to {bounds} between their exchange and step(). They hold {content}, so that clip is "
     "undone. In its place each rank's own gradients are cut to {where}, before their exchange, from the next step on; layers "
-    "that turn out to have a clip of their own get its norm. clip_grad_norm_() returns an update's norm; that of the gradients "
-    "is stats()['grad_norm']"
+    "that turn out to have a clip of their own get its norm. clip_grad_norm_() returns an update's norm; that of this rank's "
+    "gradients is stats()['grad_norm']: to decide by it, as to leave out a step, take its mean over the ranks first"
 )
 _STAYS = (
     ". Updates without momentum are seldom longer than this norm, and do not show whether you still clip: once you do not, "

@@ -122,7 +122,8 @@ def test_a_loop_over_the_parameters_is_no_dropped_update(optimizer_of: Any) -> N
 
     left = Run(optimizer_of, "topk:ratio=0.2", given=False).on(body=body).residual()
     assert sum(float(each.abs().sum()) for each in left.values()) > 0
-    with pytest.raises(RuntimeError, match=r"has not applied the last one's update"):
+    refused = pytest.raises(RuntimeError, match=r"has not applied the last one's update.* If a guard leaves out all steps")
+    with refused, pytest.warns(UserWarning, match=r"no optimizer.step\(\) applied the last 4 updates"):
         Run(optimizer_of, "topk:ratio=0.2").on(range(20), body)
 
 
@@ -239,6 +240,58 @@ def test_a_residual_is_warned_of_where_many_updates_are_dropped(optimizer_of: An
         warnings.simplefilter("always")
         Run(optimizer_of, spec).on(range(14), drop)
     assert sum("In a GAN" in str(each.message) for each in seen) == warns
+
+
+def leave_out(run: Run, step: int, begins: int = 2) -> None:
+    """Leave out every step, as a guard does that takes the norm of an update for a gradient's."""
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step < begins:
+        run.optimizer.step()
+
+
+def leave_out_late(run: Run, step: int) -> None:
+    leave_out(run, step, begins=10)
+
+
+def leave_out_nan(run: Run, step: int) -> None:
+    """Leave out the steps of gradients that are not finite, as a GradScaler does."""
+    run.optimizer.zero_grad()
+    (run.loss(step) * (float("nan") if step > 2 else 1.0)).backward()
+    if step < 3:
+        run.optimizer.step()
+
+
+def leave_out_three(run: Run, step: int) -> None:
+    leave_out(run, step % 4, begins=1)
+
+
+def rival(run: Run, step: int) -> None:
+    """Drop five updates for each step, while another model trains."""
+    leave_out(run, step % 6, begins=1)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+
+
+@both
+@pytest.mark.parametrize("spec", ["topk:ratio=0.2", "orq", SPEC])
+def test_steps_that_are_all_left_out_are_warned_of_once(optimizer_of: Any, spec: str) -> None:
+    """The warning comes as the fourth one is noticed, at a user's line, since no step may follow."""
+
+    def texts(body: Body, steps: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            Run(optimizer_of, spec).on(range(steps), body)
+        assert all(each.filename.endswith(("one_rank.py", "test_unapplied.py")) for each in seen)
+        return [str(each.message) for each in seen if "This once" not in str(each.message)]
+
+    assert texts(leave_out, 6) == []
+    (text,) = texts(leave_out, 40)
+    assert "applied the last 4 updates" in text and "mean over the ranks of stats()['grad_norm']" in text
+    assert texts(leave_out_late, 30) == [text]
+    assert texts(leave_out_nan, 20) == [] and not any("applied the last" in each for each in texts(leave_out_three, 20))
+    assert ["In a GAN" in each for each in texts(rival, 20)] == ([] if spec == "orq" else [True])
 
 
 def climb(run: Run, step: int, by: Callable[[], Any]) -> None:

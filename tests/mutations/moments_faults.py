@@ -364,11 +364,18 @@ MOMENTS_FAULTS = (
         ("test_doors.py",),
     ),
     Fault(
-        "dropped updates are warned of at a line that does not drop them",
+        "steps that another model takes between do not end a row of dropped updates",
         "gradcomp/engine",
-        "            self._unsaid.append(_RIVALS.format(",
-        "            warn_user(_RIVALS.format(",
-        ("test_announcement.py",),
+        "        self._on_end = 0\n",
+        "        self._on_end = 0 if trains else self._on_end\n",
+        ("test_unapplied.py",),
+    ),
+    Fault(
+        "updates that failed are taken for those that a guard leaves out",
+        "gradcomp/engine",
+        "self._on_end >= DROPS and not reducer.has_failed()",
+        "self._on_end >= DROPS",
+        ("test_unapplied.py",),
     ),
     Fault(
         "the Trainer logs an update's norm as the gradient's",
