@@ -96,7 +96,23 @@ def test_a_line_and_a_warning_at_the_first_step(case: str, no_handlers: None) ->
         assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("spec", ["dense", "half", "blocks", "orq", "topk:momentum=0", "topk:feedback=false"])
+@pytest.mark.parametrize("spec", ["orq", "terngrad", "qsgd"])
+def test_coarse_rounding_of_gradients_is_warned_of_where_a_momentum_is_missed(spec: str) -> None:
+    model = net()
+    for optimizer, warns in (optim.RMSprop(model.parameters()), 1), (optim.AdamW(model.parameters()), 0):
+        found = said(session_of(optimizer, model, spec), optimizer, steps=2)[1]
+        assert len(found) == warns, found
+        for each in found:
+            text, start = str(each.message), f"{spec} exchanges gradients, since RMSprop is unknown to the exchange: "
+            assert text.startswith(start) and "rounded to few levels" in text and "let the spec be blocks" in text
+    plain = optim.SGD(model.parameters(), 0.1)
+    assert said(session_of(plain, model, spec), plain)[1] == []
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["dense", "half", "blocks", "orq:levels=9", "orq:levels=5", "orq:momentum=0", "topk:momentum=0", "topk:feedback=false"],
+)
 def test_no_warning_where_nothing_waits_or_the_user_says_so(spec: str) -> None:
     model = net()
     optimizer = optim.RAdam(model.parameters())

@@ -177,10 +177,14 @@ class Announcement:
         self._said = True
         if (missed := reducer.missed) is not None and not (missed.is_said or self._warned):
             self._warned = True
+            seen, remedy = (
+                ("late and sparse", "let the spec be auto, which keeps no residual here")
+                if reducer.keeps_residual
+                else ("rounded to few levels", "let the spec be blocks, which rounds them finely")
+            )
             warn_user(
-                f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them late and sparse, which costs "
-                f"accuracy. {missed.remedy}, or let the spec be auto, which keeps no residual here. To go on so without this "
-                "warning, write momentum=0 into the spec"
+                f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them {seen}, which costs "
+                f"accuracy. {missed.remedy}, or {remedy}. To go on so without this warning, write momentum=0 into the spec"
             )
 
 

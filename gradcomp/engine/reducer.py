@@ -170,8 +170,9 @@ class Reducer:
 
     @property
     def missed(self) -> Missed | None:
-        """The reason why the optimizer's momentum is missed, if that costs accuracy: where a residual is kept."""
-        if not (self.keeps_residual and all(bucket.takes_momentum for bucket in self.buckets)):
+        """The reason why the optimizer's momentum is missed, if that costs accuracy: with a residual, or coarse rounding."""
+        costs = self.keeps_residual or any(bucket.traits.coarse for bucket in self.buckets)
+        if not (costs and all(bucket.takes_momentum for bucket in self.buckets)):
             return None
         return self.view.missed if self.takes_momentum or self.view.has_no_momentum else ONE_BUCKET
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,8 @@ from gradcomp.native import kernels
 LARGEST_ERROR_FED_BACK = 1.2
 # The largest rounding error with which route=auto chooses alltoall for a biased compressor: alltoall rounds the sums again.
 LARGEST_ERROR_ROUNDED_TWICE = 0.8
+# The largest group by which the error of one rounding is measured, for a warning.
+MEASURED = 2**14
 
 # A deviation above which entries are not clipped. Squares overflow a little above it.
 LARGEST_DEVIATION = 2.0**56
@@ -57,7 +59,8 @@ class Quantiser(Rounded):
 
     @property
     def traits(self) -> Traits:
-        return Traits(fed_back=not self.rule.stochastic, moments=self.sigmas > 0)
+        error = rounding_error(replace(self.rule, group=min(self.group, MEASURED)), self.sigmas)
+        return Traits(fed_back=not self.rule.stochastic, moments=self.sigmas > 0, coarse=error >= LARGEST_ERROR_ROUNDED_TWICE)
 
     @property
     def unbiased(self) -> bool:
