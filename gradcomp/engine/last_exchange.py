@@ -240,9 +240,9 @@ class LastExchange:
     def _note_drop(self, reducer: Reducer) -> list[str]:
         """Count a dropped update. Return a warning, once: of a guard that leaves out all steps, or of a residual in a GAN."""
         self._drops, self._on_end = self._drops + 1, self._on_end + 1
-        if self._has_warned_of_drops:
+        if self._has_warned_of_drops or (self._on_end >= DROPS and reducer.has_failed()):
             return []
-        if self._on_end >= DROPS and not reducer.has_failed():
+        if self._on_end >= DROPS:
             text = _LEFT_OUT.format(drops=self._on_end)
         elif self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:
             words = {"drops": DROPS, "count": self._exchanges, "keeper": self._keeper, "others": self.suited}
