@@ -46,7 +46,7 @@ def test_a_rule_that_make_refuses_is_not_described() -> None:
     "spec,sentence",
     [
         ("atuo", "there is no compressor 'atuo' (did you mean 'auto'?)"),
-        ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: bingrad, dense"),
+        ("topkk", "there is no compressor 'topkk' (did you mean 'topk'?); known: bingrad, blocks, dense"),
         ("", "topk, auto"),
         ("fp16", "there is no compressor 'fp16' (did you mean 'half:form=fp16'?)"),
         ("BF16", "there is no compressor 'BF16' (did you mean 'half'?)"),
