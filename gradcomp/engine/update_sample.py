@@ -59,7 +59,7 @@ class UpdateSample:
     If it makes entries smaller, as a clip of values does, the momentum is left to the optimizer: a velocity is longer than a
     gradient.
 
-    clips: the user's. are_changed: entries of velocities were made smaller; no clip is looked for then. is_scaled: the
+    clips: the user's. are_changed: velocities were changed by more than a clip; no clip is looked for then. is_scaled: the
     gradients have the loss scale until a scaler takes it out. siblings: the samples of all optimizers of the model.
     """
 
@@ -420,7 +420,7 @@ class UpdateSample:
         if step.changed and (not step.is_uniform or (not self.clips.is_known and self._is_unscaled)):
             self._complain(holds, shrinks=bool(step.shrinks))
         elif step.norm >= 0:
-            self.clips.note(step, CONTENTS[holds], len(self.siblings) == 1, self._delivered)
+            self.are_changed |= self.clips.note(step, CONTENTS[holds], len(self.siblings) == 1, self._delivered)
         elif step.changed:
             self._suspected = step.factor if step.is_regular and not self.clips.watches else None
             self.clips.suspect()

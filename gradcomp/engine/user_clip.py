@@ -22,6 +22,8 @@ ABSENT = 8
 SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 3
 # A division by a count, times a number of ranks up to this, is a ratio of integers.
 RATIO, RANKS = 2e-7, 16
+# So many factors on end are none of a clip's. After one more, the same clip has had factors of both sorts.
+FACTORS, MIXES = 2, 3
 
 _UNDERSTOOD = (
     "gradcomp: the gradients were clipped to {bounds} between their exchange and step(). They hold {content}, so that clip is "
@@ -52,6 +54,23 @@ FALLS_BACK = (
     "From the next step on the exchange is of gradients, which may be changed, and SGD applies its momentum itself, from 0 on. "
     "That can cost some accuracy. To change gradients before their exchange in place of this, call "
     "parameter.register_hook(lambda grad: grad * mask) once. To go on so without this warning, write momentum=0 into the spec"
+)
+_MIXES = (
+    "the gradients were divided, for example by a count of passes or tokens, and clipped between their exchange and step(). "
+    "They hold {content}, where the two cannot be told apart. {outcome}. In place of this, divide the loss by the count before "
+    "backward(): the clip is then understood"
+)
+_SKIPS = (
+    "the gradients were clipped between their exchange and step() to a norm of {bound:.3g}, and in some steps they were not, "
+    "although longer. They hold {content}, and a clip in some steps only is not understood. {outcome}"
+)
+_LEAVES = (
+    "From the next step on the exchange is of gradients, and SGD applies its momentum itself, from 0 on. That can cost some "
+    "accuracy"
+)
+_DROPS = (
+    "From the next step on no gradient is cut before its exchange. SGD applies all factors after it, and on Adam's step they "
+    "have no effect"
 )
 UNSCALED = (
     "the gradients were changed between their exchange and step(), which looks like GradScaler.unscale_(): a GradScaler steps "
@@ -99,7 +118,8 @@ class UserClip:
     done about the clip. delivered, noted: the time of the last factor's
     update, and of its note. squares: of this rank's last gradients before a cut, added up. whole: the
     norm that is left of these layers and of others, in another model or with another optimizer; 0 where the clip has no others.
-    near: a clip that had the same factor when both acted last. family: all clips of the model's.
+    near: a clip that had the same factor when both acted last. family: all clips of the model's. skips: it acts in some steps
+    only.
     """
 
     def __init__(self, layers: Iterable[int], family: UserClips) -> None:
@@ -113,11 +133,13 @@ class UserClip:
         self.leaps: list[float] = []  # the norms of a clip that is none, in the step that shows it
         self._last = self._absent = 0.0
         self._drifts: list[float] = []
+        self._factors, self.skips = 0, False  # the factors on end that are none of a clip's
 
     def save(self) -> dict[str, Any]:
         """Copy all that the next steps depend on, as numbers."""
         own = {name: float(getattr(self, attribute)) for name, attribute in _SAVED.items()}
-        return own | {"bound": self.bound or 0.0, "layers": self.layers} | ({"drifts": self._drifts} if self._drifts else {})
+        more: dict[str, Any] = {"bound": self.bound or 0.0, "layers": self.layers}
+        return own | more | {name: each for name, each in (("drifts", self._drifts), ("factors", self._factors)) if each}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], family: UserClips) -> UserClip:
@@ -128,6 +150,7 @@ class UserClip:
         clip._drifts = [
             saved.number({"drifts": each}, "drifts") for each in (saved.sequence(state, "drifts") if "drifts" in state else [])
         ]
+        clip._factors = saved.read_int({"factors": 0, **state}, "factors", most=MIXES)
         for name, attribute in _SAVED.items():
             setattr(clip, attribute, type(getattr(clip, attribute))(numbers[name]))
         return clip
@@ -135,6 +158,11 @@ class UserClip:
     @property
     def is_known(self) -> bool:
         return self.bound is not None or self.is_scaling
+
+    @property
+    def mixes(self) -> bool:
+        """True if a clip came beside factors that are none of a clip's: none of them is known from then on."""
+        return self._factors == MIXES
 
     def acts_with(self, other: UserClip) -> bool:
         """Decide whether another clip is the same call of clip_grad_norm_(): equal factors in the same step."""
@@ -146,7 +174,7 @@ class UserClip:
         self.layers = sorted(self.layers + other.layers)
         if self.bound is not None and other.bound is not None:
             self.bound, self._last = math.hypot(self.bound, other.bound), math.hypot(self._last, other._last)
-        self.squares, self._drifts = None, []
+        self.squares, self._drifts, self._factors = None, [], max(self._factors, other._factors)
 
     def note_absent(self, norm: float) -> None:
         """Note a step without the clip, and the norm of its update."""
@@ -168,7 +196,15 @@ class UserClip:
         self._drifts = [*self._drifts[-DRIFTS:], bound] if drifts else []
         is_ratio = is_whole and _is_ratio(factor)
         # Norms may be equal by chance in two steps, and a factor may be a ratio: then it is what it was.
-        self.is_scaling = ((same or is_ratio) and (self.is_scaling or not steady)) or len(self._drifts) >= DRIFTS
+        is_factor = (same or is_ratio) and (self.is_scaling or not steady)
+        is_one = len(self.family.every) == 1  # few entries under several clips may look like one with other factors
+        self.skips = is_one and was_known and self._absent > 0 and abs(bound / self._last - 1) <= SAME_BOUND
+        mixes = is_ratio and drifts if was_known else not (is_factor or steady) and (self._factors == FACTORS or drifts)
+        if self.mixes or (is_one and mixes and (was_known or self._factors)):
+            self._factors = MIXES
+        else:
+            self._factors = min(self._factors + 1, FACTORS) if is_factor else 0
+        self.is_scaling = is_factor or self.mixes or len(self._drifts) >= DRIFTS
         self.factor, self._last, self._absent = factor, bound, 0
         self.delivered, self.noted = delivered, time.perf_counter()
         self.bound = None if self.is_scaling else bound
@@ -238,8 +274,11 @@ class UserClips:
         """Look at all layers from the next step on: a sample of some has factors below 1."""
         self._suspects = True
 
-    def note(self, step: Comparison, content: str, is_whole: bool, delivered: float = 0.0) -> None:
-        """Note the factors and norms of a step's update. content: of updates, in words. The others: see UserClip.note()."""
+    def note(self, step: Comparison, content: str, is_whole: bool, delivered: float = 0.0) -> bool:
+        """Note the factors and norms of a step's update. content: of updates, in words. The others: see UserClip.note().
+
+        Return True if SGD is to apply its momentum itself, since its clip is not understood. All clips are forgotten then.
+        """
         self.moved = []
         if step.changed and not step.is_regular:
             self._divide(step)
@@ -254,6 +293,8 @@ class UserClips:
             else:
                 clip.note_absent(norm)
                 is_clip |= clip.bound is not None
+        if noted and (noted[0].mixes or noted[0].skips) and self._gives_up(noted[0], content):
+            return True
         self._merge(noted)
         if is_clip and not self.has_said:
             self.has_said = True
@@ -261,6 +302,19 @@ class UserClips:
         if leaps and not self._has_warned:
             self._has_warned = True
             warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in leaps)))
+        return False
+
+    def _gives_up(self, clip: UserClip, content: str) -> bool:
+        """Warn of a clip that is not understood. Return whether the momentum is left to SGD."""
+        leaves = content == CONTENTS["velocity"]
+        if clip.mixes and (leaves or not self._has_warned):
+            self._has_warned = True
+            warn_user(_MIXES.format(content=content, outcome=_LEAVES if leaves else _DROPS))
+        elif leaves:
+            warn_user(_SKIPS.format(bound=clip.bound, content=content, outcome=_LEAVES))
+        if leaves:
+            self.every = [UserClip(range(self._count), self)]
+        return leaves
 
     def _merge(self, noted: list[UserClip]) -> None:
         """Make one of clips that have had one factor twice on end, each time that both acted. Once may be by chance."""

@@ -9,8 +9,9 @@ import pytest
 from gradcomp.engine.user_clip import CONTENTS, DRIFTS, Comparison, UserClip, UserClips
 
 
-def note(clips: UserClips, factor: float, norm: float, holds: str = "velocity") -> None:
-    clips.note(Comparison(1, 1, 1, 1, factor, norm, 1e-4, ([norm**2], [(factor * norm) ** 2])), CONTENTS[holds], is_whole=True)
+def note(clips: UserClips, factor: float, norm: float, holds: str = "velocity") -> bool:
+    step = Comparison(1, 1, 1, 1, factor, norm, 1e-4, ([norm**2], [(factor * norm) ** 2]))
+    return clips.note(step, CONTENTS[holds], is_whole=True)
 
 
 def noted(pairs: Iterable[tuple[float, float]]) -> UserClip:
@@ -51,6 +52,33 @@ def test_a_saved_clip_goes_on_as_the_first_one_does() -> None:
         for each in (first, second):
             note(each, leaps[end][0], leaps[end][1] / leaps[end][0])
         assert second.save() == first.save() and len(first.every[0].save().get("drifts", ())) <= DRIFTS + 1
+
+
+@pytest.mark.parametrize("holds", CONTENTS)
+def test_a_clip_beside_a_division_is_not_undone(holds: str) -> None:
+    """SGD gets its momentum back. For other updates no clip is known any more."""
+    clip, bare, other = (0.0312345, 1.0), (1 / 32, 0.3), (0.3, 0.2)
+    for before, last in (([clip], bare), ([bare], clip), ([other, (0.3, 0.4)], clip), ([bare, (1 / 40, 0.995)], clip)):
+        clips, loaded = UserClips(1), UserClips(1)
+        for factor, bound in before:
+            note(clips, factor, bound / factor, holds)
+        loaded.load(clips.save())()
+        for each in (clips, loaded):
+            with pytest.warns(UserWarning, match="were divided, for example by a count"):
+                assert note(each, last[0], last[1] / last[0], holds) == (holds == "velocity")
+            if holds != "velocity":
+                note(each, *clip, holds)
+                note(each, 0.0212345, 1 / 0.0212345, holds)
+            assert not each.bounded
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_clip_in_some_steps_leaves_the_momentum_to_sgd() -> None:
+    for holds in CONTENTS:
+        clips = UserClips(1)
+        for factor in (0.1278943, 1.0, 0.2012345):
+            leaves = note(clips, factor, 0.5 / 0.1278943 if factor == 1 else 0.5 / factor, holds)
+        assert leaves == (holds == "velocity") != bool(clips.bounded)
 
 
 @pytest.mark.parametrize("holds", CONTENTS)

@@ -286,6 +286,20 @@ MOMENTS_FAULTS = (
         ("test_step_left_out.py",),
     ),
     Fault(
+        "a division is undone with the clip beside it",
+        "gradcomp/engine",
+        "if self.mixes or (is_one and mixes and (was_known or self._factors)):",
+        "if False:",
+        ("test_clip_learnt.py", "test_user_clip.py"),
+    ),
+    Fault(
+        "a clip in some steps cuts gradients in all",
+        "gradcomp/engine",
+        "self.skips = is_one and was_known and",
+        "self.skips = False and",
+        ("test_clip_learnt.py", "test_user_clip.py"),
+    ),
+    Fault(
         "a clip of values cuts SGD's velocity",
         "gradcomp/engine",
         'falls_back, was_warned = holds == "velocity" and shrinks, self._warned',
