@@ -61,8 +61,8 @@ class ActingOptimizer:
             check_optimizer(optimizer)
             if not self._trained_by(optimizer):
                 raise ValueError(
-                    "optimizer= has none of the model's parameters; pass the optimizer that trains them, or leave optimizer= out "
-                    "if it trains copies of them"
+                    "optimizer= has none of the model's parameters; pass the optimizer that trains them, or leave optimizer= "
+                    "out if it trains copies of them"
                 )
             self._known[optimizer] = _Known(self._foreign(optimizer))
 

@@ -27,6 +27,9 @@ STUDIES = {
     "the same, 3 seeds": ["study-cifar"],
     "a larger net, 3 seeds": ["study-cifar-large"],
     "text, AdamW, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
+    "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["study-blocks-text"],
+    "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["study-blocks-text-best-rate"],
+    "the same, 5 seeds": ["study-blocks-text-best-rate"],
 }
 COURSES = {"a larger net, one seed": "cifar-large", "text, AdamW, one seed": "shakespeare"}
 
@@ -164,3 +167,12 @@ def test_errors_of_rounding() -> None:
     assert found == len(record)
     most = {"blocks:bits=4": 8e-3, "blocks": 1.5e-3}
     assert all(max(record[way]["errors"]) <= bound for way, bound in most.items())
+
+
+def test_what_five_bits_cost_a_text() -> None:
+    dense, blocks = (lines("study-blocks-text")[spec] for spec in ("dense", "blocks"))
+    shares = [100 * blocks[key] / dense["score"] for key in ("worse_than_dense", "worse_at_most")]
+    said = f"it costs {shares[0]:.2f} % of the perplexity, and at most {shares[1]:.2f} % with 95 % confidence"
+    assert said in (PAGES / "blocks.md").read_text() and len(dense["scores"]) == 5 and shares[1] <= 0.1
+    seeds = lines("study-blocks-text-best-rate")["dense"]["scores"]
+    assert f"between\n{min(seeds):.2f} and {max(seeds):.2f}" in (PAGES / "blocks.md").read_text()
