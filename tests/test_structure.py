@@ -320,7 +320,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (17_139, 117), "scripts": (9_500, 85), "tests": (34_060, 252)}
+TOTALS = {"gradcomp": (17_139, 117), "scripts": (9_500, 85), "tests": (34_090, 252)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

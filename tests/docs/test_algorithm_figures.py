@@ -176,3 +176,21 @@ def test_what_five_bits_cost_a_text() -> None:
     assert said in (PAGES / "blocks.md").read_text() and len(dense["scores"]) == 5 and shares[1] <= 0.1
     seeds = lines("study-blocks-text-best-rate")["dense"]["scores"]
     assert f"between\n{min(seeds):.2f} and {max(seeds):.2f}" in (PAGES / "blocks.md").read_text()
+
+
+def test_what_five_bits_take() -> None:
+    page = (PAGES / "blocks.md").read_text()
+    runs = [run for name in ("cifar-large", "10gbit") for run in record(f"train-blocks-ddp-{name}")["runs"]]
+    assert {run["rate"] for run in runs} == {"100mbit", "1gbit", "10gbit"}
+    for run in runs:
+        over = next(line["over"] for line in run["lines"] if line["way"] == "blocks")
+        cells = [f"{over[way]['median']:.2f} ({over[way]['at_most']:.2f})" for way in ("stock", "bf16")]
+        link = run["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+        assert f"| {link} | {cells[0]} | {cells[1]} |" in page and over["stock"]["at_most"] <= 1.05
+    found = {line["name"]: line["ratio_to_add"]["median"] for line in record("kernels-blocks-cpu-amd-epyc")["lines"]}
+    assert f"rounded in {found['blocks, round']:.1f} x the time of `add_`, and added in {found['blocks, add']:.1f} x" in page
+    assert f"takes {found['Simulation step, blocks']:.1f} x" in page and found["Simulation step, blocks"] <= 6
+
+
+def record(name: str) -> Any:
+    return json.loads((RECORDS / f"{name}.json").read_text())
