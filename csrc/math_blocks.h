@@ -51,11 +51,11 @@ SHARED_MATH int depth_of(uint32_t scale, uint32_t top) {
 
 // The bits of a group's codes, and so its words. A group has one bit less for two octaves less of scale: this halves an error
 // relative to the group where it quarters the absolute error. All groups are as wide as they are high above the bottom.
-SHARED_MATH int width_of(int height, int depth) {
-  if (depth >= kConstant) return kEmpty - depth;
+SHARED_MATH int scaled_width(int height, int depth) {
   const int width = (height - depth) >> 4;
   return width < kNarrowest ? kNarrowest : width > kWidest ? kWidest : width;
 }
+SHARED_MATH int width_of(int height, int depth) { return depth >= kConstant ? kEmpty - depth : scaled_width(height, depth); }
 
 // Find the largest height at which the groups' words are within the budget. words_at(height) counts them.
 constexpr int kHighest = kWidest * 16 + kMostDepth;

@@ -76,12 +76,8 @@ bool all_equal(const float* x, int64_t count) {
 
 // Count the words of groups at their depths, which are none of the marks.
 HOT int64_t count_words(const int16_t* depths, int64_t count, int height) {
-  int16_t words = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const auto width = static_cast<int16_t>((static_cast<int16_t>(height) - depths[i]) >> 4);
-    const int16_t least = width < kNarrowest ? int16_t{kNarrowest} : width;
-    words = static_cast<int16_t>(words + (least > kWidest ? int16_t{kWidest} : least));
-  }
+  int words = 0;
+  for (int64_t i = 0; i < count; ++i) words += scaled_width(height, depths[i]);
   return words;
 }
 
@@ -182,7 +178,10 @@ void take_block(float* x, const Blocks& form, int64_t entries, uint32_t* words) 
       }
     }
     words[0] = block_head(top, 0);
-    if (top == kInfiniteScale) return std::fill_n(depths, groups, uint8_t{kEmpty}), void();
+    if (top == kInfiniteScale) {
+      std::fill_n(depths, groups, uint8_t{kEmpty});
+      return;
+    }
     int16_t within[Blocks::kGroups];
     for (int64_t g = 0; g < groups; ++g) {
       if (depths[g] != 0) continue;
@@ -225,46 +224,41 @@ void for_blocks(int64_t n, int threads, const Work& work) {
   });
 }
 
-template <class Word, class Byte>
-Word* words_in(Byte* payload) {
-  return reinterpret_cast<Word*>(payload + kHeaderBytes);
+// Add scale times the entries of payloads, rank by rank. Returns false if a block is not sound.
+bool add_all(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, Queue queue) {
+  const Blocks form{target.size, bits};
+  std::atomic<bool> sound{true};
+  for_blocks(form.n, queue.threads, [&](int64_t block) {
+    for (int rank = 0; rank < payloads.count; ++rank) {
+      const auto* const words = reinterpret_cast<const uint32_t*>(payloads.data[rank] + kHeaderBytes) + form.at(block);
+      if (!add_block(target.data + form.begin(block), form, form.entries(block), words, scale)) sound = false;
+    }
+  });
+  return sound;
 }
 
 }  // namespace
 
 void take_blocks(Span<float> residual, OptionalSpan<const int32_t> flag, int64_t bits, Span<uint8_t> payload, Queue queue) {
   const Blocks form{residual.size, bits};
-  const int32_t header[2] = {0, flag.given() ? flag.data[0] : 0};
-  memcpy(payload.data, header, sizeof header);
+  write_header(flag, 0, {reinterpret_cast<int32_t*>(payload.data), 2}, queue);
+  auto* const words = reinterpret_cast<uint32_t*>(payload.data + kHeaderBytes);
   std::fill(payload.data + kHeaderBytes + 4 * form.words(), payload.data + payload.size, uint8_t{0});
-  auto* const words = words_in<uint32_t>(payload.data);
   for_blocks(form.n, queue.threads, [&](int64_t block) {
     take_block(residual.data + form.begin(block), form, form.entries(block), words + form.at(block));
   });
 }
 
 void add_blocks(Span<float> target, const Spans<const uint8_t>& payloads, int64_t bits, float scale, Queue queue) {
-  const Blocks form{target.size, bits};
-  std::atomic<bool> sound{true};
-  for_blocks(form.n, queue.threads, [&](int64_t block) {
-    for (int rank = 0; rank < payloads.count; ++rank) {
-      const auto* const words = words_in<const uint32_t>(payloads.data[rank]) + form.at(block);
-      if (!add_block(target.data + form.begin(block), form, form.entries(block), words, scale)) sound = false;
-    }
-  });
+  bool sound = add_all(target, payloads, bits, scale, queue);
   for (int rank = 0; rank < payloads.count; ++rank) {
-    if (reinterpret_cast<const int32_t*>(payloads.data[rank])[1] != 0) sound = false;
+    sound &= reinterpret_cast<const int32_t*>(payloads.data[rank])[1] == 0;
   }
   if (!sound) spoil(target, {});
 }
 
 void settle_blocks(Span<float> residual, Span<const uint8_t> own, int64_t bits, Span<const float> update, Queue queue) {
-  if (is_finite(update.data[0])) return;
-  const Blocks form{residual.size, bits};
-  const auto* const words = words_in<const uint32_t>(own.data);
-  for_blocks(form.n, queue.threads, [&](int64_t block) {
-    add_block(residual.data + form.begin(block), form, form.entries(block), words + form.at(block), 1);
-  });
+  if (!is_finite(update.data[0])) add_all(residual, Spans(own), bits, 1, queue);
 }
 
 }  // namespace gradcomp::cpu

@@ -183,17 +183,6 @@ __device__ __forceinline__ void add_group(float* row, const uint32_t* words, uin
   }
 }
 
-// Write the target's first entry, unless another block has made it NaN.
-__device__ __forceinline__ void put_first(float* target, float x) {
-  auto* const word = reinterpret_cast<unsigned*>(target);
-  unsigned seen = *static_cast<volatile unsigned*>(word);
-  while (float_of(seen) == float_of(seen)) {
-    const unsigned before = atomicCAS(word, seen, bits_of(x));
-    if (before == seen) break;
-    seen = before;
-  }
-}
-
 // Add all payloads to the entries of a block. If an update is given, they are added only where it is not finite, and no payload
 // spoils the target.
 __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_constant__ Spans<const uint8_t> payloads,
@@ -228,7 +217,7 @@ __global__ void __launch_bounds__(kThreads) add(float* target, const __grid_cons
   if (!sound) {
     spoil({target, form.n}, {});
   } else if (is_watched) {
-    put_first(target, rows[0]);
+    change_first(target, [&](float) { return rows[0]; });
   }
 }
 
