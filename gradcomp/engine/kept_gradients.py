@@ -76,7 +76,7 @@ class KeptGradients:
     def _make_torchs(self) -> None:
         """Make gradients what torch would leave: without the loss scale, cut, and with sums over the ranks on each of them."""
         view, self._is_raw = self._view, False
-        ranks = view._ranks if view.sums else 1
+        ranks = view.summed
         for grad in self._own.values():
             scale = view.loss_scale_on(grad.device)
             if ranks > 1 or scale is not None:

@@ -116,6 +116,11 @@ class OptimizerView(ActingOptimizer):
         return self._kind is not None
 
     @property
+    def summed(self) -> int:
+        """The number of ranks if updates are their sums; otherwise 1."""
+        return self._ranks if self.sums else 1
+
+    @property
     def tolerates_delay(self) -> bool:
         """True if a residual loses nothing: the optimizer was given, and its momentum, if any, is taken over."""
         acting = self.acting
@@ -371,9 +376,9 @@ class OptimizerView(ActingOptimizer):
 
     def _undo_clip(self, optimizer: torch.optim.Optimizer, holds: Holds) -> None:
         if getattr(optimizer, "grad_scale", None) is None:  # of fused=True: otherwise the gradients have the loss scale
-            sums, momentum = self._ranks if self.sums else 1, optimizer.param_groups[0].get("momentum", 0.0)
+            momentum = optimizer.param_groups[0].get("momentum", 0.0)
             self._sample.settle(
-                holds, sums, momentum, lambda: [part._sample for view in views_beside(self) for part in view.parts]
+                holds, self.summed, momentum, lambda: [part._sample for view in views_beside(self) for part in view.parts]
             )
 
     def _note_origin(self, optimizer: torch.optim.Optimizer) -> None:

@@ -281,12 +281,8 @@ class UpdateSample:
         if not norms or update is None or self._longest is None or new is None:
             return torch.ones_like(factors)
         if factors.dim():
-            clip_of, count = self._clip_of(update.device), len(self.clips.every)
-            both = [torch.zeros(count, dtype=torch.float64, device=update.device) for _ in range(2)]
-            norm, own = (
-                each.index_add_(0, clip_of, squares).sqrt()[clip_of]
-                for each, squares in zip(both, (update, self._longest.to(update.device)), strict=True)
-            )
+            clip_of = self._clip_of(update.device)
+            norm, own = (self._by_clip(each).sqrt()[clip_of] for each in (update, self._longest.to(update.device)))
         else:
             for other in others:
                 if other._norms is not None and (of_other := other._factor_since(self._delivered)) is not None:
@@ -339,6 +335,10 @@ class UpdateSample:
             self._clips = numbers, tensor_on(device, numbers)
         return self._clips[1]
 
+    def _by_clip(self, squares: Tensor) -> Tensor:
+        """Sum squares by layer over the layers of each clip."""
+        return squares.new_zeros(len(self.clips.every)).index_add_(0, self._clip_of(squares.device), squares)
+
     def _squares_after(self) -> Tensor:
         """Sum the squares of each layer's gradient before the optimizer's step. Those of a layer without one are 0."""
         grads = [grad_of(slot) for slot in self._layers]
@@ -351,9 +351,7 @@ class UpdateSample:
         if len(there) == len(grads):
             return found
         every = torch.zeros(len(grads), dtype=torch.float64, device=found.device)
-        return every.index_copy_(
-            0, torch.tensor([i for i, each in enumerate(grads) if each is not None]).to(found.device), found
-        )
+        return every.index_copy_(0, tensor_on(found.device, [i for i, each in enumerate(grads) if each is not None]), found)
 
     def _compare(
         self, now: Sequence[tuple[Slot, Tensor, Tensor, torch.dtype]], before: Tensor | None, after: Tensor | None
@@ -368,11 +366,8 @@ class UpdateSample:
             factor, norm, squares = (after.sum() / olds.sum()).sqrt(), olds.sum().sqrt(), [olds, after]
             wanted = factor.square() * olds
             if len(self.clips.every) > 1:
-                clip_of, count = self._clip_of(device), len(self.clips.every)
-                old, new = (
-                    torch.zeros(count, dtype=olds.dtype, device=device).index_add_(0, clip_of, each) for each in squares
-                )
-                wanted = (new / old)[clip_of].nan_to_num(1.0) * olds
+                old, new = map(self._by_clip, squares)
+                wanted = (new / old)[self._clip_of(device)].nan_to_num(1.0) * olds
             regular = ((after - wanted).abs() <= 2 * rounding * wanted).all()
             shrinks.append((((after > 0) & (after <= (1 + 2 * rounding) * olds)) | (olds == 0)).all())
             changed.append(((after - olds).abs() > 2 * rounding * olds).any())
