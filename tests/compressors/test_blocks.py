@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from payload_arrays import bytes_by
 from torch import Tensor
 
 import gradcomp
-from gradcomp.exchanges.rounded import GroupPartition
 from gradcomp.native import kernels
 
 
@@ -17,21 +18,9 @@ def payload(n: int, bits: int) -> int:
     return 8 + 8 * -(-kernels.block_words(n, bits) // 2)
 
 
-def block_bytes(bits: int, route: str) -> Callable[[int, int, int], int]:
-    """By alltoall the longest part to each rank, and one to all; where not all ranks have a group, everything to all."""
-
-    def promised(n: int, rank: int, world: int) -> int:
-        parts = GroupPartition(n, 32, world)
-        if route == "allgather" or not parts.none_empty:
-            return payload(n, bits)
-        return world * max(payload(parts.length(i), bits) for i in range(world))
-
-    return promised
-
-
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "blocks:feedback=true,route=allgather": block_bytes(5, "allgather"),
-    "blocks:bits=3,feedback=true,route=alltoall": block_bytes(3, "alltoall"),
+    "blocks:feedback=true,route=allgather": bytes_by("allgather", 32, partial(payload, bits=5)),
+    "blocks:bits=3,feedback=true,route=alltoall": bytes_by("alltoall", 32, partial(payload, bits=3)),
 }
 
 

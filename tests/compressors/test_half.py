@@ -7,31 +7,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from payload_arrays import bytes_by
 from torch import Tensor
 
 import gradcomp
-from gradcomp.exchanges.rounded import GroupPartition
 
 
 def payload(n: int) -> int:
     return 8 + 8 * -(-2 * n // 8)
 
 
-def half_bytes(route: str) -> Callable[[int, int, int], int]:
-    """By alltoall the longest part to each rank, and one to all; where not all ranks have a part, everything to all."""
-
-    def promised(n: int, rank: int, world: int) -> int:
-        parts = GroupPartition(n, 64, world)
-        if route == "allgather" or not parts.none_empty:
-            return payload(n)
-        return world * max(payload(parts.length(i)) for i in range(world))
-
-    return promised
-
-
 PROMISED_BYTES: dict[str, Callable[..., int]] = {
-    "half:feedback=true,route=allgather": half_bytes("allgather"),
-    "half:form=fp16,feedback=true,route=alltoall": half_bytes("alltoall"),
+    "half:feedback=true,route=allgather": bytes_by("allgather", 64, payload),
+    "half:form=fp16,feedback=true,route=alltoall": bytes_by("alltoall", 64, payload),
 }
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import gradients
 import pytest
 import torch
+from payload_arrays import bytes_by
 
 import gradcomp
 from gradcomp.compressors.orq import Orq
 from gradcomp.engine.stages.feedback import Feedback
-from gradcomp.exchanges.rounded import GroupPartition
 from gradcomp.native import kernels
 
 
@@ -21,15 +21,8 @@ def payload(n: int, group: int, count: int, each: int) -> int:
 
 
 def rounded_bytes(group: int, count: int, each: int, route: str = "allgather") -> Callable[[int, int, int], int]:
-    """By alltoall a payload of the longest part to each rank, and one to all; where not all ranks have a part, one of all."""
-
-    def promised(n: int, rank: int, world: int) -> int:
-        parts = GroupPartition(n, group, world)
-        if route == "allgather" or not parts.none_empty:
-            return payload(n, group, count, each)
-        return world * max(payload(parts.length(i), group, count, each) for i in range(world))
-
-    return promised
+    """Promise the bytes of entries that are rounded to levels."""
+    return bytes_by(route, group, lambda n: payload(n, group, count, each))
 
 
 PROMISED_BYTES: dict[str, Callable[..., int]] = {

@@ -1,11 +1,13 @@
-"""The arrays that kernels exchange, made for tests: flags, payloads to take into, and payloads of given entries."""
+"""The arrays that kernels exchange, made for tests, and the bytes of payloads by a route."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from gradcomp.exchanges.rounded import GroupPartition
 
 Arrays = dict[str, Tensor]
 CPU = torch.device("cpu")
@@ -34,3 +36,18 @@ def entries(
         "indices": torch.tensor(indices, dtype=torch.int32, device=device),
         "header": torch.tensor([len(values) if count is None else count, flag], dtype=torch.int32, device=device),
     }
+
+
+def bytes_by(route: str, group: int, payload: Callable[[int], int]) -> Callable[[int, int, int], int]:
+    """By alltoall a payload of the longest part to each rank, and one to all; where not all ranks have a part, one of all.
+
+    payload: the bytes of so many entries.
+    """
+
+    def promised(n: int, rank: int, world: int) -> int:
+        parts = GroupPartition(n, group, world)
+        if route == "allgather" or not parts.none_empty:
+            return payload(n)
+        return world * max(payload(parts.length(i)) for i in range(world))
+
+    return promised
