@@ -118,7 +118,8 @@ inline bool is_grouped(const Named& flat, int64_t group, int64_t count) {
 }
 
 inline bool is_in_blocks(const Named& flat, int64_t bits) {
-  if (bits < kNarrowest || bits > kWidest) refuse(flat.kernel, ": bits=", bits, " must be in [", kNarrowest, ", ", kWidest, "]");
+  if (bits < kNarrowest || bits > kWidest)
+    refuse(flat.kernel, ": bits=", bits, " must be in [", kNarrowest, ", ", kWidest, "]");
   return indexable(flat) && holds(flat, 1);
 }
 

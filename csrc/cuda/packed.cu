@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(kThreads) unpack_blocks(const Packed form, con
 // for them.
 __global__ void __launch_bounds__(kThreads)
     add_packed_blocks(Span<float> target, Span<uint8_t> marks, const __grid_constant__ Spans<const uint32_t> blocks,
-               const __grid_constant__ Spans<const uint32_t> entries, const __grid_constant__ Spans<const int32_t> headers,
-               const Packed form, float scale) {
+                      const __grid_constant__ Spans<const uint32_t> entries,
+                      const __grid_constant__ Spans<const int32_t> headers, const Packed form, float scale) {
   __shared__ Offset offsets[Spans<const uint32_t>::kMost];
   for (unsigned rank = threadIdx.x / kWarp; rank < static_cast<unsigned>(headers.count); rank += kThreads / kWarp) {
     const Offset mine = sum_words(blocks.data[rank], threadIdx.x % kWarp, kWarp);
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     settle_packed_blocks(Span<float> residual, const uint32_t* blocks, const uint32_t* entries, const int32_t* header,
-                  const float* update, const Packed form, float keep) {
+                         const float* update, const Packed form, float keep) {
   const float share = share_to_keep(update, keep);
   if (share != 0) add_block(residual, {}, blocks, entries, form, header[0], offset_in(blocks), share);
 }
@@ -230,8 +230,8 @@ void add_packed(Span<float> target, OptionalSpan<uint8_t> marks, const Spans<con
 
 void settle_packed(Span<float> residual, Span<const uint32_t> blocks, Span<const uint32_t> entries, Span<const int32_t> header,
                    Span<const float> update, int64_t capacity, float keep, Queue queue) {
-  LAUNCH(settle_packed_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks.data, entries.data,
-         header.data, update.data, Packed(residual.size, capacity), keep);
+  LAUNCH(settle_packed_blocks, blocks_for(residual.size, kBlockEntries), kThreads, 0, queue, residual, blocks.data,
+         entries.data, header.data, update.data, Packed(residual.size, capacity), keep);
 }
 
 }  // namespace gradcomp::cuda
