@@ -32,8 +32,16 @@ CONSERVING = [
 
 def steps(ranks: list[Rank], count: int, scale: float = 1.0) -> None:
     for _ in range(count):
-        for outcome in together(ranks, lambda rank: rank.step(scale)):
+        for outcome in together(ranks, lambda rank: rank.exchange(scale)):
             assert not isinstance(outcome, Exception), outcome
+        update(ranks)
+
+
+def update(ranks: list[Rank]) -> None:
+    """Step the ranks' optimizers, one after the other: a step shows what all sessions hide from their optimizers."""
+    for rank in ranks:
+        if rank.optimizer is not None:
+            rank.optimizer.step()
 
 
 def sync(ranks: list[Rank]) -> list[Any]:
@@ -164,9 +172,9 @@ def test_a_rank_that_joins_knows_the_clip_and_the_replicas_stay_equal() -> None:
     for stage in range(2):
         for _ in range(3):
             assert not [each for each in together(ranks, Rank.exchange) if isinstance(each, Exception)]
-            for rank in ranks:  # one after the other: a step shows what the other sessions hide from their optimizers
+            for rank in ranks:
                 torch.nn.utils.clip_grad_norm_(rank.parameter, 2.0)
-                rank.optimizer.step()
+            update(ranks)
         assert all(torch.equal(rank.parameter, ranks[0].parameter) for rank in ranks), stage
         ranks.append(Rank(Generation(3), 2, SPEC, optimizer_of=sgd))
         ranks[-1].parameter.data.copy_(ranks[0].parameter)
