@@ -18,7 +18,7 @@ TRIAL = 8
 # Steps without the clip, although updates were longer than the bound, after which it is forgotten.
 ABSENT = 8
 # Two factors, and two bounds, that are equal but for rounding. Bounds that differ by more than the third are of a clip that
-# changes. So many of these on end are of no clip by a norm.
+# changes. So many of these changes on end, up and down, are of no clip by a norm.
 SAME_FACTOR, SAME_BOUND, DRIFT, DRIFTS = 1e-5, 1e-3, 2e-2, 3
 # A division by a count, times a number of ranks up to this, is a ratio of integers.
 RATIO, RANKS = 2e-7, 16
@@ -35,11 +35,10 @@ _STAYS = (
     ". Updates without momentum are seldom longer than this norm, and do not show whether you still clip: once you do not, "
     "gradients stay cut"
 )
-_DRIFTS = (
+_LEAPS = (
     "the gradients were multiplied by one factor between their exchange and step(), and norms of {bounds} were left in the "
-    "last steps. This is no clip to a norm that stays: SGD applies the factor, and for Adam it has no effect. Clip by "
-    "norm_type=2, to a norm of gradients, since clip_grad_norm_() returns an update's; and divide the loss by a count before "
-    "backward()"
+    "last steps. They hold {content}, and a clip to a norm that leaps is not understood. {outcome}. In place of this, clip by "
+    "norm_type=2, to a norm that changes slowly; and divide the loss by a number, in place of the gradients, before backward()"
 )
 UPDATE_CHANGED = (
     "the gradients were changed between their exchange and step(), and not each layer by one factor, as clip_grad_norm_() "
@@ -68,6 +67,7 @@ _LEAVES = (
     "From the next step on the exchange is of gradients, and SGD applies its momentum itself, from 0 on. That can cost some "
     "accuracy"
 )
+_APPLIES = "SGD applies the factor, and on Adam's step it has no effect"
 _DROPS = (
     "From the next step on no gradient is cut before its exchange. SGD applies all factors after it, and on Adam's step they "
     "have no effect"
@@ -130,16 +130,16 @@ class UserClip:
         self.near: UserClip | None = None
         self.delivered = self.noted = self.whole = 0.0
         self.squares: Tensor | None = None
-        self.leaps: list[float] = []  # the norms of a clip that is none, in the step that shows it
+        self.leaps: list[float] = []  # the last norms, where they are no clip's
         self._last = self._absent = 0.0
-        self._drifts: list[float] = []
+        self._bounds: list[float] = []  # the last ones
         self._factors, self.skips = 0, False  # the factors on end that are none of a clip's
 
     def save(self) -> dict[str, Any]:
         """Copy all that the next steps depend on, as numbers."""
         own = {name: float(getattr(self, attribute)) for name, attribute in _SAVED.items()}
         more: dict[str, Any] = {"bound": self.bound or 0.0, "layers": self.layers}
-        return own | more | {name: each for name, each in (("drifts", self._drifts), ("factors", self._factors)) if each}
+        return own | more | {name: each for name, each in (("bounds", self._bounds), ("factors", self._factors)) if each}
 
     @classmethod
     def of(cls, state: Mapping[str, Any], family: UserClips) -> UserClip:
@@ -147,9 +147,8 @@ class UserClip:
         numbers = {name: saved.number(state, name) for name in ("bound", *_SAVED)}
         clip = cls(saved.read_ints(state, "layers"), family)
         clip.bound = numbers["bound"] or None
-        clip._drifts = [
-            saved.number({"drifts": each}, "drifts") for each in (saved.sequence(state, "drifts") if "drifts" in state else [])
-        ]
+        bounds = saved.sequence(state, "bounds") if "bounds" in state else []
+        clip._bounds = [saved.number({"bounds": each}, "bounds") for each in bounds]
         clip._factors = saved.read_int({"factors": 0, **state}, "factors", most=MIXES)
         for name, attribute in _SAVED.items():
             setattr(clip, attribute, type(getattr(clip, attribute))(numbers[name]))
@@ -161,7 +160,7 @@ class UserClip:
 
     @property
     def mixes(self) -> bool:
-        """True if a clip came beside factors that are none of a clip's: none of them is known from then on."""
+        """True if factors came that are none of a clip's, beside a clip or leaping: none of them is known from then on."""
         return self._factors == MIXES
 
     def acts_with(self, other: UserClip) -> bool:
@@ -174,7 +173,7 @@ class UserClip:
         self.layers = sorted(self.layers + other.layers)
         if self.bound is not None and other.bound is not None:
             self.bound, self._last = math.hypot(self.bound, other.bound), math.hypot(self._last, other._last)
-        self.squares, self._drifts, self._factors = None, [], max(self._factors, other._factors)
+        self.squares, self._bounds, self._factors = None, [], max(self._factors, other._factors)
 
     def note_absent(self, norm: float) -> None:
         """Note a step without the clip, and the norm of its update."""
@@ -193,22 +192,23 @@ class UserClip:
         same = self._last > 0 and abs(factor / self.factor - 1) <= SAME_FACTOR
         steady = self._last > 0 and abs(bound / self._last - 1) <= SAME_FACTOR
         drifts = is_whole and self._last > 0 and abs(bound / self._last - 1) > DRIFT
-        self._drifts = [*self._drifts[-DRIFTS:], bound] if drifts else []
-        is_ratio = is_whole and _is_ratio(factor)
-        # Norms may be equal by chance in two steps, and a factor may be a ratio: then it is what it was.
+        moves = was_known and len(self._bounds) > 1 and abs(self._bounds[-1] / self._bounds[-2] - 1) > SAME_BOUND
+        self._bounds = [*self._bounds[-DRIFTS:], bound]
+        # Norms may be equal by chance in two steps, and factors, and a factor may be a ratio: then it is what it was.
+        same, is_ratio = same and not moves, is_whole and not moves and _is_ratio(factor)
         is_factor = (same or is_ratio) and (self.is_scaling or not steady)
+        self.leaps = self._bounds if is_whole and not (same or is_ratio) and _leap(self._bounds) else []
         is_one = len(self.family.every) == 1  # few entries under several clips may look like one with other factors
         self.skips = is_one and was_known and self._absent > 0 and abs(bound / self._last - 1) <= SAME_BOUND
         mixes = is_ratio and drifts if was_known else not (is_factor or steady) and (self._factors == FACTORS or drifts)
-        if self.mixes or (is_one and mixes and (was_known or self._factors)):
+        if self.mixes or (is_one and (self.leaps or (mixes and (was_known or self._factors)))):
             self._factors = MIXES
         else:
             self._factors = min(self._factors + 1, FACTORS) if is_factor else 0
-        self.is_scaling = is_factor or self.mixes or len(self._drifts) >= DRIFTS
+        self.is_scaling = is_factor or self.mixes or bool(self.leaps)
         self.factor, self._last, self._absent = factor, bound, 0
         self.delivered, self.noted = delivered, time.perf_counter()
         self.bound = None if self.is_scaling else bound
-        self.leaps = self._drifts if len(self._drifts) == DRIFTS and not (same or is_ratio) else []
         return was_known and not (self.is_scaling or drifts)
 
 
@@ -301,15 +301,15 @@ class UserClips:
             self._say(content, is_whole)
         if leaps and not self._has_warned:
             self._has_warned = True
-            warn_user(_DRIFTS.format(bounds=", ".join(f"{each:.3g}" for each in leaps)))
+            warn_user(_LEAPS.format(bounds=_listed(leaps), content=content, outcome=_APPLIES))
         return False
 
     def _gives_up(self, clip: UserClip, content: str) -> bool:
         """Warn of a clip that is not understood. Return whether the momentum is left to SGD."""
         leaves = content == CONTENTS["velocity"]
         if clip.mixes and (leaves or not self._has_warned):
-            self._has_warned = True
-            warn_user(_MIXES.format(content=content, outcome=_LEAVES if leaves else _DROPS))
+            self._has_warned, text = True, _LEAPS if clip.leaps else _MIXES
+            warn_user(text.format(bounds=_listed(clip.leaps), content=content, outcome=_LEAVES if leaves else _DROPS))
         elif leaves:
             warn_user(_SKIPS.format(bound=clip.bound, content=content, outcome=_LEAVES))
         if leaves:
@@ -382,6 +382,16 @@ class UserClips:
         warn_user(
             _UNDERSTOOD.format(bounds=text, content=content, where=where) + (_STAYS if content == CONTENTS["gradient"] else "")
         )
+
+
+def _leap(bounds: Sequence[float]) -> bool:
+    """Decide whether bounds change up and down, by much each time. A schedule's go one way."""
+    every = sum(abs(new / old - 1) > DRIFT for old, new in itertools.pairwise(bounds)) == DRIFTS
+    return every and [*bounds] not in (sorted(bounds), sorted(bounds, reverse=True))
+
+
+def _listed(norms: Iterable[float]) -> str:
+    return ", ".join(f"{each:.3g}" for each in norms)
 
 
 def _is_ratio(factor: float) -> bool:

@@ -34,24 +34,40 @@ def test_a_division_by_a_count_is_no_clip_from_the_first_step_on() -> None:
     assert noted([(0.1278943, 0.7012345)]).bound == pytest.approx(0.7012345)
 
 
+LEAPS = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(3 * DRIFTS)]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_bound_that_drifts_slowly_is_followed_and_one_that_leaps_is_a_factor() -> None:
-    slow = noted([(0.1 + 0.0123 / (i + 3), 1.0123 * 0.985**i) for i in range(30)])
-    assert slow.bound == pytest.approx(1.0123 * 0.985**29)
-    leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(30)]
-    assert noted(leaps).is_scaling and not noted([*leaps, (0.2012345, 1.0), (0.3012345, 1.0)]).is_scaling
+@pytest.mark.parametrize("change", [0.985, 0.9, 1.1])
+def test_a_bound_that_goes_one_way_is_followed(change: float) -> None:
+    pairs = [(0.1 + 0.0123 / (i + 3), 1.0123 * change**i) for i in range(30)]
+    pairs[9] = pairs[8][0], pairs[9][1]  # two factors are equal by chance, and one is a ratio
+    pairs[12] = 1 / 16, pairs[12][1]
+    assert [noted(pairs[: i + 1]).bound for i in range(30)] == pytest.approx([bound for _, bound in pairs])
+
+
+@pytest.mark.parametrize("holds", CONTENTS)
+def test_bounds_that_leap_are_no_clips(holds: str) -> None:
+    """SGD gets its momentum back. For other updates no clip is known any more."""
+    clips = UserClips(1)
+    with pytest.warns(UserWarning) as warned:
+        leaves = [note(clips, factor, bound / factor, holds) for factor, bound in LEAPS[: DRIFTS + 1]]
+        assert leaves == [False] * DRIFTS + [holds == "velocity"]
+        if holds != "velocity":
+            for factor in (0.2012345, 0.3012345):
+                note(clips, factor, 1 / factor, holds)
+    assert not clips.bounded and ["norms of 1.01, 1.32, 1.71, 1.01 were left" in str(each.message) for each in warned] == [True]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_saved_clip_goes_on_as_the_first_one_does() -> None:
-    leaps = [(0.1 + 0.0123 / (i + 3), 1.0123 * 1.3 ** (i % 3)) for i in range(3 * DRIFTS)]
-    for end in range(len(leaps)):
-        first, second = noted(leaps[:end]).family, UserClips(1)
+    for end, (factor, bound) in enumerate(LEAPS):
+        first, second = noted(LEAPS[:end]).family, UserClips(1)
         second.load(first.save())()
         assert second.save() == first.save()
         for each in (first, second):
-            note(each, leaps[end][0], leaps[end][1] / leaps[end][0])
-        assert second.save() == first.save() and len(first.every[0].save().get("drifts", ())) <= DRIFTS + 1
+            note(each, factor, bound / factor)
+        assert second.save() == first.save() and len(first.every[0].save().get("bounds", ())) <= DRIFTS + 1
 
 
 @pytest.mark.parametrize("holds", CONTENTS)
