@@ -3,6 +3,7 @@
 Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named_parameters()) in hvd.DistributedOptimizer(...)
 or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
 DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
+FSDP2:   handle = gradcomp.fsdp.attach(model, "blocks"), after fully_shard() or replicate()
 trainers: gradcomp.integrations.transformers.attach(trainer, "topk"), .accelerate.Handler, .lightning.GradcompStrategy
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
 predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward=0.03, backward=0.06)): step times, before any cluster
@@ -29,6 +30,7 @@ from gradcomp.spec import by_layer, describe, make, names
 
 if TYPE_CHECKING:
     from gradcomp import ddp as ddp
+    from gradcomp import fsdp as fsdp
     from gradcomp import horovod as horovod
 
 __all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names", "predict", "telemetry"]
@@ -36,12 +38,13 @@ __all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names",
 
 def __getattr__(name: str) -> ModuleType:
     """Import the door of a network at its first use: Horovod or torch.distributed may be missing."""
-    if name in ("ddp", "horovod"):
+    if name in ("ddp", "fsdp", "horovod"):
         return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module 'gradcomp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     """List the names that can be imported here: help() imports all of them."""
-    doors = {"ddp": torch.distributed.is_available(), "horovod": find_spec("horovod") is not None}
+    has_torch = torch.distributed.is_available()
+    doors = {"ddp": has_torch, "fsdp": has_torch, "horovod": find_spec("horovod") is not None}
     return [*__all__, *(name for name, importable in doors.items() if importable)]

@@ -28,6 +28,7 @@ gradcomp.Simulation.step(grads: 'Sequence[Mapping[str, Tensor | None]]') -> 'dic
 gradcomp.by_layer(rules: 'Mapping[str, str | Compressor]', default: 'str | Compressor') -> 'Compressor'
 gradcomp.ddp.attach(model: DistributedDataParallel, spec: str | Compressor = 'topk', *, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, scaler: torch.amp.GradScaler | None = None, bucket_mb: float = 25, seed: int = 0) -> Handle
 gradcomp.describe(name: 'str') -> 'str'
+gradcomp.fsdp.attach(model: 'torch.nn.Module', spec: 'str | Compressor', *, seed: 'int' = 0) -> 'Handle'
 gradcomp.handle.Handle.change(spec: 'str | Compressor') -> 'None'
 gradcomp.handle.Handle.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
 gradcomp.handle.Handle.residual() -> 'dict[str, Tensor]'
@@ -65,6 +66,7 @@ def face() -> list[str]:
     for owner, names in {
         "gradcomp": gradcomp.__all__,
         "gradcomp.ddp": gradcomp.ddp.__all__,
+        "gradcomp.fsdp": gradcomp.fsdp.__all__,
         "gradcomp.handle": ["Handle"],
         "gradcomp.horovod": gradcomp.horovod.__all__,
         "gradcomp.telemetry": gradcomp.telemetry.__all__,
@@ -99,7 +101,7 @@ def test_compression_is_a_handle_that_horovod_can_call() -> None:
 
 def test_attributes_of_doors_are_private() -> None:
     """Nothing that an object of a door keeps is public, but the figure that a simulation documents."""
-    for module in ("handle", "ddp", "horovod/compression", "horovod/optimizer", "simulate"):
+    for module in ("handle", "ddp", "fsdp", "horovod/compression", "horovod/optimizer", "simulate"):
         tree = ast.parse((ROOT / "gradcomp" / f"{module}.py").read_text())
         public = {
             node.attr
@@ -124,7 +126,7 @@ def test_dir_shows_the_doors() -> None:
     pytest.importorskip("horovod.torch", reason="dir() was NOT tested: Horovod is not installed")
     code = "import gradcomp, sys; assert 'horovod' not in sys.modules; print(*dir(gradcomp))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert set(shown) == {*gradcomp.__all__, "ddp", "horovod"}
+    assert set(shown) == {*gradcomp.__all__, "ddp", "fsdp", "horovod"}
 
 
 def test_doors_are_typed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Dense(Compressor):
 
     @property
     def traits(self) -> Traits:
-        return Traits(exact=True, fed_back=False)
+        return Traits(exact=True, stock=True, fed_back=False)
 
     def init(self, layout: Layout, seed: int) -> Tensor:
         return torch.empty(layout.total, device=layout.device)

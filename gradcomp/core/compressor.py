@@ -109,6 +109,7 @@ class Traits:
     Attributes:
         whole_model: It needs all layers in one bucket, so that its exchange does not overlap with backward.
         exact: Its updates are means, but for a rounding far below their noise: error feedback and a local momentum have no use.
+        stock: Its exchange is the framework's own, of gradients as they are: a door may leave it to the framework.
         coarse: Its rounding leaves so large an error that an optimizer without momentum in the exchange trains worse.
         fed_back: By default it has error feedback.
         outermost: It contains the error feedback, or chooses a compressor that does. No wrapper can go around it.
@@ -124,6 +125,7 @@ class Traits:
 
     whole_model: bool = False
     exact: bool = False
+    stock: bool = False
     coarse: bool = False
     fed_back: bool = True
     outermost: bool = False

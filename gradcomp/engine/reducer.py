@@ -132,19 +132,20 @@ class Reducer:
         self.memory = options.memory or Memory()
         self._norm, self._cut = GradientNorm(self.memory), GradientCut(view, network, self.memory)
         seed = int(options.seed)
-        # A momentum is one optimizer's: a bucket has no layers of two. A compressor that needs them all leaves it to them.
-        divides = len(view.parts) > 1 and not compressor.traits.whole_model
-        planned = plan(self.layers, options.bucket_mb, compressor, {n: view.part_of(n) for n in slots} if divides else None)
+        parts = self._parts(compressor)
+        planned = plan(self.layers, options.bucket_mb, compressor, parts)
         self.buckets = [Bucket(i, *each, seed=seed + i) for i, each in enumerate(planned)]
         self._layouts = [bucket.layout for bucket in self.buckets]
         # The optimizer's momentum is one for all its parameters: it is taken over if every bucket applies it.
-        self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets) and (divides or len(view.parts) == 1)
+        self.takes_momentum = all(bucket.takes_momentum for bucket in self.buckets) and (
+            parts is not None or len(view.parts) == 1
+        )
         # A residual, or a momentum of the spec's, stays from step to step.
         self.keeps_state = self.keeps_residual or any(bucket.traits.momentum for bucket in self.buckets)
         # Equal gradients have equal updates in every exchange, but for the rounding of sums.
         self.repeats = not self.keeps_state and all(bucket.traits.exact for bucket in self.buckets)
         # An optimizer applies, or skips, the updates of its buckets as one: each has a delivery for them.
-        self._part_of = [view.part_of(bucket.layout.names[0]) if divides else 0 for bucket in self.buckets]
+        self._part_of = [parts[bucket.layout.names[0]] if parts else 0 for bucket in self.buckets]
         self._groups = {
             n: [each for each, of in zip(self.buckets, self._part_of, strict=True) if of == n] for n in self._part_of
         }
@@ -155,6 +156,14 @@ class Reducer:
         self.clock = StepClock()
         self._context: StepContext | None = None  # of the step under way
         self.generation = view.generation
+
+    def _parts(self, compressor: Compressor) -> Mapping[str, int] | None:
+        """Number the parts of a model by layer. No bucket has layers of two, and their updates fail apart. None: one part.
+
+        A momentum is one optimizer's. A compressor that needs all layers in one bucket leaves it to the optimizers.
+        """
+        divides = len(self.view.parts) > 1 and not compressor.traits.whole_model
+        return {name: self.view.part_of(name) for name in self.slots} if divides else None
 
     @property
     def keeps_residual(self) -> bool:
@@ -252,13 +261,7 @@ class Reducer:
     def end_step(self) -> None:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         delivered = time.perf_counter()
-        for part, buckets in self._groups.items():
-            delivery = self.deliveries[part]
-            delivery.add_back(buckets, self.scale, self._step)
-            if self.takes_momentum or self.keeps_state:
-                self.view.note_delivered(buckets, delivery, self._step)
-        for bucket in self.buckets:
-            bucket.forget_grads()
+        self._settle()
         self._context = None
         if self._norm.measures:
             self._norm.end_step()
@@ -269,6 +272,16 @@ class Reducer:
         self.clock.note_end()
         if self.observer is not None:
             self.observer.step_done(self)
+
+    def _settle(self) -> None:
+        """Settle the step's updates: take them back if the step failed."""
+        for part, buckets in self._groups.items():
+            delivery = self.deliveries[part]
+            delivery.add_back(buckets, self.scale, self._step)
+            if self.takes_momentum or self.keeps_state:
+                self.view.note_delivered(buckets, delivery, self._step)
+        for bucket in self.buckets:
+            bucket.forget_grads()
 
     def has_failed(self) -> bool:
         """Decide whether the last step has failed. This waits for a device if there is one."""

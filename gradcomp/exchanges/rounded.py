@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
-from gradcomp.core.requests import Form, Payload, World, gather, send
+from gradcomp.core.requests import Form, Payload, Requests, World, gather, send
 from gradcomp.knobs import knob
 from gradcomp.messages import payload as payloads
 from gradcomp.messages.rounding import Rounding
@@ -93,37 +93,61 @@ class Rounded(Compressor):
 
         A rank adds its own entries unrounded. The rounding error of its sums stays in its residual.
         """
-        roundings = [self.rounding(parts.length(rank)) for rank in range(world.size)]
-        form = max((rounding.form for rounding in roundings), key=payloads.size)
-        own = parts.part_of(acc.residual, world.rank)
-        sent = {}
-        for rank in world.others:
-            part_bounds = None if bounds is None else parts.bounds_of(bounds, rank)
-            payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
-            part = parts.part_of(acc.residual, rank)
-            sent[rank] = roundings[rank].take(part, part_bounds, acc.flag, key, payload, acc.memory)
-            _name_frozen(payload, acc)
-        received = yield from send(sent, world.others, form, own.device)
-        sums, rounding = own * world.share, roundings[world.rank]
-        rounding.add(sums, [received[rank] for rank in sorted(received)], world.share)
+        sums, sent, received = yield from self._sum_own_part(acc, state, world, parts, bounds)
+        own, rounding = parts.part_of(acc.residual, world.rank), self.rounding(len(sums))
         flags = [payload["header"][1:] for payload in received.values()] + ([] if acc.flag is None else [acc.flag])
         flag = torch.stack(flags).amax(0) if flags else None
-        payload, key = payloads.empty(form, own.device), state.key(world.rank, 0)
+        payload, key = payloads.empty(self._form(parts), own.device), state.key(world.rank, 0)
         taken = rounding.take(sums, self.bounds_of_sums(sums, state), flag, key, payload, acc.memory)
         _name_frozen(taken, acc, received.values())
         results = yield from gather(taken)
         update = state.zeros(acc.residual)
         for rank, result in enumerate(results):
-            part = parts.part_of(update, rank)
+            part, rounding = parts.part_of(update, rank), self.rounding(parts.length(rank))
             if rank in sent:
                 residual = parts.part_of(acc.residual, rank)
-                roundings[rank].add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])
+                rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])
             else:
-                roundings[rank].add(part, [result], world.mean_of_shares)
+                rounding.add(part, [result], world.mean_of_shares)
         left = sums.div_(world.share).clamp_(-LARGEST, LARGEST)
         own.copy_(torch.where(parts.part_of(update, world.rank)[:1].isfinite(), left, own))
         _leave_frozen(update, acc, results)
         return Update(update)
+
+    def reduce_scatter(self, acc: Acc, state: Any, world: World) -> Requests[Tensor]:
+        """Exchange entries so that each rank gets the sums of its own part, and nothing of the others. Nothing stays.
+
+        acc: of one part for each rank. All have the same number of whole groups. The sums are shares: world.mean_of_shares
+        times them is the mean. A part whose entries are not finite on some rank has sums that are not finite.
+        """
+        n = acc.residual.numel()
+        parts = GroupPartition(n, self.group, world.size)
+        bounds = [self.bounds_of_sums(parts.part_of(acc.residual, rank), state) for rank in range(world.size)]
+        joined = None if bounds[0] is None else torch.cat([each for each in bounds if each is not None])
+        sums, _, _ = yield from self._sum_own_part(acc, state, world, parts, joined)
+        return sums
+
+    def _sum_own_part(
+        self, acc: Acc, state: Any, world: World, parts: GroupPartition, bounds: Tensor | None
+    ) -> Requests[tuple[Tensor, dict[int, Payload], dict[int, Payload]]]:
+        """Send the other ranks their parts, and add up the own one. Return its sums, and payloads sent and received."""
+        own, form = parts.part_of(acc.residual, world.rank), self._form(parts)
+        sent = {}
+        for rank in world.others:
+            part_bounds = None if bounds is None else parts.bounds_of(bounds, rank)
+            payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
+            part = parts.part_of(acc.residual, rank)
+            sent[rank] = self.rounding(len(part)).take(part, part_bounds, acc.flag, key, payload, acc.memory)
+            _name_frozen(payload, acc)
+        received = yield from send(sent, world.others, form, own.device)
+        sums = own * world.share
+        self.rounding(len(own)).add(sums, [received[rank] for rank in sorted(received)], world.share)
+        return sums, sent, received
+
+    def _form(self, parts: GroupPartition) -> Form:
+        """Return the form of all parts' payloads: that of the largest."""
+        forms = (self.rounding(parts.length(rank)).form for rank in range(parts.ranks))
+        return max(forms, key=payloads.size)
 
     def route_of(self, n: int, ranks: int) -> str:
         """Name the route of n entries: all to all where each rank has a group, and auto estimates that this is faster."""

@@ -19,9 +19,11 @@ from gradcomp.core.requests import Gather, Purpose, Reduce, Reply, Request, Send
 from gradcomp.messages import payload
 from gradcomp.networks import Answer, waits
 from gradcomp.networks.alltoall import pack, unpack
+from gradcomp.networks.replicas import native_backend
 
-# One operation with two names: older versions of torch do not have the first, newer ones warn about the second.
+# Operations with two names: older versions of torch do not have the first, newer ones warn about the second.
 all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # Seconds between two looks at the roll.
@@ -35,7 +37,7 @@ class TorchNetwork:
         self.group = group
         self.hosts: tuple[int, ...] | None = None
         self._place = dist.get_rank(group), dist.get_world_size(group)
-        self._on_host = dist.get_backend(group) == "gloo"
+        self._on_host = native_backend(group, device) == "gloo"
         self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
         self.meeting = ""
         self._roll: Roll | None = None

@@ -1,0 +1,304 @@
+"""The exchange of a model whose modules reduce their gradients one by one, over shards, over replicas, or over both.
+
+A module's gradients come as one flat tensor. Over shards, each rank gets the sums of its own part, rounded by the senders:
+nothing stays. Over replicas, equal shards are exchanged as any bucket is, with a residual of this rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradcomp.core.compressor import Acc, Compressor, Layout
+from gradcomp.core.requests import Reduce, Reply, Request, Requests, bytes_of
+from gradcomp.engine.bucket import check_type
+from gradcomp.engine.meeting import Flow, Membership
+from gradcomp.engine.optimizer_view import OptimizerView
+from gradcomp.engine.phases import Door
+from gradcomp.engine.reducer import Options, Reducer, Stats
+from gradcomp.engine.session import Session
+from gradcomp.engine.slots import Slot, Slots
+from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.state import residual_views
+from gradcomp.engine.taken_momentum import Missed
+from gradcomp.exchanges.rounded import Rounded
+from gradcomp.native.memory import Memory
+from gradcomp.networks import Connection
+
+_WHOLE_MODEL = "{spec} needs all layers in one exchange, and here each module has its own; take {others}"
+_NOT_OVER_SHARDS = (
+    "{spec} cannot act over shards, and the mesh has no replicas: it keeps entries from step to step, which takes the memory "
+    "of the whole model on each rank, or it has rules for layers. Take {others}"
+)
+
+
+# The reason why the optimizer's momentum is missed.
+_MISSED = Missed("the momentum stays the optimizer's here", "")
+
+
+class ModuleSlot(Slot):
+    """The slot of a parameter's shard. module: the number of its module. whole: the entries of all shards."""
+
+    def __init__(self, name: str, shard: torch.Tensor, parameter: torch.nn.Parameter, module: int):
+        super().__init__(name, shard.shape, shard.device, parameter)
+        self.parameter: torch.nn.Parameter = parameter
+        self.module, self.whole = module, parameter.numel()
+
+    def describe(self) -> str:
+        """Describe the whole parameter: shards may differ."""
+        return f"{self.name} {tuple(self.parameter.shape)} {self.layer.device.type}"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a mesh over which gradients are reduced.
+
+    shards: the network of the ranks that have different shards; None: there is one shard. has_replicas: several ranks have
+    equal shards.
+    """
+
+    shards: Connection | None
+    has_replicas: bool
+
+
+class ModuleSlots(Slots):
+    """The slots of all modules' shards. suited: names specs that act over every axis, for messages."""
+
+    slots: Sequence[ModuleSlot]
+
+    def __init__(self, slots: Sequence[ModuleSlot], axes: Axes, suited: str):
+        super().__init__(slots)
+        self.axes, self.suited = axes, suited
+        self.whole = sum(slot.whole for slot in slots)
+
+    def terms(self) -> dict[str, str]:
+        return {"parameters": f"{self.whole} entries: " + ", ".join(slot.describe() for slot in self.slots)}
+
+
+class Scatter:
+    """The reduce-scatter of the modules' gradients over shards. compressor: None: the framework's own does it."""
+
+    def __init__(self, compressor: Rounded, network: Connection, memory: Memory, seed: int):
+        self.compressor, self._network, self._memory, self._seed = compressor, network, memory, seed
+        self._states: dict[tuple[int, int], Any] = {}
+
+    def run(self, module: int, given: Tensor, result: Tensor, scale: float, step: int) -> int:
+        """Reduce a module's gradients: result is scale times the mean of this rank's part. Return the bytes sent.
+
+        given: one part for each rank. step: seeds the random rounding.
+        """
+        check_type(given, "the reduce_dtype")
+        world, part = self._network.world, given.numel() // self._network.world.size
+        padded = -(-part // self.compressor.group) * self.compressor.group
+        flat = self._memory.scratch("parts", world.size * padded, given, "float32")
+        rows = flat.view(world.size, padded)
+        rows[:, :part].copy_(given.view(world.size, part))
+        rows[:, part:].zero_()
+        key = module, padded
+        if key not in self._states:
+            layout = Layout(("parts",), (flat.numel(),), flat.device)
+            self._states[key] = self.compressor.init(layout, self._seed + module)
+        state = self._states[key]
+        state.steps = step
+        sums, sent = self._drive(self.compressor.reduce_scatter(Acc(flat, self._memory), state, world), module)
+        torch.mul(sums[:part], scale * world.mean_of_shares, out=result)
+        return sent
+
+    def _drive(self, requests: Requests[Tensor], module: int) -> tuple[Tensor, int]:
+        reply: Reply | None = None
+        sent = 0
+        while True:
+            try:
+                request: Request = requests.send(reply)
+            except StopIteration as end:
+                return end.value, sent
+            sent += bytes_of(request)
+            reply = self._network.start(request, f"shards of module {module}")()
+
+
+def _stateless(compressor: Compressor) -> Rounded | None:
+    """Return the compressor that rounds, if that is all: nothing stays from step to step, and no gradient is clipped."""
+    if isinstance(compressor, Feedback):
+        keeps = compressor.feedback or compressor.set_momentum or compressor.clip or compressor.warmup
+        compressor = compressor if keeps else compressor.inner
+    return compressor if isinstance(compressor, Rounded) else None
+
+
+class ModuleReducer(Reducer):
+    """The buckets of all modules, if there are replicas, and the reduce-scatter over shards, if there are several.
+
+    Each module's exchange runs to its end at once, and its updates fail apart from those of others: what the optimizer then
+    skips is lost, as it is without compression.
+    """
+
+    def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, view: OptimizerView):
+        if compressor.traits.whole_model:
+            raise ValueError(_WHOLE_MODEL.format(spec=compressor, others=slots.suited))
+        self._modules = {slot.name: slot.module for slot in slots.slots}
+        axes, self._whole = slots.axes, slots.whole
+        self.is_native = compressor.traits.stock and not (isinstance(compressor, Feedback) and compressor.feedback)
+        replicated = axes.has_replicas and not self.is_native
+        by_name = {slot.name: slot for slot in slots.slots} if replicated else {}
+        super().__init__(compressor, by_name, network, options, view)
+        self.takes_momentum = False
+        self._is_told = isinstance(compressor, Feedback) and not compressor.takes_momentum
+        self.scatter = self._scatter_of(compressor, axes, int(options.seed), slots.suited)
+
+    def _scatter_of(self, compressor: Compressor, axes: Axes, seed: int, suited: str) -> Scatter | None:
+        if axes.shards is None or self.is_native:
+            return None
+        if (rounded := _stateless(compressor)) is not None:
+            return Scatter(rounded, axes.shards, self.memory, seed)
+        if not axes.has_replicas:
+            raise ValueError(_NOT_OVER_SHARDS.format(spec=compressor, others=suited))
+        return None
+
+    def _parts(self, compressor: Compressor) -> Mapping[str, int] | None:
+        return self._modules
+
+    def scatter_gradients(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
+        """Exchange a module's gradients over shards. See Scatter.run()."""
+        assert self.scatter is not None
+        self._sent += self.scatter.run(module, given, result, scale, self.steps_done + 1)
+
+    def note_native(self, sent: int) -> None:
+        """Count the bytes of a collective operation of the framework's own."""
+        self._sent += sent
+
+    def deliver(self, module: int, scale: float) -> None:
+        """Run the exchange of a module's buckets, which have started, to its end: the gradients become the updates."""
+        self.scale = scale
+        while self.advance():
+            pass
+        buckets = self._groups.get(module, [])
+        if buckets:
+            self.deliveries[module].add_back(buckets, scale, self._step)
+        for bucket in buckets:
+            bucket.forget_grads()
+        self._step += 1
+
+    def start_all(self, scale: float = 1.0) -> None:
+        """Start nothing: a module without gradients in a step exchanges nothing."""
+        self.clock.note_last_gradient()
+
+    def _settle(self) -> None:
+        """Settle nothing: each module's updates are settled already."""
+
+    def arrays(self) -> dict[str, dict[str, Tensor]]:
+        """Return the arrays that stay from step to step, by name and layer, as views."""
+        kept = {"residual": residual_views(self), "velocity": {}}
+        for bucket in self.buckets:
+            if bucket.velocity is not None:
+                kept["velocity"] |= bucket.layout.views(bucket.velocity)
+        return {name: views for name, views in kept.items() if views}
+
+    @property
+    def missed(self) -> Missed | None:
+        """The reason for a warning, where the optimizer sees gradients that are late, sparse or coarse, and no spec says so."""
+        every = [(bucket.keeps_residual or bucket.traits.coarse, bucket.takes_momentum) for bucket in self.buckets]
+        if self.scatter is not None:
+            every.append((self.scatter.compressor.traits.coarse, not self._is_told))
+        return _MISSED if any(costs and takes for costs, takes in every) else None
+
+    @property
+    def exchanges(self) -> str:
+        if self.is_native:
+            return "gradients, whole, as without gradcomp"
+        over = [*(["shards"] if self.scatter else []), *(["replicas"] if self.buckets else [])]
+        return f"gradients, over {' and '.join(over)}"
+
+    def stats(self) -> Stats:
+        stats, dense = super().stats(), 4 * self._whole
+        sent = self.bytes_sent
+        return {**stats, "bytes_dense": dense, "compression": dense / sent if sent else None}
+
+
+class ModuleSession(Session):
+    """A session of a model whose modules reduce their gradients one by one, within a backward pass."""
+
+    slots: ModuleSlots
+    reducer: ModuleReducer
+
+    def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, door: Door):
+        self._pass = -1  # the backward pass that exchanges gradients
+        self._shards = None if slots.axes.shards is None else Membership(slots.axes.shards)
+        super().__init__(compressor, slots, network, options, door, OptimizerView(slots))
+
+    def _make_reducer(self, compressor: Compressor) -> ModuleReducer:
+        reducer = ModuleReducer(compressor, self.slots, self.network, self.options, self.view)
+        reducer.observer = self._observer
+        return reducer
+
+    def begin(self, first: Slot | None = None) -> None:
+        """Begin a step with the first exchange of a backward pass. Its end ends the step."""
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:
+            if self._step_in is not None:  # a pass that an error ended
+                self._discard_step()
+            self._pass = now
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        super().begin(first)
+
+    def finish(self, scale: float = 1.0) -> None:
+        self._pass = -1
+        super().finish(scale)
+
+    def scatter(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
+        """Exchange a module's gradients over shards."""
+        self._run(lambda: self.reducer.scatter_gradients(module, given, result, scale))
+
+    def exchange(self, module: int, slots: Sequence[Slot], grads: Sequence[Tensor], scale: float) -> None:
+        """Exchange a module's gradients over replicas. The gradients become scale times the mean update."""
+        self.begin()
+        self.ready_all(slots, grads)
+        with self._noting_failure():
+            self.reducer.deliver(module, scale)
+
+    def run_native(self, operation: Callable[[], Any], sent: int) -> None:
+        """Run a collective operation of the framework's own, and count its bytes."""
+
+        def run() -> None:
+            operation()
+            self.reducer.note_native(sent)
+
+        self._run(run)
+
+    def _run(self, act: Callable[[], None]) -> None:
+        self.begin()
+        self.meet()
+        with self._noting_failure():
+            act()
+
+    def means(self) -> dict[str, dict[str, Tensor]]:
+        """Return the means over replicas of the arrays that stay from step to step, by name and layer. All ranks call it."""
+        world, means = self.network.world, {}
+        for array, views in self.reducer.arrays().items():
+            answers = {
+                n: self.network.start(Reduce(view / world.size), f"the mean {array} of {n!r}") for n, view in views.items()
+            }
+            means[array] = {
+                n: self._by_name[n].shaped(total) for n, each in answers.items() if isinstance(total := each(), Tensor)
+            }
+        return means
+
+    def load_means(self, means: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+        """Continue with arrays that means() returned. A compressor's own state begins anew."""
+        reducer = self._make_reducer(self.compressor)
+        for array, views in reducer.arrays().items():
+            for name, view in views.items():
+                view.copy_(means[array][name].reshape(-1))
+        reducer.steps_done = steps
+        for bucket in reducer.buckets:
+            bucket.steps = steps
+        self.recover()
+        self._install(reducer, self.compressor)
+
+    def meeting(self, leader: int | None = None, follows: bool = True) -> Flow[None]:
+        """Meet the ranks with equal shards, and then those with others."""
+        yield from super().meeting(leader, follows)
+        if self._shards is not None and self._shards is not self._membership:
+            yield from self._shards.compare(self._terms(), 0, None)

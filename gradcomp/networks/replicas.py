@@ -1,0 +1,73 @@
+"""The backend "gradcomp" of torch.distributed: FSDP2's all-reduce over replicas is gradcomp's exchange, and all else is native.
+
+torch.distributed calls a process group's methods. A group of this backend has native ones for each device, and an all-reduce of
+its own: a tensor that a door has announced is exchanged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NAME = "gradcomp"
+
+_prefixed: Any = getattr(dist, "PrefixStore")  # noqa: B009 - torch does not export its type
+
+# Exchanges a tensor in place, for a reduction.
+Exchange = Callable[[Tensor, Any], None]
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """The process group of ranks with equal shards: a group of native backends, with an all-reduce of its own."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        kinds, own = dist.ProcessGroup.BackendType, _prefixed("cpu", store)
+        self._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(own, rank, size, timeout))
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            own = _prefixed("cuda", store)
+            self._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(own, rank, size, options))
+        self._announced: tuple[weakref.ref[Tensor], Exchange] | None = None
+
+    def announce(self, tensor: Tensor, exchange: Exchange) -> None:
+        """Announce a tensor of gradients: its next all-reduce is this exchange. Only the last one that is announced counts."""
+        self._announced = weakref.ref(tensor), exchange
+
+    def allreduce(self, tensors: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+        """Exchange a tensor that was announced; all-reduce others."""
+        tensor: Tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
+        if self._announced is None or self._announced[0]() is not tensor:
+            return self.allreduce_natively(tensors, *arguments, **options)
+        (_, exchange), self._announced = self._announced, None
+        exchange(tensor, *arguments, **options)
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+        done.set_result([tensor])
+        c10d: Any = torch._C._distributed_c10d
+        return c10d._create_work_from_future(done)
+
+    def allreduce_natively(self, tensors: Any, *arguments: Any, **options: Any) -> Any:
+        """All-reduce tensors as they are."""
+        tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
+        native: Any = self._get_backend(tensor.device)
+        return native.allreduce(tensors, *arguments, **options)
+
+
+def register() -> None:
+    """Register the backend with torch.distributed, unless it is."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, ReplicaGroup, devices=["cpu", "cuda"])
+
+
+def native_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name the native backend that moves a group's tensors on a device."""
+    if isinstance(group, ReplicaGroup):
+        return "nccl" if device.type == "cuda" else "gloo"
+    return dist.get_backend(group)
