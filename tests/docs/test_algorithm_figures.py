@@ -29,6 +29,8 @@ STUDIES = {
     "text, AdamW, 3 seeds": ["study-shakespeare", "study-shakespeare-rest"],
     "text, AdamW, 250 steps, rate 0.001, 5 seeds": ["study-blocks-text"],
     "text, AdamW, 500 steps, rate 0.004, 5 seeds": ["study-blocks-text-best-rate"],
+    "pictures, SGD with momentum, 5 seeds": ["study-blocks-cifar"],
+    "digits, SGD with momentum, 5 seeds": ["study-blocks-conv"],
     "the same, 5 seeds": ["study-blocks-text-best-rate"],
 }
 COURSES = {"a larger net, one seed": "cifar-large", "text, AdamW, one seed": "shakespeare"}
@@ -176,6 +178,16 @@ def test_what_five_bits_cost_a_text() -> None:
     assert said in (PAGES / "blocks.md").read_text() and len(dense["scores"]) == 5 and shares[1] <= 0.1
     seeds = lines("study-blocks-text-best-rate")["dense"]["scores"]
     assert f"between\n{min(seeds):.2f} and {max(seeds):.2f}" in (PAGES / "blocks.md").read_text()
+
+
+def test_pictures_end_as_denses_do() -> None:
+    """The difference is far below the noise of dense's own seeds."""
+    errors = []
+    for name in ("study-blocks-cifar", "study-blocks-conv"):
+        found = lines(name)
+        errors.append(f"{found['dense']['score_error']:.2f}")
+        assert all(found[spec]["worse_than_dense"] < found["dense"]["score_error"] / 3 for spec in ("blocks", "blocks:bits=4"))
+    assert f"({errors[0]} and {errors[1]})" in (PAGES / "blocks.md").read_text()
 
 
 def test_what_five_bits_take() -> None:
