@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradcomp.core.compressor import Acc, Compressor, Layout, Steps
 from gradcomp.core.requests import World
-from gradcomp.engine.context import Rates, StepContext
+from gradcomp.engine.context import StepContext
 from gradcomp.engine.stages.adam import Adam, Moments
 from gradcomp.engine.stages.feedback import Feedback, Residual
 from gradcomp.engine.stages.health import Health
@@ -197,11 +197,10 @@ class Bucket:
         if self.velocity is not None:
             self.velocity.mul_(factor)
 
-    def note_rates(self, rates: Rates) -> None:
-        """Note the rates that the residual was made under, where they were unknown in the last step."""
-        kept = self.states.get(RateCorrection.name)
-        if kept is not None and kept.rates is None:
-            kept.rates = rates
+    def note_rates(self, rates: tuple[float, ...], is_linear: bool) -> None:
+        """Note the rates that the last update is applied with. is_linear: the optimizer is, and was perhaps unknown then."""
+        if (kept := self.states.get(RateCorrection.name)) is not None:
+            kept.note_late(rates, is_linear)
 
     @property
     def velocity(self) -> Tensor | None:

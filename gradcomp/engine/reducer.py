@@ -22,7 +22,7 @@ from gradcomp.core.compressor import Acc, Compressor
 from gradcomp.core.requests import Reply, World, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
-from gradcomp.engine.context import StepContext
+from gradcomp.engine.context import LayerRates, StepContext
 from gradcomp.engine.delivery import Delivery
 from gradcomp.engine.gradient_cut import GradientCut
 from gradcomp.engine.gradient_norm import GradientNorm
@@ -129,6 +129,7 @@ class Reducer:
         if need == "needed" and view.rates() is None:
             raise ValueError(f"{compressor} needs the learning rates: pass optimizer=")
         self._uses_rates, self._rates_noted = need != "unused", False
+        self._rates: LayerRates | None = None  # of the last exchange
         self.memory = options.memory or Memory()
         self._norm, self._cut = GradientNorm(self.memory), GradientCut(view, network, self.memory)
         seed = int(options.seed)
@@ -262,6 +263,7 @@ class Reducer:
         """End the step after all its updates are delivered: take them back if it failed, and count it."""
         delivered = time.perf_counter()
         self._settle()
+        self._rates, self._rates_noted = None if self._context is None else self._context.layer_rates, False
         self._context = None
         if self._norm.measures:
             self._norm.end_step()
@@ -308,11 +310,12 @@ class Reducer:
         self.clock.note_end()
 
     def note_rates(self) -> None:
-        """Note the rates that the last step's residuals were found under, if the optimizer was unknown then."""
-        if not self._rates_noted and self.view.is_linear and (rates := self.view.rates()) is not None:
-            self._rates_noted = True
-            for bucket in self.buckets:
-                bucket.note_rates(tuple([rates[name] for name in bucket.layout.names]))
+        """Note the rates that the optimizer steps with: they were unknown in the last exchange, or may be set after it."""
+        if self._rates_noted or not self._uses_rates or (rates := self.view.rates()) is None:
+            return
+        self._rates_noted, is_linear = True, self.view.is_linear
+        for bucket in self.buckets if rates is not self._rates else ():
+            bucket.note_rates(rates.of(bucket.layout.names), is_linear)
 
     def abort(self) -> None:
         """Discard the running step after a failure of the network."""

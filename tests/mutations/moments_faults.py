@@ -307,6 +307,13 @@ MOMENTS_FAULTS = (
         ("test_clip_learnt.py",),
     ),
     Fault(
+        "a rate that is set between the exchange and the step is not noticed",
+        "gradcomp/engine",
+        "kept.note_late(rates, is_linear)",
+        "kept.note_late(kept.rates or rates, is_linear)",
+        ("test_late_rates.py",),
+    ),
+    Fault(
         "a clip in some steps cuts gradients in all",
         "gradcomp/engine",
         "self.skips = is_one and was_known and",

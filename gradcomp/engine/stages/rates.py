@@ -28,6 +28,8 @@ from gradcomp.native.extension import LARGEST
 ALIKE = 1e-6
 # A layer's residual shrinks where its rate is more than so many times the mean rate of its gradients; the steps of that mean.
 LEAP, MEAN_OF = 4.0, 64
+# A rate that changes by more between an exchange and the step is the one that the residual has.
+LATE = 2.0
 # A mean rate that differs by less from the rate is the rate.
 CLOSE = 0.01
 # The smallest factor that a kernel's float holds in full precision.
@@ -44,6 +46,18 @@ class RatesState:
     rates: Rates = None
     means: dict[int, float] = field(default_factory=dict)
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in the residual, and the copy
+
+    def note_late(self, rates: tuple[float, ...], is_linear: bool) -> None:
+        """Note the rates that the optimizer steps with, where they leap after the exchange, or where none was known in it.
+
+        A program that sets them after backward() in each step would otherwise have each residual sent by the next rate, after
+        a factor for the last one. Rates of a schedule hardly differ, and the factors of all steps are one schedule's.
+        """
+        if self.rates is None:
+            self.rates = rates if is_linear else None
+        else:
+            pairs = zip(self.rates, rates, strict=True)
+            self.rates = tuple([b if _is_known(a) and _is_known(b) and max(a / b, b / a) > LATE else a for a, b in pairs])
 
 
 class RateCorrection(Stage):
