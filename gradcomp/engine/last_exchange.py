@@ -238,10 +238,13 @@ class LastExchange:
                 parameter.grad.copy_(grad)
 
     def _note_drop(self, reducer: Reducer) -> list[str]:
-        """Count a dropped update. Return a warning, once: of a guard that leaves out all steps, or of a residual in a GAN."""
-        self._drops, self._on_end = self._drops + 1, self._on_end + 1
-        if self._has_warned_of_drops or (self._on_end >= DROPS and reducer.has_failed()):
+        """Count a dropped update. Return a warning, once: of a guard that leaves out all steps, or of a residual in a GAN.
+
+        A step that failed has no update that could be dropped: a GradScaler skips it, or the program does.
+        """
+        if self._has_warned_of_drops or reducer.has_failed():
             return []
+        self._drops, self._on_end = self._drops + 1, self._on_end + 1
         if self._on_end >= DROPS:
             text = _LEFT_OUT.format(drops=self._on_end)
         elif self._drops == DROPS and reducer.keeps_residual and self._exchanges <= DROPS_SHARE * DROPS:

@@ -290,7 +290,7 @@ def test_steps_that_are_all_left_out_are_warned_of_once(optimizer_of: Any, spec:
     (text,) = texts(leave_out, 40)
     assert "applied the last 4 updates" in text and "mean over the ranks of stats()['grad_norm']" in text
     assert texts(leave_out_late, 30) == [text]
-    assert not any("applied the last" in each for body in (leave_out_nan, leave_out_three) for each in texts(body, 20))
+    assert texts(leave_out_nan, 20) == [] and not any("applied the last" in each for each in texts(leave_out_three, 20))
     assert ["In a GAN" in each for each in texts(rival, 20)] == ([] if spec == "orq" else [True])
 
 
