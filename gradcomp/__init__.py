@@ -4,6 +4,7 @@ Horovod: compression=gradcomp.horovod.Compression("topk:ratio=0.01", model.named
 or:      gradcomp.horovod.DistributedOptimizer(optimizer, model.named_parameters(), "topk:ratio=0.01"), which is faster
 DDP:     handle = gradcomp.ddp.attach(model, "topk:ratio=0.01", optimizer=optimizer)
 FSDP2:   handle = gradcomp.fsdp.attach(model, "blocks"), after fully_shard() or replicate()
+local:   gradcomp.local.LocalSteps(model, optimizer, "topk:ratio=0.05", every=30), for links that carry no gradient a step
 trainers: gradcomp.integrations.transformers.attach(trainer, "topk"), .accelerate.Handler, .lightning.GradcompStrategy
 trial:   gradcomp.Simulation("topk:ratio=0.01", {"weight": (512, 512)}, world=8).step([{"weight": gradient}, ...])
 predict: print(gradcomp.predict(model, ranks=8, link="1Gbit/s", forward=0.03, backward=0.06)): step times, before any cluster
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
     from gradcomp import ddp as ddp
     from gradcomp import fsdp as fsdp
     from gradcomp import horovod as horovod
+    from gradcomp import local as local
 
 __all__ = ["Simulation", "__version__", "by_layer", "describe", "make", "names", "predict", "telemetry"]
 
 
 def __getattr__(name: str) -> ModuleType:
     """Import the door of a network at its first use: Horovod or torch.distributed may be missing."""
-    if name in ("ddp", "fsdp", "horovod"):
+    if name in ("ddp", "fsdp", "horovod", "local"):
         return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module 'gradcomp' has no attribute {name!r}")
 
@@ -46,5 +48,5 @@ def __getattr__(name: str) -> ModuleType:
 def __dir__() -> list[str]:
     """List the names that can be imported here: help() imports all of them."""
     has_torch = torch.distributed.is_available()
-    doors = {"ddp": has_torch, "fsdp": has_torch, "horovod": find_spec("horovod") is not None}
+    doors = {"ddp": has_torch, "fsdp": has_torch, "local": has_torch, "horovod": find_spec("horovod") is not None}
     return [*__all__, *(name for name, importable in doors.items() if importable)]

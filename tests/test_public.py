@@ -38,6 +38,14 @@ gradcomp.horovod.Compression(spec: 'str | Compressor', named_parameters: 'Iterab
 gradcomp.horovod.Compression.compress(tensor: 'Tensor | None' = None) -> 'tuple[Tensor, Slot | None]'
 gradcomp.horovod.Compression.decompress(tensor: 'Tensor', ctx: 'Slot | None') -> 'Tensor'
 gradcomp.horovod.DistributedOptimizer(optimizer: 'torch.optim.Optimizer', named_parameters: 'Iterable[tuple[str, torch.nn.Parameter]] | None' = None, compression: 'str | Compressor' = 'topk', *, scaler: 'torch.amp.GradScaler | None' = None, bucket_mb: 'float' = 25, seed: 'int' = 0, **stock_options: 'Any') -> 'CompressedOptimizer'
+gradcomp.local.LocalSteps(model: 'torch.nn.Module', optimizer: 'torch.optim.Optimizer', spec: 'str | Compressor' = 'topk', *, every: 'int' = 30, outer_lr: 'float | None' = None, outer_momentum: 'float | None' = None, seed: 'int' = 0)
+gradcomp.local.LocalSteps.flush() -> 'None'
+gradcomp.local.LocalSteps.load_state_dict(state: 'Mapping[str, Any] | Sequence[Mapping[str, Any]]') -> 'None'
+gradcomp.local.LocalSteps.param_groups() -> 'list[dict[str, Any]]'
+gradcomp.local.LocalSteps.state_dict() -> 'dict[str, Any]'
+gradcomp.local.LocalSteps.stats() -> 'LocalStats'
+gradcomp.local.LocalSteps.step(closure: 'Callable[[], Any] | None' = None) -> 'Any'
+gradcomp.local.LocalSteps.zero_grad(set_to_none: 'bool' = True) -> 'None'
 gradcomp.make(spec: 'str | Compressor') -> 'Compressor'
 gradcomp.names() -> 'list[str]'
 gradcomp.predict(model: 'nn.Module | Mapping[str, Sequence[int]]', ranks: 'int', *, hosts: 'int | None' = None, link: 'str | Link' = '10Gbit/s', latency: 'str' = '50us', forward: 'float', backward: 'float', optimizer: 'float' = 0.0, specs: 'Sequence[str] | None' = None, bucket_mb: 'float' = 25, device: 'str | torch.device | None' = None, profile: 'str | None' = None, tell: 'Tell | None' = None) -> 'Prediction'
@@ -56,7 +64,7 @@ def members(owner: Any, name: str, own: type) -> list[str]:
     )
     for method, value in vars(own).items():
         if not method.startswith("_"):
-            found = inspect.signature(value)
+            found = inspect.signature(value.fget if isinstance(value, property) else value)
             lines.append(f"{name}.{method}{found.replace(parameters=list(found.parameters.values())[1:])}")
     return lines
 
@@ -69,6 +77,7 @@ def face() -> list[str]:
         "gradcomp.fsdp": gradcomp.fsdp.__all__,
         "gradcomp.handle": ["Handle"],
         "gradcomp.horovod": gradcomp.horovod.__all__,
+        "gradcomp.local": gradcomp.local.__all__,
         "gradcomp.telemetry": gradcomp.telemetry.__all__,
     }.items():
         for name in names:
@@ -101,7 +110,7 @@ def test_compression_is_a_handle_that_horovod_can_call() -> None:
 
 def test_attributes_of_doors_are_private() -> None:
     """Nothing that an object of a door keeps is public, but the figure that a simulation documents."""
-    for module in ("handle", "ddp", "fsdp", "horovod/compression", "horovod/optimizer", "simulate"):
+    for module in ("handle", "ddp", "fsdp", "local", "horovod/compression", "horovod/optimizer", "simulate"):
         tree = ast.parse((ROOT / "gradcomp" / f"{module}.py").read_text())
         public = {
             node.attr
@@ -126,7 +135,7 @@ def test_dir_shows_the_doors() -> None:
     pytest.importorskip("horovod.torch", reason="dir() was NOT tested: Horovod is not installed")
     code = "import gradcomp, sys; assert 'horovod' not in sys.modules; print(*dir(gradcomp))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert set(shown) == {*gradcomp.__all__, "ddp", "fsdp", "horovod"}
+    assert set(shown) == {*gradcomp.__all__, "ddp", "fsdp", "horovod", "local"}
 
 
 def test_doors_are_typed(tmp_path: Path) -> None:

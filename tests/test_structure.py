@@ -70,6 +70,7 @@ ROOMS = [
     "simulate",
     "ddp",
     "fsdp",
+    "local",
     "integrations",
     "horovod",
     "doctor",
@@ -194,7 +195,7 @@ def test_each_outside_world_has_one_door() -> None:
     doors = {f"horovod/{name}.py" for name in ("__init__", "compression", "elastic", "optimizer")}
     assert importers("horovod") == {*doors, "networks/horovod.py"}
     assert importers("gradcomp._native") == {"native/extension.py"}
-    assert importers("torch.distributed") == {"ddp.py", "fsdp.py", "networks/replicas.py", "networks/torch.py"}
+    assert importers("torch.distributed") == {"ddp.py", "fsdp.py", "local.py", "networks/replicas.py", "networks/torch.py"}
     for trainer in OF_TRAINERS:
         package = Path(trainer).stem
         assert importers(package) == {trainer}

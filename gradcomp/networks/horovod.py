@@ -26,6 +26,11 @@ SHORTEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE_OF_GPU = 20e-6, 1e-3, 100e-6
 SUMMED = {torch.float16, torch.float32, torch.float64}
 
 
+def everyone() -> HorovodNetwork:
+    """Return the network of all ranks."""
+    return HorovodNetwork(hvd.global_process_set)
+
+
 class HorovodNetwork:
     """Turns requests into Horovod's operations. An operation has the same name on all ranks and in every step."""
 

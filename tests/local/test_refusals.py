@@ -1,0 +1,135 @@
+"""Local steps: wrong arguments, and a training on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import join, launch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(model: Any = None, spec: str = "topk", **options: Any) -> gradcomp.local.LocalSteps:
+    model = nn.Linear(3, 2) if model is None else model
+    return gradcomp.local.LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), spec, **options)
+
+
+def test_without_ranks_the_remedy_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\), or horovod"):
+        made()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "options,said",
+    [
+        ({"every": 0}, "every=0 must be a whole number of steps"),
+        ({"every": 2.5}, "every=2.5 must be a whole number"),
+        ({"outer_lr": -1}, "outer_lr=-1 must be a number that is not negative"),
+        ({"outer_momentum": "half"}, "outer_momentum='half' must be a number"),
+        ({"outer_momentum": 1}, "outer_momentum=1 must be below 1"),
+        ({"spec": "auto"}, "auto chooses by the time of a step"),
+        ({"spec": "topk:ratio=2"}, "ratio=2"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        made(**options)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrapped_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"pass the model inside it, model\.module"):
+        made(DistributedDataParallel(nn.Linear(3, 2)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_takes_the_outer_step_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False)
+    start = model.weight.detach().clone()
+    local = made(model, "dense", every=2, outer_lr=0.5, outer_momentum=0.0)
+    for _ in range(2):
+        local.zero_grad()
+        model.weight.sum().backward()
+        local.step()
+    torch.testing.assert_close(model.weight.detach(), start - 0.5 * 0.2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_grad_scaler_steps_it() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    start, scaler = model.weight.detach().clone(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    local = made(model, "dense")
+    scaler.scale(model.weight.sum()).backward()
+    scaler.step(local)
+    torch.testing.assert_close(model.weight.detach(), start - 0.1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_foreign_state_is_refused() -> None:
+    local, other = made(), made(nn.Linear(4, 4, bias=False))
+    with pytest.raises(ValueError, match="no state of LocalSteps"):
+        local.load_state_dict({"weights": {}})
+    with pytest.raises(ValueError, match="other parameters"):
+        local.load_state_dict(other.state_dict())
+
+
+def with_own_specs() -> str:
+    join()
+    try:
+        made(spec=["topk", "blocks"][dist.get_rank()])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def other_ranks(states: list[Any]) -> tuple[list[float], float]:
+    """Go on from the states of two ranks on this many."""
+    join()
+    model = nn.Linear(40, 5)
+    local = made(model, "topk:ratio=0.1,momentum=0", every=3)
+    local.load_state_dict(states)
+    residual = local._session.residual()
+    local.step()
+    return model.weight.detach().flatten()[:3].tolist(), float(residual["weight"].sum())
+
+
+def two_ranks() -> Any:
+    join()
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(40, 5)
+    local = made(model, "topk:ratio=0.1,momentum=0", every=3)
+    for step in range(4):
+        local.zero_grad()
+        (model(torch.randn(8, 40)) - step).square().mean().backward()
+        local.step()
+    return local.state_dict(), float(local._session.residual()["weight"].sum())
+
+
+def test_ranks_with_different_specs_are_told() -> None:
+    for said in launch(with_own_specs, 2):
+        assert "make these equal on all ranks: spec" in said
+
+
+def test_the_states_of_two_ranks_serve_three() -> None:
+    """The mean of the residuals stays the same. The third rank begins at the common start."""
+    saved = launch(two_ranks, 2)
+    states, sums = [state for state, _ in saved], [total for _, total in saved]
+    found = launch(other_ranks, 3, states)
+    assert sum(total for _, total in found) / 3 == pytest.approx(sum(sums) / 2, rel=1e-4)
+    for (weights, _), own in zip(found, [*(state["weights"] for state in states), states[0]["starts"]], strict=True):
+        assert weights == pytest.approx(own["weight"].flatten()[:3].tolist(), abs=1e-6)
