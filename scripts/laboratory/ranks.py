@@ -39,7 +39,7 @@ def command(
     """Write the command that runs a job on `count` ranks.
 
     launcher: cluster (an emulated host each, links of this rate), horovodrun or torchrun (all on this machine).
-    job: a module of the laboratory and its arguments. door: whose ranks they are on a cluster; horovod's or ddp's.
+    job: a module of the laboratory and its arguments. door: whose ranks they are on a cluster: horovod's, or torch's.
     later: more options of the cluster.
     """
     python, module = sys.executable, ["-m", *job]
@@ -53,7 +53,7 @@ def command(
 def on_cluster(hosts: int, rate: str, door: str = "horovod", later: Sequence[str] = ()) -> list[str]:
     """Write the beginning of a command that runs on each of some emulated hosts, and shows rank 0's output."""
     options = ["--hosts", str(hosts), "--rate", rate, "--output", "0", *later]
-    if door == "ddp":
+    if door != "horovod":
         options += ["--launcher", "torch"]
     return [sys.executable, str(SCRIPTS / "cluster"), *options, "--"]
 

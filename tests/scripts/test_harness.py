@@ -206,6 +206,31 @@ def test_an_emulated_host_counts_what_its_interface_sends(tmp_path: Path) -> Non
     assert "on a host's interface" in rounds.table(run)
 
 
+MORE_HOSTS = [pytest.param(door, 4, marks=pytest.mark.long) for door in ways.SHARDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("door", "hosts"), [("fsdp", 2), *MORE_HOSTS])
+def test_hosts_train_through_fsdp2_and_blocks_moves_18_hundredths_of_what_it_needs(
+    door: str, hosts: int, tmp_path: Path
+) -> None:
+    """Subtract `none`, which gathers the parameters, too. Gloo's reduce-scatter moves as much as its all-reduce."""
+    need_cluster()
+    shards = ways.SHARDS[door] or hosts
+    scattered, reduced = 1 - 1 / shards, 2 * (1 / shards - 1 / hosts)
+    blocks = "blocks:route=alltoall"  # auto gathers tensors as small as these
+    own = ["none", "stock", blocks, "alltoall" if door == "fsdp" else "bf16"]
+    small = TASKS["mlp"].defaults._replace(width=512, batch=8)
+    run = measured.perform(Rounds("cluster", hosts, "none", "mlp", small, own, 1, 2, door=door), Lab("a test", tmp_path))
+    lines, whole = {line["way"]: line for line in run["lines"]}, 4 * run["parameters"]
+    none = lines["none"]["interface_bytes_per_step"]
+    share = {way: (line["interface_bytes_per_step"] - none) / whole for way, line in lines.items()}
+    wanted = {"stock": 2 * scattered + reduced, "alltoall": scattered + reduced, "bf16": scattered + reduced / 2}
+    assert all(way not in wanted or 1 < share[way] / wanted[way] < 1.05 for way in own)
+    assert share[blocks] <= 0.18 * (scattered + reduced)
+    assert all(abs(lines[way]["loss"] - lines["stock"]["loss"]) < (1e-5 if way == "alltoall" else 1e-3) for way in own[2:])
+
+
 @pytest.mark.parametrize(
     ("way", "message"),
     [
@@ -224,7 +249,11 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train --ways stock,bf16", "'bf16' is of the door ddp, not of horovod"),
+        ("train --ways stock,bf16", "'bf16' is of the door ddp or fsdp or hsdp or replicate, not of horovod"),
+        ("train --ways stock,auto --door fsdp", "'auto' is not of the door fsdp"),
+        ("train --ways bf16:steps=4 --door hsdp", "'bf16:steps=4' is not of the door hsdp"),
+        ("train --ways stock --door hsdp --hosts 3", "shards a model on 2 hosts; let --hosts be a multiple, not 3"),
+        ("train --ways alltoall --door hsdp", "'alltoall' is of the door fsdp, not of hsdp"),
         ("train --ways stock --launcher local --later 1gbit:5", "changes the links of --launcher cluster"),
         ("train --ways stock --later 1gbit:5", "--later needs at least 5 rounds"),
         ("train --ways stock --task cifar", "needs --data FOLDER"),
@@ -233,7 +262,7 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
         ("study --specs none", "a study needs ways that exchange gradients in each step and count their bytes"),
         ("study --specs topk --door ddp --set clip=1", "conv clips each rank's gradient, which dense cannot"),
         ("study --specs topk --rate 1gbit", "--rate is of real ranks; add --door ddp or --door horovod"),
-        ("study --specs bf16 --door horovod", "'bf16' is of the door ddp, not of horovod"),
+        ("study --specs bf16 --door horovod", "'bf16' is of the door ddp or fsdp or hsdp or replicate, not of horovod"),
         ("study --specs topk --door ddp --ranks 1", "one real rank exchanges nothing"),
         ("study --specs topk --set mlp.lr=1", "--tasks does not contain 'mlp'"),
         ("study --specs topk --set batch=1000", "more than the 1437"),

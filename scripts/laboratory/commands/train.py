@@ -26,9 +26,10 @@ examples:
   scripts/lab train --hosts 4 --rate 1gbit,100mbit --ways none,stock,fp16,dense,topk:ratio=0.001
   scripts/lab train --launcher local --hosts 2 --set width=256     # without root, links as they are
   scripts/lab train --door ddp --task cifar-large --data FOLDER --ways stock,bf16,auto --rounds 20 --turn 3
+  scripts/lab train --door fsdp --ways none,stock,bf16,blocks      # shards on all ranks; hsdp: replicas of two shards
 
 Times are medians over rounds in which all ways take turns. Beside each way stand the median of its time over that of
-{" and ".join(rounds.RIVALS)} in the same round, and the bound that this median stays below with 95 % confidence. `auto` chooses
+{", ".join(rounds.RIVALS)} in the same round, and the bound that this median stays below with 95 % confidence. `auto` chooses
 before the rounds, with those steps that it needs; what it measures later is part of its turns."""
 
 
@@ -41,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--later", type=options.later, metavar="RATE:SECONDS", help="the rate that all links get after so many seconds"
     )
     parser.add_argument("--ways", type=ways.several, default=WAYS, help="specs of gradcomp, auto, or others, listed below")
-    parser.add_argument("--door", choices=ways.DOORS, default=ways.HOROVOD, help="(default: horovod)")
+    parser.add_argument("--door", choices=ways.TIMED, default=ways.HOROVOD, help="(default: horovod)")
     parser.add_argument("--task", choices=TASKS, default="mlp", help="(default: mlp)")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="folder with the data of the tasks that need some")
     settings.add_changes(parser)
@@ -60,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def launches(chosen: argparse.Namespace) -> list[Rounds]:
     """Return the rounds of each rate."""
     ways.refuse(chosen.ways, chosen.door)
+    if (shards := ways.SHARDS.get(chosen.door, 0)) and chosen.hosts % shards:
+        raise Refused(f"--door {chosen.door} shards a model on {shards} hosts; let --hosts be a multiple, not {chosen.hosts}")
     if chosen.launcher == "local" and chosen.later:
         raise Refused("--later changes the links of --launcher cluster; leave one of them out")
     if chosen.later and chosen.rounds < rounds.FEWEST:

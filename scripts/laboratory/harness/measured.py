@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from laboratory import machine, ranks, report
 from laboratory.harness import rounds, simulated
-from laboratory.harness.ways import DDP, HOROVOD, SIMULATED
+from laboratory.harness.ways import HOROVOD, SIMULATED, TIMED
 from laboratory.tasks import table
 from laboratory.tasks.task import Settings
 
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 OLDER_KEYS, OLDER_SETTINGS = ("course", "launch"), ("predicts", "processor")
 
 # How ranks on this machine alone are started, by door.
-LAUNCHERS = {HOROVOD: "horovodrun", DDP: "torchrun"}
+LAUNCHERS = {**dict.fromkeys(TIMED, "torchrun"), HOROVOD: "horovodrun"}
 
 
 class Training(NamedTuple):

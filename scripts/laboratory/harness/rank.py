@@ -20,7 +20,7 @@ from gradcomp.telemetry.replicas import digests
 from laboratory import ranks
 from laboratory.cluster.network import INTERFACE
 from laboratory.harness.measured import Measured, Rounds, Training
-from laboratory.harness.ways import Door, Fitted, is_spec, passes
+from laboratory.harness.ways import SHARDS, Door, Fitted, is_spec, passes
 from laboratory.tasks.table import TASKS, load
 from laboratory.tasks.task import Batch, Job, Settings, momentum_of, optimizer_of, rate_of
 from laboratory.timing import rotated, threads
@@ -192,12 +192,20 @@ def choose(rank: Rank, trainee: Trainee) -> None:
         trainee.step()
 
 
+def join(name: str) -> Door:
+    """Join the ranks behind a door."""
+    shards = SHARDS.get(name)
+    module: Any = importlib.import_module(f"laboratory.harness.by_{name if shards is None else 'fsdp'}")
+    door: Door = module.Door() if shards is None else module.Door(shards)
+    return door
+
+
 def main(what: str, fields: str) -> None:
     """Run this process as a rank. All ranks measure, rank 0 reports. what, fields: a Training, or Rounds."""
     given = json.loads(fields)
     given["settings"] = Settings(**given["settings"])
     measured: Measured = Training(**given) if what == Training.__name__ else Rounds(**given)
-    door = importlib.import_module(f"laboratory.harness.by_{measured.door}").Door()
+    door = join(measured.door)
     rank = Rank(measured, door)
     result = train(rank, measured) if isinstance(measured, Training) else take_rounds(rank, measured)
     if door.rank == 0:

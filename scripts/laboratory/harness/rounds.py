@@ -12,7 +12,7 @@ from laboratory.stats import median_bounds
 from laboratory.timing import Spread
 
 # The ways that every other is compared with: no exchange, and those that a user has without gradcomp.
-RIVALS = ("none", "stock", "bf16")
+RIVALS = ("none", "stock", "bf16", "alltoall")
 # The rounds that a way is compared in.
 PARTS = {"over": "", "over_before": ", before the change", "over_after": ", after it"}
 

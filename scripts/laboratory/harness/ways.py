@@ -15,6 +15,10 @@ from laboratory.options import Refused
 HOROVOD, DDP = "horovod", "ddp"
 DOORS = (HOROVOD, DDP)
 
+# The doors of FSDP2, which only step times have: shards on all ranks, replicas of two shards, and replicas of one.
+SHARDS = {"fsdp": 0, "hsdp": 2, "replicate": 1}
+TIMED = (*DOORS, *SHARDS)
+
 # The door of ranks that one process simulates.
 SIMULATED = "simulated"
 
@@ -32,13 +36,17 @@ class Other(NamedTuple):
 
 
 OTHERS = {
-    "none": Other(DOORS, "no communication, the lower limit", "none"),
-    "stock": Other(DOORS, "Horovod or DDP itself, dense", "stock"),
+    "none": Other(TIMED, "no exchange of gradients, the lower limit", "none"),
+    "stock": Other(TIMED, "Horovod, DDP or FSDP2 itself, dense", "stock"),
     "fp16": Other(DOORS, "Horovod's Compression.fp16, or DDP's hook", "fp16"),
     "bf16": Other(
-        (DDP,), "DDP's hook; steps=4 adds up the gradients of four batches", "bf16:steps=4", r"(?::steps=([1-9]\d*))?"
+        (DDP, *SHARDS),
+        "DDP's hook, or FSDP2's reduce_dtype; steps=4 adds up the gradients of four batches, under DDP",
+        "bf16:steps=4",
+        r"(?::steps=([1-9]\d*))?",
     ),
     "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r":rank=([1-9]\d*)"),
+    "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
 }
 
 
@@ -90,6 +98,8 @@ def refuse(chosen: Sequence[str], door: str) -> None:
         found = other(way)
         if found is not None and door not in OTHERS[found[0]].doors:
             raise Refused(f"{way!r} is of the door {' or '.join(OTHERS[found[0]].doors)}, not of {door}")
+        if door in SHARDS and (way.startswith("auto") or passes(way) > 1):
+            raise Refused(f"{way!r} is not of the door {door}; leave it out, or use --door ddp")
 
 
 def several(text: str) -> list[str]:
