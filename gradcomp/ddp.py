@@ -2,9 +2,8 @@
 
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters
-from gradcomp.handle import Handle
+from gradcomp.handle import Handle, by_name
 from gradcomp.networks.torch import TorchNetwork
 
 __all__ = ["attach"]
@@ -49,23 +48,7 @@ _POSITIONAL = (
 _DOOR = Door(_UNKNOWN, _UNUSED, ends_in_backward=True, name="DDP")
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _by_name(function: Callable[P, T]) -> Callable[P, T]:
-    """Name the right call where an optimizer is in the spec's place, or anything behind it."""
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **options: P.kwargs) -> T:
-        if len(args) > 2 or any(isinstance(each, torch.optim.Optimizer) for each in args):
-            raise TypeError(_POSITIONAL)
-        return function(*args, **options)
-
-    return checked
-
-
-@_by_name
+@by_name(2, _POSITIONAL)
 def attach(
     model: DistributedDataParallel,
     spec: str | Compressor = "topk",

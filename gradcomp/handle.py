@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,24 @@ from gradcomp.engine.slots import Slots
 from gradcomp.networks import Connection
 from gradcomp.spec import AUTO, LOSSES, Auto, auto_of, kind_of, make, names
 from gradcomp.telemetry.observer import Intervals, Observer, Writer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def by_name(most: int, sentence: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Refuse, with a sentence, more arguments by position than so many, and an optimizer among them."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> T:
+            if len(args) > most or any(isinstance(each, torch.optim.Optimizer) for each in args):
+                raise TypeError(sentence)
+            return function(*args, **options)
+
+        return checked
+
+    return decorate
 
 
 def beginning_of(spec: str | Compressor) -> tuple[Compressor, Auto | None]:

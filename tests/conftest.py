@@ -61,7 +61,8 @@ def pytest_report_header() -> list[str]:
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     """Skip a file that imports a missing package."""
     report: Any = yield
-    return skip_if_missing(report, report.call.excinfo and report.call.excinfo.value.__cause__, collector.nodeid)
+    excinfo = report.call.excinfo if hasattr(report, "call") else None  # --lf makes reports without a call
+    return skip_if_missing(report, excinfo and excinfo.value.__cause__, collector.nodeid)
 
 
 @pytest.hookimpl(wrapper=True)

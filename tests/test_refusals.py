@@ -66,6 +66,7 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ),
     ("no DDP", (DDP,), "TypeError: attach.* got a Sequential; wrap the model in DistributedDataParallel"),
     ("by position", (DDP,), r'TypeError: .* by name: gradcomp\.ddp\.attach\(model, "topk", optimizer=optimizer\)'),
+    ("by position", (COMPRESSION,), r"TypeError: .* by name: gradcomp\.horovod\.Compression\(.*, optimizer=optimizer\)"),
     ("optimizer as spec", (DDP,), r"TypeError: attach\(\) takes the model and the spec by position"),
     ("compiled", (DDP,), r"TypeError: .*torch\.compile\(\) has wrapped; call attach\(\) before torch\.compile"),
     ("attached twice", (DDP,), "RuntimeError: the model has a communication hook already; keep the handle of the first"),
@@ -142,6 +143,13 @@ def unfrozen_later(door: str) -> None:
     step(run)
 
 
+def by_position(door: str) -> None:
+    model: Any = linear()
+    named, optimizer = doors.named(model), sgd(model)
+    made: Any = gradcomp.horovod.Compression if door == COMPRESSION else gradcomp.ddp.attach
+    made(*(["topk", named, optimizer] if door == COMPRESSION else [model, optimizer, "topk"]))
+
+
 def compiled(door: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, on importing its compiler
@@ -173,7 +181,7 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "no process set": used(process_set=[0, 1]),
     "unfrozen later": unfrozen_later,
     "no DDP": lambda door: gradcomp.ddp.attach(linear(), "topk"),  # type: ignore[arg-type]
-    "by position": lambda door: gradcomp.ddp.attach(linear(), sgd(linear()), "topk"),  # type: ignore[call-arg, arg-type]
+    "by position": by_position,
     "optimizer as spec": lambda door: gradcomp.ddp.attach(linear(), sgd(linear())),  # type: ignore[arg-type]
     "compiled": compiled,
     "attached twice": lambda door: gradcomp.ddp.attach(Training(DDP, spec="topk").whole, "topk"),

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from conftest import pytest_make_collect_report
 
 import gradcomp
 from gradcomp.native import extension
@@ -334,3 +336,12 @@ def test_the_house_stays_light(folder: str) -> None:
     lines = sum(len(path.read_text().splitlines()) for path in every)
     most_lines, most_files = TOTALS[folder]
     assert lines <= most_lines and len(every) <= most_files, (lines, len(every))
+
+
+def test_a_report_without_a_call_is_left_alone() -> None:
+    """pytest --lf makes reports of its own, without the call that collected a file."""
+    hook, report = pytest_make_collect_report(SimpleNamespace(nodeid="")), pytest.CollectReport("", "passed", None, [])  # type: ignore[arg-type]
+    next(hook)
+    with pytest.raises(StopIteration) as end:
+        hook.send(report)  # type: ignore[attr-defined]
+    assert end.value.value is report

@@ -18,7 +18,7 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slot
-from gradcomp.handle import Handle
+from gradcomp.handle import Handle, by_name
 from gradcomp.networks.horovod import SUMMED, HorovodNetwork, exchange_failure
 
 # The messages for a gradient that cannot be compressed, and for one of an unknown parameter.
@@ -51,7 +51,10 @@ _AFTER_FAILURE = (
 
 _CLASS = "compression= is the class Compression; pass an object: compression=Compression('topk', model.named_parameters())"
 
-
+_POSITIONAL = (
+    "Compression() takes the spec and named_parameters by position, and all else by name: "
+    'gradcomp.horovod.Compression("topk", model.named_parameters(), optimizer=optimizer)'
+)
 _ONE = (
     "optimizer= is a list; under Horovod each optimizer has its own hvd.DistributedOptimizer and its own Compression: make one "
     "of each for every optimizer, with named_parameters of its layers"
@@ -104,6 +107,7 @@ class Compression(Handle):
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=compression)
     """
 
+    @by_name(3, _POSITIONAL)
     def __init__(
         self,
         spec: str | Compressor,
