@@ -20,10 +20,10 @@ from gradcomp.core.requests import Reduce
 from gradcomp.engine.optimizer_steps import inform
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
-from gradcomp.engine.reducer import Options
+from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Parameters, Slot, Slots, check_optimizer
-from gradcomp.networks import Connection
+from gradcomp.networks import Answer, Connection
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.spec import auto_of, make
 
@@ -69,6 +69,7 @@ class LocalSteps:
         every: The steps from one synchronization to the next.
         outer_lr: The rate of the outer step; None: 0.9.
         outer_momentum: Its Nesterov momentum; None: 0.5.
+        fragments: The parts of the model that are exchanged in turn, each while the next every / fragments steps run.
         seed: The seed of random draws, equal on all ranks.
 
     Raises:
@@ -93,6 +94,7 @@ class LocalSteps:
         every: int = 30,
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
+        fragments: int = 1,
         seed: int = 0,
     ):
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -100,21 +102,30 @@ class LocalSteps:
         check_optimizer(optimizer)
         if auto_of(spec) is not None:
             raise ValueError(_NOT_YET)
-        self._every: int = _steps(every)
+        self._every, count = _whole("every", every), _whole("fragments", fragments)
+        weights = {slot.name: slot.parameter for slot in Parameters(model.named_parameters()).slots}
+        if self._every % count or count > len(weights):
+            raise ValueError(f"fragments={count} must divide every={every}, and be at most {len(weights)}, the parameters")
         rate, momentum = _number("outer_lr", outer_lr, RATE), _number("outer_momentum", outer_momentum, MOMENTUM)
         if momentum >= 1:
             raise ValueError(f"outer_momentum={outer_momentum!r} must be below 1")
-        self._optimizer, self._steps, self._in_round, self._rounds, self._sent = optimizer, 0, 0, 0, 0
-        self._weights = {slot.name: slot.parameter for slot in Parameters(model.named_parameters()).slots}
-        self._buffers = [(n, each) for n, each in model.named_buffers() if each.is_floating_point()]
-        slots = Slots([Slot(name, each.shape, each.device) for name, each in self._weights.items()])
-        self._network = _network(next(iter(self._weights.values())).device)
-        self._session = Session(make(spec), slots, self._network, Options(seed=seed), _DOOR, _View(slots))
-        self._session.meet()
-        self._take_weights_of_rank_0()
-        self._starts = {name: each.detach().float().clone() for name, each in self._weights.items()}
-        self._outer = torch.optim.SGD(self._starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
-        inform(f"gradcomp: {self._session.spec} over local steps exchanges progress after every {every} steps", self._network)
+        self._optimizer, self._interval = optimizer, self._every // count
+        self._counts = {"steps": 0, "in_round": 0, "synchronizations": 0, "bytes_sent": 0, "bytes_sent_total": 0}
+        self._under_way: _Fragment | None = None
+        self._has_moved = False  # a step came since all ranks had equal weights
+        self._buffers = _Buffers([(name, each) for name, each in model.named_buffers() if each.is_floating_point()])
+        self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
+        self._fragments = [
+            _Fragment(part, _Session(compressor, slots, self._network, Options(seed=seed + i), _DOOR, _View(slots)))
+            for i, part in enumerate(_divided(weights, count))
+            for slots in [Slots([Slot(name, each.shape, each.device) for name, each in part.items()])]
+        ]
+        for fragment in self._fragments:
+            fragment.session.meet()
+        _take_those_of_rank_0([*weights.items(), *self._buffers.named], self._network)
+        for fragment in self._fragments:
+            fragment.begin_at_weights(rate, momentum)
+        inform(f"gradcomp: {compressor} over local steps exchanges progress after every {every} steps", self._network)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -125,9 +136,18 @@ class LocalSteps:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the optimizer. After every so many, synchronize."""
         loss = self._optimizer.step() if closure is None else self._optimizer.step(closure)
-        self._steps, self._in_round = self._steps + 1, self._in_round + 1
-        if self._in_round == self._every:
-            self._synchronize()
+        counts = self._counts
+        counts["steps"] += 1
+        counts["in_round"] += 1
+        self._has_moved = True
+        part, rest = divmod(counts["in_round"], self._interval)
+        if rest:
+            self._advance()
+        else:
+            self._begin(part - 1)
+            if len(self._fragments) == 1:
+                self._apply(waits=True)
+                self._has_moved = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -136,8 +156,12 @@ class LocalSteps:
 
     def flush(self) -> None:
         """Synchronize now, if there was a step since the last time: all ranks have equal weights then. All ranks call it."""
-        if self._in_round:
-            self._synchronize()
+        if not self._has_moved:
+            return
+        for part in range(len(self._fragments)):
+            self._begin(part)
+            self._apply(waits=True)
+        self._has_moved = False
 
     def stats(self) -> LocalStats:
         """Return figures of the training on this rank.
@@ -145,37 +169,35 @@ class LocalSteps:
         Example:
             >>> local.stats()["bytes_sent_total"]
         """
-        dense = 4 * sum(each.numel() for each in self._weights.values()) * self._steps
+        entries = sum(each.numel() for fragment in self._fragments for each in fragment.weights.values())
+        counts, sent = self._counts, self._counts["bytes_sent_total"]
         return {
             "exchanges": f"progress of {self._every} steps",
-            "steps": self._steps,
-            "synchronizations": self._rounds,
-            "bytes_sent": self._session.reducer.bytes_sent,
-            "bytes_sent_total": self._sent,
-            "compression": dense / self._sent if self._sent else None,
+            "steps": counts["steps"],
+            "synchronizations": counts["synchronizations"],
+            "bytes_sent": counts["bytes_sent"],
+            "bytes_sent_total": sent,
+            "compression": 4 * entries * counts["steps"] / sent if sent else None,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy all that this rank's next step depends on, its weights among it. States differ between ranks: save each.
+        """Copy all that this rank's next step depends on, its weights among it. All ranks call it, and each saves its own.
+
+        An exchange of a fragment that is under way ends first.
 
         Example:
             >>> torch.save(local.state_dict(), f"rank-{rank}.pt")
         """
+        self._apply(waits=False)
         return {
-            "steps": self._steps,
-            "in_round": self._in_round,
-            "rounds": self._rounds,
-            "sent": self._sent,
-            "weights": {name: each.detach().clone() for name, each in self._weights.items()},
-            "buffers": {name: each.clone() for name, each in self._buffers},
-            "starts": {name: each.clone() for name, each in self._starts.items()},
+            "counts": dict(self._counts),
+            "buffers": {name: each.clone() for name, each in self._buffers.named},
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
-            "outer": copy.deepcopy(self._outer.state_dict()),
-            "exchange": self._session.state_dict(),
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a state, with the same spec and model. All ranks call it, between two steps.
+        """Continue from a state, with the same spec, fragments and model. All ranks call it, between two steps.
 
         A list of all ranks' states serves any number of ranks: a rank without one begins at the common start, with the inner
         optimizer of rank 0.
@@ -187,57 +209,164 @@ class LocalSteps:
             ValueError: The state does not fit, or is damaged.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
-        if not states or not all(isinstance(each, Mapping) and "starts" in each for each in states):
+        if not states or not all(isinstance(each, Mapping) and "fragments" in each for each in states):
             raise ValueError("load_state_dict() got no state of LocalSteps; pass the result of state_dict(), or a list of them")
-        rank, first = self._network.world.rank, states[0]
-        if first["starts"].keys() != self._starts.keys():
-            raise ValueError("the state is of a model with other parameters; load it into the model that saved it")
-        own = first if len(states) == 1 else states[rank] if rank < len(states) else None
-        self._session.load_state_dict([each["exchange"] for each in states])
-        given = first if own is None else own
-        with torch.no_grad():
-            for name, weight in self._weights.items():
-                self._starts[name].copy_(first["starts"][name])
-                weight.copy_(first["starts"][name] if own is None else own["weights"][name])
-            for name, buffer in self._buffers:
-                buffer.copy_(given["buffers"][name])
+        if any([f.starts.keys() for f in self._fragments] != [s["starts"].keys() for s in e["fragments"]] for e in states):
+            raise ValueError(
+                "the state is of a model with other parameters, or of other fragments; load it as it was saved: with the same "
+                "model and fragments="
+            )
+        self._apply(waits=False)
+        rank = self._network.world.rank
+        own = states[0] if len(states) == 1 else states[rank] if rank < len(states) else None
+        given = states[0] if own is None else own
+        for i, fragment in enumerate(self._fragments):
+            fragment.load_state_dict([each["fragments"][i] for each in states], None if own is None else own["fragments"][i])
+        for name, buffer in self._buffers.named:
+            buffer.copy_(given["buffers"][name])
         self._optimizer.load_state_dict(given["optimizer"])
-        self._outer.load_state_dict(first["outer"])
-        self._steps, self._in_round, self._rounds, self._sent = (given[n] for n in ("steps", "in_round", "rounds", "sent"))
+        self._counts, self._has_moved = dict(given["counts"]), True
+
+    def _begin(self, part: int) -> None:
+        """Begin the exchange of a fragment; that of the one before ends."""
+        self._apply(waits=False)
+        self._under_way = self._fragments[part]
+        self._under_way.begin()
+        if part == len(self._fragments) - 1:
+            self._counts["in_round"] = 0
+            self._counts["synchronizations"] += 1
+            self._buffers.begin(self._network)
+
+    def _advance(self) -> None:
+        """Go on with the exchange under way by one round. It waits only for a message that has not come yet."""
+        if self._under_way is not None:
+            self._under_way.session.reducer.advance()
+
+    def _apply(self, waits: bool) -> None:
+        """End the exchange under way, if any, and take its outer step. waits: no inner step came since it began."""
+        if (fragment := self._under_way) is None:
+            return
+        self._under_way = None
+        self._counts["bytes_sent"] = sent = fragment.end(waits)
+        self._counts["bytes_sent_total"] += sent
+        self._buffers.end()
+
+
+class _Fragment:
+    """A part of a model that is exchanged by itself.
+
+    weights: by name. starts: those of the ranks' common start, in float32. sent_at: the weights when the exchange began.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.nn.Parameter], session: Session):
+        self.weights, self.session = weights, session
+        self.starts: dict[str, Tensor] = {}
+        self._progress: list[Tensor] = []
+        self._sent_at: list[Tensor] = []
+
+    def begin_at_weights(self, rate: float, momentum: float) -> None:
+        """Make the present weights the common start."""
+        self.starts = {name: each.detach().float().clone() for name, each in self.weights.items()}
+        self._outer = torch.optim.SGD(self.starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
 
     @torch.no_grad()
-    def _synchronize(self) -> None:
-        """Exchange start minus now, take the outer step from the start, and go on there."""
-        session = self._session
-        slots = session.slots.slots
-        progress = [(self._starts[slot.name] - self._weights[slot.name]).reshape(-1) for slot in slots]
-        session.begin()
-        session.ready_all(slots, progress)
-        session.finish()
-        self._average_buffers()
-        for slot, mean in zip(slots, progress, strict=True):
-            self._starts[slot.name].grad = mean.view(slot.shape)
+    def begin(self) -> None:
+        """Begin to exchange start minus now."""
+        slots = self.session.slots.slots
+        self._sent_at = [each.detach().clone() for each in self.weights.values()]
+        self._progress = [(self.starts[name] - each).reshape(-1) for name, each in self.weights.items()]
+        self.session.begin()
+        self.session.ready_all(slots, self._progress)
+
+    @torch.no_grad()
+    def end(self, waits: bool) -> int:
+        """End the exchange, and take the outer step from the start. Return the bytes sent.
+
+        The weights go to the new start, plus the inner steps that came in the meantime. waits: there were none.
+        """
+        self.session.finish()
+        for start, mean in zip(self.starts.values(), self._progress, strict=True):
+            start.grad = mean.view(start.shape)
         self._outer.step()
         self._outer.zero_grad()
-        for name, weight in self._weights.items():
-            weight.copy_(self._starts[name])
-        self._in_round, self._rounds = 0, self._rounds + 1
-        self._sent += session.reducer.bytes_sent
+        for start, weight, sent in zip(self.starts.values(), self.weights.values(), self._sent_at, strict=True):
+            weight.copy_(start if waits else start + (weight - sent))
+        self._progress, self._sent_at = [], []
+        return self.session.reducer.bytes_sent
 
-    def _average_buffers(self) -> None:
-        for name, buffer in self._buffers:
-            mean = self._network.start(Reduce(buffer.float() / self._network.world.size), f"buffer {name}")()
-            assert isinstance(mean, Tensor)
-            buffer.copy_(mean)
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state of the fragment on this rank."""
+        return {
+            "weights": {name: each.detach().clone() for name, each in self.weights.items()},
+            "starts": {name: each.clone() for name, each in self.starts.items()},
+            "outer": copy.deepcopy(self._outer.state_dict()),
+            "exchange": self.session.state_dict(),
+        }
 
     @torch.no_grad()
-    def _take_weights_of_rank_0(self) -> None:
-        """Add up rank 0's weights and the others' zeros."""
-        for name, each in [*self._weights.items(), *self._buffers]:
-            own = each.detach().float() * (self._network.world.rank == 0)
-            whole = self._network.start(Reduce(own), f"weights of {name}")()
-            assert isinstance(whole, Tensor)
-            each.copy_(whole)
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
+        """Continue from the states of all ranks, and this rank's own, if it has one."""
+        self.session.load_state_dict([each["exchange"] for each in states])
+        for name, weight in self.weights.items():
+            self.starts[name].copy_(states[0]["starts"][name])
+            weight.copy_(self.starts[name] if own is None else own["weights"][name])
+        self._outer.load_state_dict(states[0]["outer"])
+
+
+class _Buffers:
+    """The floating-point buffers of a model, which become their means over ranks."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]):
+        self.named = named
+        self._answers: list[Answer] = []
+
+    def begin(self, network: Connection) -> None:
+        """Begin to exchange them."""
+        self._answers = [network.start(Reduce(each.float() / network.world.size), f"buffer {n}") for n, each in self.named]
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Take the means, if an exchange is under way."""
+        for (_, buffer), answer in zip(self.named, self._answers, strict=False):
+            mean = answer()
+            assert isinstance(mean, Tensor)
+            buffer.copy_(mean)
+        self._answers = []
+
+
+@torch.no_grad()
+def _take_those_of_rank_0(named: Sequence[tuple[str, Tensor]], network: Connection) -> None:
+    """Add up rank 0's tensors and the others' zeros."""
+    for name, each in named:
+        own = torch.where(torch.tensor(network.world.rank == 0, device=each.device), each.detach().float(), 0.0)
+        whole = network.start(Reduce(own), f"weights of {name}")()
+        assert isinstance(whole, Tensor)
+        each.copy_(whole)
+
+
+def _divided(weights: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:
+    """Divide a model into so many parts of neighbouring layers, of about the same size. None is empty."""
+    parts: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(count)]
+    total, before = sum(each.numel() for each in weights.values()), 0
+    for i, (name, each) in enumerate(weights.items()):
+        middle = (before + each.numel() / 2) * count / max(total, 1)
+        filled = next((n for n, part in enumerate(parts) if not part), count)
+        part = min(max(int(middle), filled - 1, count - len(weights) + i), filled, count - 1)
+        parts[part][name] = each
+        before += each.numel()
+    return parts
+
+
+class _Reducer(Reducer):
+    """The buckets of a fragment. All begin at once, and an exchange may be over before its end is asked for."""
+
+    def start_all(self, scale: float = 1.0) -> None:
+        """Start nothing: all buckets have started."""
+        self.clock.note_last_gradient()
+
+
+class _Session(Session):
+    reducer_class = _Reducer
 
 
 class _View(OptimizerView):
@@ -262,10 +391,10 @@ def _network(device: torch.device) -> Connection:
     return network
 
 
-def _steps(every: Any) -> int:
-    if isinstance(every, bool) or not isinstance(every, numbers.Integral) or int(every) < 1:
-        raise ValueError(f"every={every!r} must be a whole number of steps, 1 or more")
-    return int(every)
+def _whole(name: str, given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral) or int(given) < 1:
+        raise ValueError(f"{name}={given!r} must be a whole number, 1 or more")
+    return int(given)
 
 
 def _number(name: str, given: Any, default: float) -> float:

@@ -36,8 +36,11 @@ def test_without_ranks_the_remedy_is_named() -> None:
 @pytest.mark.parametrize(
     "options,said",
     [
-        ({"every": 0}, "every=0 must be a whole number of steps"),
+        ({"every": 0}, "every=0 must be a whole number, 1 or more"),
         ({"every": 2.5}, "every=2.5 must be a whole number"),
+        ({"fragments": 0}, "fragments=0 must be a whole number"),
+        ({"fragments": 4}, "fragments=4 must divide every=30, and be at most 2, the parameters"),
+        ({"fragments": 3}, "fragments=3 must divide every=30, and be at most 2, the parameters"),
         ({"outer_lr": -1}, "outer_lr=-1 must be a number that is not negative"),
         ({"outer_momentum": "half"}, "outer_momentum='half' must be a number"),
         ({"outer_momentum": 1}, "outer_momentum=1 must be below 1"),
@@ -83,7 +86,7 @@ def test_a_grad_scaler_steps_it() -> None:
 def test_a_foreign_state_is_refused() -> None:
     local, other = made(), made(nn.Linear(4, 4, bias=False))
     with pytest.raises(ValueError, match="no state of LocalSteps"):
-        local.load_state_dict({"weights": {}})
+        local.load_state_dict({"counts": {}})
     with pytest.raises(ValueError, match="other parameters"):
         local.load_state_dict(other.state_dict())
 
@@ -103,7 +106,7 @@ def other_ranks(states: list[Any]) -> tuple[list[float], float]:
     model = nn.Linear(40, 5)
     local = made(model, "topk:ratio=0.1,momentum=0", every=3)
     local.load_state_dict(states)
-    residual = local._session.residual()
+    residual = local._fragments[0].session.residual()
     local.step()
     return model.weight.detach().flatten()[:3].tolist(), float(residual["weight"].sum())
 
@@ -117,7 +120,7 @@ def two_ranks() -> Any:
         local.zero_grad()
         (model(torch.randn(8, 40)) - step).square().mean().backward()
         local.step()
-    return local.state_dict(), float(local._session.residual()["weight"].sum())
+    return local.state_dict(), float(local._fragments[0].session.residual()["weight"].sum())
 
 
 def test_ranks_with_different_specs_are_told() -> None:
@@ -131,5 +134,7 @@ def test_the_states_of_two_ranks_serve_three() -> None:
     states, sums = [state for state, _ in saved], [total for _, total in saved]
     found = launch(other_ranks, 3, states)
     assert sum(total for _, total in found) / 3 == pytest.approx(sum(sums) / 2, rel=1e-4)
-    for (weights, _), own in zip(found, [*(state["weights"] for state in states), states[0]["starts"]], strict=True):
+    for (weights, _), own in zip(
+        found, [*(state["fragments"][0]["weights"] for state in states), states[0]["fragments"][0]["starts"]], strict=True
+    ):
         assert weights == pytest.approx(own["weight"].flatten()[:3].tolist(), abs=1e-6)
