@@ -24,7 +24,7 @@ from ranks import launch
 # What a rank of torch 2.13 says now and then at its end, after all is done (docs/troubleshooting.md, "At the end").
 ABORTED = "terminate called without an active exception"
 
-LAUNCHERS = {"start-ddp.md": "torchrun", "start-horovod.md": "horovodrun"}
+LAUNCHERS = {"start-ddp.md": "torchrun", "start-fsdp.md": "torchrun", "start-horovod.md": "horovodrun"}
 
 
 def environment() -> dict[str, str]:

@@ -26,6 +26,7 @@ SAYS = {
     "ddp.py": "topk: each of 2 ranks sends",
     "cifar.py": "digits: no --data was given",
     "transformer.py": "each rank sends",
+    "fsdp.py": "each rank sends 8.1 times fewer bytes",
     "accumulation.py": "step 100: loss",
     "gradscaler.py": "skipped so far",
     "resume.py": "ends after step 100",

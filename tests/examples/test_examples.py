@@ -17,7 +17,9 @@ import numpy
 import pytest
 import ranks
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -42,14 +44,21 @@ def example(name: str, port: int, killed_at: list[int], *arguments: str) -> dict
         save(*given, **options)
 
     torch.save = save_or_die
+    end, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # weights are read after the example
     warnings.filterwarnings("ignore", message="gradcomp: the gradients were clipped to a norm of 1")  # as resume.py wants it
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
     found = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     KEPT.append(found)
-    weights = torch.cat([parameter.detach().flatten() for parameter in found["model"].parameters()])
+    weights = torch.cat([entire(parameter.detach()).flatten() for parameter in found["model"].parameters()])
+    if dist.is_initialized():
+        end()
     own = {name: found.get(name) for name in ("losses", "skipped", "gap")}
     return {"weights": weights, "model": type(found["model"]).__name__, **own}
+
+
+def entire(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def run(name: str, *arguments: str, killed_at: tuple[int, ...] = (0, 0)) -> list[dict[str, Any]]:
@@ -117,6 +126,17 @@ def test_the_clip_bounds_every_step() -> None:
         (run("accumulation.py", "--steps", "4", "--clip", clip)[0]["weights"] - start).norm() for clip in ("0.001", "1000")
     ]
     assert 0 < moved[0] <= 4 * 0.1 * 0.001 / (1 - 0.9) < moved[1]
+
+
+def test_fsdp_goes_on_to_the_bit_and_on_another_mesh(tmp_path: Path) -> None:
+    once, again = tmp_path / "once", tmp_path / "again"
+    whole = run("fsdp.py", str(once), "--steps", "16")
+    for steps in ("8", "16"):
+        resumed = run("fsdp.py", str(again), "--steps", steps)
+    assert len(resumed[0]["losses"]) == 8 and resumed[0]["losses"] == whole[0]["losses"][8:]
+    assert torch.equal(resumed[0]["weights"], whole[0]["weights"])
+    other = run("fsdp.py", str(once), "--mesh", "replicate", "--steps", "24")
+    falls([{"losses": own["losses"] + more["losses"]} for own, more in zip(whole, other, strict=True)], 0.8)
 
 
 @needs_digits
