@@ -53,6 +53,12 @@ _BACKEND = (
     "the gradients are all-reduced over the mesh's dimension {name!r}, which has the backend {backend}; make the mesh with "
     'init_device_mesh(..., backend_override={{{name!r}: "gradcomp"}}), after import gradcomp.fsdp'
 )
+_NO_PARAMETER = "attach() got a model without trained parameters; set requires_grad before attach()"
+_TWICE = "the model has been given to attach() already; keep the first handle, and call its change(spec)"
+_CUSTOM = (
+    "the module {name!r} has a reduce-scatter of its own, {kind}; leave out set_custom_reduce_scatter(), "
+    "set_allocate_memory_from_process_group_for_comm() and set_symm_mem_for_comm(): torch allows one reduce-scatter"
+)
 _MESHES = (
     "the modules {first!r} and {second!r} are on different meshes; attach() serves one mesh: leave one of them out of "
     "fully_shard(), or give both the same mesh"
@@ -94,7 +100,8 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
 
     Raises:
         TypeError: The model is none of FSDP2's.
-        ValueError: The spec does not fit the mesh, or the ranks do not agree.
+        RuntimeError: The model has been attached to already.
+        ValueError: The spec or the model does not fit the mesh, or the ranks do not agree.
 
     Example:
         >>> for layer in model.layers:
@@ -106,8 +113,8 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
         raise ValueError(_NOT_YET)
     modules = _modules_of(model)
     mesh = _mesh_of(modules)
-    slots = [ModuleSlot(name, each.to_local(), each, module.number) for module in modules for name, each in module.named]
-    device = slots[0].layer.device
+    slots = [ModuleSlot(name, each.to_local(), each, (of.number, of.device)) for of in modules for name, each in of.named]
+    device = modules[0].device
     network = TorchNetwork(mesh.replicas or mesh.any, device)
     shards = network if mesh.replicas is None else TorchNetwork(mesh.any, device)
     axes = Axes(None if mesh.shards is None else shards, mesh.replicas is not None)
@@ -195,14 +202,15 @@ class _Mesh(NamedTuple):
 class _Module:
     """A module that reduces its gradients by itself.
 
-    number: its place in the model. named: its trained parameters, with their names. sizes: their entries in the flat tensor of
-    a rank's gradients, with padding.
+    number: its place in the model. device: of its gradients, also where its parameters are offloaded. named: its trained
+    parameters, with their names. sizes: their entries in the flat tensor of a rank's gradients, with padding.
     """
 
     number: int
     name: str
     fsdp_module: FSDPModule
     mesh_info: Any
+    device: torch.device
     named: list[tuple[str, Any]]
     sizes: list[int]
 
@@ -229,11 +237,28 @@ def _modules_of(model: torch.nn.Module) -> list[_Module]:
             if id(group) in seen:  # of several modules in one call of fully_shard()
                 continue
             seen.add(id(group))
-            trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-            named = [(names[id(each.sharded_param)], each.sharded_param) for each in trained]
-            sizes = [each.padded_sharded_param_size.numel() for each in trained]
-            modules.append(_Module(len(modules), name or "the model", each, group.mesh_info, named, sizes))
+            _check_reduce_scatter(name or "the model", group._reduce_scatter_comm)
+            trained = [(own, each) for each in group.fsdp_params if (own := _parameter_of(each)).requires_grad]
+            named = [(names[id(own)], own) for own, _ in trained]
+            sizes = [each.padded_sharded_param_size.numel() for _, each in trained]
+            modules.append(_Module(len(modules), name or "the model", each, group.mesh_info, group.device, named, sizes))
+    if not any(module.named for module in modules):
+        raise ValueError(_NO_PARAMETER)
     return modules
+
+
+def _parameter_of(fsdp_param: Any) -> Any:
+    """Return the parameter that a module has now: load_state_dict(assign=True) replaces it, and torch notices that later."""
+    info = fsdp_param._module_info
+    return getattr(info.module, info.param_name)
+
+
+def _check_reduce_scatter(name: str, present: object) -> None:
+    """Refuse a module with a reduce-scatter other than torch's own."""
+    if isinstance(present, _Reduction):
+        raise RuntimeError(_TWICE)
+    if type(present).__name__ != "DefaultReduceScatter":
+        raise ValueError(_CUSTOM.format(name=name, kind=type(present).__name__))
 
 
 def _mesh_of(modules: Sequence[_Module]) -> _Mesh:

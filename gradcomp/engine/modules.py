@@ -41,12 +41,13 @@ _MISSED = Missed("the momentum stays the optimizer's here", "")
 
 
 class ModuleSlot(Slot):
-    """The slot of a parameter's shard. module: the number of its module. whole: the entries of all shards."""
+    """The slot of a parameter's shard. module: the number of its module, and the device of gradients. whole: of all shards."""
 
-    def __init__(self, name: str, shard: torch.Tensor, parameter: torch.nn.Parameter, module: int):
-        super().__init__(name, shard.shape, shard.device, parameter)
+    def __init__(self, name: str, shard: Tensor, parameter: torch.nn.Parameter, module: tuple[int, torch.device]):
+        number, device = module
+        super().__init__(name, shard.shape, device, parameter)
         self.parameter: torch.nn.Parameter = parameter
-        self.module, self.whole = module, parameter.numel()
+        self.module, self.whole = number, parameter.numel()
 
     def describe(self) -> str:
         """Describe the whole parameter: shards may differ."""
@@ -103,7 +104,7 @@ class Scatter:
             layout = Layout(("parts",), (flat.numel(),), flat.device)
             self._states[key] = self.compressor.init(layout, self._seed + module)
         state = self._states[key]
-        state.steps = step
+        state.steps = max(state.steps + 1, step)  # a module that was called twice reduces twice in a step
         sums, sent = self._drive(self.compressor.reduce_scatter(Acc(flat, self._memory), state, world), module)
         torch.mul(sums[:part], scale * world.mean_of_shares, out=result)
         return sent
@@ -170,11 +171,14 @@ class ModuleReducer(Reducer):
         self._sent += sent
 
     def deliver(self, module: int, scale: float) -> None:
-        """Run the exchange of a module's buckets, which have started, to its end: the gradients become the updates."""
+        """Run the exchange of a module's buckets to its end: the gradients become the updates."""
         self.scale = scale
+        buckets = self._groups.get(module, [])
+        for bucket in buckets:
+            if bucket.grads and bucket.running is None:  # layers were frozen since attach()
+                self._start(bucket)
         while self.advance():
             pass
-        buckets = self._groups.get(module, [])
         if buckets:
             self.deliveries[module].add_back(buckets, scale, self._step)
         for bucket in buckets:
@@ -298,7 +302,18 @@ class ModuleSession(Session):
         self._install(reducer, self.compressor)
 
     def meeting(self, leader: int | None = None, follows: bool = True) -> Flow[None]:
-        """Meet the ranks with equal shards, and then those with others."""
-        yield from super().meeting(leader, follows)
-        if self._shards is not None and self._shards is not self._membership:
-            yield from self._shards.compare(self._terms(), 0, None)
+        """Meet the ranks with equal shards, and then those with others. If any two of them differ, all raise an error."""
+        error: ValueError | None = None
+        try:
+            yield from super().meeting(leader, follows)
+        except ValueError as differ:  # the ranks with other shards wait
+            error = differ
+        try:
+            if self._shards is not None:
+                replicas = {"replicas": str(error or "agree")}
+                yield from self._shards.compare(self._terms() | replicas, 0, None)
+        except ValueError as differ:
+            error = error or differ
+        if error is not None:
+            self._membership.part()
+            raise error

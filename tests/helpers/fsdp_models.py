@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,17 +39,32 @@ def wrapped(kind: str, model: nn.Sequential, mesh: DeviceMesh | None = None, **o
     mesh = mesh or mesh_of(kind)
     if "reduce_dtype" in options:
         options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=options.pop("reduce_dtype"))
-    if kind == "replicate":
-        from torch.distributed._composable.replicate_with_fsdp import replicate
-
-        wrap: Any = replicate
-    else:
-        wrap = fully_shard
     for layer in model:
         if isinstance(layer, nn.Linear):
-            wrap(layer, mesh=mesh, **options)
-    wrap(model, mesh=mesh, **options)
+            wrap_of(kind)(layer, mesh=mesh, **options)
+    wrap_of(kind)(model, mesh=mesh, **options)
     return model
+
+
+def wrap_of(kind: str) -> Callable[..., Any]:
+    """Return the function that wraps a module on a mesh."""
+    if kind != "replicate":
+        return fully_shard
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate
+
+
+def run_cases(cases: Sequence[Callable[..., Any]], kind: str, spec: str) -> dict[str, Any]:
+    """Run cases, each with a mesh and a spec: gradients, wanted ones, a handle. Return errors, figures and warnings by name."""
+    mesh, found = mesh_of(kind), {}
+    for case in cases:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            grads, wanted, handle = case(kind, mesh, spec)
+        own = [str(each.message) for each in caught if "gradients go over" in str(each.message)]
+        found[case.__name__] = error(grads, wanted), handle.stats(), own
+    return found
 
 
 def inputs(step: int, size: int = 8) -> Tensor:
