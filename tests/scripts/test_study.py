@@ -55,6 +55,26 @@ def test_a_study_has_a_line_for_every_way_of_every_task(studied: Path) -> None:
         assert 6.5 < topk["compression"] < 7.2  # half of the entries, 9 bits each
 
 
+def test_local_steps_send_once_in_so_many_steps(tmp_path: Path) -> None:
+    """Six steps with a synchronization after each second one, and after each fourth and at the end."""
+    chosen = command(tmp_path, "mlp")
+    chosen[chosen.index(f"dense;{SPEC}")] = "local:2/0.9/0.5/dense;local:4/1/0/dense;local:1/1/0/dense"
+    chosen[chosen.index("steps=3,batch=2,mlp.width=8")] = "steps=6,batch=2,mlp.width=8,momentum=0"
+    assert main(chosen) == 0
+    dense, second, fourth, each = result_in(tmp_path)["tasks"]["mlp"]["lines"]
+    assert [line["compression"] for line in (dense, second, fourth, each)] == [1, 2, 3, 1]
+    assert each["scores"] == dense["scores"]  # averaging after every step of SGD is averaging gradients
+
+
+@pytest.mark.parametrize("way", ["local:0/1/0/dense", "local:30/dense", "local:30/1/1/dense", "local:30/1/0/tokp"])
+def test_a_wrong_way_of_local_steps_is_refused(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = command(tmp_path, "mlp")
+    chosen[chosen.index(f"dense;{SPEC}")] = way
+    with pytest.raises(SystemExit):
+        main(chosen)
+    assert way.rpartition("/")[2] in capsys.readouterr().err
+
+
 def test_a_study_continues_where_it_stopped(studied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, result = shutil.copytree(studied, tmp_path / "copy"), result_in(studied)
     made = {path: path.stat().st_mtime_ns for path in (folder / "cache").glob("*.json")}

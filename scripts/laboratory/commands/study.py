@@ -39,8 +39,9 @@ examples:
   scripts/lab study --tasks cifar --data FOLDER --specs 'topk:ratio=0.01;bf16;powersgd:rank=1' --seeds 2
   scripts/lab study --tasks conv --specs topk --door horovod --name real
 
-Specs are trained with simulated ranks in one process; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and
-all of them by real ranks with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
+Specs are trained with simulated ranks in one process, and so are local steps, as local:EVERY/RATE/MOMENTUM/SPEC, such as
+local:30/0.9/0.5/topk; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and all but local steps so
+with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
 same command continues an interrupted study, and studies share their trainings. Delete the folder after a change of the
 measured code. It also holds decoded data."""
 
@@ -84,6 +85,8 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
     if chosen.rate and not chosen.door:
         raise Refused("--rate is of real ranks; add --door ddp or --door horovod")
     door = chosen.door or (ways.SIMULATED if ways.is_spec(way) else ways.DDP)
+    if ways.local_of(way) is not None and door != ways.SIMULATED:
+        raise Refused(f"{way!r} is of simulated ranks; leave --door out")
     if own.clip and not ways.clips(way, door):
         raise Refused(f"{task} clips each rank's gradient, which {way} cannot on real ranks of {door}; add --set clip=0")
     if door != ways.SIMULATED:

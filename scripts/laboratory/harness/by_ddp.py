@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from laboratory.harness import ways
-from laboratory.harness.simulated import clip as shorten
 from laboratory.harness.ways import Fitted
+from laboratory.tasks.task import clip as shorten
 
 # The hook starts later reductions of a bucket from gloo's threads. With several buckets their order differs between ranks, and
 # gloo adds up tensors of different buckets, or aborts. So it gets one bucket, of up to so many megabytes.

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 import gradcomp
+from laboratory.harness import local_steps
+from laboratory.harness.ways import local_of
 from laboratory.tasks import table
 from laboratory.tasks.table import TASKS
-from laboratory.tasks.task import momentum_of, optimizer_of, rate_of
+from laboratory.tasks.task import Job, Settings, clip, momentum_of, optimizer_of, rate_of
 from laboratory.timing import threads
 
 if TYPE_CHECKING:
@@ -26,13 +27,15 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
     began, task, settings = time.perf_counter(), TASKS[own.task], own.settings
     arrays = table.load(table.place(folder, own.data) if own.data else None)
     job = task.make(settings, own.seed, own.ranks, arrays)
+    if (local := local_of(own.way)) is not None:
+        losses, sent = local_steps.train(job, task, settings, own.ranks, own.seed, local)
+        return _figures(job, settings, losses, sent, began, None)
     named = dict(job.model.named_parameters())
     optimizer = optimizer_of(task, settings, job.model, momentum_of(own.way))
     shapes = {name: tuple(each.shape) for name, each in named.items()}
     known: Any = {"optimizer": optimizer, "named_parameters": list(named.items())}
     simulation = gradcomp.Simulation(own.way, shapes, own.ranks, own.seed, **known)
-    losses: list[float] = []
-    sent: list[int] = []
+    losses, sent = [], []
     warned_at = None
     for step in range(1, settings.steps + 1):
         optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
@@ -52,20 +55,18 @@ def train(own: Training, folder: Path) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         sent.append(max(simulation.bytes_sent))
+    return _figures(job, settings, losses, sent, began, warned_at)
+
+
+def _figures(
+    job: Job, settings: Settings, losses: list[float], sent: list[int], began: float, warned_at: int | None
+) -> dict[str, Any]:
     seconds = round(time.perf_counter() - began, 2)
     return {
         "losses": losses,
         "sent": sent,
         "scores": [(settings.steps, seconds, job.score())],
-        "parameters": sum(each.numel() for each in named.values()),
+        "parameters": sum(each.numel() for each in job.model.parameters()),
         "seconds": seconds,
         "warned_at": warned_at,
     }
-
-
-def clip(grads: tuple[Tensor, ...], longest: float) -> None:
-    """Shorten a rank's gradient to this length where it is longer. 0 leaves every gradient alone."""
-    if longest:
-        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
-        for grad in grads:
-            grad.mul_((longest / length).clamp(max=1))

@@ -22,6 +22,9 @@ TIMED = (*DOORS, *SHARDS)
 # The door of ranks that one process simulates.
 SIMULATED = "simulated"
 
+# Local steps: every, outer rate, outer momentum, and the spec of the exchange.
+LOCAL = re.compile(r"local:([1-9]\d*)/(\d[\d.]*)/(0[\d.]*)/(.+)")
+
 # PowerSGD's hook compresses from this step on. It refuses a lower one with error feedback.
 POWERSGD_FROM = 2
 
@@ -48,6 +51,26 @@ OTHERS = {
     "powersgd": Other((DDP,), "DDP's hook", "powersgd:rank=4", r":rank=([1-9]\d*)"),
     "alltoall": Other(("fsdp",), "FSDP2's reduce-scatter by an all-to-all of float32", "alltoall"),
 }
+
+
+class LocalWay(NamedTuple):
+    """Local steps, as a way of simulated ranks."""
+
+    every: int
+    rate: float
+    momentum: float
+    spec: str
+
+
+def local_of(way: str) -> LocalWay | None:
+    """Read a way of local steps; None for others."""
+    if not way.startswith("local:"):
+        return None
+    if (found := LOCAL.fullmatch(way)) is None:
+        raise ValueError(
+            f"{way!r} is no way of local steps; write local:EVERY/RATE/MOMENTUM/SPEC, such as local:30/0.9/0.5/topk"
+        )
+    return LocalWay(int(found[1]), float(found[2]), float(found[3]), found[4])
 
 
 def other(way: str) -> tuple[str, float] | None:
@@ -85,11 +108,12 @@ def passes(way: str) -> int:
 
 def check(way: str) -> None:
     """Refuse a wrong way."""
+    local = local_of(way)
     if other(way) is None:
         try:
-            beginning_of(way)
+            beginning_of(local.spec if local else way)
         except ValueError as error:
-            raise ValueError(f"{error} (beside gradcomp's specs: {', '.join(OTHERS)})") from None
+            raise ValueError(f"{error} (beside gradcomp's specs: {', '.join(OTHERS)}, local)") from None
 
 
 def refuse(chosen: Sequence[str], door: str) -> None:

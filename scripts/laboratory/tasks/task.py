@@ -157,3 +157,11 @@ def optimizer_of(task: Task, settings: Settings, model: nn.Module, kept: float =
 def momentum_of(spec: str) -> float:
     """Return the momentum that the spec keeps itself."""
     return gradcomp.make(spec).traits.momentum
+
+
+def clip(grads: tuple[Tensor, ...], longest: float) -> None:
+    """Shorten a rank's gradient to this length where it is longer. 0 leaves every gradient alone."""
+    if longest:
+        length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        for grad in grads:
+            grad.mul_((longest / length).clamp(max=1))
