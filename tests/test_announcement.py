@@ -6,6 +6,7 @@ import contextlib
 import io
 import linecache
 import logging
+import re
 import warnings
 from typing import Any
 
@@ -119,6 +120,29 @@ def test_no_warning_where_nothing_waits_or_the_user_says_so(spec: str) -> None:
     session = session_of(optimizer, model, spec)
     assert said(session, optimizer)[1] == []
     assert session.reducer.stats()["exchanges"].startswith("gradients")
+
+
+def test_an_optimizer_of_copies_is_warned_of() -> None:
+    """It is another optimizer than the session's, whose parameters have no copies in any session."""
+    model, twin = net(), net()
+    copies = [each.detach().clone().requires_grad_() for each in model.parameters()]
+    for spec, optimizer, reason in (
+        ("topk", optim.AdamW(copies), "sees them late and sparse.*, or let the spec be auto"),
+        ("orq", optim.SGD(copies, 0.1, momentum=0.9), "sees them rounded to few levels.*, or let the spec be blocks"),
+        ("blocks", optim.AdamW(copies), ""),
+        ("topk:momentum=0", optim.AdamW(copies), ""),
+        ("topk", optim.SGD(copies, 0.1), ""),
+        ("topk", optim.AdamW(copies[:2]), ""),
+        ("topk", optim.AdamW(twin.parameters()), ""),
+    ):
+        session, other = session_of(None, model, spec), session_of(None, twin, "blocks")
+        texts = [str(each.message) for each in said(session, optimizer, steps=2)[1]]
+        name = type(optimizer).__name__
+        assert len(texts) == bool(reason) and all(
+            re.search(f"{name} trains copies of the model's parameters: .* {reason}", each) for each in texts
+        ), (spec, name, texts, other)
+    with pytest.raises(ValueError, match="float32 ones of bfloat16 weights, leave optimizer= out, and let the spec be blocks"):
+        session_of(optim.AdamW(copies), model, "topk")
 
 
 @pytest.mark.parametrize("given", [True, False])

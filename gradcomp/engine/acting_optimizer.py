@@ -61,8 +61,9 @@ class ActingOptimizer:
             check_optimizer(optimizer)
             if not self._trained_by(optimizer):
                 raise ValueError(
-                    "optimizer= has none of the model's parameters; pass the optimizer that trains them, or leave optimizer= "
-                    "out if it trains copies of them"
+                    "optimizer= has none of the model's parameters; pass the optimizer that trains them. If it trains copies, "
+                    "as float32 ones of bfloat16 weights, leave optimizer= out, and let the spec be blocks, which rounds "
+                    "gradients finely; or keep the weights in float32, and compute under torch.autocast"
                 )
             self._known[optimizer] = _Known(self._foreign(optimizer))
 

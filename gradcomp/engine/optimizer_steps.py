@@ -157,6 +157,7 @@ class Announcement:
 
     def __init__(self) -> None:
         self.due, self._looks, self._said, self._warned = True, 0, False, False
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that train none of the parameters
 
     def look(self, session: Any) -> None:
         """Say what is due, once the ranks have compared their optimizers. Doors without a name say nothing."""
@@ -175,17 +176,39 @@ class Announcement:
             )
             inform(f"gradcomp: {session.turns or spec} over {session.door.name} {act}", session.network)
         self._said = True
-        if (missed := reducer.missed) is not None and not (missed.is_said or self._warned):
-            self._warned = True
-            seen, remedy = (
-                ("late and sparse", "let the spec be auto, which keeps no residual here")
-                if reducer.keeps_residual
-                else ("rounded to few levels", "let the spec be blocks, which rounds them finely")
-            )
-            warn_user(
-                f"{spec} exchanges gradients, since {missed.reason}: the optimizer then sees them {seen}, which costs "
-                f"accuracy. {missed.remedy}, or {remedy}. To go on so without this warning, write momentum=0 into the spec"
-            )
+        if (missed := reducer.missed) is not None and not missed.is_said:
+            self._warn(session, missed.reason, missed.remedy)
+
+    def look_at_copies(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of an optimizer that trains copies of the parameters: the exchange does not know it, and no step shows it."""
+        view = session.view
+        if self._warned or view.is_told or view.replaced or not (view.exchanged and session.door.name):
+            return
+        is_plain = isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+        if is_plain or optimizer in self._others:
+            return
+        self._others.add(optimizer)
+        theirs = [each for group in optimizer.param_groups for each in group["params"]]
+        shapes = sorted(tuple(each.shape) for each in view.slots.parameters.values())
+        is_copy = not view.in_part and shapes == sorted(tuple(each.shape) for each in theirs)
+        if is_copy and session.reducer.misses_any and not any(each.view.owns(theirs[0]) for each in listeners()):
+            reason = f"{type(optimizer).__name__} trains copies of the model's parameters"
+            self._warn(session, reason, "Keep the weights in float32, and compute under torch.autocast")
+
+    def _warn(self, session: Any, reason: str, remedy: str) -> None:
+        """Warn, once, that the optimizer's momentum is missed."""
+        if self._warned:
+            return
+        self._warned = True
+        seen, other = (
+            ("late and sparse", "auto, which keeps no residual here")
+            if session.reducer.keeps_residual
+            else ("rounded to few levels", "blocks, which rounds them finely")
+        )
+        warn_user(
+            f"{session.spec} exchanges gradients, since {reason}: the optimizer then sees them {seen}, which costs accuracy. "
+            f"{remedy}, or let the spec be {other}. To go on so without this warning, write momentum=0 into the spec"
+        )
 
 
 def speaks() -> bool:

@@ -179,10 +179,15 @@ class Reducer:
         return f"gradients, since {missed.reason}"
 
     @property
-    def missed(self) -> Missed | None:
-        """The reason why the optimizer's momentum is missed, if that costs accuracy: with a residual, or coarse rounding."""
+    def misses_any(self) -> bool:
+        """True if a momentum that is not taken over costs accuracy: with a residual, or coarse rounding."""
         costs = self.keeps_residual or any(bucket.traits.coarse for bucket in self.buckets)
-        if not (costs and all(bucket.takes_momentum for bucket in self.buckets)):
+        return costs and all(bucket.takes_momentum for bucket in self.buckets)
+
+    @property
+    def missed(self) -> Missed | None:
+        """The reason why the optimizer's momentum is missed, if that costs accuracy."""
+        if not self.misses_any:
             return None
         return self.view.missed if self.takes_momentum or self.view.has_no_momentum else ONE_BUCKET
 

@@ -47,8 +47,7 @@ class Session:
     ):
         self.slots, self.network, self.options, self.door = slots, network, options, door
         self.view: OptimizerView = view or view_of(slots, options.optimizer, options.scaler)
-        self.turns: Any = None
-        self._observer: Any = None  # telemetry's
+        self.turns, self._observer = None, None  # type: Any, Any  # the second is telemetry's
         self._by_name = {slot.name: slot for slot in slots.slots}
         self._membership = Membership(network)
         self._step_in: object = None  # the network's generation in which the step under way began; None between steps
@@ -255,6 +254,7 @@ class Session:
     def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """Check an optimizer that is about to step. has_closure: it may call a closure, and that several times."""
         if not self.last.enter_step(optimizer, self.view.check_step(optimizer, self.compressor), has_closure):
+            self._announcement.look_at_copies(self, optimizer)
             return
         if self._failure is not None:
             self.refuse("the optimizer's step")

@@ -118,7 +118,7 @@ def test_sessions_come_and_go_while_optimizers_step(model: Any) -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="optimizer= has none of the model's parameters; pass the optimizer that trains them, or leave"
+        ValueError, match=r"optimizer= has none of the model's parameters; pass the optimizer that trains them\. If"
     ):
         viewed(network(), SGD(network().parameters(), lr=1))
 
