@@ -109,6 +109,18 @@ def test_what_the_results_say_of_single_steps() -> None:
     assert len(found) >= 5
 
 
+@pytest.mark.parametrize("door", step_times.FSDP2)
+def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
+    """In bytes of float32: what four ranks need, by (P - 1) / P over shards and 2 (P - 1) / P over replicas, and gloo moves."""
+    needs, gloo = {"fsdp": (3.0, 6.0), "hsdp": (4.0, 6.0), "replicate": (6.0, 6.0)}[door]
+    for run in json.loads((ROOT / "benchmarks" / "results" / f"train-blocks-{door}.json").read_text())["runs"]:
+        assert run["ranks"] == 4 and run["parameters"] > 10e6
+        found = {way: step_times.gradient_bytes(run, way) for way in run["ways"]}
+        assert found["none"] == 0 and found["blocks"] <= 0.18 * needs
+        assert 1 < found["stock"] / gloo < 1.01 and 1 < 2 * found["bf16"] / gloo < 1.01
+        assert door != "fsdp" or (1 < found["alltoall"] / needs < 1.01 and 1 < 2 * found["half"] / needs < 1.01)
+
+
 def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:
     tasks = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["tasks"]
     made = accuracy.page(tasks, "../benchmarks/results/accuracy.json")
