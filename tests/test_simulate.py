@@ -178,6 +178,17 @@ def test_a_sender_that_says_nothing_is_found_out() -> None:
         own.reply(0)
 
 
+@pytest.mark.parametrize("spec", ["blocks", "half", "orq", "linear", "bingrad", "terngrad", "sign", "topk", "sdagc"])
+def test_rounding_lifts_no_entry_by_more_than_a_third(spec: str) -> None:
+    """So much of float16's range is left to rounding."""
+    largest = 49_000.0
+    signs = torch.randn(4096, generator=torch.Generator().manual_seed(0)).sign()
+    for low in (0.0, 0.9 * largest, largest):
+        own = {"w": (torch.linspace(low, largest, 4096) * signs).half()}
+        update = gradcomp.Simulation(spec, {"w": (4096,)}, 2).step([own, own])["w"]
+        assert update.half().isfinite().all() and update.abs().max() <= 4 / 3 * largest
+
+
 def test_ranks_that_ask_for_different_things_are_found_out() -> None:
     board = Board(2)
     own = board.post("x", 0, Reduce(torch.zeros(1)))
