@@ -80,7 +80,8 @@ def program() -> list[str]:
     modules = [module for name, module in sys.modules.items() if name.startswith("gradcomp")]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     attributes = [value for kind in classes for value in vars(kind).values()]
-    properties = {value.fget.__code__ for value in attributes if isinstance(value, property) and value.fget is not None}
+    getters = [value.fget for value in attributes if isinstance(value, property)]
+    properties = {getter.__code__ for getter in getters if hasattr(getter, "__code__")}  # torch's have none
     for turn in range(TRIAL + 1):
         visits.clear()
         optimizer.zero_grad()

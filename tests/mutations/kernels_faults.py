@@ -338,8 +338,8 @@ KERNEL_FAULTS = (
     Fault(
         "a rank's part of an update is the sum of shares",
         "gradcomp/exchanges",
-        "roundings[rank].add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])",
-        "roundings[rank].add_and_settle(part, [result], world.share, residual, sent[rank])",
+        "rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])",
+        "rounding.add_and_settle(part, [result], world.share, residual, sent[rank])",
         ("test_blocks.py",),
     ),
 )

@@ -59,8 +59,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a wrong scale: the mean is delivered whatever the operation",
         "gradcomp/engine",
-        "self.scale = scale\n",
-        "self.scale = 1.0\n",
+        "self.scale = scale\n        self.clock.note_last",
+        "self.scale = 1.0\n        self.clock.note_last",
         ("test_ways.py",),
     ),
     Fault(
@@ -151,8 +151,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a wrong scale: a part's owner adds half of what others sent",
         "gradcomp/exchanges",
-        "rounding.add(sums, [received[rank] for rank in sorted(received)], world.share)",
-        "rounding.add(sums, [received[rank] for rank in received], 0.5)",
+        ".add(sums, [received[rank] for rank in sorted(received)], world.share)",
+        ".add(sums, [received[rank] for rank in received], 0.5)",
         ("test_orq.py", "test_laws.py"),
     ),
     Fault(
