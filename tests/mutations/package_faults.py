@@ -151,8 +151,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a wrong scale: a part's owner adds half of what others sent",
         "gradcomp/exchanges",
-        ".add(sums, [received[rank] for rank in sorted(received)], world.share)",
-        ".add(sums, [received[rank] for rank in received], 0.5)",
+        "self.rounding(len(own)).add(sums, [received[rank] for rank in sorted(received)], world.share)",
+        "self.rounding(len(own)).add(sums, [received[rank] for rank in received], 0.5)",
         ("test_orq.py", "test_laws.py"),
     ),
     Fault(
