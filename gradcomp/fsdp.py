@@ -28,7 +28,10 @@ from gradcomp.handle import Handle
 from gradcomp.networks import replicas
 from gradcomp.networks.replicas import ReplicaGroup
 from gradcomp.networks.torch import TorchNetwork, reduce_scatter
+from gradcomp.saved import read_int
+from gradcomp.saved import table as read_table
 from gradcomp.spec import auto_of
+from gradcomp.telemetry.observer import Intervals, Writer
 
 __all__ = ["attach"]
 
@@ -78,6 +81,16 @@ _LATE = (
     "coarse: that costs accuracy. Let the spec be blocks. To go on so without this warning, write momentum=0 into the spec"
 )
 _OTHER_SPEC = "the state was saved with {theirs!r}, and this exchange has {spec!r}; attach {theirs!r}, load, and call change()"
+_OTHER_LAYERS = (
+    "the state's {array} and the model have other layers: only the {where} has {name!r}; load the state of this model"
+)
+_DAMAGED = (
+    "the state's {array} of {name!r} is no finite DTensor of its parameter's shape and placement: load with "
+    "torch.distributed.checkpoint into the result of state_dict(), or the state is damaged"
+)
+_NOTHING_TO_WATCH = (
+    "watch() follows residuals and updates over replicas, and {spec} exchanges none over this mesh; read the handle's stats()"
+)
 _NO_STATE = "load_state_dict() got no state of gradcomp.fsdp: it has no {key!r}; pass the result of state_dict(), loaded"
 # Specs that act over every axis.
 _SUITED = "blocks or half"
@@ -136,6 +149,11 @@ class _Handle(Handle):
     _session_class = ModuleSession
     _session: ModuleSession
 
+    def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
+        if not self._session.reducer.buckets:
+            raise ValueError(_NOTHING_TO_WATCH.format(spec=self._session.spec))
+        super()._watch(writers, intervals)
+
     def state_dict(self) -> dict[str, Any]:
         """Copy what stays from step to step: DTensors on the parameters' mesh. All ranks call it.
 
@@ -179,8 +197,16 @@ class _Handle(Handle):
                 raise ValueError(_NO_STATE.format(key=key))
         if state["spec"] != session.spec:
             raise ValueError(_OTHER_SPEC.format(theirs=state["spec"], spec=session.spec))
-        means = {array: {n: each.to_local() for n, each in state[array].items()} for array in session.reducer.arrays()}
-        session.load_means(means, state["steps"])
+        means: dict[str, dict[str, Any]] = {}
+        for array, views in session.reducer.arrays().items():
+            table = read_table(state, array)
+            for name in views.keys() ^ table.keys():
+                raise ValueError(_OTHER_LAYERS.format(array=array, name=name, where="model" if name in views else "state"))
+            means[array] = {name: getattr(each, "to_local", lambda: None)() for name, each in table.items()}
+            for name, part in means[array].items():
+                if not session.fits(name, part) or table[name].shape != session.slots.parameters[name].shape:
+                    raise ValueError(_DAMAGED.format(array=array, name=name))
+        session.load_means(means, read_int(state, "steps"))
 
 
 def _like(parameter: Any, local: Tensor) -> DTensor:
@@ -307,7 +333,9 @@ class _Reduction:
             self._session.scatter(self._module.number, input_tensor, output_tensor, _scale(op, group.size()))
             return
         sent = (input_tensor.numel() - output_tensor.numel()) * input_tensor.itemsize
-        self._session.run_native(lambda: reduce_scatter(output_tensor, input_tensor, op, group), sent)
+        over = self._session.slots.axes.shards
+        assert over is not None
+        self._session.run_native(lambda: reduce_scatter(output_tensor, input_tensor, op, group), sent, over)
 
     def _over_replicas(self, tensor: Tensor, opts: Any) -> None:
         """Exchange the module's gradients over replicas."""
@@ -315,7 +343,8 @@ class _Reduction:
         replicated, reducer = self._replicas, self._session.reducer
         if reducer.is_native or not self._holds_all(tensor):
             sent = tensor.numel() * tensor.itemsize
-            self._session.run_native(lambda: replicated.allreduce_natively([tensor], opts).wait(), sent)
+            over = self._session.network
+            self._session.run_native(lambda: replicated.allreduce_natively([tensor], opts).wait(), sent, over)
             return
         trained = [*zip(self._slots, self._module.sizes, strict=True)]
         trained = [(slot, size) for slot, size in trained if slot.parameter.requires_grad]

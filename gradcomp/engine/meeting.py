@@ -105,6 +105,11 @@ def _readable(entry: bytes) -> str:
     return f"{text!r}" + (f" (digest {digest.hex()[:8]})" if len(text) > _TEXT - 8 else "")
 
 
+def _number(text: bytes) -> int:
+    """Digest a text to 64 bits."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
 class Owner(NamedTuple):
     """The place at which a residual was made; of 0 ranks before the first meeting.
 
@@ -212,10 +217,7 @@ class Membership:
         """Compare the state that all ranks must share. All ranks adopt the leader's if it differs."""
         buckets = [bucket.save_shared() for bucket in reducer.buckets]
         own = structure.write({"steps": reducer.steps_done, "buckets": buckets, "clips": reducer.view.save_clips()})
-        host, digest = (
-            int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-            for text in (self._network.host.encode(), own)
-        )
+        host, digest = map(_number, (self._network.host.encode(), own))
         replies = yield from self._gather(torch.tensor([host, digest, len(own)]), "hosts")
         hosts, digests, sizes = zip(*[reply.tolist() for reply in replies], strict=True)
         if len({*digests}) > 1:
@@ -224,8 +226,13 @@ class Membership:
             for bucket, theirs in zip(reducer.buckets, shared["buckets"], strict=True):
                 bucket.load_shared(theirs)
             reducer.view.load_clips(shared["clips"])()
-        self._network.hosts = hosts
+        self._network.hosts = tuple(hosts)
         self._network.meeting = f"{self._facts[0].name:x}"
+
+    def learn_hosts(self) -> Flow[None]:
+        """Learn the hosts of all ranks, in a meeting that shares nothing else."""
+        replies = yield from self._gather(torch.tensor([_number(self._network.host.encode())]), "hosts")
+        self._network.hosts = tuple([int(reply) for reply in replies])
 
     def _check_shares(self) -> None:
         """Refuse a loaded state without some rank's share. Name the ranks that left and took theirs along."""

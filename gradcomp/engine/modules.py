@@ -19,7 +19,7 @@ from gradcomp.engine.bucket import check_type
 from gradcomp.engine.meeting import Flow, Membership
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
-from gradcomp.engine.reducer import Options, Reducer, Stats
+from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots
 from gradcomp.engine.stages.feedback import Feedback
@@ -87,10 +87,11 @@ class Scatter:
         self.compressor, self._network, self._memory, self._seed = compressor, network, memory, seed
         self._states: dict[tuple[int, int], Any] = {}
 
-    def run(self, module: int, given: Tensor, result: Tensor, scale: float, step: int) -> int:
-        """Reduce a module's gradients: result is scale times the mean of this rank's part. Return the bytes sent.
+    def run(self, module: int, given: Tensor, result: Tensor, scale: float, step: int) -> tuple[int, int]:
+        """Reduce a module's gradients: result is scale times the mean of this rank's part.
 
-        given: one part for each rank. step: seeds the random rounding.
+        Return the bytes sent, and the bytes sent to other hosts. given: one part for each rank. step: seeds the random
+        rounding.
         """
         check_type(given, "the reduce_dtype")
         world, part = self._network.world, given.numel() // self._network.world.size
@@ -105,19 +106,21 @@ class Scatter:
             self._states[key] = self.compressor.init(layout, self._seed + module)
         state = self._states[key]
         state.steps = max(state.steps + 1, step)  # a module that was called twice reduces twice in a step
-        sums, sent = self._drive(self.compressor.reduce_scatter(Acc(flat, self._memory), state, world), module)
+        requests = self.compressor.reduce_scatter(Acc(flat, self._memory), state, world)
+        sums, sent, between_hosts = self._drive(requests, module)
         torch.mul(sums[:part], scale * world.mean_of_shares, out=result)
-        return sent
+        return sent, between_hosts
 
-    def _drive(self, requests: Requests[Tensor], module: int) -> tuple[Tensor, int]:
+    def _drive(self, requests: Requests[Tensor], module: int) -> tuple[Tensor, int, int]:
         reply: Reply | None = None
-        sent = 0
+        sent = between_hosts = 0
         while True:
             try:
                 request: Request = requests.send(reply)
             except StopIteration as end:
-                return end.value, sent
+                return end.value, sent, between_hosts
             sent += bytes_of(request)
+            between_hosts += bytes_of(request, self._network.world.on_other_host)
             reply = self._network.start(request, f"shards of module {module}")()
 
 
@@ -164,11 +167,12 @@ class ModuleReducer(Reducer):
     def scatter_gradients(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
         """Exchange a module's gradients over shards. See Scatter.run()."""
         assert self.scatter is not None
-        self._sent += self.scatter.run(module, given, result, scale, self.steps_done + 1)
+        self.note_sent(*self.scatter.run(module, given, result, scale, self.steps_done + 1))
 
-    def note_native(self, sent: int) -> None:
-        """Count the bytes of a collective operation of the framework's own."""
+    def note_sent(self, sent: int, between_hosts: int) -> None:
+        """Count bytes that no bucket has sent. between_hosts: of them to other hosts."""
         self._sent += sent
+        self._sent_between_hosts += between_hosts
 
     def deliver(self, module: int, scale: float) -> None:
         """Run the exchange of a module's buckets to its end: the gradients become the updates."""
@@ -215,10 +219,9 @@ class ModuleReducer(Reducer):
         over = [*(["shards"] if self.scatter else []), *(["replicas"] if self.buckets else [])]
         return f"gradients, over {' and '.join(over)}"
 
-    def stats(self) -> Stats:
-        stats, dense = super().stats(), 4 * self._whole
-        sent = self.bytes_sent
-        return {**stats, "bytes_dense": dense, "compression": dense / sent if sent else None}
+    @property
+    def bytes_dense(self) -> int:
+        return 4 * self._whole
 
 
 class ModuleSession(Session):
@@ -262,12 +265,14 @@ class ModuleSession(Session):
         with self._noting_failure():
             self.reducer.deliver(module, scale)
 
-    def run_native(self, operation: Callable[[], Any], sent: int) -> None:
-        """Run a collective operation of the framework's own, and count its bytes."""
+    def run_native(self, operation: Callable[[], Any], sent: int, over: Connection) -> None:
+        """Run a collective operation of the framework's own over a network, and count its bytes."""
 
         def run() -> None:
             operation()
-            self.reducer.note_native(sent)
+            world = over.world
+            far = sum(map(world.on_other_host, range(world.size)))
+            self.reducer.note_sent(sent, sent * far // (world.size - 1))
 
         self._run(run)
 
@@ -276,6 +281,10 @@ class ModuleSession(Session):
         self.meet()
         with self._noting_failure():
             act()
+
+    def fits(self, name: str, part: Any) -> bool:
+        """Say whether a part of a saved array is that of a layer's shard."""
+        return isinstance(part, Tensor) and part.shape == self._by_name[name].shape and bool(part.isfinite().all())
 
     def means(self) -> dict[str, dict[str, Tensor]]:
         """Return the means over replicas of the arrays that stay from step to step, by name and layer. All ranks call it."""
@@ -310,8 +319,10 @@ class ModuleSession(Session):
             error = differ
         try:
             if self._shards is not None:
-                replicas = {"replicas": str(error or "agree")}
+                differ_in = str(error or "agree").rpartition("equal on all ranks: ")[2]  # as much as a record has room for
+                replicas = {"replicas": differ_in}
                 yield from self._shards.compare(self._terms() | replicas, 0, None)
+                yield from self._shards.learn_hosts()
         except ValueError as differ:
             error = error or differ
         if error is not None:

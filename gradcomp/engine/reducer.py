@@ -407,9 +407,14 @@ class Reducer:
     def _deliver(self, bucket: Bucket, update: Update) -> None:
         self.deliveries[self._part_of[bucket.index]].write(bucket, update, self.scale, self._step)
 
+    @property
+    def bytes_dense(self) -> int:
+        """The bytes of all gradients as float32."""
+        return 4 * sum(layer.size for layer in self.layers.values())
+
     def stats(self) -> Stats:
         """Return figures of the last step."""
-        dense = 4 * sum(layer.size for layer in self.layers.values())
+        dense = self.bytes_dense
         own = {name: figure for bucket in self.buckets for name, figure in bucket.compressor.stats(bucket.inner).items()}
         stats: Stats = {
             "exchanges": self.exchanges,

@@ -215,7 +215,7 @@ class Observer:
         figures, self._figures = self._figures, {}
         record: Record = {"step": step, "time": time.time(), "rank": reducer.network.world.rank, "spec": self._watched.spec}
         counted = max(1, self._counted)
-        dense = 4 * sum(layer.size for layer in reducer.layers.values())
+        dense = reducer.bytes_dense
         sent = self._bytes / counted
         record |= {
             "bytes_sent": sent,

@@ -19,7 +19,7 @@ BACKEND = {"replicate": "gradcomp"}
 
 def mesh_of(kind: str, backend: dict[str, str] | None = None) -> DeviceMesh:
     """Make a mesh. backend: of its dimensions, by default gradcomp's for replicas."""
-    override: Any = BACKEND if backend is None else backend
+    override: Any = dict(BACKEND if backend is None else backend)  # torch empties it
     if kind == "shards":
         return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
     if kind == "replicate":

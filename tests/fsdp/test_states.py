@@ -1,0 +1,244 @@
+"""FSDP2: conservation, changes of the spec, states through torch.distributed.checkpoint, training, and telemetry."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp_models import RANKS, by_hand, inputs, loss, mesh_of, net, wrapped
+from ranks import join, launch, once
+from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
+
+import gradcomp
+import gradcomp.fsdp
+from gradcomp import telemetry
+
+SPARSE = "topk:ratio=0.1,momentum=0"
+# Specs that act over replicas; the law of these is checked over a step, and over changes.
+REFUSED = ("gs_sgd", "gtopk", "lgc", "sketched_sgd")
+
+
+def backward(model: Any, step: int) -> None:
+    model.zero_grad()
+    loss(model, inputs(step)[dist.get_rank()]).backward()
+
+
+def local(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Cut a rank's shards out of whole tensors."""
+    shards = {n: distribute_tensor(whole[n], each.device_mesh, each.placements) for n, each in model.named_parameters()}
+    return {name: each.to_local() for name, each in shards.items()}
+
+
+def mean_residual(handle: Any, mesh: Any) -> dict[str, Tensor]:
+    found = handle.residual()
+    for each in found.values():
+        dist.all_reduce(each, group=mesh.get_group("replicate"))
+    return {name: each / mesh["replicate"].size() for name, each in found.items()}
+
+
+def imbalance(model: Any, handle: Any, mesh: Any, step: int) -> float:
+    """Return the largest entry of residual before + gradient - residual after - update, each the mean over replicas."""
+    before = mean_residual(handle, mesh)
+    backward(model, step)
+    after, wanted = mean_residual(handle, mesh), local(model, by_hand(step))
+    updates = {name: each.grad.to_local() for name, each in model.named_parameters()}
+    return max(float((before[n] + wanted[n] - after[n] - updates[n]).abs().sum()) for n in updates)
+
+
+def size(arrays: dict[str, Tensor]) -> float:
+    return sum(float(each.abs().sum()) for each in arrays.values())
+
+
+def kept() -> dict[str, Any]:
+    join()
+    found: dict[str, Any] = {}
+    mesh = mesh_of("two by two")
+    for spec in [name for name in gradcomp.names() if name not in REFUSED]:
+        if gradcomp.make(spec).traits.coarse and not getattr(gradcomp.make(spec), "feedback", False):
+            continue  # its updates are random
+        model = wrapped("two by two", net(), mesh)
+        handle = gradcomp.fsdp.attach(model, f"{spec}:momentum=0" if getattr(gradcomp.make(spec), "feedback", False) else spec)
+        if handle._session.reducer.keeps_residual:
+            found[f"law of {spec}"] = max(imbalance(model, handle, mesh, step) for step in range(3))
+    model = wrapped("two by two", net(), mesh)
+    handle = gradcomp.fsdp.attach(model, SPARSE)
+    backward(model, 0)
+    changes = []
+    for step, spec in enumerate(("blocks", SPARSE, "dense", "dense"), 1):
+        handle.change(spec)
+        changes.append((imbalance(model, handle, mesh, step), size(mean_residual(handle, mesh))))
+    return found | {"changes": changes}
+
+
+@once
+def keeping() -> list[dict[str, Any]]:
+    return launch(kept, RANKS)
+
+
+def test_conservation_over_replicas() -> None:
+    for rank in keeping():
+        laws = {name: most for name, most in rank.items() if name.startswith("law of ")}
+        assert {"law of topk", "law of sign", "law of sdagc"} <= laws.keys()
+        assert all(most < 1e-3 for most in laws.values()), laws
+
+
+def test_a_change_carries_the_residual() -> None:
+    """dense sends it all, in the first step."""
+    for rank in keeping():
+        assert all(most < 1e-4 for most, _ in rank["changes"])
+        assert [left > 0 for _, left in rank["changes"]] == [True, True, False, False]
+
+
+def saved(folder: str) -> dict[str, Any]:
+    """Save on two by two, load on one shard and on replicate(), and save blocks for shards."""
+    join()
+    found: dict[str, Any] = {}
+    wanted: dict[str, Tensor] = {}
+    for kind in ("two by two", "one shard", "replicate"):
+        mesh = mesh_of(kind)
+        model = wrapped(kind, net(), mesh)
+        handle = gradcomp.fsdp.attach(model, SPARSE)
+        if kind == "two by two":
+            for step in range(2):
+                backward(model, step)
+            dcp.save({"gradcomp": handle.state_dict()}, checkpoint_id=folder)
+            wanted = {n: each.full_tensor() for n, each in handle.state_dict()["residual"].items()}
+            before = mean_residual(handle, mesh)
+            found["saved"] = max(float((each - before[n]).abs().max()) for n, each in local(model, wanted).items())
+            continue
+        state = {"gradcomp": handle.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        handle.load_state_dict(state["gradcomp"])
+        own, mean = local(model, wanted), mean_residual(handle, mesh)
+        law = imbalance(model, handle, mesh, 2)
+        found[kind] = max(float((mean[n] - own[n]).abs().max()) for n in own), handle.stats()["steps"], law
+    found["refused"] = refusals(handle)
+    for step in range(2):  # the second handle goes on where the first one has saved
+        handle = gradcomp.fsdp.attach(wrapped("shards", net()), "blocks")
+        state = {"gradcomp": handle.state_dict()}
+        if step:
+            dcp.load(state, checkpoint_id=f"{folder}-blocks")
+            handle.load_state_dict(state["gradcomp"])
+        else:
+            handle._session.reducer.steps_done = 7
+            dcp.save({"gradcomp": handle.state_dict()}, checkpoint_id=f"{folder}-blocks")
+    return found | {"shards": handle.stats()["steps"]}
+
+
+def refusals(handle: Any) -> dict[str, str]:
+    good = handle.state_dict()
+    residual = good["residual"]
+    first, second, *_ = residual
+    states: dict[str, Any] = {
+        "no dict": [],
+        "no spec": {},
+        "other spec": {**good, "spec": "blocks"},
+        "steps": {**good, "steps": -1},
+        "no table": {**good, "residual": 3},
+        "layer missing": {**good, "residual": {n: each for n, each in residual.items() if n != first}},
+        "layer too many": {**good, "residual": {**residual, "other": residual[first]}},
+        "no DTensor": {**good, "residual": {**residual, first: residual[first].full_tensor()}},
+        "other shape": {**good, "residual": {**residual, first: residual[second]}},
+        "not finite": {**good, "residual": {**residual, first: residual[first] * float("nan")}},
+    }
+    found = {}
+    for name, state in states.items():
+        before = handle.residual()
+        with pytest.raises(ValueError) as caught:
+            handle.load_state_dict(state)
+        assert all(torch.equal(before[n], each) for n, each in handle.residual().items())
+        found[name] = str(caught.value)
+    return found
+
+
+@once
+def saving() -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(saved, RANKS, str(Path(folder) / "state"))
+
+
+def test_a_state_is_loaded_on_another_mesh() -> None:
+    """The mean of the residuals stays, and training goes on from it."""
+    for rank in saving():
+        assert rank["saved"] < 1e-7 and rank["shards"] == 7
+        for kind in ("one shard", "replicate"):
+            most, steps, law = rank[kind]
+            assert most < 1e-7 and steps == 3 and law < 1e-4
+
+
+WORDS = {
+    "no dict": "no state of gradcomp.fsdp",
+    "no spec": "no 'spec'",
+    "other spec": "saved with 'blocks'",
+    "steps": "steps=-1 in the state",
+    "no table": "not a dict",
+    "layer missing": "only the model has",
+    "layer too many": "only the state has 'other'",
+    "no DTensor": "no finite DTensor",
+    "other shape": "no finite DTensor",
+    "not finite": "no finite DTensor",
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_another_state_is_refused(name: str) -> None:
+    for rank in saving():
+        assert WORDS[name] in rank["refused"][name]
+
+
+def trained(kind: str) -> dict[str, Any]:
+    """Train natively and with two specs, AdamW and a clip; watch one of them."""
+    join()
+    found: dict[str, Any] = {}
+    mesh, plain = mesh_of(kind), mesh_of(kind, {})
+    for spec in (None, "dense", "blocks"):
+        model = wrapped(kind, net(), mesh if spec else plain)
+        handle = gradcomp.fsdp.attach(model, spec) if spec else None
+        records: list[Any] = []
+        if spec == "blocks" and kind == "shards":
+            with pytest.raises(ValueError, match="read the handle's stats"):
+                telemetry.watch(handle, records.append)
+        elif spec == "blocks":
+            telemetry.watch(handle, records.append, every=1, compare=2, check=2)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True), []
+        for step in range(12):
+            error = (model(inputs(step)[dist.get_rank()]) - 1).square().mean()
+            error.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(error.item())
+        weights = {n: each.full_tensor().detach() for n, each in model.named_parameters()}
+        found[spec or "native"] = weights, losses, handle.stats() if handle else {}, records
+    return found
+
+
+@once
+def training(kind: str) -> list[dict[str, Any]]:
+    return launch(trained, RANKS, kind)
+
+
+@pytest.mark.parametrize("kind", ["shards", "two by two"])
+def test_a_training_with_a_clip_and_adamw(kind: str) -> None:
+    """dense trains as native does, to the bit, and blocks within noise."""
+    for rank in training(kind):
+        native, dense, blocks = (rank[spec] for spec in ("native", "dense", "blocks"))
+        assert all(torch.equal(each, dense[0][n]) for n, each in native[0].items())
+        assert native[1] == dense[1] and abs(native[1][-1] - blocks[1][-1]) < 0.02 * native[1][-1]
+        entries = sum(each.numel() for each in native[0].values())
+        for _, _, stats, _ in (dense, blocks):
+            assert stats["steps"] == 12 and stats["bytes_dense"] == 4 * entries
+            assert stats["bytes_sent"] > 0 and (kind != "shards" or stats["bytes_between_hosts"] == 0)
+
+
+def test_telemetry_over_replicas() -> None:
+    for rank in training("two by two"):
+        *_, stats, records = rank["blocks"]
+        assert [each["step"] for each in records] == [*range(1, 13)]
+        assert records[-1]["compression"] == pytest.approx(stats["compression"]) and records[-1]["relative_error"] < 0.1
