@@ -48,5 +48,6 @@ def __getattr__(name: str) -> ModuleType:
 def __dir__() -> list[str]:
     """List the names that can be imported here: help() imports all of them."""
     has_torch = torch.distributed.is_available()
-    doors = {"ddp": has_torch, "fsdp": has_torch, "local": has_torch, "horovod": find_spec("horovod") is not None}
+    has_fsdp2 = has_torch and find_spec("torch.distributed._composable.replicate_with_fsdp") is not None
+    doors = {"ddp": has_torch, "fsdp": has_fsdp2, "local": has_torch, "horovod": find_spec("horovod") is not None}
     return [*__all__, *(name for name, importable in doors.items() if importable)]

@@ -103,6 +103,12 @@ def _distributed() -> Iterator[Finding]:
     from gradcomp.networks.torch import backends
 
     yield Finding("DDP", f"backends {', '.join(backends()) or 'none'}")
+    try:
+        from gradcomp import fsdp
+    except ImportError as error:
+        yield Finding("FSDP2", f"not served: {error}")
+    else:
+        yield Finding("FSDP2", f"{fsdp.__name__} serves fully_shard() and replicate()")
 
 
 def host_name() -> Iterator[Finding]:

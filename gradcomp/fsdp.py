@@ -15,9 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+try:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    _set_reduce_scatter = FSDPModule.set_custom_reduce_scatter
+except (ImportError, AttributeError) as error:
+    text = f"gradcomp.fsdp needs torch 2.9 or newer: the FSDP2 of torch {torch.__version__} takes no custom reduce-scatter"
+    raise ImportError(text) from error
 
 from gradcomp.core.compressor import Compressor
 from gradcomp.engine.modules import Axes, ModuleSession, ModuleSlot, ModuleSlots
@@ -139,7 +146,7 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
         warn_user(_LATE.format(spec=session.spec))
     for module in modules:
         reduction: Any = _Reduction(session, module, mesh.replicas)
-        module.fsdp_module.set_custom_reduce_scatter(reduction)
+        _set_reduce_scatter(module.fsdp_module, reduction)
     return handle
 
 
@@ -256,11 +263,12 @@ def _modules_of(model: torch.nn.Module) -> list[_Module]:
     modules: list[_Module] = []
     seen: set[int] = set()
     for name, each in every:
-        groups = each._get_fsdp_state()._fsdp_param_groups
+        state: Any = each._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # torch < 2.12
         if len(groups) > 1:
             raise ValueError(_GROUPS.format(name=name))
         for group in groups:
-            if id(group) in seen:  # of several modules in one call of fully_shard()
+            if group is None or id(group) in seen:  # of several modules in one call of fully_shard()
                 continue
             seen.add(id(group))
             _check_reduce_scatter(name or "the model", group._reduce_scatter_comm)

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
+import gradcomp
 from gradcomp import doctor
 from gradcomp.__main__ import main
 from gradcomp.native import extension
@@ -24,7 +26,7 @@ def finding(subject: str) -> doctor.Finding:
     return found
 
 
-SUBJECTS = ["gradcomp", "Python", "torch", "extension", "GPU", "Horovod", "DDP", "host name", "threads"]
+SUBJECTS = ["gradcomp", "Python", "torch", "extension", "GPU", "Horovod", "DDP", "FSDP2", "host name", "threads"]
 
 
 def test_the_command_names_every_part() -> None:
@@ -80,6 +82,15 @@ def test_without_horovod_the_rest_still_works(monkeypatch: pytest.MonkeyPatch) -
         "not installed: gradcomp.ddp and the simulator work, gradcomp.horovod does not",
         "",
     )
+
+
+def test_an_older_torch_serves_no_fsdp2_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.8 has fully_shard(), and no set_custom_reduce_scatter()."""
+    monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_custom_reduce_scatter")
+    monkeypatch.delitem(sys.modules, "gradcomp.fsdp", raising=False)
+    monkeypatch.delattr(gradcomp, "fsdp", raising=False)
+    found = finding("FSDP2")
+    assert found.text.startswith("not served: gradcomp.fsdp needs torch 2.9 or newer") and not found.advice
 
 
 @pytest.mark.parametrize(
