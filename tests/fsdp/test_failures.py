@@ -12,6 +12,8 @@ from fsdp_models import RANKS, by_hand, error, inputs, loss, mesh_of, net, whole
 from ranks import join, launch, once
 from torch.distributed._composable import replicate as old_replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
@@ -62,9 +64,17 @@ def refused(kind: str) -> dict[str, str]:
         "memory first": lambda: memory_of_group(True),
         "memory later": lambda: memory_of_group(False),
         "backend": lambda: attach(wrapped("two by two", net(), mesh_of("two by two", {})), "blocks"),
+        "groups": lambda: attach(of_two_groups(mesh), "blocks"),
         "meshes": lambda: attach(of_two_meshes(), "blocks"),
     }
     return {name: refusal(act) for name, act in acts.items()}
+
+
+def of_two_groups(mesh: Any) -> Any:
+    """Give the biases a mesh of their own, of two ranks."""
+    halves = FSDPMeshInfo(mesh_of("two by two", {})["shard"], shard_mesh_dim=0)
+    infos = {1: halves, 2: FSDPMeshInfo(mesh, shard_mesh_dim=0)}
+    return fully_shard(net(), mesh=mesh, shard_placement_fn=lambda each: ShardPlacementResult(Shard(0), infos[each.dim()]))
 
 
 def of_two_meshes() -> Any:
@@ -123,6 +133,7 @@ WORDS = {
     "memory first": "ValueError: the module '0' has a reduce-scatter of its own, ProcessGroupAllocReduceScatter",
     "memory later": "AssertionError: cannot call set_allocate_memory_from_process_group()",  # torch's own word
     "backend": "make the mesh with init_device_mesh(..., backend_override={'replicate': \"gradcomp\"})",
+    "groups": "has parameters on several meshes, by its shard_placement_fn",
     "meshes": "are on different meshes",
 }
 
