@@ -13,17 +13,26 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.core.requests import Reduce
-from gradcomp.engine.optimizer_steps import inform
-from gradcomp.engine.optimizer_view import OptimizerView
-from gradcomp.engine.phases import Door
-from gradcomp.engine.reducer import Options, Reducer
-from gradcomp.engine.session import Session
+from gradcomp.engine.bucket import GRADIENT_TYPES
+from gradcomp.engine.fragments import (
+    Buffers,
+    Fragment,
+    LocalDoor,
+    LocalSession,
+    NoOptimizer,
+    divided,
+    summed,
+    take_those_of_rank_0,
+)
+from gradcomp.engine.optimizer_steps import calling_scaler, inform, warn_user
+from gradcomp.engine.reducer import Options
 from gradcomp.engine.slots import Parameters, Slot, Slots, check_optimizer
-from gradcomp.networks import Answer, Connection
+from gradcomp.networks import Connection
 from gradcomp.networks.torch import TorchNetwork
 from gradcomp.spec import auto_of, make
 
@@ -38,15 +47,26 @@ _NO_NETWORK = (
     "one rank does so, too"
 )
 _WRAPPED = "the model is a {name}, which exchanges gradients in every step; pass the model inside it, model.module"
-_DOOR = Door(name="local steps")
+_SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSteps() takes a model that is whole on each rank"
+_EXCHANGES = "the optimizer is a {name}, which exchanges gradients in every step; pass the optimizer inside it"
+_NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
+_FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
+_UNFROZEN = (
+    "{name!r} was unfrozen or added after LocalSteps(): its steps stay on this rank, and the replicas drift apart. Call "
+    "flush(), and make LocalSteps anew"
+)
+_FAILED = (
+    "the progress of some rank was not finite: all ranks go back to the weights after the last synchronization, and the "
+    "steps since then are lost, but for what a residual keeps"
+)
 
 
 class LocalStats(TypedDict):
     """Figures of a training by local steps on this rank.
 
-    exchanges: what the ranks exchange, in words. steps: of the optimizer. synchronizations: done. bytes_sent: of the last one.
-    bytes_sent_total: of all. compression: the bytes of all steps' gradients as float32 over bytes_sent_total; None before the
-    first synchronization.
+    exchanges: what the ranks exchange, in words. steps: of the optimizer, also those that a GradScaler skipped.
+    synchronizations: begun, of the whole model. bytes_sent: of the last exchange, of a fragment. bytes_sent_total: of all.
+    compression: the bytes of all steps' gradients as float32 over bytes_sent_total; None before the first synchronization.
     """
 
     exchanges: str
@@ -73,6 +93,7 @@ class LocalSteps:
         seed: The seed of random draws, equal on all ranks.
 
     Raises:
+        TypeError: The model or the optimizer exchanges gradients itself.
         ValueError: A spec or a number does not fit, or the ranks do not agree.
         RuntimeError: There is no network.
 
@@ -97,35 +118,45 @@ class LocalSteps:
         fragments: int = 1,
         seed: int = 0,
     ):
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise TypeError(_WRAPPED.format(name=type(model).__name__))
-        check_optimizer(optimizer)
+        _check(model, optimizer)
         if auto_of(spec) is not None:
             raise ValueError(_NOT_YET)
         self._every, count = _whole("every", every), _whole("fragments", fragments)
-        weights = {slot.name: slot.parameter for slot in Parameters(model.named_parameters()).slots}
+        parameters = Parameters(model.named_parameters())
+        weights = {slot.name: slot.parameter for slot in parameters.slots}
+        if not weights:
+            raise ValueError(_NOTHING)
+        for name, each in weights.items():
+            if each.dtype not in GRADIENT_TYPES:
+                raise ValueError(_FORM.format(name=name, form=each.dtype))
         if self._every % count or count > len(weights):
             raise ValueError(f"fragments={count} must divide every={every}, and be at most {len(weights)}, the parameters")
         rate, momentum = _number("outer_lr", outer_lr, RATE), _number("outer_momentum", outer_momentum, MOMENTUM)
         if momentum >= 1:
             raise ValueError(f"outer_momentum={outer_momentum!r} must be below 1")
-        self._optimizer, self._interval = optimizer, self._every // count
-        self._counts = {"steps": 0, "in_round": 0, "synchronizations": 0, "bytes_sent": 0, "bytes_sent_total": 0}
-        self._under_way: _Fragment | None = None
-        self._has_moved = False  # a step came since all ranks had equal weights
-        self._buffers = _Buffers([(name, each) for name, each in model.named_buffers() if each.is_floating_point()])
+        self._model, self._optimizer, self._interval = model, optimizer, self._every // count
+        # moved: a step came since all ranks had equal weights.
+        self._counts = dict.fromkeys(("steps", "in_round", "synchronizations", "bytes_sent", "bytes_sent_total", "moved"), 0)
+        self._under_way: Fragment | None = None
+        self._buffers = Buffers(model)
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
+        door = LocalDoor(
+            name="local steps", agreed=f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
+        )
         self._fragments = [
-            _Fragment(part, _Session(compressor, slots, self._network, Options(seed=seed + i), _DOOR, _View(slots)))
-            for i, part in enumerate(_divided(weights, count))
+            Fragment(part, LocalSession(compressor, slots, self._network, Options(seed=seed + i), door, NoOptimizer(slots)))
+            for i, part in enumerate(divided(weights, count))
             for slots in [Slots([Slot(name, each.shape, each.device) for name, each in part.items()])]
         ]
         for fragment in self._fragments:
             fragment.session.meet()
-        _take_those_of_rank_0([*weights.items(), *self._buffers.named], self._network)
+        take_those_of_rank_0([*model.named_parameters(), *self._buffers.named], self._network)
         for fragment in self._fragments:
             fragment.begin_at_weights(rate, momentum)
         inform(f"gradcomp: {compressor} over local steps exchanges progress after every {every} steps", self._network)
+
+    # A GradScaler calls step() in every step then, and tells it by found_inf and grad_scale.
+    _step_supports_amp_scaling = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -135,20 +166,32 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of the optimizer. After every so many, synchronize."""
-        loss = self._optimizer.step() if closure is None else self._optimizer.step(closure)
+        loss = None if self._is_skipped() else self._optimizer.step() if closure is None else self._optimizer.step(closure)
         counts = self._counts
         counts["steps"] += 1
         counts["in_round"] += 1
-        self._has_moved = True
+        counts["moved"] = 1
         part, rest = divmod(counts["in_round"], self._interval)
-        if rest:
-            self._advance()
-        else:
+        if not rest:
             self._begin(part - 1)
             if len(self._fragments) == 1:
-                self._apply(waits=True)
-                self._has_moved = False
+                self._apply()
+                counts["moved"] = 0
+        elif rest == self._interval // 2 and self._under_way is not None:
+            self._under_way.session.reducer.advance()  # the second message of an exchange that has two
         return loss
+
+    def _is_skipped(self) -> bool:
+        """Unscale the gradients in a GradScaler's step(), which calls this one always: ranks count the steps that it skips."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found is not None and bool(found):
+            return True
+        scaler = None if scale is None else calling_scaler()
+        of_inner = {} if scaler is None else scaler._per_optimizer_states[id(self._optimizer)]
+        if scale is not None and getattr(of_inner.get("stage"), "name", "READY") == "READY":  # not by unscale_(optimizer)
+            for grad in (each.grad for group in self.param_groups for each in group["params"] if each.grad is not None):
+                grad.div_(scale.to(grad.device))
+        return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let the optimizer forget the gradients."""
@@ -156,12 +199,13 @@ class LocalSteps:
 
     def flush(self) -> None:
         """Synchronize now, if there was a step since the last time: all ranks have equal weights then. All ranks call it."""
-        if not self._has_moved:
+        if not summed(self._network, torch.tensor([float(self._counts["moved"])]), "ranks that moved").any():
             return
+        self._apply()
         for part in range(len(self._fragments)):
             self._begin(part)
-            self._apply(waits=True)
-        self._has_moved = False
+            self._apply()
+        self._counts["moved"] = 0
 
     def stats(self) -> LocalStats:
         """Return figures of the training on this rank.
@@ -188,8 +232,9 @@ class LocalSteps:
         Example:
             >>> torch.save(local.state_dict(), f"rank-{rank}.pt")
         """
-        self._apply(waits=False)
+        self._apply()
         return {
+            "every": self._every,
             "counts": dict(self._counts),
             "buffers": {name: each.clone() for name, each in self._buffers.named},
             "optimizer": copy.deepcopy(self._optimizer.state_dict()),
@@ -216,164 +261,49 @@ class LocalSteps:
                 "the state is of a model with other parameters, or of other fragments; load it as it was saved: with the same "
                 "model and fragments="
             )
-        self._apply(waits=False)
+        if any(each["every"] != self._every for each in states):
+            raise ValueError(
+                f"the state has every={states[0]['every']}, and LocalSteps() got every={self._every}: make them equal"
+            )
+        self._apply()
         rank = self._network.world.rank
-        own = states[0] if len(states) == 1 else states[rank] if rank < len(states) else None
+        own = states[0] if isinstance(state, Mapping) else states[rank] if rank < len(states) else None
         given = states[0] if own is None else own
         for i, fragment in enumerate(self._fragments):
             fragment.load_state_dict([each["fragments"][i] for each in states], None if own is None else own["fragments"][i])
         for name, buffer in self._buffers.named:
             buffer.copy_(given["buffers"][name])
         self._optimizer.load_state_dict(given["optimizer"])
-        self._counts, self._has_moved = dict(given["counts"]), True
+        self._counts = dict(given["counts"])
 
     def _begin(self, part: int) -> None:
         """Begin the exchange of a fragment; that of the one before ends."""
-        self._apply(waits=False)
+        self._apply()
+        late = (n for n, each in self._model.named_parameters() if each.requires_grad and not self._has(n))
+        if (name := next(late, None)) is not None:
+            raise RuntimeError(_UNFROZEN.format(name=name))
         self._under_way = self._fragments[part]
-        self._under_way.begin()
+        self._under_way.begin(keeps_sent=len(self._fragments) > 1)
         if part == len(self._fragments) - 1:
             self._counts["in_round"] = 0
             self._counts["synchronizations"] += 1
             self._buffers.begin(self._network)
 
-    def _advance(self) -> None:
-        """Go on with the exchange under way by one round. It waits only for a message that has not come yet."""
-        if self._under_way is not None:
-            self._under_way.session.reducer.advance()
+    def _has(self, name: str) -> bool:
+        return any(name in fragment.weights for fragment in self._fragments)
 
-    def _apply(self, waits: bool) -> None:
-        """End the exchange under way, if any, and take its outer step. waits: no inner step came since it began."""
+    def _apply(self) -> None:
+        """End the exchange under way, if any, and take its outer step."""
         if (fragment := self._under_way) is None:
             return
         self._under_way = None
-        self._counts["bytes_sent"] = sent = fragment.end(waits)
+        if not fragment.end():
+            warn_user(_FAILED)
+            if fragment.was_spoilt_here:
+                self._optimizer.state.clear()  # its moments are not finite either
+        sent = fragment.session.reducer.bytes_sent + self._buffers.end()
+        self._counts["bytes_sent"] = sent
         self._counts["bytes_sent_total"] += sent
-        self._buffers.end()
-
-
-class _Fragment:
-    """A part of a model that is exchanged by itself.
-
-    weights: by name. starts: those of the ranks' common start, in float32. sent_at: the weights when the exchange began.
-    """
-
-    def __init__(self, weights: Mapping[str, torch.nn.Parameter], session: Session):
-        self.weights, self.session = weights, session
-        self.starts: dict[str, Tensor] = {}
-        self._progress: list[Tensor] = []
-        self._sent_at: list[Tensor] = []
-
-    def begin_at_weights(self, rate: float, momentum: float) -> None:
-        """Make the present weights the common start."""
-        self.starts = {name: each.detach().float().clone() for name, each in self.weights.items()}
-        self._outer = torch.optim.SGD(self.starts.values(), lr=rate, momentum=momentum, nesterov=momentum > 0)
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Begin to exchange start minus now."""
-        slots = self.session.slots.slots
-        self._sent_at = [each.detach().clone() for each in self.weights.values()]
-        self._progress = [(self.starts[name] - each).reshape(-1) for name, each in self.weights.items()]
-        self.session.begin()
-        self.session.ready_all(slots, self._progress)
-
-    @torch.no_grad()
-    def end(self, waits: bool) -> int:
-        """End the exchange, and take the outer step from the start. Return the bytes sent.
-
-        The weights go to the new start, plus the inner steps that came in the meantime. waits: there were none.
-        """
-        self.session.finish()
-        for start, mean in zip(self.starts.values(), self._progress, strict=True):
-            start.grad = mean.view(start.shape)
-        self._outer.step()
-        self._outer.zero_grad()
-        for start, weight, sent in zip(self.starts.values(), self.weights.values(), self._sent_at, strict=True):
-            weight.copy_(start if waits else start + (weight - sent))
-        self._progress, self._sent_at = [], []
-        return self.session.reducer.bytes_sent
-
-    def state_dict(self) -> dict[str, Any]:
-        """Copy the state of the fragment on this rank."""
-        return {
-            "weights": {name: each.detach().clone() for name, each in self.weights.items()},
-            "starts": {name: each.clone() for name, each in self.starts.items()},
-            "outer": copy.deepcopy(self._outer.state_dict()),
-            "exchange": self.session.state_dict(),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]], own: Mapping[str, Any] | None) -> None:
-        """Continue from the states of all ranks, and this rank's own, if it has one."""
-        self.session.load_state_dict([each["exchange"] for each in states])
-        for name, weight in self.weights.items():
-            self.starts[name].copy_(states[0]["starts"][name])
-            weight.copy_(self.starts[name] if own is None else own["weights"][name])
-        self._outer.load_state_dict(states[0]["outer"])
-
-
-class _Buffers:
-    """The floating-point buffers of a model, which become their means over ranks."""
-
-    def __init__(self, named: Sequence[tuple[str, Tensor]]):
-        self.named = named
-        self._answers: list[Answer] = []
-
-    def begin(self, network: Connection) -> None:
-        """Begin to exchange them."""
-        self._answers = [network.start(Reduce(each.float() / network.world.size), f"buffer {n}") for n, each in self.named]
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Take the means, if an exchange is under way."""
-        for (_, buffer), answer in zip(self.named, self._answers, strict=False):
-            mean = answer()
-            assert isinstance(mean, Tensor)
-            buffer.copy_(mean)
-        self._answers = []
-
-
-@torch.no_grad()
-def _take_those_of_rank_0(named: Sequence[tuple[str, Tensor]], network: Connection) -> None:
-    """Add up rank 0's tensors and the others' zeros."""
-    for name, each in named:
-        own = torch.where(torch.tensor(network.world.rank == 0, device=each.device), each.detach().float(), 0.0)
-        whole = network.start(Reduce(own), f"weights of {name}")()
-        assert isinstance(whole, Tensor)
-        each.copy_(whole)
-
-
-def _divided(weights: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[str, torch.nn.Parameter]]:
-    """Divide a model into so many parts of neighbouring layers, of about the same size. None is empty."""
-    parts: list[dict[str, torch.nn.Parameter]] = [{} for _ in range(count)]
-    total, before = sum(each.numel() for each in weights.values()), 0
-    for i, (name, each) in enumerate(weights.items()):
-        middle = (before + each.numel() / 2) * count / max(total, 1)
-        filled = next((n for n, part in enumerate(parts) if not part), count)
-        part = min(max(int(middle), filled - 1, count - len(weights) + i), filled, count - 1)
-        parts[part][name] = each
-        before += each.numel()
-    return parts
-
-
-class _Reducer(Reducer):
-    """The buckets of a fragment. All begin at once, and an exchange may be over before its end is asked for."""
-
-    def start_all(self, scale: float = 1.0) -> None:
-        """Start nothing: all buckets have started."""
-        self.clock.note_last_gradient()
-
-
-class _Session(Session):
-    reducer_class = _Reducer
-
-
-class _View(OptimizerView):
-    """The view of no optimizer: the outer step is no step of a user's."""
-
-    def note_delivered(self, *arguments: Any) -> None:
-        """Do nothing: no step of a user's optimizer is to apply the updates."""
 
 
 def _network(device: torch.device) -> Connection:
@@ -389,6 +319,17 @@ def _network(device: torch.device) -> Connection:
     if not network.ready:
         raise RuntimeError(_NO_NETWORK)
     return network
+
+
+def _check(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what exchanges gradients by itself."""
+    check_optimizer(optimizer)
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+        raise TypeError(_WRAPPED.format(name=type(model).__name__))
+    if any(isinstance(each, DTensor) for each in model.parameters()):
+        raise TypeError(_SHARDED)
+    if hasattr(optimizer, "synchronize"):  # Horovod's, and gradcomp's
+        raise TypeError(_EXCHANGES.format(name=type(optimizer).__name__))
 
 
 def _whole(name: str, given: Any) -> int:
