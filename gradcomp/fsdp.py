@@ -37,7 +37,7 @@ from gradcomp.networks.replicas import ReplicaGroup
 from gradcomp.networks.torch import TorchNetwork, reduce_scatter
 from gradcomp.saved import read_int
 from gradcomp.saved import table as read_table
-from gradcomp.spec import auto_of
+from gradcomp.spec import Auto
 from gradcomp.telemetry.observer import Intervals, Writer
 
 __all__ = ["attach"]
@@ -129,8 +129,6 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
         >>> fully_shard(model)
         >>> handle = gradcomp.fsdp.attach(model, "blocks")
     """
-    if auto_of(spec) is not None:
-        raise ValueError(_NOT_YET)
     modules = _modules_of(model)
     mesh = _mesh_of(modules)
     slots = [ModuleSlot(name, each.to_local(), each, (of.number, of.device)) for of in modules for name, each in of.named]
@@ -160,6 +158,11 @@ class _Handle(Handle):
         if not self._session.reducer.buckets:
             raise ValueError(_NOTHING_TO_WATCH.format(spec=self._session.spec))
         super()._watch(writers, intervals)
+
+    def _choose(self, auto: Auto | None) -> None:
+        if auto is not None:
+            raise ValueError(_NOT_YET)
+        super()._choose(auto)
 
     def state_dict(self) -> dict[str, Any]:
         """Copy what stays from step to step: DTensors on the parameters' mesh. All ranks call it.
@@ -236,7 +239,8 @@ class _Module:
     """A module that reduces its gradients by itself.
 
     number: its place in the model. device: of its gradients, also where its parameters are offloaded. named: its trained
-    parameters, with their names. sizes: their entries in the flat tensor of a rank's gradients, with padding.
+    parameters, with their names. sizes: their entries in the flat tensor of a rank's gradients, with padding. frozen: torch's
+    records of the other parameters.
     """
 
     number: int
@@ -246,6 +250,7 @@ class _Module:
     device: torch.device
     named: list[tuple[str, Any]]
     sizes: list[int]
+    frozen: list[Any]
 
 
 def _modules_of(model: torch.nn.Module) -> list[_Module]:
@@ -275,7 +280,9 @@ def _modules_of(model: torch.nn.Module) -> list[_Module]:
             trained = [(own, each) for each in group.fsdp_params if (own := _parameter_of(each)).requires_grad]
             named = [(names[id(own)], own) for own, _ in trained]
             sizes = [each.padded_sharded_param_size.numel() for _, each in trained]
-            modules.append(_Module(len(modules), name or "the model", each, group.mesh_info, group.device, named, sizes))
+            frozen = [each for each in group.fsdp_params if not _parameter_of(each).requires_grad]
+            facts = name or "the model", each, group.mesh_info, group.device, named, sizes, frozen
+            modules.append(_Module(len(modules), *facts))
     if not any(module.named for module in modules):
         raise ValueError(_NO_PARAMETER)
     return modules
@@ -364,7 +371,8 @@ class _Reduction:
     def _holds_all(self, tensor: Tensor) -> bool:
         """Say whether a tensor has the gradients of all parameters that are trained now. Warn once if it has not."""
         trained = [size for slot, size in zip(self._slots, self._module.sizes, strict=True) if slot.parameter.requires_grad]
-        holds = sum(trained) == tensor.numel()
+        unfrozen = any(_parameter_of(each).requires_grad for each in self._module.frozen)
+        holds = sum(trained) == tensor.numel() and not unfrozen
         if not (holds or self._has_warned):
             self._has_warned = True
             warn_user(_NO_GRADIENT.format(name=self._module.name))

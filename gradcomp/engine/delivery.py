@@ -19,17 +19,18 @@ class Delivery:
     A step has failed where an entry of a delivered update is not finite. A GradScaler then skips the optimizer's step, on all
     ranks alike. The entries that were sent for it return to the residual, in every bucket.
 
-    buckets: of the model. slots: by layer. All of a bucket's have an array for the update, or none has.
+    buckets: that fail together. slots: by layer. All of a bucket's have an array for the update, or none has.
     """
 
     def __init__(self, buckets: Sequence[Bucket], slots: Mapping[str, Slot]):
+        self._place = {bucket.index: place for place, bucket in enumerate(buckets)}
         self._slots = [[slots[name] for name in bucket.layout.names] for bucket in buckets]
         devices = dict.fromkeys(bucket.layout.device for bucket in buckets)
         self._verdicts = {device: torch.zeros(len(buckets), dtype=torch.int32, device=device) for device in devices}
         self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
 
     def _targets(self, bucket: Bucket) -> list[Tensor]:
-        updates = [slot.update for slot in self._slots[bucket.index] if slot.update is not None]
+        updates = [slot.update for slot in self._slots[self._place[bucket.index]] if slot.update is not None]
         return updates or bucket.ordered_grads
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
@@ -44,7 +45,7 @@ class Delivery:
             update.marks,
             loss_scale=bucket.loss_scale,
             residual=bucket.residual if bucket.keeps_residual and bucket.loss_scale is not None else None,
-            verdict=self._verdict_of[bucket.layout.device][bucket.index],
+            verdict=self._verdict_of[bucket.layout.device][self._place[bucket.index]],
             step=step,
             wipes=update.source is not None,
         )
@@ -77,7 +78,7 @@ class Delivery:
                     self._targets(bucket),
                     bucket.residual,
                     verdicts[bucket.layout.device],
-                    bucket.index,
+                    self._place[bucket.index],
                     scale,
                     loss_scale=bucket.loss_scale,
                     step=step,

@@ -6,6 +6,7 @@ nothing stays. Over replicas, equal shards are exchanged as any bucket is, with 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from gradcomp.core.compressor import Acc, Compressor, Layout
 from gradcomp.core.requests import Reduce, Reply, Request, Requests, bytes_of
 from gradcomp.engine.bucket import check_type
 from gradcomp.engine.meeting import Flow, Membership
+from gradcomp.engine.optimizer_steps import calling_scaler, listen, warn_user
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer
@@ -30,11 +32,19 @@ from gradcomp.native.memory import Memory
 from gradcomp.networks import Connection
 
 _WHOLE_MODEL = "{spec} needs all layers in one exchange, and here each module has its own; take {others}"
+_RATES = "{spec} needs the optimizer's learning rates, which are unknown over FSDP2; take {others}"
+_SCALED = (
+    "a GradScaler steps the optimizer, and {spec} keeps a residual of scaled gradients: whenever the scale changes, its "
+    "entries count too much or too little. Train in bfloat16 without a scaler, or take {others}, which keep nothing"
+)
 _NOT_OVER_SHARDS = (
     "{spec} cannot act over shards, and the mesh has no replicas: it keeps entries from step to step, which takes the memory "
     "of the whole model on each rank, or it has rules for layers. Take {others}"
 )
 
+
+# Seeds from one replica's to the next's: more than there are modules.
+SEEDS = 2**20
 
 # The reason why the optimizer's momentum is missed.
 _MISSED = Missed("the momentum stays the optimizer's here", "")
@@ -81,7 +91,7 @@ class ModuleSlots(Slots):
 
 
 class Scatter:
-    """The reduce-scatter of the modules' gradients over shards. compressor: None: the framework's own does it."""
+    """The reduce-scatter of the modules' gradients over shards."""
 
     def __init__(self, compressor: Rounded, network: Connection, memory: Memory, seed: int):
         self.compressor, self._network, self._memory, self._seed = compressor, network, memory, seed
@@ -96,10 +106,12 @@ class Scatter:
         check_type(given, "the reduce_dtype")
         world, part = self._network.world, given.numel() // self._network.world.size
         padded = -(-part // self.compressor.group) * self.compressor.group
-        flat = self._memory.scratch("parts", world.size * padded, given, "float32")
-        rows = flat.view(world.size, padded)
-        rows[:, :part].copy_(given.view(world.size, part))
-        rows[:, part:].zero_()
+        flat = given
+        if padded != part or given.dtype != torch.float32:  # not kept: it is as large as the whole module
+            flat = torch.empty(world.size * padded, device=given.device)
+            rows = flat.view(world.size, padded)
+            rows[:, :part].copy_(given.view(world.size, part))
+            rows[:, part:].zero_()
         key = module, padded
         if key not in self._states:
             layout = Layout(("parts",), (flat.numel(),), flat.device)
@@ -135,13 +147,16 @@ def _stateless(compressor: Compressor) -> Rounded | None:
 class ModuleReducer(Reducer):
     """The buckets of all modules, if there are replicas, and the reduce-scatter over shards, if there are several.
 
-    Each module's exchange runs to its end at once, and its updates fail apart from those of others: what the optimizer then
-    skips is lost, as it is without compression.
+    Each module's exchange runs to its end at once, and its updates fail apart from those of others. Where a GradScaler skips
+    the optimizer's step, the other modules' gradients are lost, as without compression, and what came from their residuals.
     """
 
     def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, view: OptimizerView):
         if compressor.traits.whole_model:
             raise ValueError(_WHOLE_MODEL.format(spec=compressor, others=slots.suited))
+        if compressor.traits.rates == "needed":
+            raise ValueError(_RATES.format(spec=compressor, others=slots.suited))
+        self._exchanges: Counter[int] = Counter()  # of each module, which number its verdicts
         self._modules = {slot.name: slot.module for slot in slots.slots}
         axes, self._whole = slots.axes, slots.whole
         self.is_native = compressor.traits.stock and not (isinstance(compressor, Feedback) and compressor.feedback)
@@ -156,7 +171,9 @@ class ModuleReducer(Reducer):
         if axes.shards is None or self.is_native:
             return None
         if (rounded := _stateless(compressor)) is not None:
-            return Scatter(rounded, axes.shards, self.memory, seed)
+            # Replicas draw apart from one another, and from the buckets, which number their seeds from this one.
+            replica = self.network.world.rank if axes.has_replicas else 0
+            return Scatter(rounded, axes.shards, self.memory, seed + SEEDS * (1 + replica))
         if not axes.has_replicas:
             raise ValueError(_NOT_OVER_SHARDS.format(spec=compressor, others=suited))
         return None
@@ -177,17 +194,17 @@ class ModuleReducer(Reducer):
     def deliver(self, module: int, scale: float) -> None:
         """Run the exchange of a module's buckets to its end: the gradients become the updates."""
         self.scale = scale
-        buckets = self._groups.get(module, [])
+        self._exchanges[module] += 1
+        self._step, buckets = self._exchanges[module], self._groups.get(module, [])
         for bucket in buckets:
             if bucket.grads and bucket.running is None:  # layers were frozen since attach()
                 self._start(bucket)
-        while self.advance():
+        while self.advance(buckets):
             pass
         if buckets:
             self.deliveries[module].add_back(buckets, scale, self._step)
         for bucket in buckets:
             bucket.forget_grads()
-        self._step += 1
 
     def start_all(self, scale: float = 1.0) -> None:
         """Start nothing: a module without gradients in a step exchanges nothing."""
@@ -233,12 +250,27 @@ class ModuleSession(Session):
     def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, door: Door):
         self._pass = -1  # the backward pass that exchanges gradients
         self._shards = None if slots.axes.shards is None else Membership(slots.axes.shards)
+        self._has_warned = False
         super().__init__(compressor, slots, network, options, door, OptimizerView(slots))
+        listen(self)
 
     def _make_reducer(self, compressor: Compressor) -> ModuleReducer:
         reducer = ModuleReducer(compressor, self.slots, self.network, self.options, self.view)
         reducer.observer = self._observer
         return reducer
+
+    def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+        """Look for a GradScaler. Nothing else of the optimizer's concerns the exchange."""
+        if self.reducer.keeps_state and not self._has_warned and (scaler := calling_scaler()) is not None:
+            self._has_warned = True
+            if scaler.is_enabled():
+                warn_user(_SCALED.format(spec=self.spec, others=self.slots.suited))
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: the optimizer keeps its momentum."""
+
+    def after_step(self) -> None:
+        """Do nothing."""
 
     def begin(self, first: Slot | None = None) -> None:
         """Begin a step with the first exchange of a backward pass. Its end ends the step."""

@@ -1,4 +1,4 @@
-"""Buckets of gradients, and the only loop that drives a compressor.
+"""Buckets of gradients, and the loop that drives their compressors.
 
 ready() notes one gradient. A bucket starts its exchange as soon as its last gradient is ready. finish() advances all buckets to
 their updates, round by round, in bucket order. It never runs one to its end while others wait: ranks may start their buckets in
@@ -150,7 +150,7 @@ class Reducer:
         self._groups = {
             n: [each for each, of in zip(self.buckets, self._part_of, strict=True) if of == n] for n in self._part_of
         }
-        self.deliveries = {n: Delivery(self.buckets, slots) for n in self._groups}
+        self.deliveries = {n: Delivery(buckets, slots) for n, buckets in self._groups.items()}
         self._bucket_of = dict.fromkeys(slots) | {name: bucket for bucket in self.buckets for name in bucket.layout.names}
         self.scale, self.steps_done, self._step = 1.0, 0, 1  # _step: the number in verdicts, which no other step has
         self.bytes_sent = self.bytes_between_hosts = self._sent = self._sent_between_hosts = 0
@@ -236,12 +236,12 @@ class Reducer:
             if bucket.running is None:
                 self._start(bucket)
 
-    def advance(self) -> bool:
-        """Advance all running buckets by one round: wait for their replies, and start their next requests.
+    def advance(self, buckets: Sequence[Bucket] | None = None) -> bool:
+        """Advance all running buckets, or these, by one round: wait for their replies, and start their next requests.
 
         Return False once every update is delivered.
         """
-        running = [bucket for bucket in self.buckets if bucket.answer is not None]
+        running = [bucket for bucket in (self.buckets if buckets is None else buckets) if bucket.answer is not None]
         for bucket in running:
             bucket.streams.join()
             asked, reply = time.perf_counter(), self._wait(bucket)

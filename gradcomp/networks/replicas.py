@@ -39,7 +39,12 @@ class ReplicaGroup(dist.ProcessGroup):
 
     def announce(self, tensor: Tensor, exchange: Exchange) -> None:
         """Announce a tensor of gradients: its next all-reduce is this exchange. Only the last one that is announced counts."""
-        self._announced = weakref.ref(tensor), exchange
+        self._announced = weakref.ref(tensor, self._forget), exchange
+
+    def _forget(self, gone: weakref.ref[Tensor]) -> None:
+        """Let the exchange of a tensor go that was never reduced."""
+        if self._announced is not None and self._announced[0] is gone:
+            self._announced = None
 
     def allreduce(self, tensors: Any, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
         """Exchange a tensor that was announced; all-reduce others."""

@@ -215,8 +215,9 @@ def of_mesh(kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", SPECS)
 def test_gradients_of_a_pass(kind: str, case: str) -> None:
     """They are the sums by hand. A module whose gradients are not exchanged says so once."""
-    for rank in of_mesh(kind):
+    for number, rank in enumerate(of_mesh(kind)):
         wrong, stats, warned = rank[case]
         assert wrong < SPECS[kind][1]
         assert stats["steps"] == STEPS.get(case, 3 if case == "without_all_reduce" and kind != "replicate" else 1)
-        assert len(warned) == (case in WARNS and kind != "shards"), warned
+        speaks = number < (2 if kind == "two by two" else 1)  # the first rank of each replica group
+        assert len(warned) == (case in WARNS and kind != "shards" and speaks), warned

@@ -43,7 +43,7 @@ MOMENTS_FAULTS = (
     Fault(
         "a scaler that skips one optimizer takes back what another has applied",
         "gradcomp/engine",
-        "{n: Delivery(self.buckets, slots) for n in self._groups}",
+        "{n: Delivery(buckets, slots) for n, buckets in self._groups.items()}",
         "dict.fromkeys(self._groups, Delivery(self.buckets, slots))",
         ("test_several_optimizers.py",),
     ),
