@@ -1,0 +1,50 @@
+"""Faults of local steps: lost progress, ranks that differ, and what a state forgets."""
+
+from __future__ import annotations
+
+from mutations.fault import Fault
+
+LOCAL_FAULTS = (
+    Fault(
+        "16-bit weights count the rounding of their start as progress",
+        "gradcomp/engine",
+        "self.starts[name].to(each.dtype).float() - each",
+        "self.starts[name] - each",
+        ("test_trouble.py",),
+    ),
+    Fault(
+        "steps that came while a fragment was exchanged are lost",
+        "gradcomp/engine",
+        "weight.copy_(start + (weight - sent_at[i]) if sent_at else start)",
+        "weight.copy_(start)",
+        ("test_fragments.py",),
+    ),
+    Fault(
+        "a mean that is not finite becomes the start of all ranks",
+        "gradcomp/engine",
+        "succeeded = not self.session.reducer.has_failed()",
+        "succeeded = True",
+        ("test_trouble.py",),
+    ),
+    Fault(
+        "an exchange that was over before its end is made again",
+        "gradcomp/engine",
+        '"""Start nothing: all buckets have started."""',
+        "super().start_all(scale)",
+        ("test_fragments.py",),
+    ),
+    Fault(
+        "gradients are unscaled twice after unscale_()",
+        "gradcomp",
+        'getattr(of_inner.get("stage"), "name", "READY") == "READY"',
+        "True",
+        ("test_trouble.py",),
+    ),
+    Fault(
+        "the random draws of replicas are the same",
+        "gradcomp/engine",
+        "seed + SEEDS * (1 + replica)",
+        "seed + SEEDS",
+        ("test_edges.py",),
+    ),
+)
