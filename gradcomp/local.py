@@ -13,11 +13,13 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.compressor import Compressor
+from gradcomp.core.requests import Reduce
 from gradcomp.engine.bucket import GRADIENT_TYPES
 from gradcomp.engine.fragments import (
     Buffers,
@@ -26,7 +28,6 @@ from gradcomp.engine.fragments import (
     LocalSession,
     NoOptimizer,
     divided,
-    summed,
     take_those_of_rank_0,
 )
 from gradcomp.engine.optimizer_steps import calling_scaler, inform, warn_user
@@ -51,9 +52,9 @@ _SHARDED = "the model has DTensors, as FSDP2's fully_shard() makes them; LocalSt
 _EXCHANGES = "the optimizer is a {name}, which exchanges gradients in every step; pass the optimizer inside it"
 _NOTHING = "the model has no parameter that is trained; unfreeze some before LocalSteps()"
 _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
-_UNFROZEN = (
-    "{name!r} was unfrozen or added after LocalSteps(): its steps stay on this rank, and the replicas drift apart. Call "
-    "flush(), and make LocalSteps anew"
+_PARAMETERS = (
+    "the optimizer and the model have different parameters that are trained, such as {name}: its steps would not be exchanged. "
+    "Pass one optimizer of all trained parameters; after an unfreezing or add_param_group(), flush() and make LocalSteps anew"
 )
 _FAILED = (
     "the progress of some rank was not finite: all ranks go back to the weights after the last synchronization, and the "
@@ -139,6 +140,7 @@ class LocalSteps:
         self._counts = dict.fromkeys(("steps", "in_round", "synchronizations", "bytes_sent", "bytes_sent_total", "moved"), 0)
         self._under_way: Fragment | None = None
         self._buffers = Buffers(model)
+        self._check_parameters([*weights.values()])
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
         door = LocalDoor(
             name="local steps", agreed=f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
@@ -199,7 +201,10 @@ class LocalSteps:
 
     def flush(self) -> None:
         """Synchronize now, if there was a step since the last time: all ranks have equal weights then. All ranks call it."""
-        if not summed(self._network, torch.tensor([float(self._counts["moved"])]), "ranks that moved").any():
+        own = torch.tensor([float(self._counts["moved"])], device=self._network.device)
+        moved = self._network.start(Reduce(own), "ranks that moved")()
+        assert isinstance(moved, Tensor)
+        if not moved.any():
             return
         self._apply()
         for part in range(len(self._fragments)):
@@ -253,7 +258,7 @@ class LocalSteps:
         Raises:
             ValueError: The state does not fit, or is damaged.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = [state] if isinstance(state, Mapping) else list(state) if isinstance(state, Sequence) else []
         if not states or not all(isinstance(each, Mapping) and "fragments" in each for each in states):
             raise ValueError("load_state_dict() got no state of LocalSteps; pass the result of state_dict(), or a list of them")
         if any([f.starts.keys() for f in self._fragments] != [s["starts"].keys() for s in e["fragments"]] for e in states):
@@ -279,9 +284,7 @@ class LocalSteps:
     def _begin(self, part: int) -> None:
         """Begin the exchange of a fragment; that of the one before ends."""
         self._apply()
-        late = (n for n, each in self._model.named_parameters() if each.requires_grad and not self._has(n))
-        if (name := next(late, None)) is not None:
-            raise RuntimeError(_UNFROZEN.format(name=name))
+        self._check_parameters([each for fragment in self._fragments for each in fragment.weights.values()])
         self._under_way = self._fragments[part]
         self._under_way.begin(keeps_sent=len(self._fragments) > 1)
         if part == len(self._fragments) - 1:
@@ -289,8 +292,14 @@ class LocalSteps:
             self._counts["synchronizations"] += 1
             self._buffers.begin(self._network)
 
-    def _has(self, name: str) -> bool:
-        return any(name in fragment.weights for fragment in self._fragments)
+    def _check_parameters(self, known: Sequence[Tensor]) -> None:
+        """Refuse an optimizer of other parameters than those that are exchanged, and a model that trains others."""
+        exchanged = {id(each) for each in known}
+        stepped = {id(each) for group in self.param_groups for each in group["params"] if each.requires_grad}
+        names = {id(each): repr(name) for name, each in self._model.named_parameters()}
+        trained = {id(each) for each in self._model.parameters() if each.requires_grad}
+        if other := (trained - exchanged) | (trained & exchanged) ^ stepped:
+            raise RuntimeError(_PARAMETERS.format(name=names.get(min(other), "one that is not in the model")))
 
     def _apply(self) -> None:
         """End the exchange under way, if any, and take its outer step."""

@@ -200,7 +200,7 @@ class Bucket:
     def note_rates(self, rates: tuple[float, ...], is_linear: bool) -> None:
         """Note the rates that the last update is applied with. is_linear: the optimizer is, and was perhaps unknown then."""
         if (kept := self.states.get(RateCorrection.name)) is not None:
-            kept.note_late(rates, is_linear)
+            kept.note_late(rates, is_linear, self.steps)
 
     @property
     def velocity(self) -> Tensor | None:

@@ -123,12 +123,6 @@ class Buffers:
         return 4 * mean.numel()
 
 
-def summed(network: Connection, own: Tensor, name: str) -> Tensor:
-    total = network.start(Reduce(own.to(network.device)), name)()
-    assert isinstance(total, Tensor)
-    return total
-
-
 @torch.no_grad()
 def take_those_of_rank_0(named: Sequence[tuple[str, Tensor]], network: Connection) -> None:
     """Add up rank 0's tensors and the others' zeros."""

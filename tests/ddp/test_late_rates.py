@@ -35,7 +35,9 @@ def test_a_residual_has_the_rate_of_the_step_where_it_leaps_after_the_exchange(
         rate = RATE * swing ** ((step + 1) % 2)
         run.optimizer.param_groups[0]["lr"] = rate
         # The exchange finds the rate of the step before.
-        wanted = 1.0 if step < (1 if given else 2) else factor ** (1 if step % 2 == 0 else -1)
+        first = 1 if given else 2  # a first leap is a schedule's
+        of_step = swing if step == first else factor
+        wanted = 1.0 if step < first else of_step ** (1 if step % 2 == 0 else -1)
         left = run.handle.residual()
         for name, each in named.items():
             assert each.grad is not None

@@ -309,8 +309,8 @@ MOMENTS_FAULTS = (
     Fault(
         "a rate that is set between the exchange and the step is not noticed",
         "gradcomp/engine",
-        "kept.note_late(rates, is_linear)",
-        "kept.note_late(kept.rates or rates, is_linear)",
+        "kept.note_late(rates, is_linear, self.steps)",
+        "kept.note_late(kept.rates or rates, is_linear, self.steps)",
         ("test_late_rates.py",),
     ),
     Fault(

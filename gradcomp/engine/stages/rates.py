@@ -46,18 +46,23 @@ class RatesState:
     rates: Rates = None
     means: dict[int, float] = field(default_factory=dict)
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in the residual, and the copy
+    leapt_in: int = -1  # the last step after whose exchange a rate leapt
 
-    def note_late(self, rates: tuple[float, ...], is_linear: bool) -> None:
+    def note_late(self, rates: tuple[float, ...], is_linear: bool, step: int) -> None:
         """Note the rates that the optimizer steps with, where they leap after the exchange, or where none was known in it.
 
         A program that sets them after backward() in each step would otherwise have each residual sent by the next rate, after
-        a factor for the last one. Rates of a schedule hardly differ, and the factors of all steps are one schedule's.
+        a factor for the last one. Rates of a schedule hardly differ, and the factors of all steps are one schedule's. One leap,
+        as of a warm restart, is the schedule's, too: without its factor the residual would stay as long as under the low rate.
         """
         if self.rates is None:
             self.rates = rates if is_linear else None
-        else:
-            pairs = zip(self.rates, rates, strict=True)
-            self.rates = tuple([b if _is_known(a) and _is_known(b) and max(a / b, b / a) > LATE else a for a, b in pairs])
+            return
+        leaps = [_is_known(a) and _is_known(b) and max(a / b, b / a) > LATE for a, b in zip(self.rates, rates, strict=True)]
+        if any(leaps):
+            if self.leapt_in == step - 1:
+                self.rates = tuple([b if leap else a for a, b, leap in zip(self.rates, rates, leaps, strict=True)])
+            self.leapt_in = step
 
 
 class RateCorrection(Stage):
