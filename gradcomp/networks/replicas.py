@@ -23,6 +23,18 @@ _prefixed: Any = getattr(dist, "PrefixStore")  # noqa: B009 - torch does not exp
 Exchange = Callable[[Tensor, Any], None]
 
 
+def _native(name: str) -> Any:
+    """Return a method that calls the native backend's. Its first argument is a tensor, a list of them, or a list of lists."""
+
+    def call(group: dist.ProcessGroup, first: Any, *arguments: Any, **options: Any) -> Any:
+        tensor = first
+        while not isinstance(tensor, Tensor):
+            tensor = tensor[0]
+        return getattr(group._get_backend(tensor.device), name)(first, *arguments, **options)
+
+    return call
+
+
 class ReplicaGroup(dist.ProcessGroup):
     """The process group of ranks with equal shards: a group of native backends, with an all-reduce of its own."""
 
@@ -58,11 +70,23 @@ class ReplicaGroup(dist.ProcessGroup):
         c10d: Any = torch._C._distributed_c10d
         return c10d._create_work_from_future(done)
 
-    def allreduce_natively(self, tensors: Any, *arguments: Any, **options: Any) -> Any:
-        """All-reduce tensors as they are."""
-        tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
-        native: Any = self._get_backend(tensor.device)
-        return native.allreduce(tensors, *arguments, **options)
+    allreduce_natively: Any = _native("allreduce")
+
+    # In a class that Python derives, torch's own versions of these methods hold Python's lock while they wait for gloo's queue.
+    # A thread of gloo's that lets a tensor go holds the queue, and waits for Python's lock.
+    allgather: Any = _native("allgather")
+    allreduce_coalesced: Any = _native("allreduce_coalesced")
+    alltoall_base: Any = _native("alltoall_base")
+    all_to_all_single: Any = _native("alltoall_base")  # its name from torch 2.13 on
+    broadcast: Any = _native("broadcast")
+    reduce_scatter: Any = _native("reduce_scatter")
+    send: Any = _native("send")
+    recv: Any = _native("recv")
+
+    def barrier(self, opts: Any) -> Any:  # type: ignore[override]
+        """Wait for all ranks."""
+        native: Any = self._get_backend(opts.device or torch.device("cpu"))
+        return native.barrier(opts)
 
 
 def register() -> None:

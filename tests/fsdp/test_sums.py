@@ -82,3 +82,33 @@ def test_a_rank_sends_its_parts_to_the_others() -> None:
         entries = sum(each.numel() for each in net().parameters())
         assert stats["bytes_dense"] == 4 * entries and stats["compression"] == stats["bytes_dense"] / stats["bytes_sent"]
         assert 0.75 * 8.25 / 8 * entries < stats["bytes_sent"] < 0.75 * 8.25 / 8 * entries * 1.25
+
+
+def others() -> list[float]:
+    """Run every operation of torch's over a group of replicas, many times in turn."""
+    join()
+    group = mesh_of("replicate").get_group()
+    rank = dist.get_rank()
+    found: dict[str, torch.Tensor] = {}
+    for _ in range(100):
+        own = torch.tensor([float(rank)])
+        every = [torch.empty(1) for _ in range(RANKS)]
+        dist.all_reduce(found.setdefault("all_reduce", own.clone()).copy_(own), group=group)
+        dist.broadcast(found.setdefault("broadcast", own.clone()).copy_(own), 2, group=group)
+        dist.all_gather(every, own, group=group)
+        found["all_gather"] = torch.cat(every)
+        dist.all_to_all_single(found.setdefault("all_to_all", torch.empty(RANKS)), own.expand(RANKS).clone(), group=group)
+        dist.reduce_scatter(found.setdefault("reduce_scatter", torch.empty(1)), [own] * RANKS, group=group)
+        group.allreduce_coalesced([found.setdefault("coalesced", own.clone()).copy_(own)]).wait()
+        moves = [dist.isend(own, (rank + 1) % RANKS, group=group)]
+        dist.recv(found.setdefault("received", torch.empty(1)), (rank - 1) % RANKS, group=group)
+        moves[0].wait()
+        dist.barrier(group=group)
+    return torch.cat([*found.values()]).tolist()
+
+
+def test_all_operations_of_torchs_go_on_over_replicas() -> None:
+    total = float(sum(range(RANKS)))
+    ranks = [*map(float, range(RANKS))]
+    for rank, found in enumerate(launch(others, RANKS, seconds=60)):
+        assert found == [total, 2.0, *ranks, *ranks, total, total, float((rank - 1) % RANKS)], rank
