@@ -155,7 +155,7 @@ class _Handle(Handle):
     _session: ModuleSession
 
     def _watch(self, writers: Sequence[Writer], intervals: Intervals) -> None:
-        if not self._session.reducer.buckets:
+        if not self._session.reducer.slots:
             raise ValueError(_NOTHING_TO_WATCH.format(spec=self._session.spec))
         super()._watch(writers, intervals)
 
@@ -202,16 +202,17 @@ class _Handle(Handle):
             >>> handle.load_state_dict(state["gradcomp"])
         """
         session = self._session
-        for key in ("spec", "steps", *session.reducer.arrays()):
+        for key in ("spec", "steps"):
             if not isinstance(state, Mapping) or key not in state:
                 raise ValueError(_NO_STATE.format(key=key))
         if state["spec"] != session.spec:
             raise ValueError(_OTHER_SPEC.format(theirs=state["spec"], spec=session.spec))
         means: dict[str, dict[str, Any]] = {}
         for array, views in session.reducer.arrays().items():
-            table = read_table(state, array)
+            table = read_table(state, array) if array in state else {}
             for name in views.keys() ^ table.keys():
-                raise ValueError(_OTHER_LAYERS.format(array=array, name=name, where="model" if name in views else "state"))
+                if name in table or views[name].numel():  # an older version left out what a rank has nothing of
+                    raise ValueError(_OTHER_LAYERS.format(array=array, name=name, where="model" if name in views else "state"))
             means[array] = {name: getattr(each, "to_local", lambda: None)() for name, each in table.items()}
             for name, part in means[array].items():
                 if not session.fits(name, part) or table[name].shape != session.slots.parameters[name].shape:

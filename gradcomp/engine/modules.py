@@ -24,7 +24,7 @@ from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer
 from gradcomp.engine.session import Session
 from gradcomp.engine.slots import Slot, Slots
-from gradcomp.engine.stages.feedback import Feedback
+from gradcomp.engine.stages.feedback import Feedback, with_feedback
 from gradcomp.engine.state import residual_views
 from gradcomp.engine.taken_momentum import Missed
 from gradcomp.exchanges.rounded import Rounded
@@ -162,6 +162,10 @@ class ModuleReducer(Reducer):
         self.is_native = compressor.traits.stock and not (isinstance(compressor, Feedback) and compressor.feedback)
         replicated = axes.has_replicas and not self.is_native
         by_name = {slot.name: slot for slot in slots.slots} if replicated else {}
+        chosen = {name: with_feedback(compressor.choose(name, slot.layer)) for name, slot in by_name.items()}
+        fed = {name: each for name, each in chosen.items() if isinstance(each, Feedback)}
+        # The layers of each array that stays. They are the same on all ranks, also on those that have nothing of a layer.
+        self._kept = {"residual": [n for n in fed if fed[n].feedback], "velocity": [n for n in fed if fed[n].set_momentum]}
         super().__init__(compressor, by_name, network, options, view)
         self.takes_momentum = False
         self._is_told = isinstance(compressor, Feedback) and not compressor.takes_momentum
@@ -180,6 +184,10 @@ class ModuleReducer(Reducer):
 
     def _parts(self, compressor: Compressor) -> Mapping[str, int] | None:
         return self._modules
+
+    @property
+    def keeps_residual(self) -> bool:
+        return bool(self._kept["residual"])
 
     def scatter_gradients(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
         """Exchange a module's gradients over shards. See Scatter.run()."""
@@ -214,12 +222,16 @@ class ModuleReducer(Reducer):
         """Settle nothing: each module's updates are settled already."""
 
     def arrays(self) -> dict[str, dict[str, Tensor]]:
-        """Return the arrays that stay from step to step, by name and layer, as views."""
-        kept = {"residual": residual_views(self), "velocity": {}}
+        """Return the arrays that stay from step to step, by name and layer, as views. All ranks have the same, in order."""
+        views = {"residual": residual_views(self), "velocity": {}}
         for bucket in self.buckets:
             if bucket.velocity is not None:
-                kept["velocity"] |= bucket.layout.views(bucket.velocity)
-        return {name: views for name, views in kept.items() if views}
+                views["velocity"] |= bucket.layout.views(bucket.velocity)
+        return {
+            array: {n: views[array].get(n, torch.empty(0, device=self.layers[n].device)) for n in names}
+            for array, names in self._kept.items()
+            if names
+        }
 
     @property
     def missed(self) -> Missed | None:
@@ -233,7 +245,7 @@ class ModuleReducer(Reducer):
     def exchanges(self) -> str:
         if self.is_native:
             return "gradients, whole, as without gradcomp"
-        over = [*(["shards"] if self.scatter else []), *(["replicas"] if self.buckets else [])]
+        over = [*(["shards"] if self.scatter else []), *(["replicas"] if self.slots else [])]
         return f"gradients, over {' and '.join(over)}"
 
     @property
@@ -335,7 +347,8 @@ class ModuleSession(Session):
         reducer = self._make_reducer(self.compressor)
         for array, views in reducer.arrays().items():
             for name, view in views.items():
-                view.copy_(means[array][name].reshape(-1))
+                if view.numel():
+                    view.copy_(means[array][name].reshape(-1))
         reducer.steps_done = steps
         for bucket in reducer.buckets:
             bucket.steps = steps
