@@ -35,14 +35,15 @@ _STAYS = (
     ". Updates without momentum are seldom longer than this norm, and do not show whether you still clip: once you do not, "
     "gradients stay cut"
 )
+_LAGS = ". Where the clip cuts most steps, SGD trains slower so at first than without compression; with spec blocks it does not"
 _LEAPS = (
     "the gradients were multiplied by one factor between their exchange and step(), and norms of {bounds} were left in the "
     "last steps. They hold {content}, and a clip to a norm that leaps is not understood. {outcome}. In place of this, clip by "
     "norm_type=2, to a norm that changes slowly; and divide the loss by a number, in place of the gradients, before backward()"
 )
 UPDATE_CHANGED = (
-    "the gradients were changed between their exchange and step(), and not each layer by one factor, as clip_grad_norm_() "
-    "does, which is understood. gradcomp has taken the momentum over, and they hold {content}. {outcome}"
+    "the gradients were changed between their exchange and step(), and not each layer by one factor up to 1, as "
+    "clip_grad_norm_() does, which is understood. gradcomp has taken the momentum over, and they hold {content}. {outcome}"
 )
 REFUSED = (
     "Clip by norms. Change gradients otherwise, as a clip of values does, or a mask, before their exchange: call "
@@ -197,11 +198,11 @@ class UserClip:
         # Norms may be equal by chance in two steps, and factors, and a factor may be a ratio: then it is what it was.
         same, is_ratio = same and not moves, is_whole and not moves and _is_ratio(factor)
         is_factor = (same or is_ratio) and (self.is_scaling or not steady)
-        self.leaps = self._bounds if is_whole and not (same or is_ratio) and _leap(self._bounds) else []
         is_one = len(self.family.every) == 1  # few entries under several clips may look like one with other factors
+        self.leaps = self._bounds if is_one and is_whole and not (same or is_ratio) and _leap(self._bounds) else []
         self.skips = is_one and was_known and self._absent > 0 and abs(bound / self._last - 1) <= SAME_BOUND
         mixes = is_ratio and drifts if was_known else not (is_factor or steady) and (self._factors == FACTORS or drifts)
-        if self.mixes or (is_one and (self.leaps or (mixes and (was_known or self._factors)))):
+        if self.mixes or self.leaps or (is_one and mixes and (was_known or self._factors)):
             self._factors = MIXES
         else:
             self._factors = min(self._factors + 1, FACTORS) if is_factor else 0
@@ -379,9 +380,8 @@ class UserClips:
             norms = [f"{norm} ({len(each.layers)} of {self._count} layers)" for norm, each in zip(norms, known, strict=True)]
             where = where.replace("all layers", "these layers")
         text = ("a norm of " if len(norms) == 1 else "norms of ") + ", ".join(norms[:3]) + (len(norms) > 3) * " and others"
-        warn_user(
-            _UNDERSTOOD.format(bounds=text, content=content, where=where) + (_STAYS if content == CONTENTS["gradient"] else "")
-        )
+        more = {CONTENTS["gradient"]: _STAYS, CONTENTS["velocity"]: _LAGS}.get(content, "")
+        warn_user(_UNDERSTOOD.format(bounds=text, content=content, where=where) + more)
 
 
 def _leap(bounds: Sequence[float]) -> bool:
