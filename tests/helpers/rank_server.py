@@ -93,8 +93,9 @@ def leave() -> None:
 
 def serve() -> None:
     """Carry out orders until the test process ends."""
-    # Ctrl-C goes to this process, too. The end of the test process, which it notices as EOF, ends the ranks as well.
+    # Signals to the group go to this process, too. The end of the test process, which it notices as EOF, ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import_everything()
     answers = os.fdopen(os.dup(1), "wb")
     orders = os.fdopen(os.dup(0), "rb")
@@ -135,6 +136,7 @@ def fork(order: Order, rank: int) -> int:
         code = 1
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setsid()
             output = os.open(Path(order.environments[rank][FOLDER]) / f"{rank}.out", os.O_WRONLY | os.O_CREAT)
             nothing = os.open(os.devnull, os.O_RDONLY)
