@@ -73,7 +73,7 @@ def test_a_range_allows_its_values_alone(own: Knob, inside: list[Any], outside: 
     [
         ("topk:ratio=2", "topk: ratio=2 must be in (0, 1]"),
         ("topk:ratio=nan", "topk: ratio=nan must be in (0, 1]"),
-        ("topk:wire=compcat", "topk: wire=compcat must be one of compact, exact (did you mean 'compact'?)"),
+        ("topk:wire=compcat", "topk: wire=compcat must be one of compact, exact, coarse (did you mean 'compact'?)"),
         ("topk:momentum=1", "topk: momentum=1 must be auto or in [0, 1)"),
         ("gs_sgd:columns=20", "gs_sgd: columns=20 must be at least 0 and a multiple of 16"),
         ("orq:levels=4", "orq: levels=4 must be one of 3, 5, 9"),

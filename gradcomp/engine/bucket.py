@@ -102,7 +102,7 @@ class Bucket:
     def collect(self, context: StepContext) -> Acc:
         """Make the acc of a step from the gradients and the residual."""
         layout, grads, cuts = self.layout, self.ordered_grads, context.cuts.get(self.layout.names[0])
-        if not self.stages:
+        if self.feedback is None:
             kernels.flatten(grads, self.residual)
             if cuts is not None:
                 torch._foreach_mul_([*self.residual.split(layout.sizes)], [*cuts.unbind()])
@@ -114,7 +114,7 @@ class Bucket:
             )
         flag, scale = self.states[Residual.name].flag, context.loss_scale(layout.device)
         self._accumulation = accumulation = Accumulation(
-            grads, layout, self.residual, flag, context.memory, self.steps + 1, scale, float(self.keeps_residual)
+            grads, layout, self.residual, flag, context.memory, self.steps + 1, scale, self.feedback.residual_factor
         )
         accumulation.undone = self.undone
         frozen = context.frozen(layout)

@@ -116,7 +116,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)
     add_entries(acc.residual, dealt.indices.flatten(), returned.flatten())
     add_entries(acc.residual, dealt.overflow_indices, dealt.overflow_values)
-    indices = parts.indices(world.rank, sent_on).long()
+    indices = parts.indices(world.rank, sent_on).long().clamp(max=n - 1)  # beyond the end the update is not finite
     errors = (1 - kept_share) / world.share * sums.flat.index_select(0, sent_on).double()
     add_within_largest(acc.residual, indices, errors.masked_fill((update.flat[indices] == 0) | failed, 0.0))
     if observe is not None:

@@ -1,4 +1,4 @@
-"""Payloads of sparse entries, by two codecs: exact, 64 bits an entry, and compact, some 15. docs/wire.md gives the bytes."""
+"""Payloads of sparse entries, by three codecs: exact, compact and coarse, of 64, 15 and 11 bits. docs/wire.md has the bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from gradcomp.core.compressor import Acc
 from gradcomp.core.requests import Field, Form, Payload
 from gradcomp.knobs import knob
+from gradcomp.messages import ascending, means
 from gradcomp.messages import payload as payloads
 from gradcomp.native import kernels
 from gradcomp.native.extension import MOST_RANKS
+from gradcomp.native.kernels.sparse import add_entries
 from gradcomp.native.memory import Update
 
 # The largest biased exponent of a block.
@@ -52,7 +54,7 @@ class Taken(NamedTuple):
 
 
 class Codec(ABC):
-    """A codec of sparse entries. The two subclasses hold all that differs between them."""
+    """A codec of sparse entries. The subclasses hold all that differs between them."""
 
     @abstractmethod
     def form(self, n: int, capacity: int) -> Form:
@@ -166,10 +168,7 @@ class Compact(Codec):
         return _compact_form(n, capacity)
 
     def allocate(self, acc: Acc, capacity: int) -> Taken:
-        payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
-        values = acc.memory.scratch("values", capacity, acc.residual, "float32")
-        indices = acc.memory.scratch("indices", capacity, acc.residual, "int32")
-        return Taken(self, Entries(values, indices, payload["header"]), payload)
+        return _in_scratch(self, acc, capacity)
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
         n, _ = _sizes(payload)
@@ -238,6 +237,60 @@ class Compact(Codec):
         return read.indices[:held]
 
 
+class Coarse(Codec):
+    """The codec of wire=coarse: indices in the bits that they need, values in two."""
+
+    def form(self, n: int, capacity: int) -> Form:
+        return _coarse_form(n, capacity)
+
+    def allocate(self, acc: Acc, capacity: int) -> Taken:
+        return _in_scratch(self, acc, capacity)
+
+    def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
+        n, capacity = _sizes(payload)
+        there = _are_there(payload["header"], capacity)
+        values = values.masked_fill(~there, 0.0)
+        payload["indices"].copy_(ascending.pack(torch.where(there, indices, n - 1), n))
+        coded, codes = means.pack(values, there)
+        payload["means"].copy_(coded)
+        payload["codes"].copy_(codes)
+        if residual is not None:
+            errors = (values - means.unpack(coded, codes, capacity)).masked_fill(~there, 0.0)
+            add_entries(residual, torch.where(there, indices, 0), errors)
+
+    def pack(self, taken: Taken, residual: Tensor | None) -> Payload:
+        self.write(taken.payload, taken.unpacked.values, taken.unpacked.indices, residual)
+        return taken.payload
+
+    def read(self, payload: Payload) -> Entries:
+        n, capacity = _sizes(payload)
+        values = means.unpack(payload["means"], payload["codes"], capacity)
+        values.masked_fill_(~_are_there(payload["header"], capacity), 0.0)
+        return Entries(values, ascending.unpack(payload["indices"], n, capacity).int(), payload["header"])
+
+    def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
+        for payload in received:
+            kernels.add_sparse(update.flat, *self.read(payload), scale, update.marks)
+
+    def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
+        kernels.settle_sparse(residual, *self.read(payload), update.flat, kept_share)
+
+    def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
+        return self.read(payload).indices[:wanted]
+
+
+def _are_there(header: Tensor, capacity: int) -> Tensor:
+    return torch.arange(capacity, device=header.device) < header[0]
+
+
+def _in_scratch(codec: Codec, acc: Acc, capacity: int) -> Taken:
+    """Allocate a payload, and scratch for its entries."""
+    payload = payloads.empty(codec.form(acc.residual.numel(), capacity), acc.residual.device)
+    values = acc.memory.scratch("values", capacity, acc.residual, "float32")
+    indices = acc.memory.scratch("indices", capacity, acc.residual, "int32")
+    return Taken(codec, Entries(values, indices, payload["header"]), payload)
+
+
 @functools.lru_cache(maxsize=1024)
 def _exact_form(capacity: int) -> Form:
     return (Field("header", torch.int32, 2), Field("values", torch.float32, capacity), Field("indices", torch.int32, capacity))
@@ -252,21 +305,31 @@ def _compact_form(n: int, capacity: int) -> Form:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _coarse_form(n: int, capacity: int) -> Form:
+    of_means, of_codes = means.lengths(capacity)
+    return (
+        Field("header", torch.int32, 2),
+        Field("indices", torch.uint8, ascending.length(n, capacity), n),
+        Field("means", torch.bfloat16, of_means, capacity),
+        Field("codes", torch.uint8, of_codes, capacity),
+    )
+
+
 def _sizes(payload: Payload) -> tuple[int, int]:
-    """Return the entries of a compact payload's bucket, and its capacity."""
-    _, blocks, entries = payload.form
-    return blocks.holds, entries.holds
+    """Return the entries of a compact or coarse payload's bucket, and its capacity."""
+    return payload.form[1].holds, payload.form[2].holds
 
 
-EXACT, COMPACT = Exact(), Compact()
+EXACT, COMPACT, COARSE = Exact(), Compact(), Coarse()
 # The codecs by the wire knob's values.
-CODECS: dict[str, Codec] = {"compact": COMPACT, "exact": EXACT}
+CODECS: dict[str, Codec] = {"compact": COMPACT, "exact": EXACT, "coarse": COARSE}
 
 
 def wire_knob() -> Any:
     """Declare the knob that names a codec."""
     return knob(
-        "compact", "compact: some 15 bits an entry, rounding errors stay in the residual; exact: 64 bits", choices=CODECS
+        "compact", "compact: some 15 bits an entry, rounding errors stay in the residual; exact: 64; coarse: 11", choices=CODECS
     )
 
 

@@ -15,7 +15,8 @@ from gradcomp.exchanges.split import Partition
 
 def payload(n: int, k: int, wire: str = "compact") -> int:
     """Count a payload's bytes. An exact one has 8 for the header, then k values and k indices, each rounded up to 8 bytes."""
-    return reference.compact_bytes(n, k) if wire == "compact" else 8 + 2 * 8 * math.ceil(k / 2)
+    packed = {"compact": reference.compact_bytes, "coarse": reference.coarse_bytes}
+    return packed[wire](n, k) if wire in packed else 8 + 2 * 8 * math.ceil(k / 2)
 
 
 def _bytes(ratio: float, wire: str = "compact") -> Callable[[int], int]:
@@ -50,6 +51,8 @@ PROMISED_BYTES: dict[str, Callable[..., int]] = {
     "topk:ratio=1,wire=exact": _bytes(1.0, "exact"),
     "topk:ratio=0.03,route=split": _routed(0.03, "split"),
     "topk:ratio=0.2,route=split,wire=exact": _routed(0.2, "split", "exact"),
+    "topk:ratio=0.03,wire=coarse": _bytes(0.03, "coarse"),
+    "topk:ratio=0.2,route=split,wire=coarse": _routed(0.2, "split", "coarse"),
     "topk:ratio=0.03,route=tree": _routed(0.03, "tree"),
     "topk:ratio=0.03,by_host=true": lambda n, rank, world: (world - 1) * payload(n, math.ceil(0.03 * n)),
 }

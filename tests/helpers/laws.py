@@ -38,13 +38,13 @@ def residuals(simulation: gradcomp.Simulation) -> list[Named]:
     return [{name: left.cpu() for name, left in simulation.residual(rank).items()} for rank in ranks]
 
 
-def check_conservation(simulation: gradcomp.Simulation, grads: list[Named]) -> Named:
+def check_conservation(simulation: gradcomp.Simulation, grads: list[Named], decay: float = 1.0) -> Named:
     """mean(acc before) == mean(acc after) + update, up to the rounding of one addition per rank and one division.
 
-    An entry of a residual that would be above LARGEST stands there, and the law does not hold for it.
+    An entry of a residual that would be above LARGEST stands there, and the law does not hold for it. decay: the spec's.
     """
     world = len(grads)
-    before = residuals(simulation)
+    before = [{name: decay * each for name, each in own.items()} for own in residuals(simulation)]
     update = simulation.step(grads)
     after = residuals(simulation)
     for name, slot in simulation._slots.items():

@@ -114,6 +114,13 @@ def compact_bytes(n: int, capacity: int) -> int:
     return 8 + 8 * math.ceil(math.ceil(n / 65536) / 2) + 8 * math.ceil(sum(row_words(n, capacity)) / 2)
 
 
+def coarse_bytes(n: int, capacity: int) -> int:
+    """Count a payload's bytes: the header's, those of ascending indices, of two means for 256 entries, and of 2 bits each."""
+    low = math.floor(math.log2(n // capacity))
+    indices = math.ceil(low * capacity / 8) + math.ceil((capacity + ((n - 1) >> low) + 1) / 8)
+    return 8 + sum(8 * math.ceil(size / 8) for size in (indices, 4 * math.ceil(capacity / 256), math.ceil(capacity / 4)))
+
+
 def _nearest_exponent(value: float) -> int:
     """Return the exponent of the nearest power of two that a normal float can be; -127 where 0 is nearer. Ties go up."""
     if abs(value) < 2.0**-127:

@@ -40,7 +40,8 @@ class Feedback(Wrapper):
 
     A momentum m is kept locally, in the velocity u. A step computes u <- m u + g and adds u to the residual v (with nesterov it
     adds g + m u). The wrapped compressor then takes from v. The optimizer's own momentum must not act as well (OptimizerView).
-    Unsent entries are lost with feedback=false, as in some papers: the residual holds one step's gradient.
+    Unsent entries are lost with feedback=false, as in some papers: the residual holds one step's gradient. A decay below 1, as
+    in SparseLoCo, comes before each step: mean(decay * residual before + gradient) == mean(residual after) + update.
     """
 
     feedback: bool = knob(
@@ -61,11 +62,14 @@ class Feedback(Wrapper):
         "layer", "norm of each layer, or of the model; model needs one bucket, without overlap", choices=("layer", "model")
     )
     warmup: int = knob(0, "steps with gentler compression, in five stages; 0 = none", least=0)
+    decay: float = knob(1.0, "factor of the residual in each step; below 1, entries that wait fade", above=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.set_momentum:
             raise ValueError(f"{self}: nesterov=true needs a momentum above 0; set momentum")
+        if self.decay != 1 and not self.feedback:
+            raise ValueError(f"{self}: decay acts on a residual that is kept; write feedback=true, or leave decay out")
         if self.warmup and self.inner.ease(0.5) is None:
             raise ValueError(f"{self}: {self.name} has no gentler form to warm up with; leave warmup out")
         kept = self.inner.traits.momentum
@@ -86,6 +90,11 @@ class Feedback(Wrapper):
     def set_momentum(self) -> float:
         """The momentum of the spec; 0 where it is the optimizer's."""
         return 0.0 if isinstance(self.momentum, str) else self.momentum
+
+    @property
+    def residual_factor(self) -> float:
+        """The factor of the old residual in a step."""
+        return self.decay if self.feedback else 0.0
 
     @property
     def takes_momentum(self) -> bool:

@@ -85,10 +85,12 @@ class RateCorrection(Stage):
             accumulation.residual_factor, accumulation.residual_is_kept = 0.0, True
             return
         factor, of_layers = _factors(state, rates)
-        accumulation.residual_factor, accumulation.layer_factors = factor, {**of_layers, **dict.fromkeys(idle, 0.0)}
-        if factors := accumulation.layer_factors:
+        if factors := {**of_layers, **dict.fromkeys(idle, 0.0)}:
             views = accumulation.residual.split(accumulation.layout.sizes)
             torch._foreach_mul_([views[layer] for layer in factors], [*factors.values()])
+        decay = accumulation.residual_factor
+        accumulation.residual_factor = factor * decay
+        accumulation.layer_factors = {layer: own * decay for layer, own in factors.items()}
 
     def around(self, steps: Steps, accumulation: Accumulation, state: RatesState, world: World) -> Steps:
         return _with_residual_back(steps, state, accumulation.residual_is_kept) if state.kept else steps

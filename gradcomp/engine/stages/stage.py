@@ -27,10 +27,10 @@ class Accumulation:
     """The arguments of the one call of kernels.accumulate that adds a bucket's gradients to its residual. Stages fill it in.
 
     step: the number of the bucket's step, from 1. residual_factor: of the old residual; 0 where the step sends nothing of
-    it. layer_factors: by number, of the layers with other factors, which their residuals have already. residual_is_scaled:
-    the old residual has its factor already. residual_is_kept: the step sends none of it, and it comes back after the step.
-    dropped: a stage has emptied the residual for good. idle: the numbers of layers without a gradient on this rank: frozen,
-    or unused in this step. decays: of the weights to add to the gradients.
+    it. layer_factors: by number, of the layers with other factors, which their residuals have already, but for the decay of
+    the spec. residual_is_scaled: the old residual has its factor already. residual_is_kept: the step sends none of it, and it
+    comes back after the step. dropped: a stage has emptied the residual for good. idle: the numbers of layers without a
+    gradient on this rank: frozen, or unused in this step. decays: of the weights to add to the gradients.
     """
 
     grads: Sequence[Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import laws
 import pytest
 import torch
 import training
@@ -157,3 +158,25 @@ def test_a_spike_waits_until_it_is_sent_and_a_clipped_one_does_not() -> None:
     plain, clipped = largest.values()
     assert max(plain[:5]) > 1e30 and max(plain[-2:]) == 0.0
     assert max(clipped) < 1
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "topk:route=tree", "topk:wire=coarse", "sdagc", "blocks:feedback=true"])
+def test_a_residual_that_decays_is_conserved_after_its_factor(spec: str) -> None:
+    """The mean over ranks of decay * residual + gradient is in the residuals and the update."""
+    simulation = gradcomp.Simulation(f"{spec}{',' if ':' in spec else ':'}momentum=0,decay=0.5", laws.SHAPES, 3)
+    for step in range(4):
+        laws.check_conservation(simulation, laws.draw("normal", step, 3), decay=0.5)
+    assert any(each.any() for own in laws.residuals(simulation) for each in own.values())
+
+
+def test_an_entry_that_never_goes_fades() -> None:
+    simulation = gradcomp.Simulation("topk:ratio=0.5,decay=0.5,momentum=0", {"w": (2,)}, 1)
+    for waits in (1.0, 1.5, 1.75):
+        assert simulation.step([{"w": torch.tensor([8.0, 1.0])}])["w"].tolist() == [8, 0]
+        assert simulation.residual(0)["w"].tolist() == [0, waits]
+
+
+def test_a_decay_needs_a_residual() -> None:
+    with pytest.raises(ValueError, match="decay acts on a residual that is kept; write feedback=true"):
+        gradcomp.make("blocks:decay=0.9")
+    assert str(gradcomp.make("topk:decay=0.95")) == "topk:decay=0.95"

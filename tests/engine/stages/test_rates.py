@@ -80,6 +80,24 @@ def test_weights_move_by_the_rates_of_the_gradients(spec: str, schedule: str) ->
     assert any((ours[name] + waits[name] - meant[name]).abs().max() > 0.01 for name in SHAPES)
 
 
+@pytest.mark.parametrize("schedule", ["alike", "one leaps"])
+def test_a_decay_comes_on_top_of_the_rates(schedule: str) -> None:
+    """As weights, the decayed residual and the gradient are in the residual and the update."""
+    ours = Training("topk:ratio=0.05,wire=exact,decay=0.5", of_groups, SHAPES, RANKS, 0)
+    simulation, left, last = ours.simulation, {name: torch.zeros(SHAPES[name]) for name in SHAPES}, dict.fromkeys(SHAPES, 0.0)
+    for step, rates in enumerate(SCHEDULES[schedule]):
+        set_rates(ours, *rates)
+        grads = draw(step, SHAPES, RANKS)
+        update = simulation.step(grads)
+        ours.apply(update)
+        after = mean([simulation.residual(rank) for rank in range(RANKS)])
+        for name, rate in zip(SHAPES, rates, strict=True):
+            wanted = 0.5 * last[name] * left[name] + rate * mean(grads)[name]
+            torch.testing.assert_close(rate * (after[name] + update[name]), wanted, rtol=1e-4, atol=1e-6)
+            last[name] = rate
+        left = after
+
+
 @pytest.mark.parametrize("change", ["sdagc:lam=2", "topk:ratio=0.02"])
 def test_a_change_of_the_spec_keeps_the_rates(change: str) -> None:
     """The rates change in the same step."""
