@@ -316,13 +316,11 @@ assert simulation.bytes_sent == [8, 8]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
-def test_every_decision_is_in_the_index() -> None:
+def test_every_page_of_decisions_is_in_the_index() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text()
     for path in folder.glob("[a-z]*.md"):
-        for heading in re.findall(r"^## (.+)$", path.read_text(), re.MULTILINE):
-            place = re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-")
-            assert f"[{heading}]({path.name}#{place})" in index, f"{path.name}: {heading}"
+        assert f"]({path.name})" in index, path.name
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.

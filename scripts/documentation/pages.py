@@ -106,5 +106,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links out of docs/ into links to the copies."""
+    """Turn links out of docs/ into links to the copies, and keep pages of decisions out of the search."""
+    if page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"exclude": True}
     return rewritten(origin(page.file.src_uri), markdown)

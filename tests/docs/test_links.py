@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 from documents import PAGES, ROOT, anchors, name_of
@@ -49,6 +50,14 @@ def test_no_page_is_orphaned() -> None:
         own = page.relative_to(ROOT / "docs").as_posix()
         folder = PurePosixPath(own).parent.name
         assert f" {own}\n" in navigation or (folder and f" {folder}/*\n" in navigation), f"mkdocs.yml does not name {own}"
+
+
+@pytest.mark.parametrize("page", ["decisions/engine.md", "training.md"])
+def test_decisions_are_not_searched(page: str) -> None:
+    """The theme's search leaves out a page that says so, and contributors follow links."""
+    said = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
+    assert pages.on_page_markdown("# A page", said, None, None) == "# A page"
+    assert said.meta == ({"search": {"exclude": True}} if "decisions" in page else {})
 
 
 def test_the_site_is_built_with_warnings_as_errors() -> None:

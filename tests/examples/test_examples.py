@@ -153,7 +153,7 @@ def test_a_scale_that_overflows_skips_steps_by_both_doors_and_training_goes_on(m
 
 @needs_digits
 def test_a_gan_ends_as_by_ddp_alone() -> None:
-    """Gradients that come late, as by topk, make the gap three times as large (docs/decisions/engine.md)."""
+    """Gradients that come late, as by topk, make the gap three times as large (docs/decisions/steps.md)."""
     gaps = {spec: run("gan.py", "--spec", spec)[0]["gap"] for spec in ("none", "blocks", "auto")}
     assert gaps["none"] < 1.2 and all(gap < 1.3 * gaps["none"] for gap in gaps.values()), gaps
 
