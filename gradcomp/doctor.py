@@ -1,4 +1,4 @@
-"""The report of python -m gradcomp doctor: the installation, the build, the machine, and their problems."""
+"""The report of gradcomp doctor: the installation, the build, the machine, and their problems."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +33,9 @@ def findings() -> list[Finding]:
     return [finding for check in checks for finding in check()]
 
 
-def report() -> str:
-    """Write the findings, and then the problems among them."""
-    found = findings()
+def report(found: Sequence[Finding] | None = None) -> str:
+    """Write the findings, by default those of now, and then the problems among them."""
+    found = findings() if found is None else found
     lines = [f"{'!!' if each.advice else 'ok'}  {each.subject:12} {each.text}" for each in found]
     problems = [each for each in found if each.advice]
     lines += ["", "Problems:" if problems else "No problems."]

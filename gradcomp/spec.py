@@ -157,7 +157,7 @@ def describe(name: str) -> str:
         name: A compressor's name, or a spec. A spec's own values stand in place of the defaults. Rules for layers are listed.
 
     Returns:
-        Text for a terminal, as `python -m gradcomp describe NAME` prints it.
+        Text for a terminal, as `gradcomp describe NAME` prints it.
 
     Raises:
         ValueError: The name or a knob is unknown, or a value is out of its range.

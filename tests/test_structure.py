@@ -324,7 +324,7 @@ def test_every_page_of_decisions_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (18_850, 124), "scripts": (9_740, 87), "tests": (36_600, 270)}
+TOTALS = {"gradcomp": (19_000, 126), "scripts": (9_800, 87), "tests": (36_900, 276)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)

@@ -9,6 +9,7 @@ nine. Five levels, and the levels of a lopsided group, are then refined (csrc/ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from gradcomp.exchanges.quantised import Quantiser, levels_knob
 from gradcomp.messages.rounding import RoundingRule
@@ -19,6 +20,8 @@ class Orq(Quantiser):
     """Rounds at random to optimal levels. Unbiased, unless entries are clipped."""
 
     levels: int = levels_knob(3)
+
+    suits: ClassVar[str] = "AdamW; a nineteenth of the bytes"
 
     @property
     def rule(self) -> RoundingRule:

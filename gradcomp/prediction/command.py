@@ -1,4 +1,4 @@
-"""The command line of the prediction: python -m gradcomp predict."""
+"""The command line of the prediction: gradcomp predict."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gradcomp.prediction.profile import H100
 
 EXAMPLES = """\
 examples:
-  python -m gradcomp predict --model torchvision.models:resnet50 --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms
-  python -m gradcomp predict --model shapes.json --ranks 32 --hosts 4 --bandwidth 1Gbit/s --forward 0.1s --backward 0.2s \\
+  gradcomp predict --model torchvision.models:resnet50 --ranks 8 --bandwidth 10Gbit/s --forward 30ms --backward 60ms
+  gradcomp predict --model shapes.json --ranks 32 --hosts 4 --bandwidth 1Gbit/s --forward 0.1s --backward 0.2s \\
       --specs topk 'topk; *.bias=dense' topk:by_host=true accumulate:steps=4 --json prediction.json
 
 --specs also takes baselines: none, stock, bf16, fp16, accumulate:steps=N. The first four are always predicted. A semicolon
