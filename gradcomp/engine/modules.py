@@ -260,7 +260,7 @@ class ModuleSession(Session):
     reducer: ModuleReducer
 
     def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, door: Door):
-        self._pass = -1  # the backward pass that exchanges gradients
+        self._passes: set[int] = set()  # the backward passes of the step: checkpoints have passes within a pass
         self._shards = None if slots.axes.shards is None else Membership(slots.axes.shards)
         self._has_warned = False
         super().__init__(compressor, slots, network, options, door, OptimizerView(slots))
@@ -285,18 +285,33 @@ class ModuleSession(Session):
         """Do nothing."""
 
     def begin(self, first: Slot | None = None) -> None:
-        """Begin a step with the first exchange of a backward pass. Its end ends the step."""
-        now = torch._C._current_graph_task_id()
-        if now != self._pass:
-            if self._step_in is not None:  # a pass that an error ended
-                self._discard_step()
-            self._pass = now
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        """Begin a step with the first exchange of a backward pass. The end of the outermost pass ends it.
+
+        A step that an error ended goes on in the next pass.
+        """
+        self._join_pass()
         super().begin(first)
 
-    def finish(self, scale: float = 1.0) -> None:
-        self._pass = -1
-        super().finish(scale)
+    def _join_pass(self) -> None:
+        """Wait for the end of the backward pass under way, and of what torch queues there: modules may exchange in it."""
+        if (now := torch._C._current_graph_task_id()) not in self._passes:
+            self._passes.add(now)
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(self._end_pass))
+
+    def _end_pass(self) -> None:
+        """End the step, unless the pass was within another one, which is joined before its next node runs."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            self._passes.clear()
+            self.finish()
+            return
+
+        def join(gradients: Any) -> None:
+            handle.remove()
+            self._join_pass()
+
+        handle = next(each for each, _ in node.next_functions if each is not None).register_prehook(join)
 
     def scatter(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
         """Exchange a module's gradients over shards."""

@@ -181,6 +181,35 @@ def reentrant_checkpoint_inside(kind: str, mesh: Any, spec: str) -> Any:
     return _recomputed(kind, mesh, spec, CheckpointImpl.REENTRANT)
 
 
+class Recomputed(nn.Sequential):
+    """A net that recomputes its layers in backward passes within the pass."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for layer in self:
+            batch = checkpoint(layer, batch, use_reentrant=True)
+        return batch
+
+
+def _of_layers(kind: str, mesh: Any, spec: str, model: nn.Sequential, has_root: bool) -> Any:
+    for layer in [*model[::2], *([model] if has_root else [])]:
+        wrap_of(kind)(layer, mesh=mesh)
+    handle = gradcomp.fsdp.attach(model, spec)
+    model(inputs(0)[dist.get_rank()].requires_grad_(isinstance(model, Recomputed))).square().mean().backward()
+    return whole_grads(model), by_hand(0), handle
+
+
+def passes_within(kind: str, mesh: Any, spec: str) -> Any:
+    return _of_layers(kind, mesh, spec, Recomputed(*net()), True)
+
+
+def without_root(kind: str, mesh: Any, spec: str) -> Any:
+    return _of_layers(kind, mesh, spec, net(), False)
+
+
+def passes_within_and_no_root(kind: str, mesh: Any, spec: str) -> Any:
+    return _of_layers(kind, mesh, spec, Recomputed(*net()), False)
+
+
 CASES: list[Callable[..., Any]] = [
     several_passes,
     without_sync,
@@ -195,6 +224,9 @@ CASES: list[Callable[..., Any]] = [
     checkpointed,
     checkpoint_inside,
     reentrant_checkpoint_inside,
+    passes_within,
+    without_root,
+    passes_within_and_no_root,
 ]
 # The steps, or passes that exchanged; else 1.
 STEPS = {"several_passes": 2, "frozen_in_training": 3}
