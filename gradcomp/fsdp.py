@@ -139,7 +139,8 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
     handle = _Handle(spec, ModuleSlots(slots, axes, _SUITED), network, Options(seed=seed), _DOOR)
     session: Any = handle._session
     session.meet()
-    inform(f"gradcomp: {session.spec} over FSDP2 exchanges {session.reducer.exchanges}", network)
+    if session.slots.are_first:
+        inform(f"gradcomp: {session.spec} over FSDP2 exchanges {session.reducer.exchanges}", network)
     if session.reducer.missed is not None:
         warn_user(_LATE.format(spec=session.spec))
     for module in modules:
@@ -357,23 +358,22 @@ class _Reduction:
         """Exchange the module's gradients over replicas."""
         assert self._replicas is not None
         replicated, reducer = self._replicas, self._session.reducer
-        if reducer.is_native or not self._holds_all(tensor):
+        trained = [*zip(self._slots, self._module.sizes, strict=True)]
+        trained = [(slot, size) for slot, size in trained if slot.parameter.requires_grad]
+        if reducer.is_native or not self._holds(tensor, sum(size for _, size in trained)):
             sent = tensor.numel() * tensor.itemsize
             over = self._session.network
             self._session.run_native(lambda: replicated.allreduce_natively([tensor], opts).wait(), sent, over)
             return
-        trained = [*zip(self._slots, self._module.sizes, strict=True)]
-        trained = [(slot, size) for slot, size in trained if slot.parameter.requires_grad]
         parts = tensor.split([size for _, size in trained])
         slots = [slot for slot, _ in trained]
         grads = [part[: slot.layer.size] for slot, part in zip(slots, parts, strict=True)]
         self._session.exchange(self._module.number, slots, grads, _scale(opts.reduceOp, replicated.size()))
 
-    def _holds_all(self, tensor: Tensor) -> bool:
-        """Say whether a tensor has the gradients of all parameters that are trained now. Warn once if it has not."""
-        trained = [size for slot, size in zip(self._slots, self._module.sizes, strict=True) if slot.parameter.requires_grad]
+    def _holds(self, tensor: Tensor, trained: int) -> bool:
+        """Say whether a tensor has the gradients of all parameters that are trained now, of so many entries. Warn once."""
         unfrozen = any(_parameter_of(each).requires_grad for each in self._module.frozen)
-        holds = sum(trained) == tensor.numel() and not unfrozen
+        holds = trained == tensor.numel() and not unfrozen
         if not (holds or self._has_warned):
             self._has_warned = True
             warn_user(_NO_GRADIENT.format(name=self._module.name))

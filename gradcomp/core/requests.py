@@ -21,11 +21,17 @@ class World(NamedTuple):
         rank: This rank's number.
         size: The number of ranks.
         hosts: Each rank's host as a number; None if hosts are unknown.
+        numbers: Each rank's number in the whole job; None if it is the same.
     """
 
     rank: int
     size: int
     hosts: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None
+
+    def number(self, rank: int) -> int:
+        """Return a rank's number in the whole job, by which messages name it."""
+        return rank if self.numbers is None else self.numbers[rank]
 
     @property
     def others(self) -> list[int]:

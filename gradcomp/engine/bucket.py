@@ -34,9 +34,10 @@ class Bucket:
     residual: flat. stages: of the gradients. states: by the stages' names. inner: the compressor's state. steps: begun so far,
     but for those that were undone. grads: the gradients that are ready. unused: layers without one on this rank, for which
     zeros came. squares: of each gradient, where they were measured. count: the number of layers. running: the exchange under
-    way. answer: waits for the reply to the latest request. round: requests made so far. streams: those with work on the
-    bucket. residual_factor, layer_factors: those of the last accumulation. traits: of the compressor with its error feedback.
-    keeps_residual: unsent entries stay for the next step. takes_momentum: the bucket applies the optimizer's momentum.
+    way. has_started: an exchange has begun in this step. answer: waits for the reply to the latest request. round: requests
+    made so far. streams: those with work on the bucket. residual_factor, layer_factors: those of the last accumulation. traits:
+    of the compressor with its error feedback. keeps_residual: unsent entries stay for the next step. takes_momentum: the bucket
+    applies the optimizer's momentum.
     """
 
     def __init__(self, index: int, layout: Layout, compressor: Compressor, feedback: Feedback | None, seed: int):
@@ -59,6 +60,7 @@ class Bucket:
         self.squares: Tensor | None = None
         self.count = len(layout.names)
         self.running: Steps | None = None
+        self.has_started = False
         self.answer: Answer | None = None
         self.round = 0
         self.streams = Streams(layout.device)
@@ -95,6 +97,7 @@ class Bucket:
     def forget_grads(self) -> None:
         """Forget the step's gradients."""
         self.grads.clear()
+        self.has_started = False
         self.unused.clear()
         self.streams.clear()
         self._accumulation = self.squares = None

@@ -13,7 +13,6 @@ from torch import Tensor
 from gradcomp.core.requests import Reduce
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
-from gradcomp.engine.reducer import Reducer
 from gradcomp.engine.session import Session
 from gradcomp.networks import Answer, Connection
 
@@ -149,14 +148,6 @@ def divided(weights: Mapping[str, torch.nn.Parameter], count: int) -> list[dict[
     return parts
 
 
-class LocalReducer(Reducer):
-    """The buckets of a fragment. All begin at once, and an exchange may be over before its end is asked for."""
-
-    def start_all(self, scale: float = 1.0) -> None:
-        """Start nothing: all buckets have started."""
-        self.clock.note_last_gradient()
-
-
 @dataclass
 class LocalDoor(Door):
     """The door of local steps. agreed: the numbers that must be equal on all ranks."""
@@ -165,8 +156,6 @@ class LocalDoor(Door):
 
 
 class LocalSession(Session):
-    reducer_class = LocalReducer
-
     def _terms(self) -> dict[str, str]:
         assert isinstance(self.door, LocalDoor)
         return {**super()._terms(), "local steps": self.door.agreed}

@@ -74,17 +74,18 @@ def record(terms: Mapping[str, str], facts: Facts = Facts()) -> Tensor:  # noqa:
     return torch.frombuffer(bytearray(MAGIC + _FACTS.pack(*facts) + entries), dtype=torch.uint8)
 
 
-def check_terms(terms: Mapping[str, str], records: Sequence[Tensor]) -> list[Facts]:
-    """Raise an error that names every term in which a rank differs from rank 0. Return the facts of all ranks.
+def check_terms(terms: Mapping[str, str], records: Sequence[Tensor], numbers: Sequence[int] | None = None) -> list[Facts]:
+    """Raise an error that names every term in which a rank differs from the first. Return the facts of all ranks.
 
-    All ranks hold the same records, so that all raise the same error.
+    All ranks hold the same records, so that all raise the same error. numbers: of the ranks in the whole job, if they differ.
     """
+    numbers = numbers or range(len(records))
     every = [bytes(record.tolist()) for record in records]
     for rank, text in enumerate(every):
         if not text.startswith(MAGIC):
             raise ValueError(
-                f"rank {rank} sent other bytes than its terms to the meeting of all ranks: begin the exchange, and call "
-                "change() and load_state_dict(), on all ranks at the same step, with the same version of gradcomp"
+                f"rank {numbers[rank]} sent other bytes than its terms to the meeting of all ranks: begin the exchange, and "
+                "call change() and load_state_dict(), on all ranks at the same step, with the same version of gradcomp"
             )
     differences = []
     for i, term in enumerate(terms):
@@ -92,7 +93,8 @@ def check_terms(terms: Mapping[str, str], records: Sequence[Tensor]) -> list[Fac
         entries = [text[begin : begin + _ENTRY] for text in every]
         other = next((rank for rank, entry in enumerate(entries) if entry != entries[0]), None)
         if other is not None:
-            differences.append(f"{term}: rank 0 has {_readable(entries[0])}, rank {other} has {_readable(entries[other])}")
+            differ = {numbers[rank]: _readable(entries[rank]) for rank in (0, other)}
+            differences.append(f"{term}: " + ", ".join(f"rank {number} has {text}" for number, text in differ.items()))
     if differences:
         raise ValueError(
             "the ranks do not agree and cannot exchange gradients; make these equal on all ranks: " + "; ".join(differences)
@@ -186,7 +188,8 @@ class Membership:
         self._generation, owner = self._network.generation, self.owner
         self._network.prepare()
         own = Facts(steps, owner.place.ranks, owner.place.rank, int(owner.loaded), int(self._ever_met), secrets.randbits(62))
-        facts = check_terms(terms, (yield from self._gather(record(terms, own), "agreement")))
+        records = yield from self._gather(record(terms, own), "agreement")
+        facts = check_terms(terms, records, self._network.world.numbers)
         joins = leader is not None and bool(facts[leader].met) and not own.met
         if leader is None:
             leader = max(range(len(facts)), key=lambda rank: facts[rank].steps)
@@ -206,7 +209,7 @@ class Membership:
 
     def settle(self, reducer: Reducer, sums: bool) -> Flow[None]:
         """End a meeting: share the state, and scale the residual to the number of ranks. sums: updates are sums, not means."""
-        rank, size, _ = self._network.world
+        rank, size = self._network.world[:2]
         yield from self._share(reducer)
         if self.owner.scaled_for not in (0, size) and not sums:
             scale_state(reducer, size / self.owner.scaled_for)

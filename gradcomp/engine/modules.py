@@ -18,7 +18,7 @@ from gradcomp.core.compressor import Acc, Compressor, Layout
 from gradcomp.core.requests import Reduce, Reply, Request, Requests, bytes_of
 from gradcomp.engine.bucket import check_type
 from gradcomp.engine.meeting import Flow, Membership
-from gradcomp.engine.optimizer_steps import calling_scaler, listen, warn_user
+from gradcomp.engine.optimizer_steps import listen
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
 from gradcomp.engine.reducer import Options, Reducer
@@ -84,6 +84,7 @@ class ModuleSlots(Slots):
     def __init__(self, slots: Sequence[ModuleSlot], axes: Axes, suited: str):
         super().__init__(slots)
         self.axes, self.suited = axes, suited
+        self.are_first = axes.shards is None or axes.shards.world.rank == 0
         self.whole = sum(slot.whole for slot in slots)
 
     def terms(self) -> dict[str, str]:
@@ -205,7 +206,7 @@ class ModuleReducer(Reducer):
         self._exchanges[module] += 1
         self._step, buckets = self._exchanges[module], self._groups.get(module, [])
         for bucket in buckets:
-            if bucket.grads and bucket.running is None:  # layers were frozen since attach()
+            if bucket.grads and not bucket.has_started:  # layers were frozen since attach()
                 self._start(bucket)
         while self.advance(buckets):
             pass
@@ -262,7 +263,6 @@ class ModuleSession(Session):
     def __init__(self, compressor: Compressor, slots: ModuleSlots, network: Connection, options: Options, door: Door):
         self._passes: set[int] = set()  # the backward passes of the step: checkpoints have passes within a pass
         self._shards = None if slots.axes.shards is None else Membership(slots.axes.shards)
-        self._has_warned = False
         super().__init__(compressor, slots, network, options, door, OptimizerView(slots))
         listen(self)
 
@@ -273,10 +273,8 @@ class ModuleSession(Session):
 
     def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """Look for a GradScaler. Nothing else of the optimizer's concerns the exchange."""
-        if self.reducer.keeps_state and not self._has_warned and (scaler := calling_scaler()) is not None:
-            self._has_warned = True
-            if scaler.is_enabled():
-                warn_user(_SCALED.format(spec=self.spec, others=self.slots.suited))
+        if self.reducer.keeps_state:
+            self._scaler.look(_SCALED.format(spec=self.spec, others=self.slots.suited))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the optimizer keeps its momentum."""

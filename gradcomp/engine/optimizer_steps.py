@@ -31,7 +31,11 @@ LOOKS = 4
 INNER_PACKAGES = ("accelerate", "gradcomp", "horovod", "lightning", "torch", "transformers")
 # Older versions of torch have only the second.
 _SCALERS = (getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler), torch.cuda.amp.GradScaler)
-
+_UNKNOWN_SCALER = (
+    "a GradScaler steps the optimizer, but gradcomp does not know its scale. A clip after unscale_() is then not understood, "
+    "and cuts SGD's momentum to the norm of a gradient; and whenever the scale changes, entries of the residual, and the "
+    "momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
+)
 
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -135,18 +139,17 @@ class UnknownScaler:
     def __init__(self, known: Any):
         self._known, self._warned = known, False
 
-    def look(self) -> None:
-        """Look for a GradScaler among the callers. Call this in a step of an optimizer if state stays between steps."""
+    def look(self, text: str = _UNKNOWN_SCALER) -> None:
+        """Look for a GradScaler among the callers. Call this in a step of an optimizer if state stays between steps.
+
+        text: of the warning.
+        """
         if self._warned:
             return
         scaler = calling_scaler()
         if scaler is not None and scaler is not self._known and scaler.is_enabled():
             self._warned = True
-            warn_user(
-                "a GradScaler steps the optimizer, but gradcomp does not know its scale. A clip after unscale_() is then not "
-                "understood, and cuts SGD's momentum to the norm of a gradient; and whenever the scale changes, entries of the "
-                "residual, and the momentum, count too much or too little. Pass scaler=scaler where you pass the spec"
-            )
+            warn_user(text)
 
 
 class Announcement:
@@ -212,9 +215,9 @@ class Announcement:
 
 
 def speaks() -> bool:
-    """Decide whether this process says a fact that all ranks know: as rank 0 of a session, or before there is one."""
-    ranks = [each.network.world.rank for each in listeners() if each.network.ready]
-    return not ranks or 0 in ranks
+    """Decide whether this process says a fact that all ranks know: as the first rank of a session, or before there is one."""
+    lead = [each.network.world.rank == 0 and each.slots.are_first for each in listeners() if each.network.ready]
+    return not lead or any(lead)
 
 
 def inform(text: str, network: Connection) -> None:

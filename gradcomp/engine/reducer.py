@@ -233,7 +233,7 @@ class Reducer:
         self.scale = scale
         self.clock.note_last_gradient()
         for bucket in self.buckets:
-            if bucket.running is None:
+            if not bucket.has_started:
                 self._start(bucket)
 
     def advance(self, buckets: Sequence[Bucket] | None = None) -> bool:
@@ -338,6 +338,7 @@ class Reducer:
 
     def _start(self, bucket: Bucket) -> None:
         began, world = time.perf_counter(), self.network.world
+        bucket.has_started = True
         bucket.complete()
         if self._context is None:
             self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)

@@ -97,10 +97,12 @@ class ParameterSlot(Slot):
 class Slots:
     """The slots of a model, in order.
 
-    without_gradient: the parameters that need no gradient at set-up, with their names.
+    without_gradient: the parameters that need no gradient at set-up, with their names. are_first: of the ranks that have
+    different shards, this one has the first.
     """
 
     slots: Sequence[Slot]
+    are_first = True
 
     def __init__(self, slots: Sequence[Slot], without_gradient: Sequence[tuple[str, torch.nn.Parameter]] = ()):
         self.slots, self.without_gradient = slots, without_gradient

@@ -37,6 +37,7 @@ class TorchNetwork:
         self.group = group
         self.hosts: tuple[int, ...] | None = None
         self._place = dist.get_rank(group), dist.get_world_size(group)
+        self._numbers = tuple(dist.get_process_group_ranks(group))
         self._on_host = native_backend(group, device) == "gloo"
         self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
         self.meeting = ""
@@ -47,7 +48,7 @@ class TorchNetwork:
 
     @property
     def world(self) -> World:
-        return World(*self._place, self.hosts)
+        return World(*self._place, self.hosts, self._numbers)
 
     @property
     def generation(self) -> object:
@@ -73,7 +74,7 @@ class TorchNetwork:
         meeting = f"meeting {self._meetings}"
         self._roll.come(meeting, str(self._started))
         self._timeout, pause = _timeout_of(self.group), SHORTEST_PAUSE
-        end, wait = time.monotonic() + self._timeout, waits.Wait(self.world.rank, waits.MEETING, self._timeout)
+        end, wait = time.monotonic() + self._timeout, waits.Wait(self._numbers[self._place[0]], waits.MEETING, self._timeout)
         try:
             while missing := self._roll.missing(meeting):
                 if time.monotonic() > end:
@@ -133,7 +134,7 @@ class TorchNetwork:
 
     def _wait_for(self, work: dist.Work, roll: Roll, operation: str, place: str) -> None:
         """Wait until an operation has ended or failed. After some seconds, tell the other ranks that this one is there."""
-        wait = waits.Wait(self.world.rank, place, self._timeout)
+        wait = waits.Wait(self._numbers[self._place[0]], place, self._timeout)
         with suppress(RuntimeError):  # the time is up, or the operation failed
             if not work.is_completed():
                 work.wait(timedelta(seconds=waits.TELL_AFTER))
@@ -171,7 +172,7 @@ class Roll:
     def __init__(self, group: dist.ProcessGroup):
         get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
         self._store: Any = get_store() if get_store is not None else None
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._rank, self._numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
         self._scope = f"gradcomp/{group.group_name}/{_next_number(group)}"
 
     def come(self, to: str, text: str = "") -> None:
@@ -186,17 +187,17 @@ class Roll:
                 self._store.delete_key(self._key(to, self._rank))
 
     def missing(self, to: str) -> list[int] | None:
-        """List the ranks that have not come yet. None if they are unknown, without a store."""
+        """List the ranks that have not come yet, by number in the whole job. None if they are unknown, without a store."""
         if self._store is None:
             return None
-        ranks = range(self._size)
-        if self._store.check([self._key(to, rank) for rank in ranks]):
+        if self._store.check([self._key(to, rank) for rank in range(len(self._numbers))]):
             return []
-        return [rank for rank in ranks if not self._store.check([self._key(to, rank)])]
+        return [number for rank, number in enumerate(self._numbers) if not self._store.check([self._key(to, rank)])]
 
     def texts(self, to: str) -> list[str]:
         """Return the texts of all ranks, which have come."""
-        return [] if self._store is None else [self._store.get(self._key(to, rank)).decode() for rank in range(self._size)]
+        ranks = range(0 if self._store is None else len(self._numbers))
+        return [self._store.get(self._key(to, rank)).decode() for rank in ranks]
 
     def _key(self, to: str, rank: int) -> str:
         return f"{self._scope}/{to}/{rank}"

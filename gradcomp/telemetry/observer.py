@@ -209,11 +209,17 @@ class Observer:
         replies = answer()
         assert isinstance(replies, list)
         found = [HostCopy(reply["bytes"]) for reply in replies]
-        self._read(lambda: replicas.check(names, [[int(x) for x in own.all()] for own in found], step), replies[0]["bytes"])
+        number = self._watched.network.world.number
+
+        def read() -> None:
+            replicas.check(names, {number(rank): [int(x) for x in own.all()] for rank, own in enumerate(found)}, step)
+
+        self._read(read, replies[0]["bytes"])
 
     def _record(self, reducer: Reducer, step: int) -> None:
         figures, self._figures = self._figures, {}
-        record: Record = {"step": step, "time": time.time(), "rank": reducer.network.world.rank, "spec": self._watched.spec}
+        world = reducer.network.world
+        record: Record = {"step": step, "time": time.time(), "rank": world.number(world.rank), "spec": self._watched.spec}
         counted = max(1, self._counted)
         dense = reducer.bytes_dense
         sent = self._bytes / counted

@@ -50,9 +50,9 @@ def _factors(count: int, device: torch.device) -> Tensor:
     return (mixed ^ (mixed >> 31)) | 1
 
 
-def check(names: Sequence[str], by_rank: Sequence[Sequence[int]], step: int) -> None:
+def check(names: Sequence[str], by_rank: Mapping[int, Sequence[int]], step: int) -> None:
     """Raise an error if ranks have other digests. It names the first layer, and the ranks that differ from most."""
-    counted = {rank: own[1:] for rank, own in enumerate(by_rank) if own[0]}
+    counted = {rank: own[1:] for rank, own in by_rank.items() if own[0]}
     different = [i for i in range(len(names)) if len({own[i] for own in counted.values()}) > 1]
     if not different:
         return

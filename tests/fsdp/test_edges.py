@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -31,9 +32,21 @@ class Twins(nn.Module):
         return self.second(self.first(x) if both else x)
 
 
+class Lines(logging.Handler):
+    def __init__(self, into: list[str]):
+        super().__init__()
+        self._into = into
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._into.append(record.getMessage())
+
+
 def edges() -> dict[str, Any]:
     join()
-    rank, found, mesh = dist.get_rank(), {}, mesh_of("two by two")
+    rank, found, mesh = dist.get_rank(), dict[str, Any](), mesh_of("two by two")
+    log = logging.getLogger("gradcomp")
+    log.setLevel(logging.INFO)
+    log.addHandler(Lines(found.setdefault("lines", [])))
     model = wrapped("two by two", net(), mesh)
     handle = gradcomp.fsdp.attach(model, "qsgd:momentum=0")
     found["seed"] = handle._session.reducer.scatter._seed
@@ -69,6 +82,12 @@ def edges() -> dict[str, Any]:
 @once
 def launched() -> list[dict[str, Any]]:
     return launch(edges, RANKS)
+
+
+def test_rank_0_alone_says_what_is_exchanged() -> None:
+    first, *others = (rank["lines"] for rank in launched())
+    assert len(first) == 3 and first[0] == "gradcomp: qsgd:momentum=0 over FSDP2 exchanges gradients, over shards and replicas"
+    assert others == [[]] * 3
 
 
 def test_replicas_draw_apart() -> None:

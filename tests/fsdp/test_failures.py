@@ -150,6 +150,10 @@ def test_ranks_with_different_specs_all_say_so(kind: str) -> None:
     for rank in failing(kind):
         for found in (rank["specs"], rank["change"]):
             assert "the ranks do not agree" in found and "half" in found
+    if kind == "two by two":
+        for number, rank in enumerate(failing(kind)):
+            other = "spec: rank 1 has 'blocks', rank 3 has 'half'"
+            assert (other if number % 2 else "rank 1 has") in rank["specs"]
 
 
 @pytest.mark.parametrize("kind", ["shards", "two by two"])

@@ -238,7 +238,8 @@ def test_a_training_with_a_clip_and_adamw(kind: str) -> None:
 
 
 def test_telemetry_over_replicas() -> None:
-    for rank in training("two by two"):
+    for number, rank in enumerate(training("two by two")):
         *_, stats, records = rank["blocks"]
+        assert {each["rank"] for each in records} == {number}, "of all ranks, not of the replicas"
         assert [each["step"] for each in records] == [*range(1, 13)]
         assert records[-1]["compression"] == pytest.approx(stats["compression"]) and records[-1]["relative_error"] < 0.1

@@ -29,8 +29,8 @@ LOCAL_FAULTS = (
     Fault(
         "an exchange that was over before its end is made again",
         "gradcomp/engine",
-        '"""Start nothing: all buckets have started."""',
-        "super().start_all(scale)",
+        "            if not bucket.has_started:\n                self._start(bucket)",
+        "            if bucket.running is None:\n                self._start(bucket)",
         ("test_fragments.py",),
     ),
     Fault(

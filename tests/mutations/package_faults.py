@@ -73,8 +73,8 @@ PACKAGE_FAULTS = (
     Fault(
         "a layer without a gradient keeps its bucket from starting",
         "gradcomp/engine",
-        "            if bucket.running is None:\n                self._start(bucket)",
-        "            if bucket.running is None and bucket.grads:\n                self._start(bucket)",
+        "            if not bucket.has_started:\n                self._start(bucket)",
+        "            if not bucket.has_started and bucket.grads:\n                self._start(bucket)",
         ("test_simulate.py",),
     ),
     Fault(

@@ -63,20 +63,20 @@ def test_a_view_has_the_digest_of_its_entries() -> None:
 
 
 def test_the_error_names_the_first_layer_and_the_ranks_in_the_minority() -> None:
-    replicas.check(["a", "b"], [[1, 1, 2]] * 4, 10)
+    replicas.check(["a", "b"], {rank: [1, 1, 2] for rank in range(4)}, 10)
     with pytest.raises(
         RuntimeError, match="before the optimizer's step 10, rank 2 has other weights of 'b' than ranks 0, 1, 3 "
     ):
-        replicas.check(["a", "b"], [[1, 1, 2], [1, 1, 2], [1, 1, 3], [1, 1, 2]], 10)
+        replicas.check(["a", "b"], {0: [1, 1, 2], 1: [1, 1, 2], 2: [1, 1, 3], 3: [1, 1, 2]}, 10)
     with pytest.raises(RuntimeError, match=r"ranks 1, 2 have other .* of 'a' than ranks 0, 3 \(2 of 2 layers differ\)"):
-        replicas.check(["a", "b"], [[1, 1, 2], [1, 7, 2], [1, 7, 9], [1, 1, 2]], 10)
+        replicas.check(["a", "b"], {0: [1, 1, 2], 1: [1, 7, 2], 2: [1, 7, 9], 3: [1, 1, 2]}, 10)
 
 
 def test_ranks_whose_weights_lag_behind_do_not_count() -> None:
     assert replicas.digests({}, False).tolist() == [0]
-    replicas.check(["a"], [[1, 5], [0, 6], [1, 5]], 10)
-    with pytest.raises(RuntimeError, match="rank 2 has other weights of 'a' than rank 0 "):
-        replicas.check(["a"], [[1, 5], [0, 6], [1, 7]], 10)
+    replicas.check(["a"], {0: [1, 5], 1: [0, 6], 2: [1, 5]}, 10)
+    with pytest.raises(RuntimeError, match="rank 5 has other weights of 'a' than rank 1 "):
+        replicas.check(["a"], {1: [1, 5], 3: [0, 6], 5: [1, 7]}, 10)
 
 
 def joined() -> Any:
