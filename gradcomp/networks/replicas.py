@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,18 +34,28 @@ def _native(name: str) -> Any:
     return call
 
 
+def _name(options: Any, given: Any) -> None:
+    """Tell a native backend its group's name and ranks, as torch does: its flight recorder shows them."""
+    options.group_name, options.global_ranks_in_group = given.group_id, given.global_ranks_in_group
+
+
 class ReplicaGroup(dist.ProcessGroup):
     """The process group of ranks with equal shards: a group of native backends, with an all-reduce of its own."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+    def __init__(self, given: Any, options: Any = None):
+        """given, options: torch's, of a backend with its extended interface."""
+        rank, size = given.group_rank, given.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]
-        kinds, own = dist.ProcessGroup.BackendType, _prefixed("cpu", store)
-        self._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(own, rank, size, timeout))
+        kinds = dist.ProcessGroup.BackendType
+        gloo: Any = dist.ProcessGroupGloo(_prefixed("cpu", given.store), rank, size, given.timeout)
+        _name(gloo.options, given)
+        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            own = _prefixed("cuda", store)
-            self._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(own, rank, size, options))
+            options._timeout = given.timeout
+            _name(options, given)
+            nccl = dist.ProcessGroupNCCL(_prefixed("cuda", given.store), rank, size, options)
+            self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         self._announced: tuple[weakref.ref[Tensor], Exchange] | None = None
 
     def announce(self, tensor: Tensor, exchange: Exchange) -> None:
@@ -92,7 +101,7 @@ class ReplicaGroup(dist.ProcessGroup):
 def register() -> None:
     """Register the backend with torch.distributed, unless it is."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, ReplicaGroup, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, ReplicaGroup, extended_api=True, devices=["cpu", "cuda"])
 
 
 def native_backend(group: dist.ProcessGroup, device: torch.device) -> str:
