@@ -117,7 +117,8 @@ class Prediction:
             rows.append(row(line.spec, width, *cells))
         reasons = {why: [spec for spec, other in self.left_out.items() if other == why] for why in self.left_out.values()}
         out = [f"left out: {', '.join(specs)}: {why}" for why, specs in reasons.items()]
-        return "\n".join((f"{self.cluster}; {self.parameters:,} parameters; {self.measured}", "", *rows, *out, "", self.advice))
+        about = f"{self.cluster}; {self.parameters:,} parameters; {self.measured}"
+        return "\n".join((self.advice, "", about, "", *rows, *out))
 
 
 def predict(

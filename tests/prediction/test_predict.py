@@ -91,6 +91,7 @@ def test_every_figure_is_in_the_json_and_in_the_table() -> None:
     made = json.loads(json.dumps(found.json()))
     assert {line["spec"] for line in made["lines"]} == {"none", "stock", "bf16", "fp16", "topk", "half"}
     assert made["advice"] == found.advice and all(line["spec"] in str(found) for line in made["lines"])
+    assert str(found).startswith(found.advice)
     assert "left out: lgc: it sends other messages once it has learned" in str(found)
     with pytest.raises(KeyError, match="'topkk' was not predicted; known: none, stock, bf16, fp16, topk"):
         found["topkk"]
