@@ -36,6 +36,11 @@ CASES: list[tuple[str, tuple[str, ...], str]] = [
     ("sparse", (COMPRESSION, DDP), SPARSE),
     ("sparse as dense", (COMPRESSION,), SPARSE),
     ("float64", DOORS, r"TypeError: the gradient of '\S+\.1\.bias' is torch\.float64"),
+    (
+        "complex",
+        DOORS,
+        r"TypeError: the parameter '\S+' is torch\.complex64; gradcomp takes real ones: keep torch\.view_as_real",
+    ),
     ("unnamed", (COMPRESSION,), r"ValueError: a gradient belongs to no known parameter: its shape is \("),
     ("unnamed", (OWN,), "ValueError: named_parameters was specified, but one or more model parameters were not named"),
     ("thawed", (COMPRESSION,), r"ValueError: a gradient belongs to no known parameter: its shape is \("),
@@ -143,6 +148,12 @@ def unfrozen_later(door: str) -> None:
     step(run)
 
 
+def of_complex() -> Any:
+    model: Any = linear()
+    model[0].register_parameter("phases", torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
+    return model
+
+
 def by_position(door: str) -> None:
     model: Any = linear()
     named, optimizer = doors.named(model), sgd(model)
@@ -170,6 +181,7 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "sparse": used(embedding),
     "sparse as dense": used(embedding, sparse_as_dense=True),
     "float64": used(lambda: linear().double()),
+    "complex": used(of_complex),
     "unnamed": unnamed,
     "thawed": thawed,
     "momentum twice": lambda door: Training(door, linear(), MOMENTUM, momentum=0.9),

@@ -14,6 +14,11 @@ from gradcomp.native import extension
 # Parameters with their names.
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 
+_COMPLEX = (
+    "the parameter {name!r} is {form}; gradcomp takes real ones: keep torch.view_as_real() of it as the parameter, and call "
+    "torch.view_as_complex() in forward()"
+)
+
 
 class Slot:
     """A layer's place in a model: an exchange reads its gradient here, or gets it handed in, and writes its update here.
@@ -156,6 +161,8 @@ class Parameters(Slots):
             names.add(name)
             if not parameter.requires_grad:
                 without_gradient.append((name, parameter))
+            elif parameter.is_complex():  # DDP hands in its gradient as twice as many real entries
+                raise TypeError(_COMPLEX.format(name=name, form=parameter.dtype))
             elif id(parameter) not in seen:
                 slots.append(ParameterSlot(name, parameter))
             seen.add(id(parameter))
