@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.core.compressor import Compressor
-from gradcomp.core.requests import Reduce
 from gradcomp.engine.bucket import GRADIENT_TYPES
 from gradcomp.engine.fragments import (
     Buffers,
@@ -27,6 +26,7 @@ from gradcomp.engine.fragments import (
     LocalDoor,
     LocalSession,
     NoOptimizer,
+    RollCall,
     divided,
     take_those_of_rank_0,
 )
@@ -55,6 +55,10 @@ _FORM = "{name!r} is {form}; local steps exchange float32, float16 and bfloat16"
 _PARAMETERS = (
     "the optimizer and the model have different parameters that are trained, such as {name}: its steps would not be exchanged. "
     "Pass one optimizer of all trained parameters; after an unfreezing or add_param_group(), flush() and make LocalSteps anew"
+)
+_UNLIKE = (
+    "{places}: all ranks take the same number of steps up to a synchronization, and flush() between the same two. Let a rank "
+    "that has no batch, or leaves one out, call zero_grad() and step() as the others do, and start all ranks again"
 )
 _FAILED = (
     "the progress of some rank was not finite: all ranks go back to the weights after the last synchronization, and the "
@@ -142,6 +146,7 @@ class LocalSteps:
         self._buffers = Buffers(model)
         self._check_parameters([*weights.values()])
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
+        self._roll_call = RollCall(self._network)
         door = LocalDoor(
             name="local steps", agreed=f"every={self._every}, outer_lr={rate}, outer_momentum={momentum}, fragments={count}"
         )
@@ -175,11 +180,16 @@ class LocalSteps:
         counts["moved"] = 1
         part, rest = divmod(counts["in_round"], self._interval)
         if not rest:
+            self._apply()
+            self._roll_call.begin(False, counts["in_round"], True)
+            if len(self._fragments) == 1:
+                self._check_places()
             self._begin(part - 1)
             if len(self._fragments) == 1:
                 self._apply()
                 counts["moved"] = 0
         elif rest == self._interval // 2 and self._under_way is not None:
+            self._check_places()
             self._under_way.session.reducer.advance()  # the second message of an exchange that has two
         return loss
 
@@ -200,13 +210,15 @@ class LocalSteps:
         self._optimizer.zero_grad(set_to_none)
 
     def flush(self) -> None:
-        """Synchronize now, if there was a step since the last time: all ranks have equal weights then. All ranks call it."""
-        own = torch.tensor([float(self._counts["moved"])], device=self._network.device)
-        moved = self._network.start(Reduce(own), "ranks that moved")()
-        assert isinstance(moved, Tensor)
-        if not moved.any():
-            return
+        """Synchronize now, if there was a step since the last time: all ranks have equal weights then. All ranks call it.
+
+        Raises:
+            RuntimeError: Another rank synchronizes after a step in the meantime. It raises there, too.
+        """
         self._apply()
+        self._roll_call.begin(True, self._counts["in_round"], self._counts["moved"])
+        if not any(moved for *_, moved in self._check_places()):
+            return
         for part in range(len(self._fragments)):
             self._begin(part)
             self._apply()
@@ -282,8 +294,7 @@ class LocalSteps:
         self._counts = dict(given["counts"])
 
     def _begin(self, part: int) -> None:
-        """Begin the exchange of a fragment; that of the one before ends."""
-        self._apply()
+        """Begin the exchange of a fragment. None is under way."""
         self._check_parameters([each for fragment in self._fragments for each in fragment.weights.values()])
         self._under_way = self._fragments[part]
         self._under_way.begin(keeps_sent=len(self._fragments) > 1)
@@ -291,6 +302,18 @@ class LocalSteps:
             self._counts["in_round"] = 0
             self._counts["synchronizations"] += 1
             self._buffers.begin(self._network)
+
+    def _check_places(self) -> list[list[int]]:
+        """Refuse ranks that began unlike exchanges, at the first wait after it."""
+        places = self._roll_call.end()
+        if len({tuple(each[:1]) if each[0] else tuple(each[:2]) for each in places}) > 1:
+            words = [
+                f"rank {rank} {'calls flush()' if flushes else 'synchronizes'} after step {step} of {self._every}"
+                for rank, (flushes, step, _) in enumerate(places)
+            ]
+            first = next(i for i, each in enumerate(places) if each[:2] != places[0][:2])
+            raise RuntimeError(_UNLIKE.format(places=f"{words[0]}, and {words[first]}"))
+        return places
 
     def _check_parameters(self, known: Sequence[Tensor]) -> None:
         """Refuse an optimizer of other parameters than those that are exchanged, and a model that trains others."""
@@ -305,6 +328,7 @@ class LocalSteps:
         """End the exchange under way, if any, and take its outer step."""
         if (fragment := self._under_way) is None:
             return
+        self._check_places()
         self._under_way = None
         if not fragment.end():
             warn_user(_FAILED)

@@ -122,6 +122,33 @@ class Buffers:
         return 4 * mean.numel()
 
 
+class RollCall:
+    """The numbers by which ranks tell each other what each of them begins. They travel as the first message of an exchange.
+
+    Ranks that begin unlike exchanges would wait for each other's messages, or read one for another.
+    """
+
+    def __init__(self, network: Connection):
+        self._network = network
+        self._answer: Answer | None = None
+
+    def begin(self, *own: int) -> None:
+        """Begin to exchange the numbers. They are as many on all ranks."""
+        of_ranks = torch.zeros(self._network.world.size, len(own), device=self._network.device)
+        of_ranks[self._network.world.rank] = torch.tensor(own, dtype=torch.float32)
+        self._width = len(own)
+        self._answer = self._network.start(Reduce(of_ranks.view(-1)), "the roll call of local steps")
+
+    def end(self) -> list[list[int]]:
+        """Return the numbers of all ranks, once; an empty list later."""
+        answer, self._answer = self._answer, None
+        if answer is None:
+            return []
+        numbers = answer()
+        assert isinstance(numbers, Tensor)
+        return [[int(each) for each in own] for own in numbers.view(-1, self._width).tolist()]
+
+
 @torch.no_grad()
 def take_those_of_rank_0(named: Sequence[tuple[str, Tensor]], network: Connection) -> None:
     """Add up rank 0's tensors and the others' zeros."""

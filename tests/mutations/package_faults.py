@@ -9,7 +9,7 @@ PACKAGE_FAULTS = (
     Fault(
         "a residual is dropped: error feedback forgets what it did not send",
         "gradcomp/engine",
-        "context.memory, self.steps + 1, scale, float(self.keeps_residual)",
+        "context.memory, self.steps + 1, scale, self.feedback.residual_factor",
         "context.memory, self.steps + 1, scale, 0.0",
         ("test_laws.py",),
     ),
