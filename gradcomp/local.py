@@ -29,6 +29,7 @@ from gradcomp.engine.fragments import (
     RollCall,
     divided,
     take_those_of_rank_0,
+    with_those_gone,
 )
 from gradcomp.engine.optimizer_steps import calling_scaler, inform, warn_user
 from gradcomp.engine.reducer import Options
@@ -184,7 +185,7 @@ class LocalSteps:
             self._roll_call.begin(False, counts["in_round"], True)
             if len(self._fragments) == 1:
                 self._check_places()
-            self._begin(part - 1)
+            self._begin((part - 1) % len(self._fragments))  # the round is longer after one that failed
             if len(self._fragments) == 1:
                 self._apply()
                 counts["moved"] = 0
@@ -261,11 +262,11 @@ class LocalSteps:
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state, with the same spec, fragments and model. All ranks call it, between two steps.
 
-        A list of all ranks' states serves any number of ranks: a rank without one begins at the common start, with the inner
-        optimizer of rank 0.
+        A list of the ranks' states serves any number of ranks: a rank without one begins at the common start, with the inner
+        optimizer of the first. The list need not have the states of ranks that are gone.
 
         Args:
-            state: The result of state_dict() on this rank, or the list of the results of all ranks.
+            state: The result of state_dict() on this rank, or the same list on all ranks, of the results of all or some.
 
         Raises:
             ValueError: The state does not fit, or is damaged.
@@ -287,7 +288,11 @@ class LocalSteps:
         own = states[0] if isinstance(state, Mapping) else states[rank] if rank < len(states) else None
         given = states[0] if own is None else own
         for i, fragment in enumerate(self._fragments):
-            fragment.load_state_dict([each["fragments"][i] for each in states], None if own is None else own["fragments"][i])
+            of_ranks = [each["fragments"][i] for each in states]
+            fragment.load_state_dict(
+                of_ranks if isinstance(state, Mapping) else with_those_gone(of_ranks),
+                None if own is None else own["fragments"][i],
+            )
         for name, buffer in self._buffers.named:
             buffer.copy_(given["buffers"][name])
         self._optimizer.load_state_dict(given["optimizer"])

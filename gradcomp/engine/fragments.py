@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradcomp import saved
 from gradcomp.core.requests import Reduce
 from gradcomp.engine.optimizer_view import OptimizerView
 from gradcomp.engine.phases import Door
@@ -84,6 +85,28 @@ class Fragment:
         self._outer.load_state_dict(states[0]["outer"])
         for group, settings in zip(self._outer.param_groups, own_groups, strict=True):
             group.update(settings)
+
+
+def with_those_gone(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Number the states of a fragment anew if some ranks' are missing, and add theirs, without anything that waits.
+
+    The parts that the others keep then weigh in a mean as before, at any number of ranks.
+    """
+    exchanges = [saved.table(each, "exchange") for each in states]
+    shares = [(rank, share) for each in exchanges for rank, share in saved.table(each, "of_rank").items()]
+    missing = saved.read_int(exchanges[0], "ranks", 1) - len(shares)
+    if missing <= 0 or len(shares) > len({rank for rank, _ in shares}):  # a rank's that comes twice is refused
+        return [*states]
+    numbered = [
+        {**each, "of_rank": {str(i): share}} for i, (each, (_, share)) in enumerate(zip(exchanges, shares, strict=True))
+    ]
+    gone = {**shares[0][1], "layers": _zeros(saved.table(shares[0][1], "layers"))}
+    numbered += [{**exchanges[0], "of_rank": {str(len(shares) + i): gone}} for i in range(missing)]
+    return [{**states[min(i, len(states) - 1)], "exchange": each} for i, each in enumerate(numbered)]
+
+
+def _zeros(value: Any) -> Any:
+    return {key: _zeros(each) for key, each in value.items()} if isinstance(value, Mapping) else value * 0
 
 
 class Buffers:

@@ -30,6 +30,7 @@ SAYS = {
     "accumulation.py": "step 100: loss",
     "gradscaler.py": "skipped so far",
     "resume.py": "ends after step 100",
+    "local_steps.py": "step 200: loss",
     "elastic.py": "step 200: loss",
     "hf_trainer.py": "the ranks exchange AdamW's directions",
     "accelerate_loop.py": "gradcomp-rank0.pt, gradcomp-rank1.pt",

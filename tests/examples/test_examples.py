@@ -128,6 +128,18 @@ def test_the_clip_bounds_every_step() -> None:
     assert 0 < moved[0] <= 4 * 0.1 * 0.001 / (1 - 0.9) < moved[1]
 
 
+@needs_digits
+def test_local_steps_go_on_to_the_bit_and_without_a_rank(tmp_path: Path) -> None:
+    once, again = tmp_path / "once", tmp_path / "again"
+    whole = run("local_steps.py", str(once), "--steps", "80")
+    falls(whole, 0.7)
+    for steps in ("40", "80"):
+        parts = run("local_steps.py", str(again), "--steps", steps)
+    assert all(torch.equal(own["weights"], other["weights"]) for own, other in zip(whole, parts, strict=True))
+    shutil.rmtree(once / "rank-0")
+    run("local_steps.py", str(once), "--steps", "100")
+
+
 def test_fsdp_goes_on_to_the_bit_and_on_another_mesh(tmp_path: Path) -> None:
     once, again = tmp_path / "once", tmp_path / "again"
     whole = run("fsdp.py", str(once), "--steps", "16")

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import join, launch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
@@ -57,6 +59,14 @@ def test_wrong_arguments_are_named(options: dict[str, Any], said: str) -> None:
 def test_a_wrapped_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"pass the model inside it, model\.module"):
         made(DistributedDataParallel(nn.Linear(3, 2)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_in_shards_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(TypeError, match=r"takes a model that is whole on each rank"):
+        made(model)
 
 
 @pytest.mark.usefixtures("alone")
