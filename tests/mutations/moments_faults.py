@@ -288,7 +288,7 @@ MOMENTS_FAULTS = (
     Fault(
         "a division is undone with the clip beside it",
         "gradcomp/engine",
-        "(mixes and (was_known or self._factors))",
+        "(is_one and mixes and (was_known or self._factors))",
         "False",
         ("test_clip_learnt.py", "test_user_clip.py"),
     ),
