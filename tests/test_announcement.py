@@ -13,6 +13,7 @@ from typing import Any
 import doors
 import pytest
 import ranks
+import torch
 from doors import COMPRESSION, DDP, OWN, Training
 from small_net import net
 from torch import optim
@@ -183,6 +184,19 @@ def test_another_spec_may_warn_and_says_no_second_line(no_handlers: None) -> Non
     session.replace(make("topk"))
     lines, caught = said(session, optimizer, steps=2)
     assert lines == [] and len(caught) == 1
+
+
+def test_a_program_that_moves_its_weights_by_hand_is_told_too(no_handlers: None) -> None:
+    out, model = io.StringIO(), net()
+    session = Session(
+        make("topk"), Parameters(model.named_parameters()), MemoryNetwork(Board(1), 0, 1), Options(), Door(name="a door")
+    )
+    with contextlib.redirect_stderr(out):
+        for _ in range(10):
+            session.begin()
+            session.ready_all(session.slots.slots, [torch.ones(slot.layer.size) for slot in session.slots.slots])
+            session.finish()
+    assert out.getvalue() == "gradcomp: topk over a door exchanges gradients, since no optimizer is known\n"
 
 
 def test_who_configures_logging_gets_a_record(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,11 @@ class Announcement:
         if (missed := reducer.missed) is not None and not missed.is_said:
             self._warn(session, missed.reason, missed.remedy)
 
+    def look_without_step(self, session: Any) -> None:
+        """Say what is due after some exchanges without any optimizer's step: a program may move its weights by hand."""
+        if self.due and session.reducer.steps_done == 2 * LOOKS:
+            self.look(session)
+
     def look_at_copies(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that trains copies of the parameters: the exchange does not know it, and no step shows it."""
         view = session.view

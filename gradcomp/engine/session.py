@@ -133,10 +133,7 @@ class Session:
 
     @property
     def stock(self) -> torch.dtype | None:
-        """The widest type in which the stock framework is to exchange the gradients, past this session; None: the session does.
-
-        Ranks that have not met since the network was initialised meet within the session.
-        """
+        """The widest type in which the stock framework is to exchange gradients. None: the session does, or ranks must meet."""
         return self._stock if self._stock is not None and not self.is_watched and self.has_met else None
 
     @property
@@ -232,6 +229,7 @@ class Session:
         self.slots.close()
         if self.turns is not None:
             self.turns.note_step()
+        self._announcement.look_without_step(self)
 
     def _take_turn(self) -> None:
         if self._turn_is_due:

@@ -52,7 +52,7 @@ REFUSED = (
 )
 FALLS_BACK = (
     "From the next step on the exchange is of gradients, which may be changed, and SGD applies its momentum itself, from 0 on. "
-    "That can cost some accuracy. To change gradients before their exchange in place of this, call "
+    "That can cost accuracy: with spec blocks it does not. Or change gradients before their exchange, and call "
     "parameter.register_hook(lambda grad: grad * mask) once. To go on so without this warning, write momentum=0 into the spec"
 )
 _MIXES = (
