@@ -40,7 +40,7 @@ examples:
   scripts/lab study --tasks conv --specs topk --door horovod --name real
 
 Specs are trained with simulated ranks in one process, and so are local steps, as local:EVERY/RATE/MOMENTUM/SPEC, such as
-local:30/0.9/0.5/topk; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and all but local steps so
+local:30/0.9/0.7/topk; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and all but local steps so
 with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
 same command continues an interrupted study, and studies share their trainings. Delete the folder after a change of the
 measured code. It also holds decoded data."""
