@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from documents import ROOT
 
-from documentation import step_times, usual_loops
+from documentation import local_steps, step_times, usual_loops
 from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
@@ -42,6 +42,11 @@ def test_the_tables_of_usual_loops_are_those_of_the_records() -> None:
     page = usual_loops.PAGE.read_text()
     assert page == usual_loops.written(page), "run PYTHONPATH=scripts python -m documentation.usual_loops"
     assert page.count("| base | ") == 2 and "worse" not in page
+
+
+def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
+    page = local_steps.PAGE.read_text()
+    assert page == local_steps.written(page), "run PYTHONPATH=scripts python -m documentation.local_steps"
 
 
 @pytest.mark.parametrize("link", RATES)
