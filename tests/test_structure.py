@@ -326,7 +326,7 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 # The most lines of code, and files, of the project. A commit that adds a capability raises them, by its name.
-TOTALS = {"gradcomp": (18_700, 124), "scripts": (9_740, 87), "tests": (36_400, 269)}
+TOTALS = {"gradcomp": (18_700, 124), "scripts": (9_790, 87), "tests": (36_400, 269)}
 
 
 @pytest.mark.parametrize("folder", TOTALS)
