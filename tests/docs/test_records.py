@@ -58,7 +58,9 @@ def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
     assert f"ends {local_steps.over(sign, dense):.1f} % above `dense`" in page
     assert f"for {sign['compression'] / dense['compression']:.0f} times fewer" in page
     first = {line["spec"]: line for line in local_steps.lines("first-seed")}
-    gain, lower = (-local_steps.over(first[a["spec"]], first[b["spec"]]) for a, b in ((often, sign), (sign, topk)))
+    gain, lower = -local_steps.over(often, sign), -local_steps.over(first[sign["spec"]], first[topk["spec"]])
+    ratio = often["compression"] / dense["compression"]
+    assert f"ends {local_steps.over(often, dense):.1f} % above that, for {ratio:.0f} times fewer" in page
     assert f"`sign` gains {gain:.0f} %" in page and f"it ended {lower:.1f} % lower" in page
     rates = {name: local_steps.lines(name) for name in ("outer", "rate-2e3", "rate-4e3", "rate-16e3")}
     assert min(rates, key=lambda name: local_steps.nats(rates[name][0])) == "outer"
