@@ -41,7 +41,7 @@ from gradcomp.spec import auto_of, make
 __all__ = ["LocalSteps"]
 
 # The outer step, where the user leaves it open.
-RATE, MOMENTUM = 0.9, 0.5
+RATE, MOMENTUM = 0.9, 0.7
 
 _NOT_YET = "auto chooses by the time of a step, and most local steps send nothing; write a spec, such as topk"
 _NO_NETWORK = (
@@ -94,7 +94,7 @@ class LocalSteps:
         spec: "name:knob=value", or a compressor.
         every: The steps from one synchronization to the next.
         outer_lr: The rate of the outer step; None: 0.9.
-        outer_momentum: Its Nesterov momentum; None: 0.5.
+        outer_momentum: Its Nesterov momentum; None: 0.7.
         fragments: The parts of the model that are exchanged in turn, each while the next every / fragments steps run.
         seed: The seed of random draws, equal on all ranks.
 

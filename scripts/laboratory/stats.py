@@ -14,16 +14,18 @@ SMOOTHED = 10
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN if a value is not finite."""
-    if not all(map(math.isfinite, values)):
+    """Return the standard error of the mean; NaN if a value is not finite, or there is one only."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return math.nan
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def upper_bound(differences: Sequence[float]) -> float:
-    """Bound the true mean of these differences from above with 95 % confidence: one-sided, by Student's t."""
+    """Bound the true mean of these differences from above with 95 % confidence: one-sided, by Student's t. NaN for one."""
     from scipy.stats import t
 
+    if len(differences) < 2:
+        return math.nan
     quantile = float(t.ppf(CONFIDENCE, len(differences) - 1))
     return statistics.fmean(differences) + quantile * standard_error(differences)
 

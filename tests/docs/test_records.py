@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from documents import ROOT
 
-from documentation import step_times, usual_loops
+from documentation import local_steps, step_times, usual_loops
 from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
@@ -42,6 +42,28 @@ def test_the_tables_of_usual_loops_are_those_of_the_records() -> None:
     page = usual_loops.PAGE.read_text()
     assert page == usual_loops.written(page), "run PYTHONPATH=scripts python -m documentation.usual_loops"
     assert page.count("| base | ") == 2 and "worse" not in page
+
+
+def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
+    page = local_steps.PAGE.read_text()
+    assert page == local_steps.written(page), "run PYTHONPATH=scripts python -m documentation.local_steps"
+    ddp, *others = local_steps.trained()
+    by_spec = {line["spec"]: line for line in others}
+    often, sign, topk = (
+        by_spec[f"local:{way}"] for way in ("10/0.9/0.7/sign", "32/0.9/0.7/sign", "24/0.9/0.7/topk:ratio=0.06")
+    )
+    above = [round(local_steps.over(line, ddp)) for line in others]
+    assert page.count(f"{min(above)} to {max(above)} %") == 2
+    dense = by_spec["local:30/0.9/0.7/dense"]
+    assert f"ends {local_steps.over(sign, dense):.1f} % above `dense`" in page
+    assert f"for {sign['compression'] / dense['compression']:.0f} times fewer" in page
+    first = {line["spec"]: line for line in local_steps.lines("first-seed")}
+    gain, lower = -local_steps.over(often, sign), -local_steps.over(first[sign["spec"]], first[topk["spec"]])
+    ratio = often["compression"] / dense["compression"]
+    assert f"ends {local_steps.over(often, dense):.1f} % above that, for {ratio:.0f} times fewer" in page
+    assert f"`sign` gains {gain:.0f} %" in page and f"it ended {lower:.1f} % lower" in page
+    rates = {name: local_steps.lines(name) for name in ("outer", "rate-2e3", "rate-4e3", "rate-16e3")}
+    assert min(rates, key=lambda name: local_steps.nats(rates[name][0])) == "outer"
 
 
 @pytest.mark.parametrize("link", RATES)

@@ -88,7 +88,7 @@ def test_a_wrong_subcommand_gets_the_nearest_name(capsys: pytest.CaptureFixture[
         (["train", "--ways", "tpk"], "did you mean 'topk'"),
         *((["train", "--later", text], "rate") for text in ("100mbit", "100mbit:", "fast:3", "100mbit:-1")),
         (["study", "--tasks", "cnov"], "unknown task 'cnov' (did you mean 'conv'?); known: mlp, conv, cifar"),
-        (["study", "--seeds", "1"], "give at least two seeds"),
+        (["study", "--seeds", "0"], "'0' is not a whole number above 0"),
         (["study", "--set", "stpes=3"], "unknown setting 'stpes' (did you mean 'steps'?)"),
         (["study", "--set", "steps=2.5"], "not a whole number above 0"),
         (["study", "--set", "momentum=1"], "momentum='1' is not a number in [0, 1)"),

@@ -123,6 +123,15 @@ def test_the_figures_are_those_worked_out_by_hand() -> None:
     assert table[-1].endswith("| never | never |")
 
 
+def test_one_seed_has_no_bounds() -> None:
+    records = {spec: {0: record(score, [3.0, 2.0, 1.0], 4)} for spec, score in (("dense", 98.0), ("a", 97.0))}
+    assert not study.summarize("mlp", records)
+    line = study.summarize("mlp", records, least=1)[1]
+    assert (line["score"], line["worse_than_dense"], line["times_the_steps"]) == (97, 1, 1)
+    assert [line[name] for name in ("score_error", "worse_at_most", "times_at_most")] == [None] * 3
+    assert study.markdown("accuracy", [line]).splitlines()[-1] == "| `a` | 97.00 | +1.000 |  | 100.0 x | 1.00 x |  |"
+
+
 def test_the_bound_of_the_steps_comes_from_leaving_seeds_out() -> None:
     def slower(steps: float) -> dict[str, Any]:
         return record(98.0, [100.0 + steps - step for step in range(1, 101)], 8)

@@ -40,7 +40,7 @@ examples:
   scripts/lab study --tasks conv --specs topk --door horovod --name real
 
 Specs are trained with simulated ranks in one process, and so are local steps, as local:EVERY/RATE/MOMENTUM/SPEC, such as
-local:30/0.9/0.5/topk; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and all but local steps so
+local:30/0.9/0.7/topk; stock, fp16, bf16, powersgd:rank=R and auto by real ranks under DDP, and all but local steps so
 with --door; --rate puts these on emulated hosts. Each finished training is a file in --cache: the
 same command continues an interrupted study, and studies share their trainings. Delete the folder after a change of the
 measured code. It also holds decoded data."""
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     named = ", ".join(sorted({task.source.file for task in TASKS.values() if task.source}))
     parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {named}, for the tasks that need them")
     parser.add_argument("--specs", type=ways.several, required=True, help="compared with dense, which is always among them")
-    parser.add_argument("--seeds", type=settings.seeds, default=5, help="two or more (default: 5)")
+    parser.add_argument("--seeds", type=options.positive, default=5, help="1: without bounds (default: 5)")
     parser.add_argument("--ranks", type=options.positive, default=4, help="(default: 4)")
     parser.add_argument("--door", choices=ways.DOORS, help="train all specs on real ranks")
     parser.add_argument("--rate", type=options.rate, help="train them on emulated hosts, with links of this rate")
@@ -107,9 +107,10 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
             if (record := measured.load(each, chosen.cache)) is not None:
                 records[each.way][each.seed] = record
                 commits.add(str(record["commit"]))
-        lines = summarize(task, records)
+        least = min(2, chosen.seeds)
+        lines = summarize(task, records, least)
         if not lines:
-            print(f"lab study: {task}: fewer than two seeds of dense are finished; no line yet", file=sys.stderr)
+            print(f"lab study: {task}: fewer than {least} seeds of dense are finished; no line yet", file=sys.stderr)
             continue
         parameters = next(iter(records["dense"].values()))["parameters"]
         tasks[task] = {"settings": own._asdict(), "parameters": parameters, "score": TASKS[task].score_name, "lines": lines}
@@ -127,10 +128,11 @@ def write(chosen: argparse.Namespace, every: list[Training], settled: dict[str, 
     return 0
 
 
-def summarize(task: str, records: BySpec) -> list[Line]:
-    """Return a line for every spec, dense first. Only seeds that dense has too count; a line needs two."""
+def summarize(task: str, records: BySpec, least: int = 2) -> list[Line]:
+    """Return a line for every spec, dense first. Only seeds that dense has too count; a line needs two, or as few as these."""
     dense = records["dense"]
-    return [_line(task, spec, by_seed, dense) for spec, by_seed in records.items() if len(by_seed.keys() & dense.keys()) >= 2]
+    common = {spec: len(by_seed.keys() & dense.keys()) for spec, by_seed in records.items()}
+    return [_line(task, spec, by_seed, dense) for spec, by_seed in records.items() if common[spec] >= least]
 
 
 def _line(task: str, spec: str, by_seed: BySeed, dense: BySeed) -> Line:
@@ -172,6 +174,8 @@ def _reached(own: Sequence[Record], dense: Sequence[Record]) -> int | None:
 
 def _times_at_most(own: Sequence[Record], dense: Sequence[Record], reached: int | None, steps: int) -> float | None:
     """Bound the multiple of the steps, by the jackknife: what changes when a seed is left out. None if it may be "never"."""
+    if len(own) < 2:
+        return None
     without = [_reached([*own[:i], *own[i + 1 :]], [*dense[:i], *dense[i + 1 :]]) for i in range(len(own))]
     found = [each for each in without if each is not None]
     if reached is None or len(found) < len(without):
@@ -200,15 +204,15 @@ def markdown(score_name: str, lines: Sequence[Line]) -> str:
     more = ["relative squared error"] * with_errors + ["warned in step"] * with_warnings
     rows = [[*heads, *more]]
     for line in lines:
-        dense = line["spec"] == "dense"
+        dense, bounded = line["spec"] == "dense", line["spec"] != "dense" and len(line["seeds"]) > 1
         cells = [
             f"`{line['spec']}`",
             figure(line["score"], "{:.2f}", "diverged"),
             "" if dense else figure(line["worse_than_dense"], "{:+.3f}", "diverged"),
-            "" if dense else figure(line["worse_at_most"], "{:+.3f}", "diverged"),
+            figure(line["worse_at_most"], "{:+.3f}", "diverged") if bounded else "",
             f"{line['compression']:,.1f} x",
             figure(line["times_the_steps"], "{:.2f} x", "never"),
-            "" if dense else figure(line["times_at_most"], "{:.2f} x", "never"),
+            figure(line["times_at_most"], "{:.2f} x", "never") if bounded else "",
         ]
         error = figure(line.get("squared_error"), "{:.3f}", "")
         warned = ", ".join(str(step) for step in line.get("warned_at", ()) if step is not None)

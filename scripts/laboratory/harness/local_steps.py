@@ -15,7 +15,8 @@ from laboratory.tasks.task import Job, Settings, Task, clip, optimizer_of, rate_
 def train(job: Job, task: Task, settings: Settings, ranks: int, seed: int, way: LocalWay) -> tuple[list[float], list[int]]:
     """Train, and leave the common weights in the job's model. Return losses, and the bytes that a rank sent, by step."""
     models = [copy.deepcopy(job.model) for _ in range(ranks)]
-    optimizers = [optimizer_of(task, settings, model) for model in models]
+    # One for all ranks, since it moves each entry by itself.
+    optimizer = optimizer_of(task, settings, nn.ModuleList(models), fused=True)
     starts = {name: each.detach().clone() for name, each in job.model.named_parameters()}
     outer = torch.optim.SGD(starts.values(), way.rate, way.momentum, nesterov=way.momentum > 0)
     simulation = gradcomp.Simulation(way.spec, {name: tuple(each.shape) for name, each in starts.items()}, ranks, seed)
@@ -23,15 +24,15 @@ def train(job: Job, task: Task, settings: Settings, ranks: int, seed: int, way: 
     sent: list[int] = []
     for step in range(1, settings.steps + 1):
         loss = 0.0
-        for model, optimizer, batches in zip(models, optimizers, job.batches, strict=True):
-            optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
+        optimizer.param_groups[0]["lr"] = rate_of(task, settings, step)
+        optimizer.zero_grad()
+        for model, batches in zip(models, job.batches, strict=True):
             x, y = next(batches)
             of_rank = job.loss(model(x), y)
             loss += float(of_rank.detach()) / ranks
-            optimizer.zero_grad()
             of_rank.backward()
             clip(tuple(each.grad for each in model.parameters() if each.grad is not None), settings.clip)
-            optimizer.step()
+        optimizer.step()
         losses.append(round(loss, 6))
         last = step == settings.steps
         sent.append(_synchronize(models, starts, outer, simulation) if last or step % way.every == 0 else 0)

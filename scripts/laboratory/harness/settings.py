@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from laboratory.options import Refused, positive, suggest
+from laboratory.options import Refused, suggest
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import BELOW_1, FROM_0, OF_SOME, WHOLE, Settings
 
@@ -19,13 +19,6 @@ def task(name: str) -> str:
     if name not in TASKS:
         raise argparse.ArgumentTypeError(f"unknown task {name!r}{suggest(name, TASKS)}; known: {', '.join(TASKS)}")
     return name
-
-
-def seeds(text: str) -> int:
-    """Read a number of seeds."""
-    if positive(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: a bound comes from differences between seeds; give at least two seeds")
-    return int(text)
 
 
 def add_changes(parser: argparse.ArgumentParser) -> None:

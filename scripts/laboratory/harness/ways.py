@@ -68,7 +68,7 @@ def local_of(way: str) -> LocalWay | None:
         return None
     if (found := LOCAL.fullmatch(way)) is None:
         raise ValueError(
-            f"{way!r} is no way of local steps; write local:EVERY/RATE/MOMENTUM/SPEC, such as local:30/0.9/0.5/topk"
+            f"{way!r} is no way of local steps; write local:EVERY/RATE/MOMENTUM/SPEC, such as local:30/0.9/0.7/topk"
         )
     return LocalWay(int(found[1]), float(found[2]), float(found[3]), found[4])
 

@@ -141,17 +141,21 @@ def rate_of(task: Task, settings: Settings, step: int) -> float:
     return settings.lr * RATES[task.schedule](step, settings.steps, settings.warmup)
 
 
-def optimizer_of(task: Task, settings: Settings, model: nn.Module, kept: float = 0.0) -> torch.optim.Optimizer:
-    """Make a task's optimizer. kept: the momentum that the spec keeps; SGD has none beside it.
+def optimizer_of(
+    task: Task, settings: Settings, model: nn.Module, kept: float = 0.0, fused: bool | None = None
+) -> torch.optim.Optimizer:
+    """Make a task's optimizer. kept: the momentum that the spec keeps; SGD has none beside it. fused: faster with many layers.
 
     A momentum repeats the gradient of each step, 1 / (1 - momentum) times in all, and SGD's repeats the weight decay as well. A
     spec's momentum does not see the weight decay, which is made larger by this factor instead. AdamW decays weights directly.
     """
     decay = settings.weight_decay
     if task.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), settings.lr, (settings.momentum, settings.beta2), weight_decay=decay)
+        return torch.optim.AdamW(
+            model.parameters(), settings.lr, (settings.momentum, settings.beta2), weight_decay=decay, fused=fused
+        )
     momentum = 0.0 if kept else settings.momentum
-    return torch.optim.SGD(model.parameters(), settings.lr, momentum, weight_decay=decay / (1 - kept))
+    return torch.optim.SGD(model.parameters(), settings.lr, momentum, weight_decay=decay / (1 - kept), fused=fused)
 
 
 def momentum_of(spec: str) -> float:
