@@ -128,9 +128,14 @@ class _BackwardPass:
         if "session" not in self.__dict__:
             self._warn_of_copy(model)
             return
-        last = self.session.last
-        if last.waits and torch.is_grad_enabled() and not model._join_config.enable:
-            last.watch(self.session.slots.slots)
+        last, slots = self.session.last, self.session.slots.slots
+        if not torch.is_grad_enabled() or model._join_config.enable:
+            return
+        if last.waits:
+            last.watch(slots)
+        needed = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        if needed and not any(slot.parameter.requires_grad for slot in slots if slot.parameter is not None):
+            last.note_frozen(self.session.reducer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave all behind: copies and files of the model have no exchange, as DDP's reducer is not in them either."""

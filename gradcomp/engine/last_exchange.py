@@ -46,6 +46,11 @@ _RIVALS = (
     "{others} for both, which keep no residual. Where the first of two backward passes moves the weights, as SAM's does, "
     "run it in DistributedDataParallel.no_sync()"
 )
+_FROZEN = (
+    "the model was used {drops} times with all its parameters frozen, and inputs that need gradients. If it is a GAN's "
+    "discriminator while the generator learns: {keeper} keeps a residual, and models that train against each other learn worse "
+    "from gradients that come late. Take {others} for both, which keep no residual"
+)
 _LEFT_OUT = (
     "no optimizer.step() applied the last {drops} updates: they were set to zero first, or to None, and are undone. If a guard "
     "leaves out steps by the norm that clip_grad_norm_() returns: that is an update's, which may be hundreds of times a "
@@ -72,6 +77,7 @@ class LastExchange:
         self._inside: torch.optim.Optimizer | None = None  # the one that steps
         self._first: Slot | None = None  # the one with the first gradient of the exchange
         self._drops = self._on_end = 0  # of all updates, and of the last ones, since any optimizer stepped
+        self._frozen = 0  # forward passes of the whole model frozen
         self.suited = "auto"
         self._keeper: Any = None
         self._exchanges = self._exchanges_inside = 0
@@ -126,6 +132,14 @@ class LastExchange:
         self._given.clear()
         while self._watched:
             self._watched.pop()[1].remove()
+
+    def note_frozen(self, reducer: Reducer) -> None:
+        """Note a forward pass with all parameters frozen, through which gradients are to go. Warn, once, of a GAN."""
+        self._frozen += self._exchanges > 0
+        is_gan = self._frozen == DROPS and self._exchanges <= DROPS_SHARE * DROPS
+        if is_gan and reducer.keeps_residual and not self._has_warned_of_drops:
+            self._has_warned_of_drops = True
+            warn_user(_FROZEN.format(drops=DROPS, keeper=self._keeper, others=self.suited))
 
     def _look_for_removed(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn, once, of gradients that are gone, where the optimizer steps with others of the same exchange."""
