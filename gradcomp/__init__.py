@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         globals()[name] = found = getattr(importlib.import_module(f"gradcomp.{_MODULES[name]}"), name)
         return found
-    if name in ("ddp", "fsdp", "horovod", "local", "telemetry"):
+    if name in ("core", "ddp", "fsdp", "handle", "horovod", "integrations", "local", "prediction", "spec", "telemetry"):
         return importlib.import_module(f"gradcomp.{name}")
     raise AttributeError(f"module 'gradcomp' has no attribute {name!r}")
 

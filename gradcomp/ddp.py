@@ -83,6 +83,8 @@ def attach(
     """
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         raise TypeError("attach() got a model that torch.compile() has wrapped; call attach() before torch.compile()")
+    if type(model).__name__.startswith("FSDP"):
+        raise TypeError(f"attach() got a {type(model).__name__}; call gradcomp.fsdp.attach(), the door of FSDP2")
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"attach() got a {type(model).__name__}; wrap the model in DistributedDataParallel first")
     ignored = model.parameters_to_ignore
@@ -156,6 +158,7 @@ class _BackwardPass:
         without_batch = torch._C._current_graph_task_id() < 0  # in DDP.join(): no step follows on this rank
         self.session.view.skips_optimizer = without_batch
         self.session.finish()
+        self.session.announcement.look_without_step(self.session)
         for future, result in self.promised:
             future.set_result(result)
         if without_batch:

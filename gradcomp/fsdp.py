@@ -64,6 +64,10 @@ _BACKEND = (
     'init_device_mesh(..., backend_override={{{name!r}: "gradcomp"}}), after import gradcomp.fsdp'
 )
 _NO_PARAMETER = "attach() got a model without trained parameters; set requires_grad before attach()"
+_UNWRAPPED = (
+    "the parameters {names} are in no module of FSDP2, so that nobody exchanges their gradients: call fully_shard() on all "
+    "layers and on the model before attach()"
+)
 _TWICE = "the model has been given to attach() already; keep the first handle, and call its change(spec)"
 _CUSTOM = (
     "the module {name!r} has a reduce-scatter of its own, {kind}; leave out set_custom_reduce_scatter(), "
@@ -141,6 +145,9 @@ def attach(model: torch.nn.Module, spec: str | Compressor, *, seed: int = 0) -> 
     session.meet()
     if session.slots.are_first:
         inform(f"gradcomp: {session.spec} over FSDP2 exchanges {session.reducer.exchanges}", network)
+    own = {id(each) for of in modules for _, each in of.named}
+    if unwrapped := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]:
+        warn_user(_UNWRAPPED.format(names=", ".join(map(repr, unwrapped[:3])) + (" and others" if len(unwrapped) > 3 else "")))
     if session.reducer.missed is not None:
         warn_user(_LATE.format(spec=session.spec))
     for module in modules:

@@ -13,7 +13,6 @@ from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -60,6 +59,10 @@ _PARAMETERS = (
 _UNLIKE = (
     "{places}: all ranks take the same number of steps up to a synchronization, and flush() between the same two. Let a rank "
     "that has no batch, or leaves one out, call zero_grad() and step() as the others do, and start all ranks again"
+)
+_MISSING = (
+    "the states of {missing} of {ranks} ranks are missing in the list: what they did after the last synchronization is left "
+    "out, and what their residuals held. If these ranks are not gone, load the list of all ranks' states on every rank"
 )
 _FAILED = (
     "the progress of some rank was not finite: all ranks go back to the weights after the last synchronization, and the "
@@ -145,7 +148,8 @@ class LocalSteps:
         self._counts = dict.fromkeys(("steps", "in_round", "synchronizations", "bytes_sent", "bytes_sent_total", "moved"), 0)
         self._under_way: Fragment | None = None
         self._buffers = Buffers(model)
-        self._check_parameters([*weights.values()])
+        self._weights, self._unlike = [*weights.values()], ""  # the error of ranks that have parted
+        self._check_parameters()
         self._network, compressor = _network(next(iter(weights.values())).device), make(spec)
         self._roll_call = RollCall(self._network)
         door = LocalDoor(
@@ -181,6 +185,7 @@ class LocalSteps:
         counts["moved"] = 1
         part, rest = divmod(counts["in_round"], self._interval)
         if not rest:
+            self._check_parameters()
             self._apply()
             self._roll_call.begin(False, counts["in_round"], True)
             if len(self._fragments) == 1:
@@ -216,6 +221,7 @@ class LocalSteps:
         Raises:
             RuntimeError: Another rank synchronizes after a step in the meantime. It raises there, too.
         """
+        self._check_parameters()
         self._apply()
         self._roll_call.begin(True, self._counts["in_round"], self._counts["moved"])
         if not any(moved for *_, moved in self._check_places()):
@@ -287,12 +293,14 @@ class LocalSteps:
         rank = self._network.world.rank
         own = states[0] if isinstance(state, Mapping) else states[rank] if rank < len(states) else None
         given = states[0] if own is None else own
+        missing = 0
         for i, fragment in enumerate(self._fragments):
             of_ranks = [each["fragments"][i] for each in states]
-            fragment.load_state_dict(
-                of_ranks if isinstance(state, Mapping) else with_those_gone(of_ranks),
-                None if own is None else own["fragments"][i],
-            )
+            every = of_ranks if isinstance(state, Mapping) else with_those_gone(of_ranks)
+            missing = len(every) - len(of_ranks)
+            fragment.load_state_dict(every, None if own is None else own["fragments"][i])
+        if missing:
+            warn_user(_MISSING.format(missing=missing, ranks=missing + len(states)))
         for name, buffer in self._buffers.named:
             buffer.copy_(given["buffers"][name])
         self._optimizer.load_state_dict(given["optimizer"])
@@ -300,7 +308,6 @@ class LocalSteps:
 
     def _begin(self, part: int) -> None:
         """Begin the exchange of a fragment. None is under way."""
-        self._check_parameters([each for fragment in self._fragments for each in fragment.weights.values()])
         self._under_way = self._fragments[part]
         self._under_way.begin(keeps_sent=len(self._fragments) > 1)
         if part == len(self._fragments) - 1:
@@ -317,12 +324,13 @@ class LocalSteps:
                 for rank, (flushes, step, _) in enumerate(places)
             ]
             first = next(i for i, each in enumerate(places) if each[:2] != places[0][:2])
-            raise RuntimeError(_UNLIKE.format(places=f"{words[0]}, and {words[first]}"))
+            self._unlike = _UNLIKE.format(places=f"{words[0]}, and {words[first]}")
+            raise RuntimeError(self._unlike)
         return places
 
-    def _check_parameters(self, known: Sequence[Tensor]) -> None:
+    def _check_parameters(self) -> None:
         """Refuse an optimizer of other parameters than those that are exchanged, and a model that trains others."""
-        exchanged = {id(each) for each in known}
+        exchanged = {id(each) for each in self._weights}
         stepped = {id(each) for group in self.param_groups for each in group["params"] if each.requires_grad}
         names = {id(each): repr(name) for name, each in self._model.named_parameters()}
         trained = {id(each) for each in self._model.parameters() if each.requires_grad}
@@ -331,6 +339,8 @@ class LocalSteps:
 
     def _apply(self) -> None:
         """End the exchange under way, if any, and take its outer step."""
+        if self._unlike:  # its messages would never come
+            raise RuntimeError(self._unlike)
         if (fragment := self._under_way) is None:
             return
         self._check_places()

@@ -186,17 +186,27 @@ def test_another_spec_may_warn_and_says_no_second_line(no_handlers: None) -> Non
     assert lines == [] and len(caught) == 1
 
 
-def test_a_program_that_moves_its_weights_by_hand_is_told_too(no_handlers: None) -> None:
-    out, model = io.StringIO(), net()
-    session = Session(
-        make("topk"), Parameters(model.named_parameters()), MemoryNetwork(Board(1), 0, 1), Options(), Door(name="a door")
-    )
+def by_hand() -> list[str]:
+    """Exchange without any step, and then with one of an optimizer that was not passed."""
+    ranks.join()
+    logging.getLogger("gradcomp").hasHandlers = lambda: False  # type: ignore[method-assign]
+    out, run = io.StringIO(), Training(DDP, net(), "topk", given=False)
     with contextlib.redirect_stderr(out):
-        for _ in range(10):
-            session.begin()
-            session.ready_all(session.slots.slots, [torch.ones(slot.layer.size) for slot in session.slots.slots])
-            session.finish()
-    assert out.getvalue() == "gradcomp: topk over a door exchanges gradients, since no optimizer is known\n"
+        for _ in range(12):
+            run.whole.zero_grad()
+            run.whole(torch.ones(2, 20)).square().mean().backward()
+        run.optimizer.step()
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.slow
+def test_a_program_that_moves_its_weights_by_hand_is_told_too() -> None:
+    first, other = ranks.launch(by_hand, 2)
+    assert first == [
+        "gradcomp: topk over DDP exchanges gradients, since no optimizer is known; no optimizer has stepped yet",
+        "gradcomp: topk over DDP exchanges gradients, since SGD has no momentum",
+    ]
+    assert other == []
 
 
 def test_who_configures_logging_gets_a_record(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

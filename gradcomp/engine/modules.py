@@ -300,7 +300,8 @@ class ModuleSession(Session):
     def _end_pass(self) -> None:
         """End the step, unless the pass was within another one, which is joined before its next node runs."""
         node: Any = torch._C._current_autograd_node()
-        if node is None:
+        follows = None if node is None else next((each for each, _ in node.next_functions if each is not None), None)
+        if follows is None:
             self._passes.clear()
             self.finish()
             return
@@ -309,7 +310,7 @@ class ModuleSession(Session):
             handle.remove()
             self._join_pass()
 
-        handle = next(each for each, _ in node.next_functions if each is not None).register_prehook(join)
+        handle = follows.register_prehook(join)
 
     def scatter(self, module: int, given: Tensor, result: Tensor, scale: float) -> None:
         """Exchange a module's gradients over shards."""

@@ -183,9 +183,10 @@ class Announcement:
             self._warn(session, missed.reason, missed.remedy)
 
     def look_without_step(self, session: Any) -> None:
-        """Say what is due after some exchanges without any optimizer's step: a program may move its weights by hand."""
-        if self.due and session.reducer.steps_done == 2 * LOOKS:
-            self.look(session)
+        """Say what is exchanged after some exchanges without a step, which says more: weights may be moved by hand."""
+        if self.due and not self._said and session.reducer.steps_done == 2 * LOOKS:
+            text = f"exchanges {session.reducer.exchanges}; no optimizer has stepped yet"
+            inform(f"gradcomp: {session.turns or session.spec} over {session.door.name} {text}", session.network)
 
     def look_at_copies(self, session: Any, optimizer: torch.optim.Optimizer) -> None:
         """Warn of an optimizer that trains copies of the parameters: the exchange does not know it, and no step shows it."""

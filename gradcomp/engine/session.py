@@ -56,7 +56,7 @@ class Session:
         self._stock: torch.dtype | None = None
         self._sample = GradientSample(len(slots.slots), door.changed)
         self._missing, self._scaler = MissingExchange(slots, network, door.unused), UnknownScaler(options.scaler)
-        self.last, self._announcement = LastExchange(slots, self.view, TRIAL if view is None else 0), Announcement()
+        self.last, self.announcement = LastExchange(slots, self.view, TRIAL if view is None else 0), Announcement()
         # Ranks may differ by one commit where one of them fails while the others commit.
         self._commits: deque[Snapshot] = deque(maxlen=2)
         self._install(self._make_reducer(compressor), compressor)
@@ -72,7 +72,7 @@ class Session:
     def _install(self, reducer: Reducer, compressor: Compressor) -> None:
         """Continue with a reducer. The momentum is left to the optimizer from now on if not every bucket applies it."""
         self.last.settle()
-        self.reducer, self.compressor, self._stock, self._announcement.due = reducer, compressor, None, True
+        self.reducer, self.compressor, self._stock, self.announcement.due = reducer, compressor, None, True
         if not reducer.takes_momentum:
             self.view.leave()
 
@@ -229,7 +229,6 @@ class Session:
         self.slots.close()
         if self.turns is not None:
             self.turns.note_step()
-        self._announcement.look_without_step(self)
 
     def _take_turn(self) -> None:
         if self._turn_is_due:
@@ -252,7 +251,7 @@ class Session:
     def check_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
         """Check an optimizer that is about to step. has_closure: it may call a closure, and that several times."""
         if not self.last.enter_step(optimizer, self.view.check_step(optimizer, self.compressor), has_closure):
-            self._announcement.look_at_copies(self, optimizer)
+            self.announcement.look_at_copies(self, optimizer)
             return
         if self._failure is not None:
             self.refuse("the optimizer's step")
@@ -263,7 +262,7 @@ class Session:
         if keeps_state := self.reducer.keeps_state or self.view.taken:
             self._scaler.look()
         self.view.refuse_misuse(optimizer, keeps_state)
-        self._announcement.look(self)
+        self.announcement.look(self)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the momentum out of an optimizer that is about to step. A step() that synchronizes before calls another one."""

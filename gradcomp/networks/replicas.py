@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,20 +40,31 @@ def _name(options: Any, given: Any) -> None:
     options.group_name, options.global_ranks_in_group = given.group_id, given.global_ranks_in_group
 
 
+def _timeout(given: Any) -> Any:
+    """Return the time-out of the whole job's group, if it is shorter: a mesh has torch's default, which is half an hour."""
+    found = [given.timeout]
+    for device in ("cpu", "cuda") if dist.is_initialized() else ():
+        with suppress(RuntimeError, AttributeError):
+            whole: Any = dist.group.WORLD
+            found.append(whole._get_backend(torch.device(device)).options._timeout)
+    return min(found)
+
+
 class ReplicaGroup(dist.ProcessGroup):
     """The process group of ranks with equal shards: a group of native backends, with an all-reduce of its own."""
 
     def __init__(self, given: Any, options: Any = None):
         """given, options: torch's, of a backend with its extended interface."""
-        rank, size = given.group_rank, given.group_size
+        rank, size, timeout = given.group_rank, given.group_size, _timeout(given)
         super().__init__(rank, size)  # type: ignore[call-arg]
         kinds = dist.ProcessGroup.BackendType
-        gloo: Any = dist.ProcessGroupGloo(_prefixed("cpu", given.store), rank, size, given.timeout)
+        gloo: Any = dist.ProcessGroupGloo(_prefixed("cpu", given.store), rank, size, timeout)
         _name(gloo.options, given)
         self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = given.timeout
+            if options is None:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
             _name(options, given)
             nccl = dist.ProcessGroupNCCL(_prefixed("cuda", given.store), rank, size, options)
             self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
@@ -82,7 +94,8 @@ class ReplicaGroup(dist.ProcessGroup):
     allreduce_natively: Any = _native("allreduce")
 
     # In a class that Python derives, torch's own versions of these methods hold Python's lock while they wait for gloo's queue.
-    # A thread of gloo's that lets a tensor go holds the queue, and waits for Python's lock.
+    # A thread of gloo's that lets a tensor go holds the queue, and waits for Python's lock. The coalesced all-gather and
+    # reduce-scatter have no method of a backend to call.
     allgather: Any = _native("allgather")
     allreduce_coalesced: Any = _native("allreduce_coalesced")
     alltoall_base: Any = _native("alltoall_base")
@@ -92,10 +105,11 @@ class ReplicaGroup(dist.ProcessGroup):
     send: Any = _native("send")
     recv: Any = _native("recv")
 
-    def barrier(self, opts: Any) -> Any:  # type: ignore[override]
+    def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""
-        native: Any = self._get_backend(opts.device or torch.device("cpu"))
-        return native.barrier(opts)
+        options = opts or dist.BarrierOptions()
+        native: Any = self._get_backend(options.device or torch.device("cpu"))
+        return native.barrier(options)
 
 
 def register() -> None:

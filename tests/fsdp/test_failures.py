@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def refused(kind: str) -> dict[str, str]:
     acts = {
         "plain": lambda: attach(net(), "blocks"),
         "DDP": lambda: attach(DistributedDataParallel(net()), "blocks"),
+        "DDP's door": lambda: gradcomp.ddp.attach(wrapped(kind, net(), mesh), "blocks"),
         "FSDP1": lambda: attach(FullyShardedDataParallel(net(), device_id=cpu), "blocks"),
         "old": lambda: attach(old_replicate(net()), "blocks"),
         "frozen": lambda: attach(wrapped(kind, net().requires_grad_(False), mesh), "blocks"),
@@ -68,6 +70,16 @@ def refused(kind: str) -> dict[str, str]:
         "meshes": lambda: attach(of_two_meshes(), "blocks"),
     }
     return {name: refusal(act) for name, act in acts.items()}
+
+
+def unwrapped() -> list[str]:
+    """Attach before the last layer and the model are wrapped."""
+    model = net()
+    fully_shard(model[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradcomp.fsdp.attach(model, "blocks")
+    return [str(each.message) for each in caught]
 
 
 def of_two_groups(mesh: Any) -> Any:
@@ -86,7 +98,7 @@ def of_two_meshes() -> Any:
 
 def failed(kind: str) -> dict[str, Any]:
     join()
-    found: dict[str, Any] = {"refused": refused(kind)} if kind == "shards" else {}
+    found: dict[str, Any] = {"refused": refused(kind), "unwrapped": unwrapped()} if kind == "shards" else {}
     mesh, rank = mesh_of(kind), dist.get_rank()
     found["specs"] = refusal(lambda: gradcomp.fsdp.attach(wrapped(kind, net(), mesh), "half" if rank == 3 else "blocks"))
     model = wrapped(kind, net(), mesh)
@@ -123,6 +135,7 @@ def failing(kind: str) -> list[dict[str, Any]]:
 WORDS = {
     "plain": "TypeError: attach() got a Sequential without any module of FSDP2",
     "DDP": "TypeError: attach() got a DistributedDataParallel model; call gradcomp.ddp.attach()",
+    "DDP's door": "TypeError: attach() got a FSDPSequential; call gradcomp.fsdp.attach(), the door of FSDP2",
     "FSDP1": "TypeError: attach() got a model of FSDP1; wrap it by fully_shard()",
     "old": "TypeError: attach() got a model of the older replicate()",
     "frozen": "ValueError: attach() got a model without trained parameters",
@@ -142,6 +155,12 @@ WORDS = {
 def test_refusals(name: str) -> None:
     for rank in failing("shards"):
         assert WORDS[name] in rank["refused"][name]
+
+
+def test_layers_that_are_not_wrapped_are_told_of() -> None:
+    said = "the parameters '2.weight', '2.bias', '4.weight' and others are in no module of FSDP2"
+    for rank, found in enumerate(failing("shards")):
+        assert [text.partition(", so that")[0] for text in found["unwrapped"]] == [said] * (rank == 0)
 
 
 @pytest.mark.parametrize("kind", ["shards", "two by two"])

@@ -104,6 +104,7 @@ def others() -> list[float]:
         dist.recv(found.setdefault("received", torch.empty(1)), (rank - 1) % RANKS, group=group)
         moves[0].wait()
         dist.barrier(group=group)
+    group.barrier()
     given: Any = group._get_backend(torch.device("cpu")).options
     assert (given.group_name, given.global_ranks_in_group) == (group.group_name, [*range(RANKS)])  # for torch's flight recorder
     return torch.cat([*found.values()]).tolist()

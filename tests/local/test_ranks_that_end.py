@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,10 @@ def without_it(spec: str, fragments: int, files: list[str]) -> tuple[bool, Tenso
     join()
     rank, (model, local) = dist.get_rank(), made(spec, fragments)
     states = [torch.load(each) for each in files]
-    local.load_state_dict(states)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        local.load_state_dict(states)
+    assert [str(each.message)[:34] for each in caught] == [f"the states of {3 - len(states)} of 3 ranks are mis"]
     given = [fragment["weights" if rank < len(states) else "starts"] for fragment in states[rank % len(states)]["fragments"]]
     is_own = all(torch.equal(dict(model.named_parameters())[name], each) for own in given for name, each in own.items())
     residual = residual_of(local)

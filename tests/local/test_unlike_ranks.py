@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,14 @@ from ranks import end_together, join, launch, report
 from torch import nn
 
 import gradcomp
+
+
+def raises(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except RuntimeError:
+        return True
+    return False
 
 
 def train(local: gradcomp.local.LocalSteps, model: nn.Module, rank: int, steps: int) -> None:
@@ -42,6 +52,10 @@ def on_ranks(door: str, spec: str, fragments: int) -> None:
             train(local, model, rank, 6)
     except RuntimeError as error:
         said = str(error)
+    if said:  # a checkpoint after the error does not wait for messages that never come
+        with pytest.raises(RuntimeError, match="calls flush"):
+            local.flush()
+        assert fragments == 1 or raises(local.state_dict)
     report((weights, said, local.stats()["steps"]))
     if fragments > 1:
         end_together()  # the fragment that rank 0 sent is under way for good

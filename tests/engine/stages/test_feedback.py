@@ -176,6 +176,19 @@ def test_an_entry_that_never_goes_fades() -> None:
         assert simulation.residual(0)["w"].tolist() == [0, waits]
 
 
+def test_the_residual_of_a_frozen_layer_does_not_decay() -> None:
+    named = [(name, torch.nn.Parameter(torch.zeros(64))) for name in "ab"]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    shapes = {name: (64,) for name, _ in named}
+    simulation = gradcomp.Simulation("topk:ratio=0.1,decay=0.5", shapes, 1, optimizer=optimizer, named_parameters=named)
+    simulation.step([{name: torch.arange(64.0) for name in shapes}])
+    before = simulation.residual(0)["b"].clone()
+    named[1][1].requires_grad_(False)
+    for _ in range(4):
+        simulation.step([{"a": torch.arange(64.0), "b": torch.zeros(64)}])
+    assert before.any() and torch.equal(simulation.residual(0)["b"], before)
+
+
 def test_a_decay_needs_a_residual() -> None:
     with pytest.raises(ValueError, match="decay acts on a residual that is kept; write feedback=true"):
         gradcomp.make("blocks:decay=0.9")
