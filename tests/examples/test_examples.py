@@ -46,6 +46,7 @@ def example(name: str, port: int, killed_at: list[int], *arguments: str) -> dict
     torch.save = save_or_die
     end, dist.destroy_process_group = dist.destroy_process_group, lambda: None  # weights are read after the example
     warnings.filterwarnings("ignore", message="gradcomp: the gradients were clipped to a norm of 1")  # as resume.py wants it
+    warnings.filterwarnings("ignore", message="the states of 1 of 2 ranks are missing")  # as local_steps.py wants it
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(EXAMPLES))  # as Python does for a script
     found = runpy.run_path(str(EXAMPLES / name), run_name="__main__")

@@ -12,7 +12,7 @@ import pytest
 from gradcomp.native import cuda_versions, extension
 from gradcomp.native.cuda_versions import misfit
 
-# Imports gradcomp with an extension that claims to have kernels of CUDA 13.0, whatever this one has.
+# Imports a door with an extension that claims to have kernels of CUDA 13.0, whatever this one has.
 IMPORT = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("gradcomp._native", sys.argv[1])
@@ -20,7 +20,7 @@ module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.built_with_cuda, module.cuda_version = True, 13000
 sys.modules["gradcomp._native"] = module
-import gradcomp
+import gradcomp.ddp
 from gradcomp.native import cuda_versions
 print(cuda_versions.driver_version())
 """
