@@ -139,7 +139,7 @@ class Bucket:
             self.frozen.forget()
         if frozen:
             self.frozen.set_arrays_aside(frozen, self._arrays(), self.steps)
-            decay = 1.0 if self.feedback is None else self.feedback.residual_factor or 1.0  # no frozen step counts for it
+            decay = self.feedback.residual_factor or 1.0  # no frozen step counts for it
             factors = {layer: own / decay for layer, own in accumulation.layer_factors.items()}
             self.frozen.scale_residual(accumulation.residual_factor / decay, factors)
         accumulation.run()

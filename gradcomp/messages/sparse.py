@@ -60,9 +60,12 @@ class Codec(ABC):
     def form(self, n: int, capacity: int) -> Form:
         """Describe a payload of this capacity for a bucket of n entries."""
 
-    @abstractmethod
     def allocate(self, acc: Acc, capacity: int) -> Taken:
         """Allocate for `capacity` of acc's entries. A take kernel must fill them in before the caller yields."""
+        payload = payloads.empty(self.form(acc.residual.numel(), capacity), acc.residual.device)
+        values = acc.memory.scratch("values", capacity, acc.residual, "float32")
+        indices = acc.memory.scratch("indices", capacity, acc.residual, "int32")
+        return Taken(self, Entries(values, indices, payload["header"]), payload)
 
     @abstractmethod
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
@@ -76,13 +79,14 @@ class Codec(ABC):
     def read(self, payload: Payload) -> Entries:
         """Read the entries of a payload. COMPACT sets the header's flag if the payload is malformed."""
 
-    @abstractmethod
     def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
         """Add payloads, one after the other. The update's first entry becomes NaN if one is flagged or malformed."""
+        for payload in received:
+            kernels.add_sparse(update.flat, *self.read(payload), scale, update.marks)
 
-    @abstractmethod
     def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
         """Put kept_share times the sent entries back into the residual; put all of them back if the update is not finite."""
+        kernels.settle_sparse(residual, *self.read(payload), update.flat, kept_share)
 
     @abstractmethod
     def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
@@ -150,13 +154,6 @@ class Exact(Codec):
     def read(self, payload: Payload) -> Entries:
         return Entries(payload["values"], payload["indices"], payload["header"])
 
-    def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
-        for payload in received:
-            kernels.add_sparse(update.flat, *self.read(payload), scale, update.marks)
-
-    def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
-        kernels.settle_sparse(residual, *self.read(payload), update.flat, kept_share)
-
     def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         return payload["indices"][:wanted]
 
@@ -166,9 +163,6 @@ class Compact(Codec):
 
     def form(self, n: int, capacity: int) -> Form:
         return _compact_form(n, capacity)
-
-    def allocate(self, acc: Acc, capacity: int) -> Taken:
-        return _in_scratch(self, acc, capacity)
 
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
         n, _ = _sizes(payload)
@@ -243,9 +237,6 @@ class Coarse(Codec):
     def form(self, n: int, capacity: int) -> Form:
         return _coarse_form(n, capacity)
 
-    def allocate(self, acc: Acc, capacity: int) -> Taken:
-        return _in_scratch(self, acc, capacity)
-
     def write(self, payload: Payload, values: Tensor, indices: Tensor, residual: Tensor | None) -> None:
         n, capacity = _sizes(payload)
         there = _are_there(payload["header"], capacity)
@@ -268,27 +259,12 @@ class Coarse(Codec):
         values.masked_fill_(~_are_there(payload["header"], capacity), 0.0)
         return Entries(values, ascending.unpack(payload["indices"], n, capacity).int(), payload["header"])
 
-    def add(self, update: Update, received: Sequence[Payload], scale: float = 1.0) -> None:
-        for payload in received:
-            kernels.add_sparse(update.flat, *self.read(payload), scale, update.marks)
-
-    def settle(self, residual: Tensor, payload: Payload, update: Update, kept_share: float = 0.0) -> None:
-        kernels.settle_sparse(residual, *self.read(payload), update.flat, kept_share)
-
     def indices(self, payload: Payload, wanted: int, sender: str) -> Tensor:
         return self.read(payload).indices[:wanted]
 
 
 def _are_there(header: Tensor, capacity: int) -> Tensor:
     return torch.arange(capacity, device=header.device) < header[0]
-
-
-def _in_scratch(codec: Codec, acc: Acc, capacity: int) -> Taken:
-    """Allocate a payload, and scratch for its entries."""
-    payload = payloads.empty(codec.form(acc.residual.numel(), capacity), acc.residual.device)
-    values = acc.memory.scratch("values", capacity, acc.residual, "float32")
-    indices = acc.memory.scratch("indices", capacity, acc.residual, "int32")
-    return Taken(codec, Entries(values, indices, payload["header"]), payload)
 
 
 @functools.lru_cache(maxsize=1024)
