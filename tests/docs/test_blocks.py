@@ -20,9 +20,7 @@ import gradcomp
 
 # Pages whose code runs elsewhere.
 ELSEWHERE = {
-    "docs/start-ddp.md": "test_tutorials.py runs it by torchrun",
-    "docs/start-fsdp.md": "test_tutorials.py runs it by torchrun",
-    "docs/start-horovod.md": "test_tutorials.py runs it by horovodrun",
+    "docs/start.md": "test_tutorials.py runs it by torchrun and by horovodrun",
 }
 # Pages whose blocks show one thing after the other, each with a model of its own.
 APART = {"docs/training.md"}

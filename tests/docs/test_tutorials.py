@@ -1,6 +1,6 @@
-"""The tutorials' scripts run as their pages say, on two ranks of torchrun and horovodrun, and print what the pages show.
+"""The scripts of the page Start run as it says, on two ranks of torchrun and horovodrun, and print what it shows.
 
-The page's first command is called as it stands. The second one, which resumes, runs on forked ranks, which start at once.
+A section's first command is called as it stands. The second one, which resumes, runs on forked ranks, which start at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, blocks
+from documents import ROOT, Block, blocks
 from ranks import launch
 
 # What a rank of torch 2.13 says now and then at its end, after all is done (docs/troubleshooting.md, "At the end").
 ABORTED = "terminate called without an active exception"
 
-LAUNCHERS = {"start-ddp.md": "torchrun", "start-fsdp.md": "torchrun", "start-horovod.md": "horovodrun"}
+PAGE = ROOT / "docs" / "start.md"
+LAUNCHERS = {"Horovod": "horovodrun", "DDP": "torchrun", "FSDP2": "torchrun"}
+
+
+def section(heading: str) -> list[Block]:
+    """List the blocks of a section of the page."""
+    lines = PAGE.read_text().splitlines()
+    begin = lines.index(f"## {heading}")
+    end = next(at for at in range(begin + 1, len(lines)) if lines[at].startswith("## "))
+    return [block for block in blocks(PAGE) if begin < block.line <= end]
 
 
 def environment() -> dict[str, str]:
@@ -72,20 +81,21 @@ def losses(lines: list[str]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", LAUNCHERS)
-def test_a_tutorial_runs(page: str, tmp_path: Path) -> None:
-    found = list(blocks(ROOT / "docs" / page))
-    (script,) = [block.text for block in found if block.language == "python"]
-    first_shown, second_shown = [block.text.splitlines() for block in found if block.language == "text"]
-    lines = [line for block in found if block.language == "sh" for line in block.text.splitlines()]
-    first, second = [line for line in lines if line.startswith(LAUNCHERS[page])]
+@pytest.mark.parametrize("heading", LAUNCHERS)
+def test_a_tutorial_runs(heading: str, tmp_path: Path) -> None:
+    by_language = {block.language: block.text for block in section(heading)}
+    assert len(section(heading)) == 3
+    shown = by_language["text"].splitlines()
+    of_first = next(at for at, line in enumerate(shown) if line.startswith("goes on"))
+    commands = [re.sub(r" +#.*", "", line) for line in by_language["sh"].splitlines()]
+    first, second = [line for line in commands if line.startswith(LAUNCHERS[heading])]
     assert first.rpartition(" ")[0] == second.rpartition(" ")[0], "the second command only asks for more steps"
-    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "train.py").write_text(by_language["python"])
     printed = [line for line in by_command(first, tmp_path).splitlines() if line.startswith("step")]
     resumed, other = launch(again, 2, str(tmp_path), second.rpartition(" ")[2], free_port())
-    assert without_losses(printed) == without_losses(first_shown)
-    assert without_losses(resumed.splitlines()) == without_losses(second_shown)
+    assert without_losses(printed) == without_losses(shown[:of_first])
+    assert without_losses(resumed.splitlines()) == without_losses(shown[of_first:])
     assert other == "", "rank 0 alone prints"
     every = losses([*printed, *resumed.splitlines()])
-    assert every == pytest.approx(losses([*first_shown, *second_shown]), rel=0.2)  # another processor rounds otherwise
+    assert every == pytest.approx(losses(shown), rel=0.2)  # another processor rounds otherwise
     assert every[0] > every[-1]
