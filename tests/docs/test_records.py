@@ -16,6 +16,7 @@ from laboratory.loops.trainers import TRAINERS
 
 WHICH = (ROOT / "docs" / "which-spec.md").read_text()
 README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
 RATES = {"100 Mbit/s": "100mbit", "1 Gbit/s": "1gbit", "10 Gbit/s": "10gbit"}
 
 
@@ -101,23 +102,20 @@ def test_the_scores_of_which_spec() -> None:
     assert f"{float(scores['`orq:momentum=0`'].split(' | ')[0]):.1f} % on CIFAR" in WHICH
     accuracy, perplexity = scores["`bf16:steps=4`"].split(" | ")
     assert f"{float(accuracy):.1f} % with the best of three learning rates; a perplexity of {float(perplexity):.1f}" in WHICH
-    accuracy, perplexity = scores["`powersgd:rank=4`"].split(" | ")
-    assert f"{float(accuracy):.1f} %; a perplexity of {perplexity}" in WHICH
 
 
-def test_the_examples_of_which_spec() -> None:
-    flat = " ".join(WHICH.split())
-    text, net = "shakespeare", "cifar-large"
-    there = f"`topk` takes {over(text, '10gbit', 'topk', 8)} of stock's step there, and its 95 % interval reaches "
-    assert there + at_most(text, "10gbit", "topk", 8) in flat
-    assert f"`auto` chose `{line(text, 8, '10gbit', 'auto')['auto']['way']}`" in flat
-    ours = f"{over(net, '1gbit', 'topk')} of stock's (at most {at_most(net, '1gbit', 'topk')}), and "
-    hook = (
-        f"{over(net, '1gbit', 'topk', other='bf16')} of the bf16 hook's (at most {at_most(net, '1gbit', 'topk', other='bf16')})"
-    )
-    assert ours + hook in flat
-    chosen = line(net, 4, "1gbit", "auto")["auto"]["way"]
-    assert f"it chose `{chosen}` there, at {over(net, '1gbit', 'auto')} of stock's step" in flat
+def test_what_which_spec_says_of_ratios() -> None:
+    """A gather's link carries 2 / P of the ratio of payloads, and a ratio of the papers costs points."""
+    lines = {
+        name: {each["spec"]: each for each in json.loads((RESULTS / f"{name}.json").read_text())["tasks"]["cifar"]["lines"]}
+        for name in ("study-cifar", "study-cifar-best")
+    }
+    ratio = lines["study-cifar-best"]["topk:ratio=0.01"]["compression"]
+    on_links = [f"1/{ratio * 2 / hosts:.0f}" for hosts in (4, 8, 16)]
+    said = f"on 4, 8 and 16 hosts, a link carries {on_links[0]}, {on_links[1]} and {on_links[2]} of dense's bytes where"
+    assert f"{said} the table says {ratio:.0f}." in " ".join(WHICH.split())
+    assert f"800 steps cost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points" in WHICH
+    assert "1.2 s     for 25 million parameters, 4 hosts, 1 Gbit/s" in WHICH and 8 * 25e6 * 3 / 4 / 125e6 == 1.2
 
 
 def test_what_the_results_say_of_single_steps() -> None:
