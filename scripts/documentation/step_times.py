@@ -1,4 +1,4 @@
-"""The tables of docs/results.md that hold records of the laboratory: steps on clusters, steps under FSDP2, and final scores.
+"""The tables of benchmarks/step-times.md, from the records: steps on clusters, steps under FSDP2, and final scores.
 
 PYTHONPATH=scripts python -m documentation.step_times    writes them anew
 """
@@ -11,7 +11,7 @@ from laboratory.commands.accuracy import DOORS, HOSTS, LINKS, RECORDS, cluster, 
 from laboratory.machine import ROOT
 from laboratory.report import figure, filled, markdown, read
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "benchmarks" / "step-times.md"
 FSDP2 = {"fsdp": "shards", "hsdp": "replicas of two shards", "replicate": "replicas"}
 TASKS = {"cifar-large": "CIFAR, SGD", "shakespeare": "text, AdamW"}
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from documents import ROOT
 
-from documentation import local_steps, step_times, usual_loops
+from documentation import local_steps, results, step_times, usual_loops
 from laboratory.commands import accuracy, strangers, trainers
 from laboratory.loops.trainers import TRAINERS
 
@@ -93,12 +93,16 @@ def test_what_readme_says_of_specs() -> None:
         for spec in ("orq", "topk")
     )
     assert f"costs at most {max(orq):.1f} % of the loss" in README and f"{min(topk):.1f} to {max(topk):+.1f} %" in README
-    claims = (ROOT / "docs" / "claims.md").read_text()  # which another test holds to its records
-    row = r"\| `dense` \| ([0-9.]+) .+\n\| `topk:ratio=0.01` \| [0-9.]+ \| (\S+) \| \+(\S+)"
-    dense, worse, most = re.findall(row, claims)[0]
-    assert f"costs {float(worse):.2f} points of {dense} % on CIFAR-10's pictures (at most {float(most):.2f})" in README
-    shares = {spec: re.findall(rf"`{spec}`, [^|]+\| (-?[0-9.]+ %) of perplexity", claims)[0] for spec in ("orq", "topk")}
-    assert f"; {shares['orq']} of perplexity with 1.3 million" in README and f", and {shares['topk']};" in README
+    (study,) = json.loads((RESULTS / "study-cifar-best.json").read_text())["tasks"].values()
+    dense, own = (next(each for each in study["lines"] if each["spec"] == spec) for spec in ("dense", "topk:ratio=0.01"))
+    costs = f"costs {own['worse_than_dense']:.2f} points of {dense['score']:.2f} % on CIFAR-10's pictures"
+    assert f"{costs} (at most {own['worse_at_most']:.2f})" in README
+    (study,) = json.loads((RESULTS / "study-shakespeare-rest.json").read_text())["tasks"].values()
+    dense, own = (next(each for each in study["lines"] if each["spec"] == spec) for spec in ("dense", "orq"))
+    assert f"; {100 * own['worse_than_dense'] / dense['score']:.1f} % of perplexity with 1.3 million" in README
+    (study,) = json.loads((RESULTS / "study-shakespeare.json").read_text())["tasks"].values()
+    dense, own = (next(each for each in study["lines"] if each["spec"] == spec) for spec in ("dense", "topk:ratio=0.01"))
+    assert f", and {100 * own['worse_than_dense'] / dense['score']:.1f} %;" in README
 
 
 def test_the_scores_of_which_spec() -> None:
@@ -130,7 +134,7 @@ def test_what_which_spec_says_of_ratios() -> None:
 def test_what_the_results_say_of_single_steps() -> None:
     """Sentences of the form: `topk` takes 501 ms, and `stock` 515, for the net on eight hosts at 10 Gbit/s."""
     form = r"`([^`]+)` takes ([\d,]+) ms, and `([^`]+)` ([\d,]+), for the (net|text) on (four|eight) hosts at (\d+ .bit/s)"
-    found = re.findall(form, " ".join(step_times.PAGE.read_text().split()))
+    found = re.findall(form, " ".join(results.PAGE.read_text().split()))
     for way, its, other, others, what, hosts, link in found:
         task = {"net": "cifar-large", "text": "shakespeare"}[what]
         times = [line(task, {"four": 4, "eight": 8}[hosts], RATES[link], each)["ms"]["median"] for each in (way, other)]
@@ -152,8 +156,8 @@ def test_what_the_hosts_interfaces_carry_under_fsdp2(door: str) -> None:
 
 def test_the_page_of_times_to_accuracy_is_that_of_its_record() -> None:
     tasks = json.loads((ROOT / "benchmarks" / "results" / "accuracy.json").read_text())["tasks"]
-    made = accuracy.page(tasks, "../benchmarks/results/accuracy.json")
-    assert (ROOT / "docs" / "time-to-accuracy.md").read_text() == made, "scripts/lab accuracy --report makes it"
+    made = accuracy.page(tasks, "results/accuracy.json")
+    assert accuracy.PAGE.read_text() == made, "scripts/lab accuracy --report makes it"
 
 
 def test_the_losses_of_trainers_are_those_of_their_record() -> None:

@@ -1,4 +1,4 @@
-"""The pages of claims and of auto beside stock hold figures of the committed results; scripts/claims refuses wrong words."""
+"""The tables of studies and of auto beside stock hold figures of the committed results; scripts/claims refuses wrong words."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from laboratory.commands.accuracy import cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-CLAIMS = (ROOT / "docs" / "claims.md").read_text()
-STUDIES = sorted(path.stem for path in RESULTS.glob("study-*.json") if path.name in CLAIMS)
+STUDIES_PAGE = (ROOT / "benchmarks" / "studies.md").read_text()
+STUDIES = sorted(path.stem for path in RESULTS.glob("study-*.json") if path.name in STUDIES_PAGE)
 RECORDS = sorted(path.name for path in RESULTS.glob("train-never-*.json"))
 
 
@@ -33,7 +33,7 @@ def test_the_page_names_the_results_that_the_script_makes() -> None:
 def test_the_page_holds_the_table_of_its_results(name: str) -> None:
     for found in record(f"{name}.json")["tasks"].values():
         table = study.markdown(found["score"], found["lines"])
-        assert table in CLAIMS, f"docs/claims.md needs this table:\n{table}"
+        assert table in STUDIES_PAGE, f"benchmarks/studies.md needs this table:\n{table}"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from laboratory.tasks import table as tasks
 from laboratory.tasks.table import TASKS
 from laboratory.tasks.task import Settings
 
-PAGE = ROOT / "docs" / "time-to-accuracy.md"
+PAGE = ROOT / "benchmarks" / "time-to-accuracy.md"
 RECORDS = ROOT / "benchmarks" / "results" / "accuracy"
 
 # The tasks that are trained, and the clusters.
@@ -68,25 +68,20 @@ UNITS = {"kbit": "kbit/s", "mbit": "Mbit/s", "gbit": "Gbit/s"}
 INTRODUCTION = f"""\
 # Time to accuracy
 
-How long a training takes until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one, by every way to exchange
-gradients: users wait for accuracy, not for steps or bytes. `scripts/lab accuracy` makes this page.
-
-Where links are slow, ways with few bytes win by their steps. On fast links they win, if at all, because their scores rise
-faster in these short trainings. Do not expect that of a long one: compare [step times](results.md#step-times) there.
+Tables behind [the results](../docs/results.md#time-to-a-score), made by `scripts/lab accuracy`: how long a training takes
+until its score is within {100 - 100 * NEARLY:.0f} % of dense's final one.
 
 - **Scores** come from whole trainings on {RANKS} real ranks of one machine, with the score of held-out data after every
-  {EVERY} batches. One seed's accuracy on CIFAR has a [standard error of 0.7 points](claims.md#pictures): differences below two
-  points may be chance. Where a way never gets there, its final score stands in brackets.
+  {EVERY} batches, one seed. Where a way never gets there, its final score stands in brackets.
 - **Seconds** are batches times the seconds of a batch, which are measured on emulated clusters with links of the given rate,
-  where all ways take turns; the first to get there is bold. A cluster of 8 hosts trains with the same batch in all, half as
-  large on each; its scores are those of {RANKS} ranks.
+  where all ways take turns; the first to get there is bold. All hosts share one machine of two cores. A cluster of 8 hosts
+  trains with the same batch in all, half as large on each; its scores are those of {RANKS} ranks.
 - `{ADDED_UP}` adds up the gradients of four batches before it exchanges them in bf16, with the best of three learning
-  rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook: it compresses from
-  step {POWERSGD_FROM} on, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's Top-k and the authors' Deep
-  Gradient Compression with their own code. gradcomp's specs are used as they come.
+  rates: dense's, and {" and ".join(f"{rate} times" for rate in RATES[1:])} that. PowerSGD is torch's hook:
+  {POWERSGD_FROM} steps go by before it compresses, in one bucket, since gloo mixes up several. `grace` and `dgc` are GRACE's
+  Top-k and Deep Gradient Compression, their authors' code called from our hooks.
 - `auto` counts with what choosing cost. Its scores are those of the way that it chose. It was measured before `blocks`, with
-  nine and five levels [in its place](decisions/auto.md#five-bits-and-no-levels).
-- All hosts share one machine of two cores, so all messages cost processor time that real network cards would not."""
+  nine and five levels [in its place](../docs/decisions/auto.md#five-bits-and-no-levels)."""
 
 EXAMPLES = """\
 examples:
@@ -102,7 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="folder with the data of the tasks")
     parser.add_argument("--only", choices=("trainings", "times"), help="make only these, and no page")
     parser.add_argument("--report", action="store_true", help="make the page of what is finished")
-    parser.add_argument("--page", type=Path, default=PAGE, help="(default: docs/time-to-accuracy.md)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="(default: benchmarks/time-to-accuracy.md)")
     parser.add_argument(
         "--records", type=Path, default=RECORDS, metavar="FOLDER", help="finished parts (default: benchmarks/results/accuracy)"
     )

@@ -1,0 +1,219 @@
+"""The charts and tables of docs/results.md, from the records.
+
+PYTHONPATH=scripts python -m documentation.results    makes them anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from documentation import step_times
+from documentation.charts import Bar, Bounded, Sheet, bars, bounds
+from laboratory.commands.accuracy import DOORS, RECORDS, figures, launched
+from laboratory.machine import ROOT
+from laboratory.report import filled, read
+from laboratory.tasks.table import TASKS
+
+PAGE, CHARTS, RESULTS = ROOT / "docs" / "results.md", ROOT / "docs" / "charts", ROOT / "benchmarks" / "results"
+HOSTS = 4
+LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
+CLUSTERS = {
+    "cifar-large": "CIFAR-10, net of 2.8 M parameters, SGD",
+    "shakespeare": "Text, transformer of 1.3 M parameters, AdamW",
+}
+
+# The rows of a chart, each with the ways of DDP and of Horovod. Those of gradcomp have one name.
+ROWS: Mapping[str, tuple[str, str]] = {
+    "no exchange": ("none", "none"),
+    "stock": ("stock", "stock"),
+    "bf16 | fp16": ("bf16", "fp16"),
+    "bf16, 4 batches": ("bf16:steps=4", ""),
+    "PowerSGD 4 | DGC": ("powersgd:rank=4", "dgc:ratio=0.01"),
+    "topk": ("topk", "topk"),
+    "orq, 9 levels": ("orq:levels=9,momentum=0",) * 2,
+    "auto": ("auto", "auto"),
+}
+
+# The trainings of a chart of scores: a heading, the record, whether differences are a share of the score, and the specs.
+STUDIES: list[tuple[str, str, bool, Mapping[str, str]]] = [
+    (
+        "CIFAR-10, SGD, 12 seeds: points below dense's {:.1f} %",
+        "study-cifar-best",
+        False,
+        {
+            "orq": "orq",
+            "bingrad": "bingrad",
+            "topk 2 %": "topk:ratio=0.02",
+            "topk": "topk:ratio=0.01",
+            "sdagc": "sdagc:density=0.01",
+        },
+    ),
+    (
+        "The same, 3 seeds: points below dense's {:.1f} %",
+        "study-cifar",
+        False,
+        {
+            "bf16": "bf16",
+            "PowerSGD 4": "powersgd:rank=4",
+            "PowerSGD 1": "powersgd:rank=1",
+            "sdagc 0.42 %": "sdagc:density=0.0042",
+            "topk 0.46 %": "topk:ratio=0.0046",
+            "topk 0.18 %": "topk:ratio=0.0018",
+            "sdagc 0.16 %": "sdagc:density=0.0016",
+        },
+    ),
+    (
+        "Text, AdamW, 3 seeds (blocks: 5): % above dense's {:.2f}",
+        "study-shakespeare-rest",
+        True,
+        {
+            "bf16": "bf16",
+            "orq, 9 levels": "orq:levels=9",
+            "orq": "orq",
+            "PowerSGD 4": "powersgd:rank=4",
+            "bingrad": "bingrad",
+            "sdagc": "sdagc",
+        },
+    ),
+    ("The same", "study-shakespeare", True, {"topk": "topk:ratio=0.01"}),
+    ("The same, 5 seeds", "study-blocks-text", True, {"blocks": "blocks"}),
+]
+
+
+def scores() -> str:
+    """Draw what each spec loses, by its ratio of bytes. Records of one training share a part of the chart."""
+    sheet = Sheet("Scores beside dense's, by the ratio of bytes")
+    parts: list[tuple[str, bool, list[Bounded]]] = []
+    for heading, name, share, specs in STUDIES:
+        (task,) = read(RESULTS / f"{name}.json")["tasks"].values()
+        lines = {line["spec"]: line for line in task["lines"]}
+        dense = lines["dense"]["score"]
+        rows = [bounded(label, lines[spec], 100 / dense if share else 1) for label, spec in specs.items()]
+        if "{" in heading:
+            parts.append((heading.format(dense), share, rows))
+        else:
+            parts[-1][2].extend(rows)
+    for heading, share, rows in parts:
+        sheet.heading(heading)
+        bounds(sheet, rows, "{:.1f}" if share else "{:.2f}")
+    return sheet.svg()
+
+
+def bounded(label: str, line: Mapping[str, Any], factor: float) -> Bounded:
+    """Return a spec's row."""
+    ours = not line["spec"].startswith(("bf16", "powersgd"))
+    return Bounded(label, line["compression"], line["worse_than_dense"] * factor, line["worse_at_most"] * factor, ours)
+
+
+def steps() -> str:
+    """Draw the milliseconds of a step."""
+    sheet = Sheet("Milliseconds of a step, by link, under DDP and under Horovod")
+    for task, about in CLUSTERS.items():
+        every = {door: launched(RECORDS, task, door) for door in DOORS}
+        sheet.heading(f"{about}: ms a step")
+        for rate, link in LINKS.items():
+            lines = {door: {line["way"]: line for line in of[HOSTS, rate]["lines"]} for door, of in every.items()}
+            rows = []
+            for name, ways in ROWS.items():
+                found = [lines[door].get(way) for door, way in zip(DOORS, ways, strict=True)]
+                rows.append((name, [taken(line) for line in found]))
+            block(sheet, link, rows)
+    return sheet.svg()
+
+
+def taken(line: Mapping[str, Any] | None) -> Bar:
+    """Return a way's milliseconds."""
+    return Bar(line["ms"]["median"], f"{line['ms']['median']:,.0f}") if line else Bar(None, "")
+
+
+def seconds() -> str:
+    """Draw the seconds until a training has nearly dense's final score."""
+    sheet = Sheet("Seconds until a training has nearly dense's score, by link, under DDP and under Horovod")
+    for task, about in CLUSTERS.items():
+        found = figures(task, RECORDS)
+        clusters = {(of["hosts"], of["rate"]): of["lines"] for of in found["clusters"]}
+        score = "accuracy of {:.1f} %" if TASKS[task].higher_is_better else "perplexity of {:.2f}"
+        sheet.heading(f"{about}: s to a{'n' * score.startswith('a')} {score.format(found['goal'])}")
+        for rate, link in LINKS.items():
+            lines = {(line["door"], line["way"]): line for line in clusters[HOSTS, rate]}
+            rows = [
+                (name, [reached(lines.get((door, way))) for door, way in zip(DOORS, ways, strict=True)])
+                for name, ways in ROWS.items()
+                if name != "no exchange"
+            ]
+            block(sheet, link, rows)
+    return sheet.svg()
+
+
+def reached(line: Mapping[str, Any] | None) -> Bar:
+    """Return a way's seconds, or the score at which it ends."""
+    if line is None:
+        return Bar(None, "")
+    if line["seconds"] is None:
+        return Bar(None, f"never ({line['score']:.1f})")
+    return Bar(line["seconds"], f"{line['seconds']:,.0f}")
+
+
+def block(sheet: Sheet, link: str, rows: list[tuple[str, list[Bar]]]) -> None:
+    """Draw the rows of one link, which share a scale."""
+    sheet.height += 6
+    sheet.text(8, f"{HOSTS} hosts, {link}", "muted")
+    for at, door in enumerate(DOORS.values()):
+        sheet.text(112 + at * 140, door, "muted")
+    sheet.height += 16
+    ours = ("topk", "orq, 9 levels", "auto")
+    bars(sheet, [(name, name in ours, columns) for name, columns in rows])
+
+
+def charts() -> Iterator[tuple[str, str]]:
+    """List the charts: the name of a file, and its text."""
+    yield from {"scores": scores(), "steps": steps(), "seconds": seconds()}.items()
+
+
+# The kernels of the page, and what it calls them.
+KERNELS = {
+    "accumulate, take_topk": "accumulate and exact top-k of 0.1 %",
+    "torch add_, top-k, gather, fill": "the same in plain torch",
+    "accumulate, moments, take_above": "accumulate, moments, entries beyond 3.3 deviations",
+    "ORQ-3, round and add": "ORQ-3: levels, words, and these decoded and added",
+    "ORQ-9, round and add": "ORQ-9: the same",
+    "BinGrad-b, round and add": "BinGrad-b: the same",
+    "Simulation step, topk": "a simulator's step with `topk`",
+}
+
+
+def kernels() -> list[list[str]]:
+    """Write a row for each kernel."""
+    lines = {line["name"]: line for line in read(RESULTS / "kernels-cpu-amd-epyc.json")["lines"]}
+    rows = [["", "x the time of `add_`", "share of copy bandwidth"]]
+    for name, called in KERNELS.items():
+        times, share = (lines[name][key] for key in ("ratio_to_add", "share_of_copy"))
+        rows.append([called, f"{times['median']:.1f}", f"{100 * share:.0f} %" if share else ""])
+    return rows
+
+
+def fsdp2() -> list[list[str]]:
+    """Write a row for each way under FSDP2: its bytes, and its step over those of stock and of an all-to-all."""
+    runs = read(RESULTS / "train-blocks-fsdp.json")["runs"]
+    links, rivals = [LINKS[run["rate"]] for run in runs], ("stock", "alltoall")
+    rows = [["way", "bytes an entry", *(f"over `{rival}`, {link}" for rival in rivals for link in links)]]
+    for at, first in enumerate(runs[0]["lines"]):
+        over = [run["lines"][at]["over"].get(rival) for rival in rivals for run in runs]
+        cells = ["" if of is None else f"{of['median']:.2f} ({of['at_most']:.2f})" for of in over]
+        rows.append([f"`{first['way']}`", f"{step_times.gradient_bytes(runs[0], first['way']):.1f}", *cells])
+    return rows
+
+
+def written(page: str) -> str:
+    """Return the page with the tables of the records."""
+    for place, rows in {"FSDP2": fsdp2(), "kernels": kernels()}.items():
+        page = filled(PAGE, page, place, rows)
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
+    CHARTS.mkdir(exist_ok=True)
+    for name, text in charts():
+        (CHARTS / f"{name}.svg").write_text(text)

@@ -1,0 +1,136 @@
+"""The page of results holds the charts, tables, figures and verdicts of the committed records."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from documents import ROOT
+
+from documentation import results
+
+RECORDS = ROOT / "benchmarks" / "results"
+PAGE = results.PAGE.read_text()
+FLAT = " ".join(PAGE.split())
+
+
+def record(name: str) -> Any:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def study(name: str) -> dict[str, Any]:
+    (task,) = record(name)["tasks"].values()
+    return {line["spec"]: line for line in task["lines"]}
+
+
+def said(lines: dict[str, Any], spec: str, digits: int = 2) -> tuple[str, str]:
+    """Write how much worse a spec ends than dense, and the bound of that."""
+    return f"{lines[spec]['worse_than_dense']:.{digits}f}", f"{lines[spec]['worse_at_most']:.{digits}f}"
+
+
+def row(claim: str) -> str:
+    (found,) = re.findall(rf"^\| \*\*{re.escape(claim)}.* \| (.+) \|$", PAGE, re.MULTILINE)
+    return str(found)
+
+
+def test_the_page_has_the_tables_of_the_records() -> None:
+    assert results.written(PAGE) == PAGE, "run PYTHONPATH=scripts python -m documentation.results"
+
+
+@pytest.mark.parametrize("name", ["scores", "steps", "seconds"])
+def test_a_chart_is_that_of_the_records(name: str) -> None:
+    made = dict(results.charts())
+    assert (results.CHARTS / f"{name}.svg").read_text() == made[name], "run PYTHONPATH=scripts python -m documentation.results"
+    assert f"](charts/{name}.svg)" in PAGE and len(made) == 3
+    assert "prefers-color-scheme: dark" in made[name] and not re.search(r'<script|href="', made[name])
+
+
+def test_a_chart_shows_what_loses() -> None:
+    """Ways that never reach the score have a row, and so has a difference to dense that is large."""
+    made = dict(results.charts())
+    assert made["seconds"].count(">never (") >= 12 and "9.96 (\N{LESS-THAN OR EQUAL TO} 11.95)" in made["scores"]
+    left = [float(x) for x in re.findall(r'<(?:rect|line)[^>]* x1?="([\d.]+)"', "".join(made.values()))]
+    assert min(left) >= 0 and max(left) <= 400
+
+
+def test_the_caveat_comes_first() -> None:
+    assert FLAT.index("share one machine of two cores") < PAGE.index("![") < PAGE.index("|---")
+    ratio = study("study-cifar-best")["topk:ratio=0.01"]["compression"]
+    on_links = [f"{2 * ratio / hosts:.0f}" for hosts in (4, 8, 16)]
+    assert f"{ratio:.0f} x is {on_links[0]}, {on_links[1]} and {on_links[2]} x for 4, 8 and 16 hosts" in FLAT
+
+
+def test_what_the_page_says_of_scores() -> None:
+    few = study("study-cifar")
+    (some, most), (more, at_most) = (said(few, f"sdagc:density={density}", 1) for density in (0.0042, 0.0016))
+    ratios = [f"{few[f'sdagc:density={density}']['compression']:,.0f} x" for density in (0.0042, 0.0016)]
+    assert f"{ratios[0]} and {ratios[1]} cost `sdagc` {some} and {more} points (at most {most} and {at_most})" in FLAT
+    assert f"even bf16 seems to lose {said(few, 'bf16', 1)[0]}." in FLAT
+    rate = study("study-shakespeare-rate")
+    lead, bound = said(rate, "topk:ratio=0.01")
+    assert f"the lead of `topk` is {lead[1:]} of {rate['dense']['score']:.2f} and not certain ({bound} worse at most" in FLAT
+    ends = {each["spec"]: each for each in record("training-h100")["trainings"]}
+    assert f"end at {ends['none']['accuracy']} % dense" in FLAT and record("training-h100")["settings"]["epochs"] == 24
+    for spec in ("orq", "sdagc", "bingrad", "topk:ratio=0.001"):
+        assert f"{ends[spec]['accuracy']:.2f} with `{spec}` ({ends[spec]['compression']:,} x)" in FLAT, spec
+
+
+def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
+    for door in ("hsdp", "replicate"):
+        for run in record(f"train-blocks-{door}")["runs"]:
+            (blocks,) = (line for line in run["lines"] if line["way"] == "blocks")
+            assert blocks["over"]["bf16"]["at_most"] > 1
+
+
+def test_the_verdict_of_sdagc() -> None:
+    text, digits, conv, cifar = row("SDAGC**: 433"), study("study-mlp"), study("study-conv"), study("study-cifar-best")
+    low, high = (said(digits, f"sdagc:density={density},small=pool") for density in ("0.002", "0.00043"))
+    assert f"{low[0]} and {high[0]} points (at most {low[1]} and {high[1]}," in text
+    worse, most = said(conv, "sdagc:density=0.002,small=pool")
+    assert f"{worse} points ({most}) at 435 x" in text
+    lstm = study("study-text")["sdagc:density=0.002,small=pool,momentum=0.9"]
+    assert lstm["worse_at_most"] < 0 and f"{lstm['compression']:.0f} x" in text
+    own = cifar["sdagc:density=0.01"]
+    assert f"{own['worse_than_dense']:.1f} points ({own['worse_at_most']:.1f}) at {own['compression']:.0f} x" in text
+
+
+def test_the_verdicts_of_sketches() -> None:
+    models = record("compare-sketches")["models"]
+    over: dict[str, dict[str, list[float]]] = {"gtopk": {}, "sketched_sgd": {}}
+    for cluster in (of for model in models for of in model["clusters"]):
+        (own,) = (line for line in cluster["lines"] if line["spec"] == "gs_sgd:ratio=0.001,momentum=0.9")
+        for other, by_rate in over.items():
+            by_rate.setdefault(cluster["rate"], []).append(own["throughput_over"][other]["median"])
+    every = [ratio for found in over["gtopk"].values() for ratio in found]
+    assert f"{min(every):.2f} to {max(every):.2f} x" in row("gs-SGD**: 1.3")
+    fast, slow = (over["sketched_sgd"][rate] for rate in ("1gbit", "100mbit"))
+    assert f"{min(slow):.1f} to {max(slow):.1f} x. At 1 Gbit/s {min(fast):.2f} to {max(fast):.2f} x" in row("gs-SGD**: 1.1")
+    scores = {line["spec"]: line for line in models[0]["training"]}
+    own, theirs, dense = (
+        scores[f"{spec}"]["score"] for spec in ("gs_sgd:ratio=0.001,momentum=0.9", "gtopk:ratio=0.001,momentum=0.9", "dense")
+    )
+    equal = scores["gs_sgd:ratio=0.001,rows=3,candidates=1,compression=250,momentum=0.9"]["score"]
+    said = f"{own:.1f} % where gTop-k ends at {theirs:.1f} and dense at {dense:.1f}; at gTop-k's 250 x {equal:.1f} %"
+    assert said in row("gs-SGD**: conv") and f"{own:.1f} % where dense ends at {dense:.1f}" in row("Sketched-SGD**")
+
+
+def test_the_verdicts_of_codes_and_levels() -> None:
+    codes = study("study-lgc")
+    worse, most = said(codes, "lgc:ratio=0.01")
+    ratio = codes["lgc:ratio=0.01"]["compression"]
+    assert f"{worse} points below dense (at most {most}), {ratio:.1f} x in all" in row("LGC**")
+    found = study("study-quantisers-conv")
+    ratios = [
+        f"{found[f'{spec}route=allgather']['compression']:.1f}"
+        for spec in ("bingrad:", "orq:", "orq:levels=5,", "orq:levels=9,")
+    ]
+    assert f"{', '.join(ratios[:3])} and {ratios[3]}" in row("BinGrad, ORQ**")
+    for task in ("conv", "mlp", "text"):
+        lines = study(f"study-quantisers-{task}")
+        for levels in (5, 9):
+            errors = {spec: line["squared_error"] for spec, line in lines.items() if f"levels={levels}," in spec}
+            assert min(errors, key=lambda spec: errors[spec]).startswith("orq") and len(errors) == 4
+    worse, most = said(study("study-cifar"), "topk:ratio=0.0046", 1)
+    assert f"{worse} points ({most}) at 437 x" in row("DGC**")
