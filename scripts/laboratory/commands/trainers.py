@@ -82,7 +82,30 @@ def joined(path: Path, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def written(page: str, record: dict[str, Any]) -> str:
     """Return the page with the record's table."""
-    return report.filled(PAGE, page, "trainers", table(record))
+    return report.filled(PAGE, page, "trainers", merged(table(record)))
+
+
+def merged(rows: list[list[str]]) -> list[list[str]]:
+    """Join rows that differ by the trainer, and by what `auto` chose, alone: their names, and the range of such cells."""
+    heading, *rest = rows
+    varies = [cell.startswith("`auto") for cell in heading]
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for row in rest:
+        kind = row[0].rpartition(", ")[2]
+        same = (cell for cell, of_auto in zip(row[1:], varies[1:], strict=True) if not of_auto)
+        groups.setdefault((kind, *same), []).append(row)
+    return [heading, *(_joined_row(kind, group) for (kind, *_), group in groups.items())]
+
+
+def _joined_row(kind: str, group: list[list[str]]) -> list[str]:
+    names = "; ".join(row[0].removesuffix(f", {kind}") for row in group)
+    cells = [[*dict.fromkeys(cells)] for cells in zip(*(row[1:] for row in group), strict=True)]
+    return [f"{names}: {kind}", *(each[0] if len(each) == 1 else _range(each) for each in cells)]
+
+
+def _range(cells: list[str]) -> str:
+    ends = sorted(cells, key=lambda cell: float(cell.removesuffix(" %")))
+    return f"{ends[0].removesuffix(' %')} to {ends[-1]}"
 
 
 def judged(found: Found) -> list[dict[str, Any]]:
