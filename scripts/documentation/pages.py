@@ -1,4 +1,4 @@
-"""A hook of MkDocs: takes what pages link to outside docs/ into the site, and lists the pages of folders in its navigation.
+"""A hook of MkDocs: takes what pages link to outside docs/ into the site, and keeps decisions out of the search.
 
 A link may lead anywhere in the repository, as it does where the pages are read as files. The site keeps a copy of each such
 file under repository/. Pages among these copies may have links, too.
@@ -75,23 +75,7 @@ def rewritten(path: str, markdown: str) -> str:
     return _LINK.sub(replace, markdown)
 
 
-def in_folder(folder: str) -> list[str]:
-    """List the pages of a folder of docs/, its index first."""
-    pages = [f"{folder}/{path.name}" for path in (ROOT / DOCS / folder).glob("*.md")]
-    return sorted(pages, key=lambda page: (PurePosixPath(page).stem.lower() not in ("index", "readme"), page))
-
-
 # What MkDocs calls.
-
-
-def on_config(config: Any) -> Any:
-    """Fill the navigation: an entry FOLDER/* becomes the pages of that folder."""
-    config.nav = [
-        {title: in_folder(entry[:-2]) if isinstance(entry, str) and entry.endswith("/*") else entry}
-        for section in config.nav
-        for title, entry in section.items()
-    ]
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -48,8 +48,7 @@ def test_no_page_is_orphaned() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").rglob("*.md"):
         own = page.relative_to(ROOT / "docs").as_posix()
-        folder = PurePosixPath(own).parent.name
-        assert f" {own}\n" in navigation or (folder and f" {folder}/*\n" in navigation), f"mkdocs.yml does not name {own}"
+        assert own.startswith("decisions/") or f" {own}\n" in navigation, f"mkdocs.yml does not name {own}"
 
 
 @pytest.mark.parametrize("page", ["decisions/engine.md", "training.md"])
