@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 QUOTES = [
     quote
-    for row in re.findall(r"^\| (`[^|]*) \|[^|]*\|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
+    for row in re.findall(r"^\| (`[^|]*) \|[^|]*\|$", PAGE.read_text(), re.MULTILINE)
     for quote in re.findall(r"`([^`]+)`", row)
 ]
 # What stands for a name or a number in a message.
