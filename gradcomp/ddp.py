@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: it makes annotations strings, and torch compares a hook's with types.
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,9 +109,18 @@ def attach(
     return handle
 
 
+class _Contents(NamedTuple):
+    """The contents of one of DDP's buckets: its buffer, and the slots and flat gradients in it."""
+
+    buffer: Tensor
+    slots: Sequence[Any]
+    grads: Sequence[Tensor]
+
+
 class _BackwardPass:
     """The state of a backward pass: the futures that DDP waits for, and the gradients in DDP's buckets.
 
+    contents: of DDP's buckets, by number. They are the same in every pass, until DDP makes all buckets anew.
     promised: each future, and the buffer that becomes its result. grads: filled only where some layers may be unused.
     in_bucket: gradients lie in the buckets. used: the names of layers that have had a gradient in some pass. A copied
     model's has no session.
@@ -122,6 +131,7 @@ class _BackwardPass:
         self.some_unused, self.in_bucket = model.find_unused_parameters, model.gradient_as_bucket_view
         self.promised: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.grads: list[tuple[Any, Tensor]] = []
+        self.contents: dict[int, _Contents] = {}
         self.used: set[str] = set()
         self.has_warned = False
 
@@ -147,6 +157,17 @@ class _BackwardPass:
         if not self.has_warned and torch.is_grad_enabled() and model._comm_hooks[-1][1] is self:
             self.has_warned = True
             warn_user(_COPIED)
+
+    def contents_of(self, bucket: GradBucket, buffer: Tensor) -> _Contents:
+        """Return the contents of a bucket. DDP's new buckets have new buffers."""
+        found = self.contents.get(index := bucket.index())
+        if found is None or found.buffer is not buffer:
+            if index == 0:
+                self.contents.clear()
+            slots = [self.session.slot(parameter) for parameter in bucket.parameters()]
+            grads = buffer.split_with_sizes([slot.layer.size for slot in slots])
+            found = self.contents[index] = _Contents(buffer, slots, grads)
+        return found
 
     def discard(self) -> None:
         """Discard the state of a failed backward pass."""
@@ -227,14 +248,12 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
         session.begin()
     if (stock := session.stock) is not None:
         return state.start_stock_allreduce(buffer, stock, bucket.is_last())
-    grads = [grad.view(-1) for grad in bucket.gradients()]
-    parameters = bucket.parameters()
-    slots = [session.slot(parameter) for parameter in parameters]
+    contents = state.contents_of(bucket, buffer)
     if state.some_unused:
-        state.grads += zip(slots, grads, strict=True)
-        session.reducer.note_unused([slot.name for slot, each in zip(slots, parameters, strict=True) if each.grad is None])
-    session.ready_all(slots, grads)
-    future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        state.grads += zip(contents.slots, contents.grads, strict=True)
+        session.reducer.note_unused([slot.name for slot in contents.slots if slot.parameter.grad is None])
+    session.ready_all(contents.slots, contents.grads)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     state.promised.append((future, buffer))
     if bucket.is_last():
         state.end()

@@ -155,10 +155,7 @@ def bytes_of(request: Request, counts: Callable[[int], bool] = lambda rank: True
 
     counts: says for which receivers the payloads of a send count.
     """
-    match request:
-        case Gather(payload):
-            return payload.bytes.numel()
-        case Reduce(tensor):
-            return tensor.numel() * tensor.element_size()
-        case Send(payloads):
-            return sum(payload.bytes.numel() for rank, payload in payloads.items() if counts(rank))
+    if isinstance(request, Send):
+        return sum(payload.bytes.numel() for rank, payload in request.payloads.items() if counts(rank))
+    sent = request.payload.bytes if isinstance(request, Gather) else request.tensor
+    return sent.numel() * sent.element_size()

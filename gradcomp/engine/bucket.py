@@ -82,7 +82,7 @@ class Bucket:
     @property
     def ordered_grads(self) -> list[Tensor]:
         """The gradients in the order of the layers. All must be there."""
-        return [self.grads[name] for name in self.layout.names]
+        return [*map(self.grads.__getitem__, self.layout.names)]
 
     def complete(self) -> None:
         """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradcomp.core.compressor import Layout
+from gradcomp.core.requests import World
 from gradcomp.native.memory import Memory
 
 # The learning rate of each layer; None where no optimizer is known.
@@ -95,7 +96,7 @@ class LossScale:
 class StepContext:
     """The facts of a step that do not depend on its gradients. All buckets of the step read the same ones.
 
-    memory: the lender of scratch. ranks: the number of ranks in the exchange. layer_rates: the learning rates by layer;
+    memory: the lender of scratch. world: the ranks of the exchange. layer_rates: the learning rates by layer;
     None where no optimizer is known, or the compressor does not use them. follows_rates: by their first layers, the buckets
     that keep the rates that the residual was found under: those of linear optimizers. frozen_layers: the names of all frozen
     layers. momenta: by a bucket's first layer, the optimizer's momentum where the exchange has taken it over. loss_scales: by
@@ -104,7 +105,7 @@ class StepContext:
     """
 
     memory: Memory
-    ranks: int
+    world: World
     layer_rates: LayerRates | None = None
     follows_rates: frozenset[str] = frozenset()
     frozen_layers: frozenset[str] = frozenset()

@@ -172,19 +172,18 @@ class LastExchange:
         if keeper is not None and self._exchanges_inside > 1:
             raise RuntimeError(_CLOSURES.format(name=type(self._inside).__name__, keeper=keeper))
 
-    def keep(self, reducer: Reducer, slot: Slot) -> None:
-        """Copy this rank's own gradient, and before the first one the state."""
+    def keep(self, reducer: Reducer, slots: Iterable[Slot]) -> None:
+        """Copy this rank's own gradients in some slots, and before the first ones the state."""
         if not (self._looks or self._copies_own) or not (reducer.keeps_state or reducer.takes_momentum):
             return
-        parameter = slot.parameter
-        grad = None if parameter is None else parameter.grad
-        if self._looks and parameter is not None and grad is not None:
-            self._given.append(parameter)
+        given = [each for slot in slots if (each := slot.parameter) is not None and each.grad is not None]
+        if self._looks:
+            self._given += given
         if self._copies and self._share is None:
             self._generation = reducer.generation
             self._share = state.save_share(reducer, self._slots.shapes, sums=self._view.sums, copy=self._copy)
-        if reducer.takes_momentum and self._copies_own and parameter is not None and grad is not None:
-            self._own.append((parameter, self._copy(grad)))
+        if reducer.takes_momentum and self._copies_own:
+            self._own += [(each, self._copy(each.grad)) for each in given if each.grad is not None]
 
     def end(self, reducer: Reducer, watches: bool) -> None:
         """Note that the updates have been delivered. watches: look at gradients in the next backward pass, whichever it is."""

@@ -216,7 +216,7 @@ class OptimizerView(ActingOptimizer):
         scales = {device: self.loss_scale_on(device) for _, _, device in layouts}
         follows = frozenset([each.names[0] for each in layouts] if rates is not None and (momenta or self.is_linear) else ())
         frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
-        return StepContext(memory, world.size, rates, follows, frozen, momenta, scales, self.generation)
+        return StepContext(memory, world, rates, follows, frozen, momenta, scales, self.generation)
 
     def loss_scale_on(self, device: torch.device) -> Tensor | None:
         """Return the loss scale as one float on a device; None if the loss is not scaled."""

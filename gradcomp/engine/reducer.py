@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from gradcomp.core.compressor import Acc, Compressor
-from gradcomp.core.requests import Reply, World, bytes_of
+from gradcomp.core.requests import Reply, Send, World, bytes_of
 from gradcomp.engine.bucket import GRADIENT_TYPES, Bucket, check_type
 from gradcomp.engine.clock import StepClock
 from gradcomp.engine.context import LayerRates, StepContext
@@ -337,19 +337,24 @@ class Reducer:
             self.observer.discard()
 
     def _start(self, bucket: Bucket) -> None:
-        began, world = time.perf_counter(), self.network.world
+        began = time.perf_counter()
         bucket.has_started = True
         bucket.complete()
-        if self._context is None:
-            self._context = self.view.context(self._layouts, self.memory, world, self._uses_rates, self.takes_momentum)
-            self._begin_anew(self._context.generation)
-            self._norm.begin_step((self.takes_momentum or self.keeps_state) and self.view.looks_for_clip)
-            if self.view.clips:  # all gradients are there
-                for each in self.buckets:
-                    each.complete()
-                self._cut.cut(self.buckets, self._context)
-        self._select(bucket, self._accumulate(bucket, self._context), world)
+        context = self._context or self._begin_step()
+        self._select(bucket, self._accumulate(bucket, context), context.world)
         self.clock.note_encoded(began)
+
+    def _begin_step(self) -> StepContext:
+        """Begin a step with its first bucket. Return the context of all its buckets."""
+        layouts, world = self._layouts, self.network.world
+        context = self._context = self.view.context(layouts, self.memory, world, self._uses_rates, self.takes_momentum)
+        self._begin_anew(context.generation)
+        self._norm.begin_step((self.takes_momentum or self.keeps_state) and self.view.looks_for_clip)
+        if self.view.clips:  # all gradients are there
+            for each in self.buckets:
+                each.complete()
+            self._cut.cut(self.buckets, context)
+        return context
 
     def _begin_anew(self, generation: tuple[int, int]) -> None:
         """Forget the moments where the optimizer or its state was replaced, and the residual where a state was loaded."""
@@ -398,8 +403,9 @@ class Reducer:
             self._deliver(bucket, end.value)
             self.memory.give_back(end.value)
         else:
-            self._sent += bytes_of(request)
-            self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host)
+            self._sent += (sent := bytes_of(request))
+            is_send = isinstance(request, Send)  # which alone names its receivers
+            self._sent_between_hosts += bytes_of(request, self.network.world.on_other_host) if is_send else sent
             self.clock.note_request()
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1

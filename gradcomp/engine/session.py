@@ -179,16 +179,19 @@ class Session:
     def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
         """Note several complete gradients of a step that has begun."""
         self.meet()
-        with self._noting_failure():
+        try:
+            self.last.keep(self.reducer, slots)
             for slot, grad in zip(slots, grads, strict=True):
-                self.last.keep(self.reducer, slot)
                 self.reducer.ready(slot, grad)
+        except BaseException as error:
+            self.failed(error)
+            raise
 
     def _hand_over(self, slot: Slot) -> None:
         self.meet()
         try:
             if self.stock is None:
-                self.last.keep(self.reducer, slot)
+                self.last.keep(self.reducer, (slot,))
                 self.reducer.ready(slot)
             else:
                 self.door.start_stock_allreduce(slot)

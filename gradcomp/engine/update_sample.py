@@ -304,6 +304,8 @@ class UpdateSample:
         now = [(slot, self._sample(slot.flat(grad)), old, grad.dtype) for slot, grad, old in there if grad is not None]
         if not now or self.are_changed:
             return None
+        if before is None and all(not new.is_cuda and torch.equal(new, old) for _, new, old, _ in now):
+            return None  # a step as most are, in which nothing is learnt
         after = None if before is None else self._squares_after()
         numbers = self._compare(now, before, after)
         if numbers.is_cuda:

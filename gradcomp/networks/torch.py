@@ -21,8 +21,7 @@ from gradcomp.networks import Answer, waits
 from gradcomp.networks.alltoall import pack, unpack
 from gradcomp.networks.replicas import native_backend
 
-# Operations with two names: older versions of torch do not have the first, newer ones warn about the second.
-all_gather: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# An operation with two names: older versions of torch do not have the first, newer ones warn about the second.
 reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -38,6 +37,8 @@ class TorchNetwork:
         self.hosts: tuple[int, ...] | None = None
         self._place = dist.get_rank(group), dist.get_world_size(group)
         self._numbers = tuple(dist.get_process_group_ranks(group))
+        # Two names, as of reduce_scatter. A group's own methods save the checks of torch's functions, which cost microseconds.
+        self._all_gather: Callable[..., dist.Work] = getattr(group, "all_gather_single", None) or group._allgather_base
         self._on_host = native_backend(group, device) == "gloo"
         self.device = torch.device("cpu") if self._on_host else device  # NCCL takes only a GPU's tensors
         self.meeting = ""
@@ -102,13 +103,12 @@ class TorchNetwork:
         place = waits.MEETING if request.purpose is Purpose.MEETING else name
         match request:
             case Gather(sent):
-                received = sent.bytes.new_empty(self.world.size * sent.bytes.numel())
-                work = all_gather(received, sent.bytes, self.group, async_op=True)
-                return self._after(
-                    work, place, lambda: [payload.read(sent.form, part) for part in received.chunk(self.world.size)]
-                )
+                ranks = self._place[1]
+                received = sent.bytes.new_empty(ranks * sent.bytes.numel())
+                work = self._all_gather(received, sent.bytes)
+                return self._after(work, place, lambda: [payload.read(sent.form, part) for part in received.chunk(ranks)])
             case Reduce(tensor, scale):
-                work = dist.all_reduce(tensor, group=self.group, async_op=True)
+                work = self.group.allreduce([tensor])
                 return self._after(work, place, lambda: tensor if scale == 1 else tensor.mul_(scale))
             case Send():
                 outgoing, bytes_out, bytes_in = pack(request, self.world)
@@ -119,11 +119,11 @@ class TorchNetwork:
     def _after(self, work: dist.Work | None, place: str, read: Answer) -> Answer:
         """Return a function that waits for the operation and then reads the reply. With NCCL only the stream waits."""
         assert work is not None
-        operation = f"operation {self._started}"
+        number = self._started
 
         def answer() -> Reply:
-            if self._on_host and self._roll is not None:
-                self._wait_for(work, self._roll, operation, place)
+            if self._on_host and self._roll is not None and not work.is_completed():
+                self._wait_for(work, self._roll, f"operation {number}", place)
             try:
                 work.wait()
             except RuntimeError as error:
@@ -136,8 +136,7 @@ class TorchNetwork:
         """Wait until an operation has ended or failed. After some seconds, tell the other ranks that this one is there."""
         wait = waits.Wait(self._numbers[self._place[0]], place, self._timeout)
         with suppress(RuntimeError):  # the time is up, or the operation failed
-            if not work.is_completed():
-                work.wait(timedelta(seconds=waits.TELL_AFTER))
+            work.wait(timedelta(seconds=waits.TELL_AFTER))
         if work.is_completed():
             return
         with suppress(RuntimeError):  # the store may have ended with its rank, and the operation that fails says so better

@@ -121,7 +121,7 @@ class Adam(Stage):
             return
         # Also of steps that this rank has undone: others may have applied them, and all compare in the same exchange.
         begun = accumulation.step - 1 + accumulation.undone
-        state.compares = adam.compares and state.noise.begin(begun, context.ranks)
+        state.compares = adam.compares and state.noise.begin(begun, context.world.size)
         if state.second is None:  # the residual holds gradients, which may be much longer than directions
             accumulation.drop_residual()
         first, second = state.make(accumulation.layout)

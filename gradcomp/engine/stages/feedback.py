@@ -260,4 +260,4 @@ class Clip(Stage):
         norms = state.sum().sqrt().expand_as(state) if self.whole_model else state.sqrt()
         if accumulation.loss_scale is not None:
             norms = norms / accumulation.loss_scale
-        accumulation.scales = cut_factors(self.norm / math.sqrt(context.ranks), norms)
+        accumulation.scales = cut_factors(self.norm / math.sqrt(context.world.size), norms)

@@ -76,7 +76,7 @@ class RateCorrection(Stage):
     def prepare(self, accumulation: Accumulation, state: RatesState, context: StepContext) -> None:
         rates = context.own_rates(accumulation.layout)
         # An update that is larger than its gradients may be too large for float16.
-        if rates is not None and any(grad.dtype == torch.float16 for grad in accumulation.grads):
+        if rates is not None and torch.float16 in [grad.dtype for grad in accumulation.grads]:
             rates = None
         idle = [layer for layer, rate in enumerate(rates) if rate == 0] if rates is not None and 0 in rates else []
         parts = [accumulation.residual[slice(*span)] for span in accumulation.layout.spans_of(idle)] if idle else []

@@ -12,6 +12,7 @@ from training import Named
 
 import gradcomp
 from gradcomp.core.compressor import Layout
+from gradcomp.core.requests import World
 from gradcomp.engine.bucket import Bucket
 from gradcomp.engine.context import StepContext
 from gradcomp.engine.stages.feedback import Feedback
@@ -128,8 +129,8 @@ def test_the_clipped_gradient_is_the_unscaled_one(by: str) -> None:
     plain.grads, loss_scale = {"a": torch.randn(300), "b": torch.randn(50)}, torch.tensor([2.0**12])
     scaled.grads = {name: grad * loss_scale for name, grad in plain.grads.items()}
     for _ in range(3):
-        plain.collect(StepContext(Memory(), 4))
-        scaled.collect(StepContext(Memory(), 4, loss_scales={layout.device: loss_scale}))
+        plain.collect(StepContext(Memory(), World(0, 4)))
+        scaled.collect(StepContext(Memory(), World(0, 4), loss_scales={layout.device: loss_scale}))
         assert torch.equal(plain.residual, scaled.residual)
 
 
