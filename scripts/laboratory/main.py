@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
     "rounding": "measure the errors of ways to round gradients, beside the Microscaling formats",
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
+    "door": "measure what DDP's door costs the host: steps of many small layers, over DDP's own",
     "study": "train over many seeds and compare accuracy and loss with dense",
     "accuracy": "the seconds until a training is as good as dense, by every way to exchange gradients",
     "loops": "train usual loops by every door and spec on two ranks, and judge that none is worse than plain unsaid",

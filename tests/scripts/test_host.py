@@ -1,4 +1,4 @@
-"""lab host: what a step costs beside its kernels, and the native calls that a bucket may make."""
+"""lab host and lab door: what a step costs beside its kernels and beside DDP, and the native calls that a bucket may make."""
 
 from __future__ import annotations
 
@@ -47,3 +47,14 @@ def test_the_table_and_the_record(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert line["binding_ms"]["low"] > 0 and line["kernels_ms"] >= 0
     text = capsys.readouterr().out
     assert "native calls a bucket" in text and "topk" in text
+
+
+def test_the_doors_table_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["door", "--specs", "topk", "--rounds", "8", "--name", "try", "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "door-try.json").read_text())
+    own, hook, topk = result["lines"]
+    assert [each["way"] for each in (own, hook, topk)] == ["ddp", "fp16 hook", "topk"]
+    assert topk["buckets"] == 22 and own["over"]["median"] == 1
+    assert topk["over"]["at_least"] <= topk["over"]["median"] <= topk["over"]["at_most"]
+    assert len(result["settings"]["load"]) == 2
+    assert "over DDP's own" in capsys.readouterr().out
