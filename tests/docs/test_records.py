@@ -128,7 +128,7 @@ def test_what_which_spec_says_of_ratios() -> None:
     said = f"on 4, 8 and 16 hosts, a link carries {on_links[0]}, {on_links[1]} and {on_links[2]} of dense's bytes where"
     assert f"{said} the table says {ratio:.0f}." in " ".join(WHICH.split())
     assert f"800 steps cost {lines['study-cifar']['topk:ratio=0.0046']['worse_than_dense']:.1f} points" in WHICH
-    assert "1.2 s     for 25 million parameters, 4 hosts, 1 Gbit/s" in WHICH and 8 * 25e6 * 3 / 4 / 125e6 == 1.2
+    assert "8 x 25 x 3/4 / 125 = 1.2 s" in WHICH and 8 * 25e6 * 3 / 4 / 125e6 == 1.2
 
 
 def test_what_the_results_say_of_single_steps() -> None:
