@@ -22,6 +22,12 @@ from gradcomp.core.wrapper import Wrapper
 WIDTH, MARGIN, BARS, LINE, SHEET = 5.2, 0.16, 0.95, 0.19, 20.0
 INK, MUTED, AXIS = "#24292f", "#5f6873", "#b0b7c0"
 BEFORE, SENT, UPDATE, RESIDUAL = "#9aa7b5", "#e07b00", "#0f8f83", "#8a6fc4"
+# How the card and its words look on a dark page.
+DARK = "".join(
+    f' [style*="{light}"] {{fill: {dark} !important}}'
+    for light, dark in (("#ffffff", "#1e2129"), (INK, "#e2e4e9"), (MUTED, "#a5adba"), (AXIS, "#6b7686"))
+)
+STYLE = f"<style>@media (prefers-color-scheme: dark) {{{DARK} }}</style>"
 # The most bars with written values.
 LABELLED = 8
 
@@ -207,7 +213,8 @@ class Card:
         """Return the picture's text."""
         cut, out = Bbox([[0, SHEET - self.height - MARGIN], [WIDTH, SHEET]]), io.StringIO()
         self.figure.savefig(out, format="svg", bbox_inches=cut, metadata={"Title": title, "Date": None, "Creator": None})
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+        drawn = out.getvalue().replace(" </defs>", f"  {STYLE}\n </defs>", 1)
+        return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
 
 
 def _left(place: int) -> float:
