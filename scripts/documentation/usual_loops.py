@@ -13,7 +13,7 @@ from laboratory.report import figure, filled, read
 
 PAGE = ROOT / "docs" / "usual-loops.md"
 RECORDS = ROOT / "benchmarks" / "results"
-SPECS = ("topk", "sdagc", "orq", "auto")
+SPECS = ("topk", "sdagc", "orq")
 KINDS = ("sgd", "adamw")
 OF_PROGRAMS = {
     "": "without gradcomp",
