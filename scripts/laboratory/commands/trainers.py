@@ -100,7 +100,7 @@ def merged(rows: list[list[str]]) -> list[list[str]]:
 def _joined_row(kind: str, group: list[list[str]]) -> list[str]:
     names = "; ".join(row[0].removesuffix(f", {kind}") for row in group)
     cells = [[*dict.fromkeys(cells)] for cells in zip(*(row[1:] for row in group), strict=True)]
-    return [f"{names}: {kind}", *(each[0] if len(each) == 1 else _range(each) for each in cells)]
+    return [f"{names}, {kind}", *(each[0] if len(each) == 1 else _range(each) for each in cells)]
 
 
 def _range(cells: list[str]) -> str:
