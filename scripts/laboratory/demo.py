@@ -1,36 +1,46 @@
-"""The demo after its set-up: trains dense and compressed on two ranks, shows the progress, and compares the two."""
+"""The demo after its set-up: trains on two ranks by four ways, over a shaped link where that is possible, and compares them."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
+
+from torch.nn.functional import cross_entropy
 
 import gradcomp
 from gradcomp import doctor
+from gradcomp.prediction.predict import predict
+from laboratory import options as types
 from laboratory import ranks
 from laboratory.harness import measured
-from laboratory.options import folder, positive
+from laboratory.harness.ways import DDP, HOROVOD
+from laboratory.machine import slug
+from laboratory.options import folder, positive, specs
 from laboratory.ranks import RanksFailed
-from laboratory.report import columns
+from laboratory.report import Progress, columns
 from laboratory.stats import smooth
+from laboratory.tasks import digits
 from laboratory.tasks.task import Settings
 
 # Ranks, and pictures of a rank in a step.
 RANKS, BATCH = 2, 64
 # Steps whose loss the progress, the table and a point of the curve average.
 AVERAGED = 10
+# The dense way, and torch's and Horovod's own to 16 bits, by door.
+DENSE, HALF = "stock", {HOROVOD: "fp16", DDP: "bf16"}
+NAMES = {HOROVOD: "Horovod", DDP: "DDP"}
 Result = dict[str, Any]
-HEADINGS = ("", "step time (mean)", "bytes sent per step", "compression", "test accuracy", "training loss")
+HEADINGS = ("", "step time", "of dense", "bytes sent per step", "compression", "test accuracy", "training loss")
 
 EXPLANATION = f"""bytes sent per step: what one rank hands to the network
 test accuracy: on pictures that no rank trained on
-training loss: mean of the last {AVERAGED} steps over both ranks; unsent entries wait for later steps, so a short compressed
-training ends behind a dense one"""
+training loss: mean of the last {AVERAGED} steps over both ranks"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,85 +53,147 @@ def main(arguments: Sequence[str]) -> int:
             return 1
     width = options.width
     print(f"Handwritten digits, an MLP 64-{width}-{width}-{width}-10, {RANKS} ranks, {options.steps} steps each.")
+    lacking = None if options.rate == "none" else why_unshaped(options.rate)
+    rate = "" if lacking or options.rate == "none" else options.rate
+    print(f"The ranks are {f'two emulated hosts with links of {rate}' if rate else 'processes of this machine'}.", flush=True)
+    if lacking:
+        print(f"Links of {options.rate} are not emulated: {lacking}. Their step times are predicted.")
     try:
-        trained = [train("dense", "stock", options), train("compressed", options.spec, options)]
+        trained = [train(way, rate, options) for way in (DENSE, *options.specs)]
     except RanksFailed as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    print(f"\n{columns([HEADINGS, *map(row, trained)])}\n\n{EXPLANATION}\n")
+    predicted = prediction(options) if lacking else []
+    print(f"\n{table(trained, options, predicted)}\n\n{EXPLANATION}\n")
     for result in trained:
         if not result["weights_are_equal"]:
             print(f"{result['way']}: the ranks' weights DIFFER after the training")
-    plot(trained, options.out / "loss.png")
+    plot(trained, rate, options)
     return 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--spec", default="topk", help="spec of the compressed training (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=120, help="steps of each training (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.5, help="learning rate of both (default: %(default)s)")
+    parser.add_argument("--ddp", action="store_true", help="train with DDP; Horovod need not be there")
+    parser.add_argument(
+        "--specs",
+        metavar="SPECS",
+        help="compared with dense, separated by semicolons (default: fp16, or bf16 with --ddp;blocks;topk)",
+    )
+    parser.add_argument(
+        "--rate", type=types.rate, default="200mbit", help="of the ranks' links; none: unshaped (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=positive, default=100, help="steps of each training (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.5, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--width", type=positive, default=2048, help="width of the three hidden layers (default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=1024, help="width of the three hidden layers (default: %(default)s)")
     parser.add_argument("--out", type=folder, default="demo-results", metavar="FOLDER", help="for the plot and the logs")
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
-    try:
-        gradcomp.make(options.spec)
-    except ValueError as error:
-        parser.error(str(error))
+    options.door = DDP if options.ddp else HOROVOD
+    half = HALF[options.door]
+    if options.specs is None:
+        options.specs = [half, "blocks", "topk"]
+    else:
+        try:
+            options.specs = specs(options.specs, lambda spec: spec == half or gradcomp.make(spec))
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
     return options
 
 
-def train(label: str, way: str, options: argparse.Namespace) -> Result:
+def why_unshaped(rate: str) -> str | None:
+    """Say why links cannot be emulated here; None if they can."""
+    tried = subprocess.run([*ranks.on_cluster(RANKS, rate, DDP), "true"], capture_output=True, text=True, errors="replace")
+    if tried.returncode == 0:
+        return None
+    return (tried.stderr.strip().splitlines() or ["it does not say why"])[-1].removeprefix("cluster: ")
+
+
+def train(way: str, rate: str, options: argparse.Namespace) -> Result:
     """Train once on real ranks. All their output but the progress goes to a log."""
     settings = Settings(options.lr, options.steps, momentum=0, batch=BATCH, width=options.width, clip=0)
-    training = measured.Training("mlp", way, options.seed, RANKS, settings, door="horovod")
-    print(f"$ horovodrun -np {RANKS} python -m laboratory.harness.rank ...  ({way})", flush=True)
-    words = measured.command(training, options.out)
-    log = options.out / f"{label}.log"
-    result = {"way": way} | ranks.run(words, ranks.environment(RANKS), label, log)
+    training = measured.Training("mlp", way, options.seed, RANKS, settings, options.door, rate=rate)
+    log = options.out / f"{slug(way)}.log"
+    result = {"way": way} | ranks.run(measured.command(training, options.out), ranks.environment(RANKS), way, log)
     if not log.stat().st_size:
         log.unlink()
     return result
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
+def prediction(options: argparse.Namespace) -> list[str]:
+    """Predict each way's step time on links of the rate, from a backward pass that is timed here."""
+    model, progress = digits.model(options.seed, options.width), Progress()
+    x, y = next(digits.batches(digits.load(), 0, RANKS, BATCH))
+    passes = []
+    for _ in range(5):
+        began = time.perf_counter()
+        loss = cross_entropy(model(x), y)
+        between = time.perf_counter()
+        loss.backward()
+        passes.append((between - began, time.perf_counter() - between))
+    forward, backward = map(statistics.median, zip(*passes, strict=True))
+    half = HALF[options.door]
+    own = [spec for spec in options.specs if spec != half]
+    found = predict(model, RANKS, link=options.rate, forward=forward, backward=backward, specs=own, tell=progress)
+    progress.end()
+    return [f"{1e3 * found[way].seconds:.0f} ms" for way in (DENSE, *options.specs)]
+
+
+def table(trained: Sequence[Result], options: argparse.Namespace, predicted: Sequence[str]) -> str:
+    """Write the table: a row for each training, the dense one first."""
+    rows = [HEADINGS, *(row(result, trained[0], options.door) for result in trained)]
+    if predicted:
+        added = (f"at {options.rate}, predicted", *predicted)
+        rows = [(*cells, more) for cells, more in zip(rows, added, strict=True)]
+    return columns(rows)
+
+
+def row(result: Result, dense: Result, door: str) -> tuple[str, ...]:
+    """Make a training's row of the table."""
+    return (
+        title(result, door),
+        f"{1000 * step_of(result):.0f} ms",
+        f"{step_of(result) / step_of(dense):.2f}",
+        f"{result['sent'][-1]:,}",
+        f"{4 * result['parameters'] / result['sent'][-1]:.0f} x",
+        f"{result['scores'][-1][2]:.1f} %",
+        f"{statistics.mean(result['losses'][-AVERAGED:]):.4f}",
+    )
+
+
+def title(result: Result, door: str) -> str:
+    """Name a training."""
+    return f"{NAMES[door]}, dense" if result["way"] == DENSE else str(result["way"])
+
+
+def step_of(result: Result) -> float:
+    """Return the mean seconds of a step."""
+    return float(result["seconds"]) / len(result["losses"])
+
+
+def plot(results: Sequence[Result], rate: str, options: argparse.Namespace) -> None:
     """Draw the loss of each training against the bytes that a rank has sent so far, and against its steps' seconds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     by_bytes, by_seconds = figure.subplots(1, 2, sharey=True)
     for result in results:
-        losses, step = smooth(result["losses"], AVERAGED), result["seconds"] / len(result["losses"])
-        by_bytes.plot([*itertools.accumulate(each / 1e6 for each in result["sent"])], losses, label=_title(result))
-        by_seconds.plot([step * (i + 1) for i in range(len(losses))], losses, label=_title(result))
+        losses, name = smooth(result["losses"], AVERAGED), title(result, options.door)
+        by_bytes.plot([*itertools.accumulate(each / 1e6 for each in result["sent"])], losses, label=name)
+        by_seconds.plot([step_of(result) * (i + 1) for i in range(len(losses))], losses, label=name)
     by_bytes.set(xscale="log", yscale="log", xlabel="MB sent by a rank", ylabel=f"training loss (mean of {AVERAGED} steps)")
     by_bytes.xaxis.set_major_formatter("{x:g}")
-    by_seconds.set(xlabel="seconds, both ranks on this machine (steps of mean time)")
-    figure.suptitle(f"Digits, {RANKS} ranks, {len(results[0]['losses'])} steps")
+    where = f"links of {rate}" if rate else "both ranks on this machine"
+    by_seconds.set(xlabel=f"seconds, {where} (steps of mean time)")
+    figure.suptitle(f"Digits, {RANKS} ranks, {options.steps} steps")
     for axes in (by_bytes, by_seconds):
         axes.grid(which="both", alpha=0.25)
         axes.legend()
+    path = options.out / "loss.png"
     figure.savefig(path, dpi=100)
     print(f"drawn: {path}")
-
-
-def _title(result: Result) -> str:
-    return "Horovod, dense" if result["way"] == "stock" else str(result["way"])
-
-
-def row(result: Result) -> tuple[str, ...]:
-    """Make a training's row of the table."""
-    return (
-        _title(result),
-        f"{1000 * result['seconds'] / len(result['losses']):.0f} ms",
-        f"{result['sent'][-1]:,}",
-        f"{4 * result['parameters'] / result['sent'][-1]:.0f} x",
-        f"{result['scores'][-1][2]:.1f} %",
-        f"{statistics.mean(result['losses'][-AVERAGED:]):.4f}",
-    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The demo: its data, table, plot and progress, and the training itself, really launched with horovodrun, small."""
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -16,7 +17,6 @@ pytest.importorskip("matplotlib", reason="the demo was NOT tested: matplotlib is
 pytest.importorskip("horovod.torch", reason="the demo was NOT tested: Horovod is not installed")
 
 from laboratory import demo, machine, ranks
-from laboratory.report import columns
 from laboratory.tasks import digits
 
 
@@ -50,37 +50,59 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
         next(digits.batches(digits.load(), 0, 30, 64))
 
 
-def test_the_table_is_aligned_and_has_the_figures() -> None:
-    lines = columns([demo.HEADINGS, *map(demo.row, [figures("stock", 4000), figures("topk:ratio=0.01", 80)])]).splitlines()
+def options(tmp_path: Path, *more: str) -> argparse.Namespace:
+    return demo.parse(["--out", str(tmp_path), "--rate", "none", *more])
+
+
+def test_the_table_is_aligned_and_has_the_figures(tmp_path: Path) -> None:
+    trained = [figures("stock", 4000), figures("topk:ratio=0.01", 80) | {"seconds": 0.03}]
+    lines = demo.table(trained, options(tmp_path), []).splitlines()
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
-    assert lines[3].split() == ["topk:ratio=0.01", "20", "ms", "80", "50", "x", "96.2", "%", "1.1667"]
+    assert lines[2].startswith("Horovod, dense ")
+    assert lines[3].split() == ["topk:ratio=0.01", "10", "ms", "0.50", "80", "50", "x", "96.2", "%", "1.1667"]
+    predicted = demo.table(trained, options(tmp_path, "--ddp", "--rate", "1gbit"), ["5 ms", "1 ms"]).splitlines()
+    assert predicted[0].endswith("  at 1gbit, predicted") and predicted[2].startswith("DDP, dense ")
+    assert predicted[3].endswith(" 1 ms")
 
 
 def test_ranks_that_differ_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     differing = [figures("stock", 4000) | {"weights_are_equal": False}, figures("topk", 80)]
-    monkeypatch.setattr(demo, "train", lambda label, spec, options: differing.pop(0))
-    assert demo.main(["--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(demo, "train", lambda way, rate, options: differing.pop(0))
+    assert demo.main(["--out", str(tmp_path), "--specs", "topk", "--rate", "none"]) == 0
     said = capsys.readouterr().out
     assert "stock: the ranks' weights DIFFER" in said and "topk: the ranks' weights" not in said
+
+
+def test_where_links_cannot_be_emulated_their_times_are_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "train", lambda way, rate, options: figures(way, 80) | {"rate": rate})
+    monkeypatch.setattr(ranks, "on_cluster", lambda *given: ["sh", "-c", "echo 'cluster: it needs root' >&2; exit 1"])
+    assert demo.main(["--out", str(tmp_path), "--specs", "blocks", "--rate", "10mbit", "--width", "256"]) == 0
+    said = capsys.readouterr().out
+    assert "The ranks are processes of this machine.\nLinks of 10mbit are not emulated: it needs root." in said
+    dense, blocks = (float(line.split()[-2]) for line in said.splitlines() if " x " in line and line.endswith(" ms"))
+    # 0.6 MB by 10 Mbit/s: half of it from each rank to the other, twice. Blocks send five bits of 32.
+    assert 470 < dense < 700 and blocks < dense / 4
 
 
 def test_a_failing_training_shows_the_end_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ranks, "command", lambda *given: ["sh", "-c", "echo the network broke; exit 3"])
-    assert demo.main(["--out", str(tmp_path)]) == 1
+    assert demo.main(["--out", str(tmp_path), "--rate", "none"]) == 1
     said = capsys.readouterr().err
     assert "the network broke\n" in said
-    assert f"demo: the ranks of dense failed with status 3; all output is in {tmp_path / 'dense.log'}" in said
-    assert (tmp_path / "dense.log").read_text() == "the network broke\n"
+    assert f"demo: the ranks of stock failed with status 3; all output is in {tmp_path / 'stock.log'}" in said
+    assert (tmp_path / "stock.log").read_text() == "the network broke\n"
 
 
 def test_a_wrong_spec_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        demo.main(["--spec", "tpk"])
+        demo.main(["--specs", "tpk"])
     assert ended.value.code == 2 and "did you mean 'topk'" in capsys.readouterr().err
 
 
@@ -94,19 +116,22 @@ def test_a_host_name_that_does_not_resolve_ends_the_demo_before_the_training(tmp
 
 
 @pytest.mark.slow
-def test_the_demo_trains_on_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--steps", "150", "--width", "64", "--spec", "topk:ratio=0.1", "--out", str(tmp_path)]) == 0
+@pytest.mark.parametrize("door", ["horovod", "ddp"])
+def test_the_demo_trains_on_two_ranks(door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    half, door_option = ("bf16", ["--ddp"]) if door == "ddp" else ("fp16", [])
+    ways = f"{half};topk:ratio=0.1"
+    assert demo.main([*door_option, "--steps", "150", "--width", "64", "--specs", ways, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     parameters = 64 * 64 + 2 * 64 * 64 + 3 * 64 + 64 * 10 + 10
-    dense, compressed = (line for line in said.splitlines() if " ms " in line and " % " in line)
-    assert f"{4 * parameters:,}" in dense
+    dense, halved, compressed = (line for line in said.splitlines() if " ms " in line and " % " in line)
+    assert f"{4 * parameters:,}" in dense and f"{2 * parameters:,}" in halved
     assert f"{reference.compact_bytes(parameters, -(-parameters // 10)):,}" in compressed
-    for line in (dense, compressed):
+    for line in (dense, halved, compressed):
         accuracy = float(line.split(" %")[0].split()[-1])
         assert accuracy > 50
     assert "DIFFER" not in said
-    plot = tmp_path / "loss.png"
-    log = tmp_path / "compressed.log"
-    assert str(plot) in said and {*tmp_path.iterdir()} == {plot, log}
-    assert log.read_text().count("\n") == 1 and "exchanges gradients, since SGD has no momentum" in log.read_text()
+    assert ("two emulated hosts with links of 200mbit" in said) == (demo.why_unshaped("200mbit") is None)
+    plot, log = tmp_path / "loss.png", tmp_path / "topk-ratio-0-1.log"
+    assert str(plot) in said and {plot, log} <= {*tmp_path.iterdir()}
+    assert "exchanges gradients, since SGD has no momentum" in log.read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
