@@ -61,7 +61,7 @@ exec chroot "$root" env -u PWD -u OLDPWD -u SHLVL "$@"
 class Cell(NamedTuple):
     """One machine: Debian's release, packages that its user has already, CXX, the user, and whether nvcc is there.
 
-    checks: whether scripts/check runs there, too. It needs g++.
+    checks: whether scripts/check runs there, too. It needs g++. horovod: without it, the demo is that of DDP.
     """
 
     suite: str
@@ -70,11 +70,13 @@ class Cell(NamedTuple):
     user: str
     nvcc: bool = False
     checks: bool = False
+    horovod: bool = True
 
 
 CELLS = {
     "debian12-gcc12-root": Cell("bookworm", "", "", "root", checks=True),
     "debian13-gcc14-user": Cell("trixie", "", "", "newcomer", checks=True),
+    "debian13-gcc14-ddp": Cell("trixie", "", "", "newcomer", horovod=False),
     "debian13-clang19-user": Cell("trixie", "clang", "clang++", "newcomer"),
     "debian13-gcc14-nvcc-user": Cell("trixie", "", "", "newcomer", nvcc=True),
 }
@@ -161,26 +163,35 @@ def record(cell: Cell, ready: str, minutes: dict[str, float]) -> None:
 
 def test_readmes_commands_run_on_a_bare_machine(machine: Machine) -> None:
     (block,) = re.findall(r"## Install\n.*?^```sh\n(.+?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    packages, *commands = [line.partition("#")[0].strip() for line in block.splitlines()]
-    setup, enter, doctor, demo, check = commands
+    packages, demo, check = [line.partition("#")[0].strip() for line in block.splitlines()]
+    if not machine.cell.horovod:
+        demo += " --ddp"
     user, there = machine.cell.user, f"cd {machine.home}/gradcomp"
 
-    status, said = machine.run(f"{there} && {setup}", user)
+    status, said = machine.run(f"{there} && {demo}", user)
     asked = re.search(r"as root, run: (apt-get install [a-z0-9+. -]+)$", said, re.MULTILINE)
     assert status != 0 and asked and not (machine.root / machine.home.lstrip("/") / "gradcomp" / ".venv").exists(), said
     assert machine.cell.cxx or set(packages.split()) <= set(asked[1].split()), "README names a package that set-up does not"
     machine.must(asked[1].replace("apt-get install", INSTALL), "root")
 
-    minutes, said = {}, ""
-    for command in (setup, f"{enter} && {doctor}", demo, *[check] * machine.cell.checks):
+    minutes, ready = {}, ""
+    doctor = ". .venv/bin/activate && gradcomp doctor"
+    for name, command in (
+        ("set-up and demo", demo),
+        ("demo", demo),
+        ("doctor", doctor),
+        *[("check", check)] * machine.cell.checks,
+    ):
         began = time.monotonic()
-        now = machine.must(f"{there} && {command}", user)
-        minutes[command] = round((time.monotonic() - began) / 60, 1)
+        said = machine.must(f"{there} && {command}", user)
+        minutes[name] = round((time.monotonic() - began) / 60, 1)
         if command == demo:
-            ready = re.search(r"^ready: torch \S+, .*CUDA kernels (yes|no)", now, re.MULTILINE)
-            assert ready and (ready[1] == "yes") == machine.cell.nvcc, ready and ready[0]
-            assert now.startswith(ready[0]), f"the demo set up again what {setup} has:\n{now}"
-            said = ready[0]
-    again = "scripts/setup" if machine.cell.checks else setup
-    assert machine.must(f"{there} && {again}", user).count("\n") == 1, "a set-up that is done says one line"
-    record(machine.cell, said, minutes)
+            found = re.search(r"^ready: torch \S+, .*CUDA kernels (yes|no)", said, re.MULTILINE)
+            assert found and (found[1] == "yes") == machine.cell.nvcc, found and found[0]
+            assert ("horovod" in found[0]) == machine.cell.horovod
+            assert name != "demo" or said.startswith(found[0]), f"the demo set up again what is there:\n{said}"
+            assert re.search(r"^topk .* x .* %", said, re.MULTILINE), said
+            ready = found[0]
+    if machine.cell.checks:
+        assert machine.must(f"{there} && scripts/setup", user).count("\n") == 1, "a set-up that is done says one line"
+    record(machine.cell, ready, minutes)
