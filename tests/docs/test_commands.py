@@ -15,12 +15,13 @@ from documents import ROOT, USERS, blocks, name_of
 import gradcomp.__main__ as command_line
 from gradcomp import doctor
 from gradcomp.prediction import command as prediction
+from laboratory import demo
 from laboratory import main as laboratory
 
 # Programs of the project, as a page may call them.
 OURS = re.compile(r"(?:[\w./]*/)?scripts/([a-z_]+)$")
-# Scripts whose --help sets the machine up first, or that take no options. Pages show them without any.
-WITHOUT_HELP = {"demo", "knobs"}
+# A script that takes no options. Pages show it without any.
+WITHOUT_HELP = {"knobs"}
 # Words that stand for the user's own.
 STANDING = {"NAME": "topk", "SPEC": "topk:ratio=0.01"}
 
@@ -63,7 +64,11 @@ def help_of(script: str) -> str:
 def check_script(script: str, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert (ROOT / "scripts" / script).is_file(), f"there is no scripts/{script}"
     said = ""
-    if script == "lab" and options:
+    if script == "demo":  # its --help first sets up
+        with pytest.raises(SystemExit):
+            demo.parse(["--help"])
+        said = capsys.readouterr().out
+    elif script == "lab" and options:
         with pytest.raises(SystemExit) as ended:
             laboratory.main([options[0], "--help"])
         assert ended.value.code == 0, f"scripts/lab has no {options[0]}"
@@ -95,7 +100,10 @@ def test_a_command_exists(call: str, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_there_are_commands_and_wrong_ones_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(CALLS) > 20
-    assert list(calls(ROOT / "README.md")).count(["scripts/setup", "--install"]) == 1
+    assert [words for words in calls(ROOT / "README.md") if words[0] == "scripts/demo"] == [
+        ["scripts/demo"],
+        ["scripts/demo", "--ddp"],
+    ]
     for script, options in (("setup", ["--instal1"]), ("lab", ["kernels", "--sizes"]), ("nothing", [])):
         with pytest.raises(AssertionError, match=r"has no|there is no"):
             check_script(script, options, capsys)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from documents import ROOT
 
 
-def test_readme_has_at_most_120_lines() -> None:
+def test_readme_has_at_most_100_lines() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 100
     assert max(len(line) for line in lines if not line.startswith(("|", "!"))) <= 128
 
 
