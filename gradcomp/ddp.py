@@ -253,6 +253,7 @@ def _hook(state: _BackwardPass, bucket: GradBucket) -> torch.futures.Future[Tens
         state.grads += zip(contents.slots, contents.grads, strict=True)
         session.reducer.note_unused([slot.name for slot in contents.slots if slot.parameter.grad is None])
     session.ready_all(contents.slots, contents.grads)
+    # Future[Tensor](...) would cost as much again, for the sake of a type.
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
     state.promised.append((future, buffer))
     if bucket.is_last():

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU beside its bytes: launches, counted on the emulator, and never that the program waits for it."""
+"""What a step asks of a GPU beside its bytes: launches, counted on the emulator, few calls, and never to be waited for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_in import stand_in
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradcomp
 from gradcomp.messages.sparse import Codec
 from gradcomp.native import extension
+from gradcomp.native.memory import DELAY
 from laboratory.commands.host import resnet50
 
 # Launches in a step, for each bucket.
@@ -55,6 +57,18 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen[operation._schema.name.removeprefix("aten::")] += 1
         return operation(*args, **(kwargs or {}))
+
+
+class Noted:
+    """Native functions whose calls are counted."""
+
+    def __init__(self, real: Any, calls: Counter[str]):
+        self._real, self._calls = real, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        self._calls[name] += callable(found) and not name.endswith("_scratch")  # those ask the extension alone
+        return found
 
 
 CASES = [
@@ -103,3 +117,34 @@ def test_a_step_of_a_resnet_50_takes_few_launches(
         del others["equal"]  # by which the simulator compares what the ranks come to
     assert ours > 0 and ours + sum(others.values()) <= MOST * ranks * buckets, f"{ours} of gradcomp's, and {others}"
     assert not WAIT & set(others), others
+
+
+# A bucket's launches: those of gradcomp's kernels, and torch's. The aim is 6 of topk and sdagc, and 4 of orq.
+LAUNCHES = {"dense": (4, 1), "topk": (15, 0), "sdagc": (18, 0), "sdagc:lam=2": (17, 2), "orq": (7, 1), "bingrad": (7, 1)}
+# A bucket's other calls of CUDA. Each native call asks for the current device.
+MOST_CALLS = 10
+
+
+@pytest.mark.parametrize("spec", LAUNCHES)
+def test_a_bucket_asks_little_of_a_gpu(spec: str, emulator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = ctypes.CDLL(emulator.__file__).simt_launches
+    launches.restype = ctypes.c_uint64
+    shapes = {f"w{i}": (70,) for i in range(9)}
+    with stand_in(emulator, monkeypatch) as gpu:
+        simulation = gradcomp.Simulation(spec, shapes, 1, bucket_mb=4e-6 * 3 * 70, device="cuda")
+        kernels, native = extension.native, Counter[str]()
+        grads = [{name: torch.randn(shape, device="cuda") for name, shape in shapes.items()}]
+        for _ in range(DELAY + 1):
+            simulation.step(grads)
+        monkeypatch.setattr(extension, "native", Noted(kernels, native))
+        gpu.calls.clear()
+        before = launches()
+        with Operations() as torchs:
+            simulation.step(grads)
+    buckets = len(simulation._reducers[0].buckets)
+    assert buckets == 3
+    ours, others = launches() - before, {name: count for name, count in torchs.seen.items() if name not in ONLY_LOOK}
+    assert ours / buckets <= LAUNCHES[spec][0] and sum(others.values()) / buckets <= LAUNCHES[spec][1], (ours, others)
+    calls = gpu.calls + native
+    assert native and sum(calls.values()) <= MOST_CALLS * buckets, calls
+    assert not calls.keys() & {"current_stream", "wait_stream", "Event", "pinned memory"}, calls  # all are made once

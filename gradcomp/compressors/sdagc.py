@@ -224,15 +224,18 @@ class Capacity:
         self.fixed = fixed
         self._copied: deque[HostCopy] = deque()  # counts of the latest steps, still on their way
         self._known: deque[int] = deque(maxlen=DELAY)  # the counts before them
+        self._read: HostCopy | None = None  # the latest that was read
 
     def observe(self, received: Sequence[Payload]) -> None:
         """Record a step's counts, and adapt the capacity."""
         if self.fixed:
             return
-        self._copied.append(HostCopy(torch.stack([payload["header"][:1] for payload in received])))
+        self._copied.append(HostCopy(torch.stack([payload["header"][:1] for payload in received]), self._read))
+        self._read = None
         if len(self._copied) < DELAY:
             return
-        self._known.append(self._copied.popleft().largest())
+        self._read = self._copied.popleft()
+        self._known.append(self._read.largest())
         wanted = rounded_up(max(self._known))
         if wanted > self.entries or wanted < 0.8 * self.entries:
             self.entries = max(1, min(wanted, self.largest))

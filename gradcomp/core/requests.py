@@ -72,7 +72,7 @@ class Field(NamedTuple):
 Form = tuple[Field, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Payload:
     """A message: one byte buffer, which travels, and named arrays that are views of it."""
 

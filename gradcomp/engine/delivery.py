@@ -30,8 +30,8 @@ class Delivery:
         self._verdict_of = {device: verdicts.split(1) for device, verdicts in self._verdicts.items()}
 
     def _targets(self, bucket: Bucket) -> list[Tensor]:
-        updates = [slot.update for slot in self._slots[self._place[bucket.index]] if slot.update is not None]
-        return updates or bucket.ordered_grads
+        slots = self._slots[self._place[bucket.index]]
+        return bucket.ordered_grads if slots[0].update is None else [each.update for each in slots if each.update is not None]
 
     def write(self, bucket: Bucket, update: Update, scale: float, step: int) -> None:
         """Write an update into the gradients, scale times. One that was lent is zeros afterwards, where that costs nothing.

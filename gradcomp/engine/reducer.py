@@ -216,7 +216,8 @@ class Reducer:
             bucket.streams.note()
         if len(grads) == bucket.count:
             self.clock.note_full_bucket(len(self.buckets))
-            if not self.view.clips:  # otherwise the norm of all gradients comes first
+            # Where the user clips, the norm of all gradients comes first: no bucket has begun the step.
+            if self._context is not None or not self.view.clips:
                 self._start(bucket)
 
     def note_unused(self, names: Iterable[str]) -> None:

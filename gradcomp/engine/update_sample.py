@@ -131,7 +131,9 @@ class UpdateSample:
 
     def note_delivered(self, buckets: Sequence[Bucket]) -> None:
         """Keep a sample of a step's updates, which are in the buckets' gradients."""
-        updates = {name: grad for bucket in buckets for name, grad in bucket.grads.items()}
+        updates: dict[str, Tensor] = {}
+        for bucket in buckets:
+            updates.update(bucket.grads)
         self.keep(updates, next((each.loss_scale for each in buckets if each.loss_scale is not None), None))
         measured = [each for each in buckets if each.squares is not None]
         self._buckets, self._norms = buckets, None

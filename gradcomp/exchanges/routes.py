@@ -83,7 +83,7 @@ def allgather(
     received = yield from gather(payload)
     update = acc.memory.lend(n, acc.residual.device) if into is None else into
     codec.add_and_settle(update, received, acc.residual, payload, kept_share)
-    codec.check(dict(enumerate(received)), update, n)
+    codec.check(enumerate(received), update, n)
     if observe is not None:
         observe(received)
     return update

@@ -102,7 +102,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     received = {**received, world.rank: own[world.rank]}
     sums = Update(torch.zeros(parts.size, device=device))
     codec.add(sums, [received[rank] for rank in sorted(received)], world.share)
-    codec.check(received, sums, parts.size)
+    codec.check(received.items(), sums, parts.size)
     headers = torch.stack([payload["header"] for payload in received.values()])
     result, sent_on = _take_largest(codec, form, capacity, sums.flat, headers, acc.memory)
     results = yield from gather(result)
@@ -110,7 +110,7 @@ def sparse_sum(acc: Acc, taken: Taken, world: World, kept_share: float = 0.0, ob
     for rank, result in enumerate(results):
         values, local, header = codec.read(result)
         kernels.add_sparse(update.flat, values, parts.indices(rank, local).int(), header, world.mean_of_shares, update.marks)
-    codec.check(dict(enumerate(results)), update, parts.size)
+    codec.check(enumerate(results), update, parts.size)
     failed = ~update.flat[:1].isfinite()
     arrived = (update.flat[dealt.indices] != 0) & ~failed
     returned = torch.where(arrived, dealt.values - sent + kept_share * sent, dealt.values)

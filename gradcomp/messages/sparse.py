@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,10 +120,13 @@ class Codec(ABC):
         self.add(update, received, 1 / len(received))
         self.settle(residual, payload, update, kept_share)
 
-    def check(self, received: Mapping[int, Payload], update: Update, n: int) -> None:
-        """Raise if a payload is malformed, and name its rank. Finite updates, and those on a GPU, are not checked."""
+    def check(self, received: Iterable[tuple[int, Payload]], update: Update, n: int) -> None:
+        """Raise if a payload is malformed, and name its rank. Finite updates, and those on a GPU, are not checked.
+
+        received: the payloads, with their ranks.
+        """
         if not update.flat.is_cuda and not math.isfinite(update.first):
-            for rank, payload in received.items():
+            for rank, payload in received:
                 self.check_one(payload, n, f"rank {rank}")
 
     def check_one(self, payload: Payload, n: int, sender: str) -> None:

@@ -93,7 +93,8 @@ def stream(array: Array) -> int:
 
 def queue(array: Array) -> dict[str, int]:
     """Name the place where a kernel runs: the stream, and on CPUs the number of threads."""
-    return {"stream": stream(array), "threads": torch.get_num_threads()}
+    on_cpu = isinstance(array, Tensor) and not array.is_cuda
+    return {"stream": 0 if on_cpu else stream(array), "threads": torch.get_num_threads()}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradcomp.native import extension, streams
+from gradcomp.native import extension
 from gradcomp.native.extension import LINE, Array
+from gradcomp.native.streams import Streams
 
 # Steps between the start of a copy to the host and its use: the copy has arrived then. All ranks act alike.
 DELAY = 8
@@ -21,14 +22,14 @@ Place = tuple[str, str, torch.device | str, int]
 
 @dataclass
 class ZeroedUpdate:
-    """A zeroed array and its zeroed marks, for lending. stream: that of a GPU on which both were zeroed.
+    """A zeroed array and its zeroed marks, for lending. streams: that of a GPU on which both were zeroed.
 
     starts: the first entries of both, by their number, since buckets of a few sizes borrow it in turn.
     """
 
     flat: Tensor
     marks: Tensor
-    stream: Any = None
+    streams: Streams
     starts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def first(self, n: int) -> tuple[Tensor, Tensor]:
@@ -97,9 +98,10 @@ class Memory:
         free = self._free.get(device)
         source = free.pop() if free else None
         if source is None or source.flat.numel() < n:
-            source = ZeroedUpdate(torch.zeros(n, device=device), torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device))
-        elif source.stream is not None:
-            streams.follow(torch.cuda.current_stream(device), source.stream)
+            marks = torch.zeros(-(-n // LINE), dtype=torch.uint8, device=device)
+            source = ZeroedUpdate(torch.zeros(n, device=device), marks, Streams(device))
+        else:
+            source.streams.join()
         return Update(*source.first(n), source)
 
     def give_back(self, update: Update) -> None:
@@ -108,22 +110,28 @@ class Memory:
         if source is not None:
             if not update.is_wiped:
                 extension.native.wipe(update.flat, update.marks, **extension.queue(update.flat))
-            source.stream = torch.cuda.current_stream(source.flat.device) if source.flat.is_cuda else None
+            source.streams.clear()
+            source.streams.note()
             self._free.setdefault(source.flat.device, []).append(source)
 
 
 class HostCopy:
-    """A copy of a tensor of numbers on its way to main memory. The copy is read some steps later, when it has arrived."""
+    """A copy of a tensor of numbers on its way to main memory. The copy is read some steps later, when it has arrived.
 
-    def __init__(self, numbers: Tensor):
-        self._event: Any = None
-        if numbers.is_cuda:
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+    again: a copy that has been read, whose memory then serves this one if it has the shape.
+    """
+
+    def __init__(self, numbers: Tensor, again: HostCopy | None = None):
+        self._host: Tensor
+        self._event: Any
+        if again is not None and again._host.shape == numbers.shape and (again._event is not None) == numbers.is_cuda:
+            self._host, self._event = again._host, again._event
         else:
-            self._host = numbers.clone()
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+            self._event = torch.cuda.Event() if numbers.is_cuda else None
+        self._host.copy_(numbers, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
 
     def largest(self) -> int:
         """Return the largest number."""
@@ -133,5 +141,5 @@ class HostCopy:
         """Return all numbers."""
         if self._event is not None:
             self._event.synchronize()  # returns at once: the copy began steps ago
-            self._event = None
-        return self._host.flatten().tolist()
+        numbers: list[float] = self._host.flatten().tolist()
+        return numbers

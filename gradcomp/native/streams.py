@@ -13,11 +13,13 @@ class Streams:
     """The streams of a device that have work on a bucket. A CPU has none.
 
     Autograd calls a hook on the stream of the layer's forward pass. The hook that fills a bucket, and step(), may have others.
+    Mostly there is one, which its handle tells: torch's object of a stream costs ten times as much, and is made once.
     """
 
     def __init__(self, device: torch.device):
         self._device, self.has_streams = device, device.type == "cuda"
         self._busy: dict[int, Any] = {}
+        self._known: dict[int, Any] = {}  # of all steps: torch's objects own no stream
 
     @property
     def are_captured(self) -> bool:
@@ -30,29 +32,38 @@ class Streams:
             return
         handle = extension.current_stream(self._device.index)
         if handle not in self._busy:
-            self._busy[handle] = torch.cuda.current_stream(self._device)
+            self._busy[handle] = self._know(handle)
 
     def join(self) -> None:
         """Make the current stream wait for the others. It alone then has work on the bucket."""
         if not self.has_streams:
             return
-        current = torch.cuda.current_stream(self._device)
-        for stream in self._busy.values():
-            follow(current, stream)
-        self._busy = {current.cuda_stream: current}
+        handle = extension.current_stream(self._device.index)
+        current = self._know(handle)
+        for other, stream in self._busy.items():
+            if other != handle:
+                _follow(current, stream)
+        self._busy = {handle: current}
 
     def clear(self) -> None:
         """Forget the streams after the bucket's step. Autograd and the caller of step() order all later work."""
         self._busy.clear()
 
+    def _know(self, handle: int) -> Any:
+        """Return torch's object of the current stream, which has this handle."""
+        known = self._known.get(handle)
+        if known is None:
+            known = self._known[handle] = torch.cuda.current_stream(self._device)
+        return known
 
-def follow(stream: Any, other: Any) -> None:
+
+def _follow(stream: Any, other: Any) -> None:
     """Make a stream wait for all work of another one.
 
     A captured graph cannot wait for streams outside it. The caller that begins the capture waits for them, as torch.cuda.graph
     does.
     """
-    if stream != other and (_is_captured(other) or not _is_captured(stream)):
+    if _is_captured(other) or not _is_captured(stream):
         stream.wait_stream(other)
 
 

@@ -103,10 +103,11 @@ class TorchNetwork:
         place = waits.MEETING if request.purpose is Purpose.MEETING else name
         match request:
             case Gather(sent):
-                ranks = self._place[1]
-                received = sent.bytes.new_empty(ranks * sent.bytes.numel())
+                sizes = [sent.bytes.numel()] * self._place[1]
+                received = sent.bytes.new_empty(sum(sizes))
                 work = self._all_gather(received, sent.bytes)
-                return self._after(work, place, lambda: [payload.read(sent.form, part) for part in received.chunk(ranks)])
+                parts = received.split_with_sizes(sizes)
+                return self._after(work, place, lambda: [payload.read(sent.form, part) for part in parts])
             case Reduce(tensor, scale):
                 work = self.group.allreduce([tensor])
                 return self._after(work, place, lambda: tensor if scale == 1 else tensor.mul_(scale))

@@ -6,7 +6,8 @@ It knows only the calls of torch by which a step waited once, or may. tests/test
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +36,14 @@ class OnGpu(torch.Tensor):
 class StandIn(TorchFunctionMode):
     """A mode in which device="cuda" makes tensors that say they are there.
 
-    waits, sums: noted calls. is_capturing: a graph is captured.
+    waits, sums: noted calls. calls: counts those of torch.cuda, and copies to main memory. is_capturing: a graph is captured.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
         self.sums: list[str] = []
+        self.calls: Counter[str] = Counter()
         self.is_capturing = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -54,7 +56,7 @@ class StandIn(TorchFunctionMode):
             target = name
         elif target is not None:
             named["device"] = torch.device("cpu")
-        named.pop("pin_memory", None)
+        self.calls["pinned memory"] += named.pop("pin_memory", False)
         to_gpu = from_gpu if target is None else torch.device(target).type == "cuda"
         if from_gpu:
             self._note(name, args, named)
@@ -75,8 +77,10 @@ class StandIn(TorchFunctionMode):
             or (name == "repeat_interleave" and "output_size" not in named)
         ):
             self.waits.append(name)
-        if name == "copy_" and type(args[0]) is not type(args[1]) and not named.get("non_blocking"):
-            self.waits.append("copy_ between CPU and GPU")
+        if name == "copy_" and type(args[0]) is not type(args[1]):
+            self.calls["copy"] += 1
+            if not named.get("non_blocking"):
+                self.waits.append("copy_ between CPU and GPU")
         if name in ("__getitem__", "__setitem__"):
             indices = list(_tensors(args[1]))
             masks = any(each.dtype == torch.bool for each in indices)
@@ -127,14 +131,23 @@ def _flush(result: Tensor, args: tuple[Any, ...]) -> None:
 @contextlib.contextmanager
 def stand_in(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Stand in for a GPU."""
-    mode, stream = StandIn(), SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    mode = StandIn()
+
+    def noted(name: str, answer: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            mode.calls[name] += 1
+            return answer()
+
+        return call
+
+    stream = SimpleNamespace(cuda_stream=7, wait_stream=noted("wait_stream"))
+    event = SimpleNamespace(record=noted("record"), synchronize=noted("synchronize"))
     with monkeypatch.context() as patch, mode:
         patch.setattr(extension, "native", Kernels(emulator))
         patch.setattr(extension, "current_stream", lambda index: [stream.cuda_stream][index])  # as torch's, it takes no None
         patch.setattr(torch.cuda, "current_device", lambda: GPU.index)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        patch.setattr(torch.cuda, "current_stream", noted("current_stream", lambda: stream))
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(torch.cuda, "Event", lambda: event)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: mode.is_capturing)
+        patch.setattr(torch.cuda, "Event", noted("Event", lambda: event))
+        patch.setattr(torch.cuda, "is_current_stream_capturing", noted("is_capturing", lambda: mode.is_capturing))
         yield mode
