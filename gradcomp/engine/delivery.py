@@ -38,13 +38,14 @@ class Delivery:
 
         The residual gets the errors of casts to 16 bits with a loss scale: the step may then be taken back.
         """
+        loss_scale = bucket.loss_scale
         update.is_wiped = kernels.spread(
             update.flat,
             self._targets(bucket),
             scale,
             update.marks,
-            loss_scale=bucket.loss_scale,
-            residual=bucket.residual if bucket.keeps_residual and bucket.loss_scale is not None else None,
+            loss_scale=loss_scale,
+            residual=bucket.residual if bucket.keeps_residual and loss_scale is not None else None,
             verdict=self._verdict_of[bucket.layout.device][self._place[bucket.index]],
             step=step,
             wipes=update.source is not None,

@@ -213,7 +213,7 @@ class OptimizerView(ActingOptimizer):
         self._ranks, momenta = world.size, self._momenta(layouts, world.size) if takes_momentum else {}
         self.origin.compare(self.acting)
         rates = self.rates() if uses_rates else None
-        scales = {device: self.loss_scale_on(device) for _, _, device in layouts}
+        scales = {} if self._loss_scale is None else {device: self.loss_scale_on(device) for _, _, device in layouts}
         follows = frozenset([each.names[0] for each in layouts] if rates is not None and (momenta or self.is_linear) else ())
         frozen = frozenset([name for name, each in self.slots.parameters.items() if not each.requires_grad])
         return StepContext(memory, world, rates, follows, frozen, momenta, scales, self.generation)

@@ -192,33 +192,39 @@ class Reducer:
         return self.view.missed if self.takes_momentum or self.view.has_no_momentum else ONE_BUCKET
 
     def ready(self, slot: Slot, grad: Tensor | None = None) -> None:
-        """Note a layer's gradient, and start its bucket if it is the last one.
+        """Note a layer's gradient, by default the slot's. See ready_all()."""
+        self.ready_all((slot,), (slot.read() if grad is None else grad,))
 
-        grad: contiguous, by default the slot's. It must not change before its update is delivered.
+    def ready_all(self, slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+        """Note layers' gradients, and start each bucket with its last one.
+
+        grads: contiguous. They must not change before their updates are delivered.
         """
-        if grad is None:
-            grad = slot.read()
-        name = slot.name
-        if grad.dtype not in GRADIENT_TYPES:
-            check_type(grad, f"the gradient of {name!r}")
-        bucket = self._bucket_of[name]
-        if bucket is None:  # a layer without entries
-            return
-        grads = bucket.grads
-        if not grads:
-            self.clock.note_gradient()
-        elif name in grads:
-            raise RuntimeError(
-                f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
-            )
-        grads[name] = grad
-        if bucket.streams.has_streams:
-            bucket.streams.note()
-        if len(grads) == bucket.count:
-            self.clock.note_full_bucket(len(self.buckets))
-            # Where the user clips, the norm of all gradients comes first: no bucket has begun the step.
-            if self._context is not None or not self.view.clips:
-                self._start(bucket)
+        for slot, grad in zip(slots, grads, strict=True):
+            name = slot.name
+            if grad.dtype not in GRADIENT_TYPES:
+                check_type(grad, f"the gradient of {name!r}")
+            bucket = self._bucket_of[name]
+            if bucket is None:  # a layer without entries
+                continue
+            known = bucket.grads
+            if not known:
+                self.clock.note_gradient()
+            elif name in known:
+                raise RuntimeError(
+                    f"the gradient of {name!r} came twice in one step; finish the step before the next backward pass"
+                )
+            known[name] = grad
+            if bucket.streams.has_streams:
+                bucket.streams.note()
+            if len(known) == bucket.count:
+                self._note_full(bucket)
+
+    def _note_full(self, bucket: Bucket) -> None:
+        """Start a bucket that is full, unless the norm of all gradients comes first, where the user clips."""
+        self.clock.note_full_bucket(len(self.buckets))
+        if self._context is not None or not self.view.clips:  # a step that has begun was not clipped
+            self._start(bucket)
 
     def note_unused(self, names: Iterable[str]) -> None:
         """Note layers that this rank has not used in this step. Gradients of zeros come for them."""

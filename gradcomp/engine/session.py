@@ -181,8 +181,7 @@ class Session:
         self.meet()
         try:
             self.last.keep(self.reducer, slots)
-            for slot, grad in zip(slots, grads, strict=True):
-                self.reducer.ready(slot, grad)
+            self.reducer.ready_all(slots, grads)
         except BaseException as error:
             self.failed(error)
             raise

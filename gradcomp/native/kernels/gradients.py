@@ -13,26 +13,21 @@ from gradcomp.native.extension import LINE, MOST_PIECES, UNKNOWN_PEAK, Array, co
 from gradcomp.native.kernels.sparse import Mask
 from gradcomp.native.memory import Memory
 
-
-class _Chunk(NamedTuple):
-    """Gradients of one launch, their layers, and their place in the flat bucket. None stands for all of it."""
-
-    grads: Sequence[Array]
-    layers: slice | None
-    place: slice | None
+# Gradients of one launch, their layers, and their place in the flat bucket. None stands for all of it.
+_Chunk = tuple[Sequence[Array], slice | None, slice | None]
 
 
 def _chunks(grads: Sequence[Array], starts: Collection[int] = ()) -> list[_Chunk]:
     """List the launches. starts: layers that begin one, beside the first."""
     if len(grads) <= MOST_PIECES and not starts:
-        return [_Chunk(grads, None, None)]
-    chunks = []
+        return [(grads, None, None)]
+    chunks: list[_Chunk] = []
     at = 0
     firsts = sorted({*range(0, len(grads), MOST_PIECES), *starts})
     for first, end in zip(firsts, [*firsts[1:], len(grads)], strict=True):
         part = grads[first:end]
         stop = at + sum(map(count, part))
-        chunks.append(_Chunk(part, slice(first, first + len(part)), slice(at, stop)))
+        chunks.append((part, slice(first, first + len(part)), slice(at, stop)))
         at = stop
     return chunks
 
