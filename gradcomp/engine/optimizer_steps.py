@@ -108,7 +108,7 @@ class MissingExchange:
         self._slots, self._network, self._remedy = slots, network, remedy
         self._steps, self._inside, self._settled = 0, False, False
 
-    def before_step(self, optimizer: torch.optim.Optimizer, spec: str) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, compressor: Any) -> None:
         """Count a step without an exchange; warn of a few."""
         inside, self._inside = self._inside, True  # Horovod's step() calls another one
         if self._settled or inside or not self._network.ready or self._network.world.size == 1:
@@ -124,8 +124,8 @@ class MissingExchange:
         if not self._settled and self._steps == STEPS_BEFORE_WARNING:
             self._settled = True
             warn_user(
-                f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {spec}: the ranks send "
-                f"dense gradients, or none at all. {self._remedy}"
+                f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {compressor}: the ranks "
+                f"send dense gradients, or none at all. {self._remedy}"
             )
 
     def after_step(self) -> None:

@@ -445,5 +445,5 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     """Decide whether an optimizer is SGD without momentum."""
-    known = isinstance(optimizer, torch.optim.SGD) and steps_as_known(type(optimizer))
-    return known and not any(group["momentum"] for group in optimizer.param_groups)
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return is_sgd and not any(group["momentum"] for group in optimizer.param_groups) and steps_as_known(type(optimizer))

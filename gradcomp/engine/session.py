@@ -271,7 +271,7 @@ class Session:
         if self._step_in is None and (self.last.is_nested or self.view.steps_at_once(optimizer)):
             self.view.before_step(optimizer)
         if self.door.unused:
-            self._missing.before_step(optimizer, self.spec)
+            self._missing.before_step(optimizer, self.compressor)
 
     def after_step(self) -> None:
         """Show the optimizer's values again."""

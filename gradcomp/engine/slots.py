@@ -90,7 +90,7 @@ class ParameterSlot(Slot):
             self.parameter.grad, self._copy = self._reordered(self._copy), None
 
     def flat(self, shaped: Tensor) -> Tensor:
-        return shaped.permute(self.order).reshape(-1)
+        return (shaped if self._row_major else shaped.permute(self.order)).reshape(-1)
 
     def shaped(self, flat: Tensor) -> Tensor:
         return self._reordered(flat.view([self.shape[dim] for dim in self.order]))
