@@ -86,7 +86,8 @@ class Bucket:
 
     def complete(self) -> None:
         """Wait for the gradients where a kernel on the current stream will. A layer without a gradient gets one of zeros."""
-        self.streams.join()
+        if self.streams.has_streams:
+            self.streams.join()
         if len(self.grads) == self.count:
             return
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
@@ -99,7 +100,8 @@ class Bucket:
         self.grads.clear()
         self.has_started = False
         self.unused.clear()
-        self.streams.clear()
+        if self.streams.has_streams:
+            self.streams.clear()
         self._accumulation = self.squares = None
 
     def collect(self, context: StepContext) -> Acc:

@@ -124,8 +124,8 @@ class MissingExchange:
         if not self._settled and self._steps == STEPS_BEFORE_WARNING:
             self._settled = True
             warn_user(
-                f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {compressor}: the ranks "
-                f"send dense gradients, or none at all. {self._remedy}"
+                f"the optimizer has made {STEPS_BEFORE_WARNING} steps, and no gradient was exchanged by {compressor}: the "
+                f"ranks send dense gradients, or none at all. {self._remedy}"
             )
 
     def after_step(self) -> None:

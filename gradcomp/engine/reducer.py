@@ -218,13 +218,10 @@ class Reducer:
             if bucket.streams.has_streams:
                 bucket.streams.note()
             if len(known) == bucket.count:
-                self._note_full(bucket)
-
-    def _note_full(self, bucket: Bucket) -> None:
-        """Start a bucket that is full, unless the norm of all gradients comes first, where the user clips."""
-        self.clock.note_full_bucket(len(self.buckets))
-        if self._context is not None or not self.view.clips:  # a step that has begun was not clipped
-            self._start(bucket)
+                self.clock.note_full_bucket(len(self.buckets))
+                # Where the user clips, the norm of all gradients comes first: no bucket has begun the step.
+                if self._context is not None or not self.view.clips:
+                    self._start(bucket)
 
     def note_unused(self, names: Iterable[str]) -> None:
         """Note layers that this rank has not used in this step. Gradients of zeros come for them."""
@@ -250,7 +247,8 @@ class Reducer:
         """
         running = [bucket for bucket in (self.buckets if buckets is None else buckets) if bucket.answer is not None]
         for bucket in running:
-            bucket.streams.join()
+            if bucket.streams.has_streams:
+                bucket.streams.join()
             asked, reply = time.perf_counter(), self._wait(bucket)
             replied = self.clock.note_reply(asked)
             self._add(bucket, reply)
@@ -391,10 +389,6 @@ class Reducer:
         assert bucket.answer is not None
         return bucket.answer()
 
-    @ranged("add")
-    def _add(self, bucket: Bucket, reply: Reply) -> None:
-        self._resume(bucket, reply)
-
     def _resume(self, bucket: Bucket, reply: Reply | None) -> None:
         assert bucket.running is not None
         try:
@@ -416,6 +410,8 @@ class Reducer:
             self.clock.note_request()
             bucket.answer = self.network.start(request, f"bucket {bucket.index}, request {bucket.round}")
             bucket.round += 1
+
+    _add = ranged("add")(_resume)
 
     @ranged("deliver")
     def _deliver(self, bucket: Bucket, update: Update) -> None:
