@@ -1,6 +1,6 @@
-"""The tables of docs/local-steps.md, from the records of `scripts/lab study`.
+"""The table of docs/local-steps.md, from the record of `scripts/lab study`.
 
-PYTHONPATH=scripts python -m documentation.local_steps    writes them anew
+PYTHONPATH=scripts python -m documentation.local_steps    writes it anew
 """
 
 from __future__ import annotations
@@ -34,16 +34,9 @@ def over(line: dict[str, Any], dense: dict[str, Any]) -> float:
     return 100 * (nats(line) / nats(same) - 1)
 
 
-def trained() -> list[dict[str, Any]]:
-    """Return the lines after 3,000 steps, DDP's first: a way with one seed alone is in the record of the first seed."""
-    several = lines("steps")
-    known = [line["spec"] for line in several]
-    return several + [line for line in lines("first-seed") if line["spec"] not in known]
-
-
 def losses() -> list[list[str]]:
     """Write a row for each way: its loss, how much larger it is than DDP's, and its bytes."""
-    ddp, *others = trained()
+    ddp, *others = lines("steps")
     rows = [["way", "nats a byte", "over DDP's", "bytes, DDP's / sent", "seeds"]]
     rows.append(["DDP", f"{nats(ddp):.3f}", "", "1 x", str(len(ddp["seeds"]))])
     for line in others:
@@ -55,22 +48,9 @@ def losses() -> list[list[str]]:
     return rows
 
 
-def outer() -> list[list[str]]:
-    """Write a row for each outer step, by rate and momentum."""
-    ddp, *others = lines("outer")
-    rows = [["`outer_lr`", "`outer_momentum`", "nats a byte", "over DDP's"]]
-    for line in others:
-        way = local_of(line["spec"])
-        assert way is not None
-        rows.append([f"{way.rate:g}", f"{way.momentum:g}", f"{nats(line):.3f}", f"{over(line, ddp):+.1f} %"])
-    return rows
-
-
 def written(page: str) -> str:
-    """Return the page with the tables of the records."""
-    for place, rows in {"losses": losses(), "outer steps": outer()}.items():
-        page = filled(PAGE, page, place, rows)
-    return page
+    """Return the page with the table of the record."""
+    return filled(PAGE, page, "losses", losses())
 
 
 if __name__ == "__main__":

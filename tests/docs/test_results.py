@@ -68,13 +68,6 @@ def test_what_the_page_says_of_scores() -> None:
     ratios = [f"{few[f'sdagc:density={density}']['compression']:,.0f} x" for density in (0.0042, 0.0016)]
     assert f"{ratios[0]} and {ratios[1]} cost `sdagc` {some} and {more} points (at most {most} and {at_most})" in FLAT
     assert f"even bf16 seems to lose {said(few, 'bf16', 1)[0]}." in FLAT
-    rate = study("study-shakespeare-rate")
-    lead, bound = said(rate, "topk:ratio=0.01")
-    assert f"the lead of `topk` is {lead[1:]} of {rate['dense']['score']:.2f} and not certain ({bound} worse at most" in FLAT
-    ends = {each["spec"]: each for each in record("training-h100")["trainings"]}
-    assert f"end at {ends['none']['accuracy']} % dense" in FLAT and record("training-h100")["settings"]["epochs"] == 24
-    for spec in ("orq", "sdagc", "bingrad", "topk:ratio=0.001"):
-        assert f"{ends[spec]['accuracy']:.2f} with `{spec}` ({ends[spec]['compression']:,} x)" in FLAT, spec
 
 
 def test_what_the_page_says_of_replicas_under_fsdp2() -> None:
