@@ -98,7 +98,7 @@ def test_what_readme_says_of_specs() -> None:
     assert f"costs {own[0]:.2f} points of {score:.2f} % on CIFAR-10's pictures (at most {own[1]:.2f})" in README
     for study, spec, said in (
         ("shakespeare-rest", "orq", "costs {0:.1f} % of a transformer's perplexity (at most {1:.1f} %)"),
-        ("shakespeare", "topk:ratio=0.01", "there {0:.1f} % (at most {1:.1f} %)"),
+        ("shakespeare", "topk:ratio=0.01", "costs {0:.1f} % of it (at most {1:.1f} %)"),
         ("blocks-text-2e3", "blocks", "at most {1:.2f} % of a transformer's perplexity at rates of 0.001 and 0.002"),
         ("blocks-text-best-rate", "blocks", "{1:.1f} % at the best"),
     ):
