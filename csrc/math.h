@@ -10,6 +10,12 @@
 #else
 #define SHARED_MATH inline
 #endif
+// Before a loop whose arrays belong in a GPU's registers.
+#ifdef __CUDACC__
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED
+#endif
 // Keep one copy of a long function that a kernel calls in many places: instructions have a cache, too.
 #ifdef __CUDA_ARCH__
 #define ONE_COPY __noinline__

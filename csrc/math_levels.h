@@ -35,21 +35,21 @@ ONE_COPY SHARED_MATH Rung level_between(const View& view, Rung low, Rung high, f
   return found.at > high.at ? high : found;  // entries may lie beyond the last level
 }
 
-// Levels, in order.
+// Levels, in order. Their number is known when the loops over them are compiled, so that they stay in registers.
+template <int kLast>
 struct Ladder {
-  int64_t last;
-  Rung rungs[9];
+  Rung rungs[kLast + 1];
 };
 
 // The squared error of rounding at random, in units, without the part that all levels with the same ends share.
-template <class View>
-SHARED_MATH double error_of(const View& view, const Ladder& ladder, double unit) {
+template <int kLast, class View>
+SHARED_MATH double error_of(const View& view, const Ladder<kLast>& ladder, double unit) {
   double error = 0;
   Part from_low = view.from(ladder.rungs[0].at, unit);
-  for (int64_t i = 0; i < ladder.last; ++i) {
+  UNROLLED for (int i = 0; i < kLast; ++i) {
     const int64_t low = whole(ladder.rungs[i].at, unit), high = whole(ladder.rungs[i + 1].at, unit);
-    const Rung& end = ladder.rungs[ladder.last];
-    const Part from_high = i + 1 < ladder.last ? view.from(ladder.rungs[i + 1].at, unit) : Part{end.count, end.count * high};
+    const Rung& end = ladder.rungs[kLast];
+    const Part from_high = i + 1 < kLast ? view.from(ladder.rungs[i + 1].at, unit) : Part{end.count, end.count * high};
     const Part part = {from_low.count - from_high.count, from_low.sum - from_high.sum};
     error += (static_cast<double>(low) + static_cast<double>(high)) * static_cast<double>(part.sum);
     error -= static_cast<double>(low) * static_cast<double>(high) * static_cast<double>(part.count);
@@ -59,20 +59,20 @@ SHARED_MATH double error_of(const View& view, const Ladder& ladder, double unit)
 }
 
 // Put a level into each interval, then into each half, and so on.
-template <class View>
-SHARED_MATH void bisect(const View& view, Ladder& ladder) {
-  for (int64_t step = ladder.last; step > 1; step /= 2) {
-    for (int64_t i = 0; i < ladder.last; i += step) {
+template <int kLast, class View>
+SHARED_MATH void bisect(const View& view, Ladder<kLast>& ladder) {
+  UNROLLED for (int step = kLast; step > 1; step /= 2) {
+    UNROLLED for (int i = 0; i < kLast; i += step) {
       ladder.rungs[i + step / 2] = level_between(view, ladder.rungs[i], ladder.rungs[i + step], not_a_number());
     }
   }
 }
 
 // Move each level in turn to the place between its neighbours where it errs least, twice.
-template <class View>
-SHARED_MATH void refine(const View& view, Ladder& ladder) {
+template <int kLast, class View>
+SHARED_MATH void refine(const View& view, Ladder<kLast>& ladder) {
   for (int turn = 0; turn < 2; ++turn) {
-    for (int64_t i = 1; i < ladder.last; ++i) {
+    UNROLLED for (int i = 1; i < kLast; ++i) {
       Rung& own = ladder.rungs[i];
       own = level_between(view, ladder.rungs[i - 1], ladder.rungs[i + 1], own.at);
     }
@@ -86,19 +86,18 @@ constexpr int64_t kMoved = 16;
 // hardly gain. In a lopsided group, where one side of the middle level has less than a third of the entries, the first level
 // lies near an end, and half of the others beside it, where few entries are. Evenly spaced levels, once refined, may then halve
 // the error. The better set of levels is taken.
-template <class View>
-SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_t count, float* levels) {
-  const int64_t last = count - 1;
-  Ladder ladder{last, {}};
+template <int kLast, class View>
+SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, float* levels) {
+  Ladder<kLast> ladder{};
   ladder.rungs[0] = {ends.low, ends.low == -kFurthest ? view.count_from(ends.low) : view.n};
-  ladder.rungs[last] = {ends.high, view.count_from(ends.high)};
-  Ladder other = ladder;
+  ladder.rungs[kLast] = {ends.high, view.count_from(ends.high)};
+  Ladder<kLast> other = ladder;
   bisect(view, ladder);
-  Rung& middle = ladder.rungs[last / 2];
-  const int64_t above = middle.count - ladder.rungs[last].count, below = view.n - middle.count;
-  const bool lopsided = last > 2 && 3 * (above < below ? above : below) < view.n;
+  Rung& middle = ladder.rungs[kLast / 2];
+  const int64_t above = middle.count - ladder.rungs[kLast].count, below = view.n - middle.count;
+  const bool lopsided = kLast > 2 && 3 * (above < below ? above : below) < view.n;
   bool moves = lopsided;
-  if (last == 4 && !lopsided) {
+  if (kLast == 4 && !lopsided) {
     const int64_t before = middle.count, beside = ladder.rungs[1].count - ladder.rungs[3].count;
     middle = level_between(view, ladder.rungs[1], ladder.rungs[3], middle.at);
     const int64_t by = middle.count - before;
@@ -106,14 +105,14 @@ SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, int64_
   }
   if (moves) refine(view, ladder);
   if (lopsided) {
-    for (int64_t i = 1; i < last; ++i) {
-      const float at = even(ends, i, last, other.rungs[i - 1].at);
+    UNROLLED for (int i = 1; i < kLast; ++i) {
+      const float at = even(ends, i, kLast, other.rungs[i - 1].at);
       other.rungs[i] = {at, view.count_from(at)};
     }
     refine(view, other);
     if (error_of(view, other, unit) < error_of(view, ladder, unit)) ladder = other;
   }
-  for (int64_t i = 0; i < count; ++i) levels[i] = ladder.rungs[i].at;
+  UNROLLED for (int i = 0; i <= kLast; ++i) levels[i] = ladder.rungs[i].at;
 }
 
 // The rules that levels follow from, in the order of kernels.LEVEL_RULES.
@@ -255,8 +254,23 @@ SHARED_MATH void mean_levels(const View& view, Ends ends, double unit, bool best
   levels[1] = between(levels[1], ends.high - kLargest, cut + kLargest);
 }
 
+// The number of ORQ's levels less one, as a constant that their search is compiled for; 0 for all other rules, and for two
+// levels.
+template <int kLast>
+struct Last {
+  static constexpr int value = kLast;
+};
+
+template <class Work>
+inline void with_last(Form form, int64_t count, Work work) {
+  if (form != Form::optimal || count < 3) return work(Last<0>{});
+  if (count == 3) return work(Last<2>{});
+  if (count == 5) return work(Last<4>{});
+  work(Last<8>{});
+}
+
 // Find the levels of a group: levels <- `count` levels, in order; cut <- where two levels that are not drawn start to round up.
-template <class View>
+template <int kLast, class View>
 SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* levels, float& cut) {
   const auto spread = [&](float low, float high) {
     for (int64_t i = 0; i < count; ++i) levels[i] = even({low, high}, i, count - 1, i == 0 ? low : levels[i - 1]);
@@ -274,10 +288,8 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
     mean_levels(view, farthest, unit, best, levels, cut);
     for (int64_t i = 2; i < count; ++i) levels[i] = levels[1];
   };
+  if constexpr (kLast > 0) return optimal_levels<kLast>(view, ends, unit, levels);
   switch (form) {
-    case Form::optimal:
-      optimal_levels(view, ends, unit, count, levels);
-      break;
     case Form::partly:
       both_sides(partly_of(view.magnitudes(), peak, unit));
       break;
@@ -293,6 +305,7 @@ SHARED_MATH void levels_of(const View& view, Form form, int64_t count, float* le
     case Form::norm:
       both_sides(norm_of(view, peak_of(farthest)));
       break;
+    case Form::optimal:  // two levels: the ends
     case Form::range:
       spread(ends.low, ends.high);
       break;

@@ -12,7 +12,8 @@ namespace gradcomp::cpu {
 void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64_t form, int64_t group, int64_t count,
                  Span<float> levels, Span<float> cuts, Queue queue) {
   const Groups groups{flat.size, group};
-  parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) {
+  const auto rule = static_cast<Form>(form);
+  const auto find = [&](int64_t begin, int64_t end, auto last) {
     std::vector<float> within(static_cast<size_t>(groups.longest())), magnitudes(within.size());
     for (int64_t g = begin; g < end; ++g) {
       const float* x = flat.data + groups.begin(g);
@@ -21,8 +22,11 @@ void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64
         copy_between(x, n, {bounds.data[2 * g], bounds.data[2 * g + 1]}, within.data());
         x = within.data();
       }
-      levels_of(View{x, n, magnitudes.data()}, static_cast<Form>(form), count, levels.data + g * count, cuts.data[g]);
+      levels_of<decltype(last)::value>(View{x, n, magnitudes.data()}, rule, count, levels.data + g * count, cuts.data[g]);
     }
+  };
+  with_last(rule, count, [&](auto last) {
+    parallel_groups(groups, queue.threads, [&](int64_t begin, int64_t end) { find(begin, end, last); });
   });
 }
 

@@ -6,19 +6,18 @@
 #include <cstdint>
 
 #include "../expects.h"
+#include "../math.h"
 #include "../span.h"
 
 //   LAUNCH(kernel, blocks, threads, bytes of dynamic shared memory, queue, the kernel's arguments...);
 //   DYNAMIC_SHARED(type, name)   inside a kernel: `name` points to its dynamic shared memory
-//   UNROLLED                     before a loop whose arrays belong in registers
-// The emulator (tests/simt) has its own definitions of these three. Nothing else differs between a GPU and the emulator.
+// The emulator (tests/simt) has its own definitions of these two, and of UNROLLED (math.h). Nothing else differs between a GPU
+// and the emulator.
 #ifdef GRADCOMP_SIMT
-#define UNROLLED
 #define LAUNCH_ON(kernel, blocks, threads, shared, stream, ...) \
   ::simt::launch(#kernel, kernel, blocks, threads, shared, stream, __VA_ARGS__)
 #define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(::simt::dynamic_shared())
 #else
-#define UNROLLED _Pragma("unroll")
 #define LAUNCH_ON(kernel, blocks, threads, shared, stream, ...) kernel<<<blocks, threads, shared, stream>>>(__VA_ARGS__)
 #define DYNAMIC_SHARED(type, name)                     \
   extern __shared__ __align__(16) char name##_bytes[]; \

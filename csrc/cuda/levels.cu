@@ -33,9 +33,11 @@ __device__ __forceinline__ T warp_least(T x) {
 
 // Entries of a group that fits into its warp's part of shared memory: of 2,048, and the rest that belongs to the last group.
 constexpr uint32_t kStaged = 2048 + Groups::kShortest;
+static_assert(kStaged * kWorth <= UINT32_MAX, "all that such a group's entries are worth fits 32 bits");
 
 // A group in shared memory. Lane i reads the fours i, i + 32, i + 64 and so on.
 struct Staged {
+  using Worth = uint32_t;
   int64_t n;
 
   static __device__ __forceinline__ float* place() {
@@ -85,6 +87,7 @@ struct Staged {
 // A longer group, which is read where it lies for each look.
 template <bool kBounded>
 struct Direct {
+  using Worth = unsigned long long;
   int64_t n;
   const float* x;
   Ends bounds;
@@ -154,8 +157,12 @@ struct View : Group {
     return {warp_sum(count), warp_sum(sum)};
   }
   ONE_COPY __device__ int64_t worth(Way way) const {
-    long long sum = 0;
-    each([&](float its) { sum += way.worth_bits(its) - bits_of(Way::kRounded); });
+    typename Group::Worth sum = 0;
+    if (way.is_tiny()) {
+      each([&](float its) { sum += way.worth_bits(its) - bits_of(Way::kRounded); });
+    } else {
+      each([&](float its) { sum += way.worth_bits<false>(its) - bits_of(Way::kRounded); });
+    }
     return warp_sum(sum);
   }
   ONE_COPY __device__ int64_t squares(double unit) const {
@@ -166,7 +173,7 @@ struct View : Group {
   __device__ View<Group, true> magnitudes() const { return {*this}; }
 };
 
-template <bool kBounded, bool kFits>
+template <bool kBounded, bool kFits, int kLast>
 __global__ void __launch_bounds__(kThreads) find(const float* flat, const float* bounds, const __grid_constant__ Groups groups,
                                                  Form form, int64_t count, float* levels, float* cuts) {
   const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
@@ -174,16 +181,20 @@ __global__ void __launch_bounds__(kThreads) find(const float* flat, const float*
   const Ends ends = kBounded ? Ends{bounds[2 * group], bounds[2 * group + 1]} : Ends{};
   const float* const x = flat + groups.begin(group);
   const int64_t n = groups.end(group) - groups.begin(group);
-  float own[9], cut;
+  float own[kLast > 0 ? kLast + 1 : 9], cut;
   if constexpr (kFits) {
     const View<Staged> view{{n}};
     view.template fetch<kBounded>(x, ends);
-    levels_of(view, form, count, own, cut);
+    levels_of<kLast>(view, form, count, own, cut);
   } else {
-    levels_of(View<Direct<kBounded>>{{n, x, ends}}, form, count, own, cut);
+    levels_of<kLast>(View<Direct<kBounded>>{{n, x, ends}}, form, count, own, cut);
   }
   if (threadIdx.x % kWarp != 0) return;
-  for (int64_t i = 0; i < count; ++i) levels[group * count + i] = own[i];
+  if constexpr (kLast > 0) {
+    UNROLLED for (int i = 0; i <= kLast; ++i) levels[group * (kLast + 1) + i] = own[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) levels[group * count + i] = own[i];
+  }
   cuts[group] = cut;
 }
 
@@ -193,11 +204,15 @@ void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64
                  Span<float> levels, Span<float> cuts, Queue queue) {
   const Groups groups{flat.size, group};
   const bool fits = groups.longest() <= kStaged;
-  const auto find_in = bounds.given() ? (fits ? find<true, true> : find<true, false>)
-                       : fits         ? find<false, true>
-                                      : find<false, false>;
-  LAUNCH(find_in, blocks_for(groups.count(), kGroups), kThreads, fits ? kGroups * kStaged * sizeof(float) : 0, queue, flat.data,
-         bounds.data, groups, static_cast<Form>(form), count, levels.data, cuts.data);
+  const auto rule = static_cast<Form>(form);
+  with_last(rule, count, [&](auto last) {
+    constexpr int kLast = decltype(last)::value;
+    const auto find_in = bounds.given() ? (fits ? find<true, true, kLast> : find<true, false, kLast>)
+                         : fits         ? find<false, true, kLast>
+                                        : find<false, false, kLast>;
+    LAUNCH(find_in, blocks_for(groups.count(), kGroups), kThreads, fits ? kGroups * kStaged * sizeof(float) : 0, queue,
+           flat.data, bounds.data, groups, rule, count, levels.data, cuts.data);
+  });
 }
 
 }  // namespace gradcomp::cuda

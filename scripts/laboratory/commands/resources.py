@@ -52,7 +52,10 @@ class Budget(NamedTuple):
 
 # Exceptions, by a pattern of the kernel's name.
 EXCEPTIONS = {
-    r"find(<.*>)?\(": (Budget(96, 560, 640), "loops index its levels, outside the reads that take the time"),
+    r"find<.*>\(": (
+        Budget(96, 128, 96),
+        "its looks are calls, which hand over the group; all rules but ORQ's index their levels",
+    ),
     r"^(round|add|settle)_words<": (Budget(80), "ten entries and their addresses; 768 threads have 30 KB in flight"),
     r"<EstimateReader<9>": (Budget(80), "it holds nine rows of a table at once"),
 }
