@@ -61,6 +61,21 @@ def test_there_is_no_problem_where_no_gpu_is_and_the_host_name_resolves(monkeypa
     assert doctor.report().endswith("\nNo problems.")
 
 
+def test_gpus_that_do_not_reach_each_other_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, major, minor = "one", 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    reach = {(0, 1): True, (1, 0): True}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reach[a, b])
+    assert [each.subject for each in doctor._gpus()] == ["GPU", "GPU"]
+    reach[1, 0] = False
+    *_, links = doctor._gpus()
+    assert links.subject == "GPU links" and "NCCL_SHM_USE_CUDA_MEMCPY=1" in links.text and not links.advice
+
+
 def test_horovods_features_are_those_it_tells_of_itself() -> None:
     import horovod.torch as hvd
 

@@ -168,13 +168,14 @@ def test_two_real_ranks_train_through_horovod_in_every_way() -> None:
 
 @pytest.mark.slow
 def test_two_real_ranks_train_through_ddp_in_every_way() -> None:
-    own = ["none", "stock", "bf16", "bf16:steps=4", "fp16", "powersgd:rank=1", "dense", "auto"]
+    own = ["none", "stock", "bf16", "bf16:steps=4", "fp16", "powersgd:rank=1", "dense", "auto", "local:2/1/0/dense"]
     lines = launched(ways.DDP, own)
     parameters = lines.pop("parameters")
     assert lines["stock"]["bytes_per_step"] == 2 * lines["bf16"]["bytes_per_step"] == 4 * parameters
     assert lines["bf16:steps=4"]["bytes_per_step"] == parameters // 2
     assert abs(lines["stock"]["loss"] - lines["dense"]["loss"]) < 1e-5
     assert set(lines["auto"]["over"]) == {"none", "stock", "bf16"}
+    assert 0.3 < lines["local:2/1/0/dense"]["bytes_per_step"] / (4 * parameters) < 0.6
 
 
 @pytest.mark.slow
@@ -250,6 +251,7 @@ def test_a_wrong_way_is_refused_before_ranks_are_launched(way: str, message: str
     ("words", "message"),
     [
         ("train --ways stock,bf16", "'bf16' is of the door ddp or fsdp or hsdp or replicate, not of horovod"),
+        ("train --ways local:30/1/0/sign", "'local:30/1/0/sign' is of the door ddp and of simulated ranks, not of horovod"),
         ("train --ways stock,auto --door fsdp", "'auto' is not of the door fsdp"),
         ("train --ways bf16:steps=4 --door hsdp", "'bf16:steps=4' is not of the door hsdp"),
         ("train --ways stock --door hsdp --hosts 3", "shards a model on 2 hosts; let --hosts be a multiple, not 3"),

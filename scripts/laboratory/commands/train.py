@@ -21,6 +21,7 @@ OF_DIGITS: list[settings.Change] = [(None, "lr", 0.05), (None, "batch", 64), (No
 EXAMPLES = f"""\
 ways that are no specs of gradcomp:
 {chr(10).join(f"  {other.example:16} {other.about} ({', '.join(other.doors)})" for other in ways.OTHERS.values())}
+  local:30/0.9/0.7/sign  local steps: every, outer rate and momentum, spec (ddp); steps should be a multiple of every
 
 examples:
   scripts/lab train --hosts 4 --rate 1gbit,100mbit --ways none,stock,fp16,dense,topk:ratio=0.001

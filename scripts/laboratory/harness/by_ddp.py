@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
+from gradcomp.local import LocalSteps
 from laboratory.harness import ways
 from laboratory.harness.ways import Fitted
 from laboratory.tasks.task import clip as shorten
@@ -43,6 +44,10 @@ class Door:
     def fit(self, way: str, model: nn.Module, optimizer: Any, seed: int, clip: float) -> Fitted:
         """Fit a way to a model and its optimizer."""
         found = ways.other(way)
+        if (local := ways.local_of(way)) is not None:
+            every, rate, momentum, spec = local
+            steps = LocalSteps(model, optimizer, spec, every=every, outer_lr=rate, outer_momentum=momentum, seed=seed)
+            return Fitted(model, steps, lambda: int(steps.stats()["bytes_sent_total"] // max(1, steps.stats()["steps"])))
         if found is None:
             wrapped = DistributedDataParallel(model)
             handle = gradcomp.ddp.attach(wrapped, way, optimizer=optimizer, seed=seed)

@@ -119,6 +119,8 @@ def check(way: str) -> None:
 def refuse(chosen: Sequence[str], door: str) -> None:
     """Refuse ways that a door does not have."""
     for way in chosen:
+        if local_of(way) is not None and door != DDP:
+            raise Refused(f"{way!r} is of the door {DDP} and of simulated ranks, not of {door}")
         found = other(way)
         if found is not None and door not in OTHERS[found[0]].doors:
             raise Refused(f"{way!r} is of the door {' or '.join(OTHERS[found[0]].doors)}, not of {door}")
