@@ -1,4 +1,4 @@
-"""The table of docs/local-steps.md, from the record of `scripts/lab study`.
+"""The table and the chart of docs/local-steps.md, from the record of `scripts/lab study`.
 
 PYTHONPATH=scripts python -m documentation.local_steps    writes it anew
 """
@@ -9,11 +9,14 @@ import math
 import statistics
 from typing import Any
 
+from documentation.charts import Bounded, Sheet, bounds
 from laboratory.harness.ways import local_of
 from laboratory.machine import ROOT
 from laboratory.report import filled, read
+from laboratory.stats import upper_bound
 
 PAGE = ROOT / "docs" / "local-steps.md"
+CHART = ROOT / "docs" / "charts" / "local-steps.svg"
 
 
 def lines(name: str) -> list[dict[str, Any]]:
@@ -48,10 +51,28 @@ def losses() -> list[list[str]]:
     return rows
 
 
+def chart() -> str:
+    """Draw how much larger each way's loss is than DDP's, by its ratio of bytes, with a bound over the seeds."""
+    ddp, *others = lines("steps")
+    sheet = Sheet("The loss above DDP's, by the ratio of bytes")
+    sheet.heading("Loss of a held-out byte above DDP's, percent")
+    rows = []
+    for line in others:
+        way = local_of(line["spec"])
+        assert way is not None
+        pairs = zip(line["scores"], ddp["scores"], strict=True)
+        above = [100 * (math.log(score) / math.log(dense) - 1) for score, dense in pairs]
+        name = f"every {way.every}, {way.spec}"
+        rows.append(Bounded(name, line["compression"], statistics.fmean(above), upper_bound(above), True))
+    bounds(sheet, rows, "{:.1f}")
+    return sheet.svg()
+
+
 def written(page: str) -> str:
     """Return the page with the table of the record."""
     return filled(PAGE, page, "losses", losses())
 
 
 if __name__ == "__main__":
+    CHART.write_text(chart())
     PAGE.write_text(written(PAGE.read_text()))

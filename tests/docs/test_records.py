@@ -57,6 +57,7 @@ def test_what_is_said_of_usual_loops_under_horovod() -> None:
 def test_the_tables_of_local_steps_are_those_of_the_records() -> None:
     page = local_steps.PAGE.read_text()
     assert page == local_steps.written(page), "run PYTHONPATH=scripts python -m documentation.local_steps"
+    assert local_steps.CHART.read_text() == local_steps.chart(), "run PYTHONPATH=scripts python -m documentation.local_steps"
 
 
 def test_what_is_said_of_local_steps() -> None:
