@@ -136,10 +136,10 @@ def test_a_bucket_asks_little_of_a_gpu(spec: str, emulator: Any, monkeypatch: py
         grads = [{name: torch.randn(shape, device="cuda") for name, shape in shapes.items()}]
         for _ in range(DELAY + 1):
             simulation.step(grads)
-        monkeypatch.setattr(extension, "native", Noted(kernels, native))
         gpu.calls.clear()
         before = launches()
-        with Operations() as torchs:
+        with monkeypatch.context() as patch, Operations() as torchs:  # undone before the stand-in's own
+            patch.setattr(extension, "native", Noted(kernels, native))
             simulation.step(grads)
     buckets = len(simulation._reducers[0].buckets)
     assert buckets == 3

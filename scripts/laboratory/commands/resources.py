@@ -52,7 +52,7 @@ class Budget(NamedTuple):
 
 # Exceptions, by a pattern of the kernel's name.
 EXCEPTIONS = {
-    r"find<.*>\(": (
+    r"find(<.*>)?\(": (
         Budget(96, 128, 96),
         "its looks are calls, which hand over the group; all rules but ORQ's index their levels",
     ),
