@@ -26,6 +26,17 @@ def finding(subject: str) -> doctor.Finding:
     return found
 
 
+def has_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put what torch says of GPUs in its place: none is needed to see what doctor makes of them."""
+
+    class Properties:
+        name, major, minor = "GPU", 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+
+
 SUBJECTS = ["gradcomp", "Python", "torch", "extension", "GPU", "Horovod", "DDP", "FSDP2", "host name", "threads"]
 
 
@@ -62,12 +73,7 @@ def test_there_is_no_problem_where_no_gpu_is_and_the_host_name_resolves(monkeypa
 
 
 def test_gpus_that_do_not_reach_each_other_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        name, major, minor = "one", 9, 0
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    has_gpus(2, monkeypatch)
     reach = {(0, 1): True, (1, 0): True}
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reach[a, b])
     assert [each.subject for each in doctor._gpus()] == ["GPU", "GPU"]
@@ -147,14 +153,7 @@ def test_a_horovod_of_another_shape_is_a_problem(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_gpu_without_cuda_kernels_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says of a GPU is put in its place: none is needed to see what doctor makes of it."""
-
-    class Properties:
-        name, major, minor = "GPU", 9, 0
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    has_gpus(1, monkeypatch)
     monkeypatch.setattr(extension, "BUILT_WITH_CUDA", False)
     found = finding("GPU")
     assert found.text == "0: GPU, capability 9.0" and "a CUDA tensor raises an error" in found.advice
