@@ -24,8 +24,9 @@ WARM_UP, ROUNDS = 2, 25
 # Lines of Python that a step may run for each layer beside the door's own: up to 100 were measured. A search through all
 # layers for each of them would run LAYERS lines or more.
 MOST_LINES = 160
-# The share of the processor's time that a step may take of the door's own, in its own thread.
-MOST_TIME = 2.0
+# The share of the processor's time that a step may take of the door's own, in its own thread: 1.5 to 1.7 on an idle machine, up
+# to 2.0 beside other tests. In C, too, a search through all layers for each of them takes several times the door's own.
+MOST_TIME = 2.5
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda of: torch.optim.SGD(of, 1e-3, momentum=0.9, weight_decay=1e-4, nesterov=True),
