@@ -84,8 +84,9 @@ def training(chosen: argparse.Namespace, task: str, own: Settings, way: str, see
         raise Refused(f"--specs {way}: a study needs ways that exchange gradients in each step and count their bytes")
     if chosen.rate and not chosen.door:
         raise Refused("--rate is of real ranks; add --door ddp or --door horovod")
-    door = chosen.door or (ways.SIMULATED if ways.is_spec(way) else ways.DDP)
-    if ways.local_of(way) is not None and door != ways.SIMULATED:
+    is_local = ways.local_of(way) is not None
+    door = chosen.door or (ways.SIMULATED if is_local or ways.is_spec(way) else ways.DDP)
+    if is_local and door != ways.SIMULATED:
         raise Refused(f"{way!r} is of simulated ranks; leave --door out")
     if own.clip and not ways.clips(way, door):
         raise Refused(f"{task} clips each rank's gradient, which {way} cannot on real ranks of {door}; add --set clip=0")

@@ -20,7 +20,7 @@ from gradcomp.telemetry.replicas import digests
 from laboratory import ranks
 from laboratory.cluster.network import INTERFACE
 from laboratory.harness.measured import Measured, Rounds, Training
-from laboratory.harness.ways import SHARDS, Door, Fitted, is_spec, local_of, passes
+from laboratory.harness.ways import SHARDS, Door, Fitted, is_spec, passes
 from laboratory.tasks.table import TASKS, load
 from laboratory.tasks.task import Batch, Job, Settings, momentum_of, optimizer_of, rate_of
 from laboratory.timing import rotated, threads
@@ -74,7 +74,7 @@ class Rank:
     def trainee(self, way: str, clip: float = 0.0) -> Trainee:
         """Make a way's own model, optimizer and batches."""
         model = copy.deepcopy(self.job.model)  # a new one takes three times as long
-        kept = momentum_of(way) if is_spec(way) and local_of(way) is None else 0.0
+        kept = momentum_of(way) if is_spec(way) else 0.0
         optimizer = optimizer_of(self.task, self.settings, model, kept)
         fitted = self.door.fit(way, model, optimizer, self._seed, clip)
         return Trainee(way, fitted, self._job().batches[self.door.rank], self.job.loss)

@@ -84,8 +84,8 @@ def other(way: str) -> tuple[str, float] | None:
 
 
 def is_spec(way: str) -> bool:
-    """Return True for a spec of gradcomp that names its compressor: auto does not."""
-    return other(way) is None and not way.startswith("auto")
+    """Return True for a spec of gradcomp that names its compressor: auto does not, and local steps have one inside."""
+    return other(way) is None and not way.startswith(("auto", "local:"))
 
 
 def is_studied(way: str) -> bool:
