@@ -97,11 +97,13 @@ SHARED_MATH void optimal_levels(const View& view, Ends ends, double unit, float*
   const int64_t above = middle.count - ladder.rungs[kLast].count, below = view.n - middle.count;
   const bool lopsided = kLast > 2 && 3 * (above < below ? above : below) < view.n;
   bool moves = lopsided;
-  if (kLast == 4 && !lopsided) {
-    const int64_t before = middle.count, beside = ladder.rungs[1].count - ladder.rungs[3].count;
-    middle = level_between(view, ladder.rungs[1], ladder.rungs[3], middle.at);
-    const int64_t by = middle.count - before;
-    moves = kMoved * (by < 0 ? -by : by) > beside;
+  if constexpr (kLast == 4) {
+    if (!lopsided) {
+      const int64_t before = middle.count, beside = ladder.rungs[1].count - ladder.rungs[3].count;
+      middle = level_between(view, ladder.rungs[1], ladder.rungs[3], middle.at);
+      const int64_t by = middle.count - before;
+      moves = kMoved * (by < 0 ? -by : by) > beside;
+    }
   }
   if (moves) refine(view, ladder);
   if (lopsided) {
