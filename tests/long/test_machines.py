@@ -1,4 +1,4 @@
-"""Bare Debian machines: set-up names every missing package, and then README's commands run from nothing, to the last test.
+"""Bare machines: set-up names every missing package, and then README's commands run from nothing, to the last test.
 
 A machine is a folder, made by debootstrap. Its commands run in mount, process and host-name namespaces of their own: mounts and
 processes end with the command, however it ends. A machine takes up to 9 GB of disk and an hour; `-k` chooses one. The record,
@@ -59,7 +59,7 @@ exec chroot "$root" env -u PWD -u OLDPWD -u SHLVL "$@"
 
 
 class Cell(NamedTuple):
-    """One machine: Debian's release, packages that its user has already, CXX, the user, and whether nvcc is there.
+    """One machine: its release, packages that its user has already, CXX, the user, and whether nvcc is there.
 
     checks: whether scripts/check runs there, too. It needs g++. horovod: without it, the demo is that of DDP.
     """
@@ -73,9 +73,13 @@ class Cell(NamedTuple):
     horovod: bool = True
 
 
+# Releases of Ubuntu: components, archive, and debootstrap's script, which older debootstraps do not find by the release's name.
+UBUNTU = {"noble": ["main,universe", "http://archive.ubuntu.com/ubuntu", "/usr/share/debootstrap/scripts/gutsy"]}
+
 CELLS = {
     "debian12-gcc12-root": Cell("bookworm", "", "", "root", checks=True),
     "debian13-gcc14-user": Cell("trixie", "", "", "newcomer", checks=True),
+    "ubuntu24-gcc13-user": Cell("noble", "", "", "newcomer", checks=True),
     "debian13-gcc14-ddp": Cell("trixie", "", "", "newcomer", horovod=False),
     "debian13-clang19-user": Cell("trixie", "clang", "clang++", "newcomer"),
     "debian13-gcc14-nvcc-user": Cell("trixie", "", "", "newcomer", nvcc=True),
@@ -88,7 +92,9 @@ class Machine:
     def __init__(self, root: Path, cell: Cell):
         self.root, self.cell = root, cell
         self.home = "/root" if cell.user == "root" else f"/home/{cell.user}"
-        subprocess.run(["debootstrap", "--variant=minbase", cell.suite, root], check=True, capture_output=True)
+        components, *archive = UBUNTU.get(cell.suite, ["main"])
+        words = ["debootstrap", "--variant=minbase", f"--components={components}", cell.suite, root, *archive]
+        subprocess.run(words, check=True, capture_output=True)
         (root / "etc/hosts").write_text("127.0.0.1\tlocalhost\n127.0.1.1\tfresh\n")  # as Debian's installer writes it
         shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
         self.must(f"apt-get update && {INSTALL} util-linux {cell.packages}", "root")
