@@ -91,6 +91,7 @@ def load(text: str) -> nn.Module | Shapes:
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f'{text} holds no shapes ({error}); write {{"name": [rows, columns], ...}} into it') from None
     module, _, function = text.partition(":")
+    sys.path.append(str(Path.cwd()))  # a console script, unlike python -m, does not look there
     try:
         with torch.device("meta"):
             made = getattr(importlib.import_module(module.removesuffix(".py").replace("/", ".")), function)()

@@ -86,6 +86,13 @@ def test_a_model_is_a_function_by_name() -> None:
         command.load("torch:Generator")
 
 
+def test_a_model_may_stand_in_the_folder_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_net.py").write_text("from torch import nn\n\ndef net():\n    return nn.Linear(2, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])  # as a console script has it
+    assert shapes_of(command.load("own_net:net")) == {"weight": (3, 2), "bias": (3,)}
+
+
 def test_every_figure_is_in_the_json_and_in_the_table() -> None:
     found = gradcomp.predict(SHAPES, 4, specs=["topk", "half", "lgc"], **TIMES)
     made = json.loads(json.dumps(found.json()))
