@@ -274,7 +274,10 @@ class States:
         found = ", ".join(map(str, sorted(self.shares)))
         remedy = "pass the list of all ranks' states, on all ranks"
         if self.ranks == ranks:
-            remedy = "pass this rank's own state, or the list of all ranks' states"
+            remedy = (
+                "pass this rank's own state, or the list of all ranks' states; where only this one was saved, leave "
+                "load_state_dict() out on all ranks: residual and momentum begin at zero"
+            )
         raise ValueError(f"the state is of rank {found} of {self.ranks}, but this is rank {rank} of {ranks}; {remedy}")
 
     def _add(self, state: Mapping[str, Any], spec: str) -> None:

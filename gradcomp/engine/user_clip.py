@@ -26,10 +26,11 @@ RATIO, RANKS = 2e-7, 16
 FACTORS, MIXES = 2, 3
 
 _UNDERSTOOD = (
-    "gradcomp: the gradients were clipped to {bounds} between their exchange and step(). They hold {content}, so that clip is "
-    "undone. In its place each rank's own gradients are cut to {where}, before their exchange, from the next step on; layers "
-    "that turn out to have a clip of their own get its norm. clip_grad_norm_() returns an update's norm; that of this rank's "
-    "gradients is stats()['grad_norm']: to decide by it, as to leave out a step, take its mean over the ranks first"
+    "gradcomp: the gradients were clipped to {bounds} between their exchange and step(). Nothing needs to be done: they hold "
+    "{content}, so that clip is undone, and in its place each rank's own gradients are cut to {where}, before their exchange, "
+    "from the next step on; layers that turn out to have a clip of their own get its norm. clip_grad_norm_() returns an "
+    "update's norm; that of this rank's gradients is stats()['grad_norm']: to decide by it, as to leave out a step, take its "
+    "mean over the ranks first"
 )
 _STAYS = (
     ". Updates without momentum are seldom longer than this norm, and do not show whether you still clip: once you do not, "
@@ -47,8 +48,8 @@ UPDATE_CHANGED = (
 )
 REFUSED = (
     "Clip by norms. Change gradients otherwise, as a clip of values does, or a mask, before their exchange: call "
-    "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or write momentum=0 (under auto, "
-    "loss=low), and the exchange is of gradients"
+    "parameter.register_hook(lambda grad: grad * mask) once, and remove the later change. Or take the spec blocks, or "
+    "write momentum=0 (under auto, loss=low): the exchange is then of gradients"
 )
 FALLS_BACK = (
     "From the next step on the exchange is of gradients, which may be changed, and SGD applies its momentum itself, from 0 on. "
