@@ -25,6 +25,7 @@ from laboratory.report import write
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "machines.json"
+LOG = ROOT / "build" / "machine.log"  # of a command that failed
 PROGRAMS = ("debootstrap", "unshare", "chroot", "setpriv", "git", "tar")
 LACKING = [program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
 NVCC = shutil.which("nvcc")
@@ -135,7 +136,9 @@ class Machine:
     def must(self, command: str, user: str) -> str:
         """Run a command that may not fail. Return its output."""
         status, said = self.run(command, user)
-        assert status == 0, f"{command} ended with status {status}:\n{said[-5000:]}"
+        if status:
+            LOG.write_text(said)
+        assert status == 0, f"{command} ended with status {status}, {LOG} has it all:\n{said[-5000:]}"
         return said
 
 
