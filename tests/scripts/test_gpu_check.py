@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from laboratory.gpu import stages, work
+from gradcomp.native import extension
+from laboratory import machine
+from laboratory.gpu import packing, stages, training, work
 from laboratory.gpu.stages import Clock, Failed, Gpu, Impossible, Output, Record, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = sys.executable
 GPU = Gpu("NVIDIA H200", "580.1", "9.0", "1 MiB")
-NINE_MINUTES = 540
+CALLS = ("tests", "kernels", "steps")
 
 
 def gpu_check(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +31,7 @@ def gpu_check(*options: str, **variables: str) -> subprocess.CompletedProcess[st
 
 
 def run_all(folder: Path, *chosen: Stage, total: float = 30, after: Callable[[list[Record]], object] = len) -> list[Record]:
-    return stages.run(chosen, total, folder / "log", {}, after)
+    return stages.run([[stage] for stage in chosen], total, folder / "log", {}, after)
 
 
 def raises(error: Exception) -> Stage:
@@ -79,21 +83,48 @@ def test_a_command_is_ended_at_its_limit_with_all_it_started(tmp_path: Path) -> 
     assert ended(child)
 
 
-def test_no_call_can_take_nine_minutes() -> None:
-    """The stages' limits are above it in sum, since few stages take long: the total is what ends a call."""
-    assert work.TOTAL + 2 * stages.ENDING <= NINE_MINUTES
-    for call in work.CALLS:
-        every = work.stages(call, GPU)
-        assert all(stage.limit < work.TOTAL / 2 for stage in every)
-        assert [stage.name for stage in every if stage.required][:2] == ["machine", "build"]
-        assert len({stage.name for stage in every}) == len(every)
+def names(call: str, gpu: Gpu | None) -> list[str]:
+    return [stage.name for group in work.stages(call, gpu) for stage in group]
+
+
+def test_the_three_calls_fit_into_one_sitting() -> None:
+    """Limits add up to the call's own with a prepared extension. Where it must be built, the total ends the last stages."""
+    assert tuple(work.CALLS) == CALLS and sum(work.CALLS.values()) == 760
+    for call, limit in work.CALLS.items():
+        assert work.total(call) + 2 * stages.ENDING <= limit
+        groups = work.stages(call, GPU)
+        longest = [max(stage.limit for stage in group) for group in groups if group[0].name != "build"]
+        assert sum(longest) <= work.total(call), (call, sum(longest))
+        assert [stage.name for group in groups for stage in group if stage.required] == ["machine", "build"]
+        assert len(set(names(call, GPU))) == len(names(call, GPU))
 
 
 def test_a_dry_run_has_the_stages_of_every_call_but_those_of_a_gpus_tools() -> None:
-    left_out = {call: {stage.name for stage in work.stages(call, GPU)} for call in work.CALLS}
-    for call, names in left_out.items():
-        names -= {stage.name for stage in work.stages(call, None)}
-    assert left_out == {"kernels": set(), "ranks": set(), "tools": set(work.TOOLS)}
+    left_out = {call: {*names(call, GPU)} - {*names(call, None)} for call in CALLS}
+    assert left_out == {"tests": set(), "kernels": {f"times-{size}" for size in work.SIZES} | {*work.TOOLS}, "steps": set()}
+
+
+def test_stages_of_a_group_run_side_by_side_each_with_its_log(tmp_path: Path) -> None:
+    """Each waits for the file that the other one makes. A stage that fails costs only itself."""
+    meet = f"touch {tmp_path}/$0; until [ -e {tmp_path}/$1 ]; do sleep 0.05; done; echo met $1"
+    group = [
+        Stage(own, lambda clock, own=own, other=other: {"said": [clock.command(["sh", "-c", meet, own, other])]}, 20)  # type: ignore[misc]
+        for own, other in (("a", "b"), ("b", "a"))
+    ]
+    seen: list[list[str]] = []
+    broken = Stage("broken", raises(Failed("bad")).run, 5, required=True)
+    chosen = [[*group, broken], [Stage("later", lambda clock: {}, 5)]]
+    records = stages.run(chosen, 40, tmp_path / "log", {}, lambda now: seen.append([each["status"] for each in now]))
+    assert {each["name"]: each["status"] for each in records} == {
+        "broken": "failed",
+        "a": "ok",
+        "b": "ok",
+        "later": "impossible",
+    }
+    assert seen[:2] == [["running"] * 3, ["running", "running", "failed"]]
+    log = (tmp_path / "log").read_text()
+    assert "=== a\n$ sh" in log and "met b\n" in log and "=== b\n$ sh" in log
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "log"]
 
 
 def failing(clock: Clock) -> Record:
@@ -123,7 +154,7 @@ def test_a_call_leaves_its_results_in_two_files_however_its_stages_end(
     ]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        stages.run(chosen, 20, output.log, {}, output.write)
+        stages.run([[stage] for stage in chosen], 20, output.log, {}, output.write)
     assert time.monotonic() - began < 15
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-nvidia-h200-kernels.json", "gpu-nvidia-h200-kernels.log"]
     result = json.loads(output.result.read_text())
@@ -135,6 +166,14 @@ def test_a_call_leaves_its_results_in_two_files_however_its_stages_end(
     log = output.log.read_text()
     assert "=== bad\n$ echo said\nsaid" in log and "begun" in log
     assert "csrc/ops.h: no" in capsys.readouterr().out
+
+
+def test_an_interrupted_stage_ends_those_beside_it(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        stages.run([[Stage("slow", hanging, 50), Stage("ended", interrupted, 50)]], 50, tmp_path / "log", {}, len)
+    assert time.monotonic() - began < 40
+    assert "=== slow\n$ sh" in (tmp_path / "log").read_text()
 
 
 def test_a_gpu_is_read_from_nvidia_smi(tmp_path: Path) -> None:
@@ -154,19 +193,21 @@ def test_without_a_gpu_it_says_so_and_ends_with_2(tmp_path: Path) -> None:
 
 def test_a_call_must_be_named() -> None:
     done = gpu_check()
-    assert done.returncode == 2 and "name a call: kernels, ranks, tools" in done.stderr
+    assert done.returncode == 2 and "name a call: tests, kernels, steps" in done.stderr
+    done = gpu_check("steps", "--data", "folder")
+    assert done.returncode == 2 and "--data is packed by --prepare" in done.stderr
 
 
 def test_a_machine_without_torch_ends_every_stage_within_seconds(tmp_path: Path) -> None:
     """A Python that has neither torch nor the extension starts gpu_check, and is told what it lacks."""
     out = tmp_path / "out"
-    command = [PYTHON, "-S", str(ROOT / "scripts" / "gpu_check"), "ranks", "--dry-run", "--out", str(out)]
+    command = [PYTHON, "-S", str(ROOT / "scripts" / "gpu_check"), "tests", "--dry-run", "--out", str(out)]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PATH": os.environ["PATH"]})
     assert time.monotonic() - began < 30
     assert done.returncode == 1
     assert "missing: torch, numpy" in done.stdout
-    found = json.loads((out / "dry-run-ranks.json").read_text())["stages"]
+    found = json.loads((out / "dry-run-tests.json").read_text())["stages"]
     assert {each["status"] for each in found} == {"impossible"}
     assert "missing: torch" in found[0]["reason"] and "it needs the stage machine" in found[1]["reason"]
 
@@ -215,20 +256,179 @@ def test_a_sanitizers_verdict_is_recorded(
     assert record["status"] == status and said in json.dumps(record)
 
 
+def test_initcheck_leaves_out_torchs_copies_and_watches_all_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path / "compute-sanitizer", """echo "--kernel-name x"; printf '@{"asked": "%s"}\\n' "$*" """)
+    monkeypatch.setattr(work, "BUILD", tmp_path)
+    monkeypatch.setattr(work, "program", lambda name: str(tmp_path / name))
+    asked = {}
+    for tool in ("initcheck", "memcheck"):
+        (record,) = run_all(tmp_path, Stage(tool, partial(work.sanitized, tool=tool, each=1), 30))
+        asked[tool] = record["figures"]["asked"]
+    assert "--check-api-memory-access no" in asked["initcheck"] and "gradcomp " not in asked["initcheck"]
+    assert "--kernel-name kernel_substring=gradcomp" in asked["memcheck"]
+
+
+def test_a_training_without_pictures_says_how_to_pack_them(tmp_path: Path) -> None:
+    stage = Stage(
+        "training", partial(work.trained, device="cuda", module="training", parts="trainings", pictures=tmp_path / "x.npz"), 5
+    )
+    (record,) = run_all(tmp_path, stage)
+    assert record["status"] == "impossible" and "--prepare --data FOLDER packs x.npz" in record["reason"]
+
+
+def test_a_way_that_fails_leaves_the_others_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path / "python", """echo '@{"ways": [{"way": "ddp", "step_ms": 1}, {"way": "orq", "error": "it broke"}]}'""")
+    monkeypatch.setattr(work, "BUILD", tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (record,) = run_all(tmp_path, Stage("gpt", partial(work.trained, device="cpu", module="gpt_steps", parts="ways"), 30))
+    assert record["status"] == "failed" and "it broke" in record["reason"]
+    assert record["figures"]["ways"][0] == {"way": "ddp", "step_ms": 1}
+
+
+def test_the_toolkit_is_the_one_that_nvcc_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvcc on PATH may be a script far from the toolkit."""
+    home = tmp_path / "cuda-13"
+    (home / "bin").mkdir(parents=True)
+    fake(tmp_path / "nvcc", f"echo '#$ _SPACE_= '>&2; echo '#$ TOP={home}/bin/..' >&2")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = stages.environment()
+    assert found["CUDA_HOME"] == str(home) and found["CUDACXX"] == f"{home}/bin/nvcc"
+    assert found["PATH"].endswith(f"{home}/bin")
+
+
+def pack_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the check's folders lie in this one."""
+    for name, value in {"BUILD": "gpu", "PACK": "gpu-pack", "PACKAGE": "gpu/package"}.items():
+        for module in (stages, work, packing):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, folder / value)
+    monkeypatch.setattr(packing, "WORK", folder / "prepare")
+    (folder / "gpu").mkdir()
+
+
+def test_prepare_packs_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack_here(tmp_path, monkeypatch)
+    monkeypatch.setattr(packing, "environment", lambda clock: {})
+    built = tmp_path / "_native.so"
+    shutil.copy(extension.native.__file__, built)
+    monkeypatch.setattr(packing, "compiled", lambda *arguments: built)
+    monkeypatch.setattr(stages, "toolkit", lambda: tmp_path)
+    monkeypatch.setattr(packing, "horovod", raises(Impossible("left out: no headers")).run)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / packing.PICTURES).write_bytes(bytes(3 << 20))
+    assert packing.prepare(data) == 0
+    said = capsys.readouterr().out
+    packed = sorted(path.name for path in (tmp_path / "gpu-pack").iterdir())
+    assert packed == ["_native.so", packing.PICTURES, "note.json"]
+    size = sum(path.stat().st_size for path in (tmp_path / "gpu-pack").iterdir())
+    assert f"{size / 2**20:.1f} MiB of 64, with the note and pictures, extension" in said
+    assert "left out: no headers" in said
+    assert (tmp_path / "gpu-pack" / "_native.so").stat().st_size <= built.stat().st_size  # stripped
+    note = stages.prepared()
+    assert note["packed"] == ["pictures", "extension"] and note["commit"] and note["sources"] == packing.sources()
+    (data / packing.PICTURES).write_bytes(bytes(65 << 20))
+    assert packing.prepare(data) == 1 and "too much to travel" in capsys.readouterr().err
+
+
+def test_the_environment_has_the_python_of_the_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path / "python", "echo 3.9")
+    for named in (tmp_path / "python", tmp_path / "none"):
+        monkeypatch.setenv("PYTHON", str(named))
+        with pytest.raises(Impossible, match=r"is no Python 3\.12; name one in PYTHON"):
+            packing.interpreter()
+    fake(tmp_path / "python", "echo 3.12")
+    monkeypatch.setenv("PYTHON", str(tmp_path / "python"))
+    assert packing.interpreter() == str(tmp_path / "python")
+
+
+def test_prepare_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pack_here(tmp_path, monkeypatch)
+    monkeypatch.setattr(packing, "environment", lambda clock: {})
+    monkeypatch.setattr(stages, "toolkit", lambda: None)
+    assert packing.prepare(None) == 0
+    said = capsys.readouterr().out
+    assert said.count("left out: nvcc is missing; install a CUDA toolkit") == 2
+    assert f"name a folder that has {packing.PICTURES} by --data" in said and "with the note and nothing else" in said
+
+
+@pytest.mark.parametrize(
+    "fault,said",
+    [
+        ("", ""),
+        ("content", "the prepared extension is not used: "),
+        ("sources", "its sources have changed since"),
+        ("arch", "it is for sm_90, and this GPU is sm_100"),
+    ],
+)
+def test_a_prepared_extension_is_used_if_it_imports(
+    fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This environment's extension stands for it, and for the one that is built in its place."""
+    pack_here(tmp_path, monkeypatch)
+    monkeypatch.setattr(packing, "compiled", lambda *arguments: extension.native.__file__)
+    monkeypatch.setattr(packing, "EXTENSION", packing.EXTENSION.replace("extension.BUILT_WITH_CUDA", "False"))
+    packed = tmp_path / "gpu-pack" / Path(extension.native.__file__).name
+    packed.parent.mkdir()
+    shutil.copy(extension.native.__file__, packed)
+    if fault == "content":
+        packed.write_text("no library")
+    note = {"packed": ["extension"], "sources": packing.sources(), "arch": "90", "commit": "123"}
+    note |= {"sources": "others"} if fault == "sources" else {}
+    (packed.parent / "note.json").write_text(json.dumps(note))
+    gpu = GPU._replace(capability="10.0") if fault == "arch" else None
+    stage = Stage("build", partial(work.build, device="cpu", gpu=gpu), 60)
+    (record,) = stages.run([[stage]], 60, tmp_path / "log", {"PYTHONPATH": str(stages.PACKAGE)}, len)
+    assert record["status"] == "ok", record
+    assert record["figures"]["prepared"] == ([] if fault else ["extension"])
+    assert said in " ".join(record["figures"]["said"]) and bool(said) == bool(record["figures"]["said"])
+
+
+def test_a_prepared_horovod_that_does_not_import_is_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_here(tmp_path, monkeypatch)
+    packed = tmp_path / "gpu-pack" / "horovod" / "horovod"
+    packed.mkdir(parents=True)
+    (packed / "__init__.py").write_text("raise ImportError('another torch')")
+    (tmp_path / "gpu-pack" / "note.json").write_text(json.dumps({"packed": ["horovod"]}))
+    stages.PACKAGE.mkdir(parents=True)
+    found: list[object] = []
+
+    def run(clock: Clock) -> Record:
+        found.append(packing.install(clock, None))
+        return {}
+
+    stages.run([[Stage("install", run, 30)]], 30, tmp_path / "log", {"PYTHONPATH": str(stages.PACKAGE)}, len)
+    assert found == [([], ["the prepared horovod is not used: ImportError: another torch"])]
+    assert not [*stages.PACKAGE.iterdir()]
+
+
+def test_a_result_without_git_has_the_commit_of_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_here(tmp_path, monkeypatch)
+    monkeypatch.setattr(machine, "commit", lambda: None)
+    (tmp_path / "gpu-pack").mkdir()
+    (tmp_path / "gpu-pack" / "note.json").write_text('{"commit": "123abc"}')
+    output = Output(tmp_path, "tests", GPU)
+    output.write([{"name": "machine", "status": "running"}])
+    assert json.loads(output.result.read_text())["commit"] == "123abc"
+
+
 @pytest.mark.slow
 def test_a_dry_run_holds(tmp_path: Path) -> None:
     """But for its build, which takes minutes: the package that is installed stands for it."""
     stages.BUILD.mkdir(parents=True, exist_ok=True)
-    output = Output(tmp_path, "ranks", None)
-    wanted = ("machine", "ddp", "horovod-ranks"), ("calls", "counters-sparse")
-    chosen = [
-        stage
-        for call, names in zip(("ranks", "tools"), wanted, strict=True)
-        for stage in work.stages(call, None)
-        if stage.name in names
-    ]
-    records = stages.run(chosen, 200, output.log, stages.environment(), output.write)
-    assert [record["status"] for record in records] == ["ok"] * 5, records
-    assert all(all(record["figures"]["checks"].values()) for record in records[1:3])
-    result = json.loads((tmp_path / "dry-run-ranks.json").read_text())
+    output = Output(tmp_path, "tests", None)
+    wanted = ("machine", "ddp", "horovod-ranks", "doors", "calls", "counters-sparse", "gpt", "training")
+    first, *others = [group for call in CALLS for group in work.stages(call, None) if group[0].name != "build"]
+    chosen = [[stage for stage in group if stage.name in wanted[1:]] for group in others]
+    records = stages.run([first, *filter(None, chosen)], 400, output.log, stages.environment(), output.write)
+    assert [record["status"] for record in records] == ["ok"] * len(wanted), records
+    by_name = {record["name"]: record.get("figures", {}) for record in records}
+    assert all(all(by_name[name]["checks"].values()) for name in ("ddp", "horovod-ranks", "doors"))
+    assert {way["way"] for way in by_name["gpt"]["ways"]} >= {"ddp", "psgd1", "dense", "topk", "orq"}
+    assert [one["spec"] for one in by_name["training"]["trainings"]] == [*training.SPECS]
+    result = json.loads((tmp_path / "dry-run-tests.json").read_text())
     assert result["device"]["name"].startswith("none") and result["versions"]["torch"]

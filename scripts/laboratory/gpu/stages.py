@@ -1,4 +1,4 @@
-"""Stages with time limits, the GPU and programs that they find, and the two files that they leave.
+"""Stages with time limits, some side by side, the GPU and programs that they find, and the two files that they leave.
 
 Each stage leaves a record with its name and outcome, and none keeps the others from running.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +25,10 @@ from laboratory.machine import ROOT
 
 Record = dict[str, Any]
 
-# Folders that git ignores: a copy of gradcomp with the extension for this GPU, and a Horovod that was carried along, if any.
-BUILD = ROOT / "build" / "gpu"
-PACKAGE, HOROVOD = BUILD / "package", ROOT / "build" / "gpu-horovod"
+# Folders that git ignores: the check's own, in it a copy of gradcomp with the extension for this GPU; and the parts that were
+# prepared on another machine (packing).
+BUILD, PACK = ROOT / "build" / "gpu", ROOT / "build" / "gpu-pack"
+PACKAGE = BUILD / "package"
 
 # Where CUDA's programs lie, if not on PATH. A star stands for a version.
 CUDA_PLACES = ("usr/local/cuda/bin", "usr/local/cuda/compute-sanitizer", "opt/nvidia/nsight-compute/*")
@@ -35,7 +38,7 @@ RUNNING = "running"
 # Recorded lines of a failed command.
 TAIL = 20
 # Seconds for a killed process to end. A process that hangs in a driver does not end, and must not hold up the other stages.
-ENDING = 10
+ENDING = 5
 
 
 class Gpu(NamedTuple):
@@ -64,21 +67,39 @@ def find_gpu(program: str = "nvidia-smi") -> Gpu | None:
 
 
 def program(name: str, root: Path = Path("/")) -> str | None:
-    """Find a program: on PATH, beside the toolkit that CUDA_HOME names, or in one of CUDA's places."""
+    """Find a program: on PATH, in the toolkit that CUDA_HOME names, or in one of CUDA's places."""
     home = os.environ.get("CUDA_HOME")
     folders = [Path(home) / "bin"] if home else []
     folders += [folder for place in CUDA_PLACES for folder in sorted(root.glob(place), reverse=True)]
     return shutil.which(name) or next((str(folder / name) for folder in folders if (folder / name).is_file()), None)
 
 
+def toolkit() -> Path | None:
+    """Find the folder of the CUDA toolkit. nvcc knows it: the nvcc on PATH may be a script that lies elsewhere."""
+    nvcc = program("nvcc")
+    if nvcc is None:
+        return None
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, timeout=30).stderr
+    found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return Path(found[1]).resolve() if found else Path(nvcc).resolve().parents[1]
+
+
 def environment() -> dict[str, str]:
     """Return variables by which every command finds the builds of the check before installed packages, and the laboratory."""
     before = os.environ.get("PYTHONPATH", "")
-    path = os.pathsep.join(filter(None, [str(PACKAGE), str(HOROVOD), str(ROOT / "scripts"), before]))
+    path = os.pathsep.join(filter(None, [str(PACKAGE), str(ROOT / "scripts"), before]))
     variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    if nvcc := program("nvcc"):
-        variables |= {"CUDACXX": nvcc, "PATH": os.pathsep.join([os.environ.get("PATH", ""), str(Path(nvcc).parent)])}
+    if home := toolkit():
+        programs = os.pathsep.join([os.environ.get("PATH", ""), str(home / "bin")])
+        variables |= {"CUDA_HOME": str(home), "CUDACXX": str(home / "bin" / "nvcc"), "PATH": programs}
     return variables
+
+
+def prepared() -> Record:
+    """Return the note of all that was prepared on another machine; empty if nothing was."""
+    note = PACK / "note.json"
+    found: Record = json.loads(note.read_text()) if note.is_file() else {}
+    return found
 
 
 class Impossible(Exception):
@@ -86,7 +107,11 @@ class Impossible(Exception):
 
 
 class Failed(Exception):
-    """A stage that ran and went wrong, or reached its limit."""
+    """A stage that ran and went wrong, or reached its limit. figures: those that it has all the same."""
+
+    def __init__(self, reason: str, figures: Record | None = None):
+        super().__init__(reason)
+        self.figures = figures
 
 
 @dataclass(frozen=True)
@@ -103,22 +128,29 @@ class Clock:
     """The time that is left to a stage, and the commands that run under it. They write to the end of the log."""
 
     def __init__(self, end: float, log: Path, environment: Mapping[str, str]):
-        self._end, self._log, self.environment = end, log, environment
+        self._end, self.log, self.environment = end, log, environment
+        self._process: subprocess.Popen[bytes] | None = None
 
     def left(self) -> float:
         """Return the seconds that are left."""
         return self._end - time.monotonic()
+
+    def stop(self) -> None:
+        """End the command that runs, and start no other."""
+        self._end = 0.0
+        if self._process and self._process.poll() is None:
+            _kill(self._process)
 
     def command(self, words: Sequence[str | Path], cwd: Path | None = None, **variables: str) -> str:
         """Run a command and return its output. Raise Failed if it does not succeed in time. Leave no process of it."""
         name = Path(words[0]).name
         if self.left() <= 0:
             raise Failed(f"no time was left for {name}")
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             log.write(f"$ {' '.join(map(str, words))}\n".encode())
             log.flush()  # before the command writes to the same file
             begin = log.tell()
-            process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 list(map(str, words)),
                 cwd=cwd,
                 env={**os.environ, **self.environment, **variables},
@@ -133,36 +165,78 @@ class Clock:
             except subprocess.TimeoutExpired:
                 how = "was ended at the stage's limit"
             finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _kill(process)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=ENDING)
-        said = self._log.read_bytes()[begin:].decode(errors="replace")
+        said = self.log.read_bytes()[begin:].decode(errors="replace")
         if how:
             raise Failed("\n".join([f"{name} {how}", *said.splitlines()[-TAIL:]]))
         return said
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def marked(text: str, mark: str = "@") -> Record:
+    """Return the JSON after the mark, wherever a launcher put it in its line."""
+    for line in text.splitlines():
+        if f"{mark}{{" in line:
+            found: Record = json.loads(line.partition(mark)[2])
+            return found
+    raise Failed(f"no result was printed\n{text[-2000:]}")
+
+
 def run(
-    stages: Sequence[Stage], total: float, log: Path, environment: Mapping[str, str], after: Callable[[list[Record]], object]
+    groups: Sequence[Sequence[Stage]],
+    total: float,
+    log: Path,
+    environment: Mapping[str, str],
+    after: Callable[[list[Record]], object],
 ) -> list[Record]:
-    """Run all stages in order, within `total` seconds. after() gets the records so far before and after each stage."""
+    """Run all stages in order, those of a group side by side, within `total` seconds.
+
+    after() gets the records so far before and after each stage: the last one is that of the stage that has just ended.
+    """
     log.write_text("")
     records: list[Record] = []
     lacking = ""
     end = time.monotonic() + total
-    for stage in stages:
-        began = time.monotonic()
-        with log.open("a") as opened:
-            opened.write(f"=== {stage.name}\n")
-        clock = Clock(min(began + stage.limit, end), log, environment)
-        after([*records, {"name": stage.name, "status": RUNNING}])  # remains if the whole call is ended
-        record = _outcome(stage, clock, lacking)
-        if stage.required and record["status"] != "ok":
-            lacking = lacking or stage.name
-        records.append({"name": stage.name, **record, "seconds": round(time.monotonic() - began, 1)})
-        after(records)
+    for stages in groups:
+        open_ones = {stage.name: {"name": stage.name, "status": RUNNING} for stage in stages}
+        after([*records, *open_ones.values()])  # remains if the whole call is ended
+        now = time.monotonic()
+        logs = [log.with_name(f"{log.stem}-{stage.name}.log") for stage in stages]
+        clocks = [Clock(min(now + stage.limit, end), own, environment) for stage, own in zip(stages, logs, strict=True)]
+        with ThreadPoolExecutor(len(stages)) as side_by_side:
+            started = [side_by_side.submit(_record, *each, log, lacking) for each in zip(stages, clocks, strict=True)]
+            try:
+                for ended in as_completed(started):
+                    record = ended.result()
+                    del open_ones[record["name"]]
+                    records.append(record)
+                    after([*records[:-1], *open_ones.values(), record])
+            finally:
+                for clock in clocks:  # after Ctrl-C none goes on
+                    clock.stop()
+        wrong = {record["name"] for record in records if record["status"] != "ok"}
+        lacking = lacking or next((stage.name for stage in stages if stage.required and stage.name in wrong), "")
     return records
+
+
+def _record(stage: Stage, clock: Clock, log: Path, lacking: str) -> Record:
+    """Run a stage, and return its record. Its commands write to a log of its own, which then goes to the end of the call's."""
+    began = time.monotonic()
+    clock.log.write_text(f"=== {stage.name}\n")
+    try:
+        record = _outcome(stage, clock, lacking)
+    finally:
+        with log.open("ab") as opened:
+            opened.write(clock.log.read_bytes())
+        clock.log.unlink()
+    return {"name": stage.name, **record, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _outcome(stage: Stage, clock: Clock, lacking: str) -> Record:
@@ -171,7 +245,8 @@ def _outcome(stage: Stage, clock: Clock, lacking: str) -> Record:
     try:
         return {"status": "ok", "figures": stage.run(clock)}
     except (Impossible, Failed) as error:
-        return {"status": type(error).__name__.lower(), "reason": str(error)}
+        figures = getattr(error, "figures", None)
+        return {"status": type(error).__name__.lower(), "reason": str(error), **({"figures": figures} if figures else {})}
     except Exception as error:  # the other stages have their turn
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
 
@@ -191,11 +266,13 @@ class Output:
     def write(self, records: Sequence[Record]) -> None:
         """Write the result without the folders of the machine, and say how the last stage ended."""
         machine_figures: Record = records[0].get("figures", {})
+        origin = machine.origin(f"scripts/gpu_check {self._call}" + ("" if self._found else " --dry-run"))
         content = {
             "what": "gpu_check",
             "call": self._call,
             "device": self._found._asdict() if self._found else {"name": "none: a dry run on the CPU, no result of a GPU"},
-            **machine.origin(f"scripts/gpu_check {self._call}" + ("" if self._found else " --dry-run")),
+            **origin,
+            "commit": origin["commit"] or prepared().get("commit"),  # a checkout without .git has none
             "versions": machine_figures.get("versions", {}),
             "stages": [*records],
         }
@@ -203,8 +280,15 @@ class Output:
         for folder, name in ((ROOT, "."), (Path(sys.prefix), "PYTHON"), (Path.home(), "HOME")):
             text = text.replace(f"{folder}/", f"{name}/")
         report.write(self.result, json.loads(text))
-        last = records[-1]
-        if last["status"] != RUNNING:
-            print(f"{last['name']:<17} {last['status']:<10} {last['seconds']:>6.1f} s", flush=True)
-            if "reason" in last:
-                print("  " + last["reason"].replace("\n", "\n  "), flush=True)
+        say(records)
+
+
+def say(records: Sequence[Record]) -> None:
+    """Print how the last stage ended, unless it runs."""
+    last = records[-1]
+    if last["status"] == RUNNING:
+        return
+    print(f"{last['name']:<17} {last['status']:<10} {last['seconds']:>6.1f} s", flush=True)
+    for text in (last.get("reason"), *last.get("figures", {}).get("said", ())):
+        if text:
+            print("  " + text.replace("\n", "\n  "), flush=True)

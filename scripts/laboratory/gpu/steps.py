@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from laboratory.tasks import digits
@@ -47,16 +48,17 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def train(model: torch.nn.Module, optimizer: Any, rank: int, device: torch.device) -> Tensor:
-    """Train on pictures of this rank's own. Return the bits of the weights."""
+    """Train on pictures of this rank's own. Return the bits of the weights. An optimizer may scale the loss."""
     generator = torch.Generator().manual_seed(rank)
+    scale = getattr(optimizer, "scale", lambda loss: loss)
     for _ in range(STEPS):
         x = torch.rand(BATCH, 64, generator=generator).to(device)
         y = torch.randint(10, (BATCH,), generator=generator).to(device)
         optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
+        scale(cross_entropy(model(x), y)).backward()
         optimizer.step()
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-    return weights.cpu().view(torch.int32)
+    whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in model.parameters())
+    return torch.cat([each.detach().reshape(-1) for each in whole]).cpu().view(torch.int32)
 
 
 def compare(

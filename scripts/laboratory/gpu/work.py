@@ -10,27 +10,47 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from laboratory import ranks
-from laboratory.gpu.stages import BUILD, PACKAGE, Clock, Failed, Gpu, Impossible, Record, Stage, program
+from laboratory.gpu import packing
+from laboratory.gpu.stages import BUILD, PACK, PACKAGE, Clock, Failed, Gpu, Impossible, Record, Stage, marked, program
 from laboratory.machine import ROOT
 
-CALLS = {"kernels": "build, tests, times", "ranks": "DDP, Horovod, NCCL", "tools": "compute-sanitizer, ncu"}
+# The seconds that a call may take, in the order in which a sitting makes them.
+CALLS = {"tests": 280, "kernels": 280, "steps": 200}
+ABOUT = {
+    "tests": "are whole steps, kernels, laws and ranks right?",
+    "kernels": "times, compute-sanitizer, ncu",
+    "steps": "a GPT's steps, a training",
+}
+# Seconds of a call that its stages leave to its start and end.
+MARGIN = 10
+# Seconds of a call in a dry run, and of each of its stages: a build alone takes minutes of two cores.
+DRY = 900.0
 
-# Seconds of all stages of a call. With its start and end it then takes less than nine minutes.
-TOTAL = 520.0
-
-# Tests of whole steps, of kernels and of laws, as tests() wants them; and fewer for a dry run.
-WANTED = ("tests/test_cuda.py",), ("tests/kernels",), ("tests/test_laws.py",)
+# Tests of whole steps, of kernels and of laws, as tests() wants them; and fewer for a dry run. The laws with three ranks are a
+# fifth of all.
+WANTED = ("tests/test_cuda.py",), ("tests/kernels", "tests/native"), ("tests/test_laws.py", "cuda-3")
 WANTED_DRY = (
     ("tests/native/test_streams.py",),
     ("tests/kernels/test_delivery.py",),
     ("tests/test_laws.py", "test_conservation", "dense"),
 )
-TOOLS = {"memcheck": 110.0, "racecheck": 110.0, "synccheck": 90.0}
-PARTS = ("passes", "sparse", "above", "sketches", "levels")
+# The sizes of lab kernels: the large one, a ResNet-50's, and a bucket of 25 MB; and the rounds.
+SIZES = {"64M": ((), 8), "25.6M": (("--layers", "161"), 6), "6.25M": ((), 12)}
+SIZES_DRY = {"100k": ((), 2)}
+# The tools of compute-sanitizer, each with its own options. initcheck leaves out torch's copies: the calls have arrays without
+# contents on purpose.
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": (),
+    "racecheck": (),
+    "synccheck": (),
+    "initcheck": ("--check-api-memory-access", "no"),
+}
+PARTS = ("sparse", "levels", "above", "sketches", "passes")
 
 # Packages that every call needs.
 PACKAGES = ("torch", "numpy", "pybind11", "pytest", "hypothesis")
@@ -44,7 +64,6 @@ print("@" + json.dumps({
     "gpu": machine.describe_gpu() if torch.cuda.is_available() else None,
 }))
 """
-BUILT = 'import json; from gradcomp.native import extension; print("@" + json.dumps({"cuda": extension.BUILT_WITH_CUDA}))'
 # pytest without the checkout's own gradcomp and its extension, which `-m pytest` puts first. The only plugin is xdist: those of
 # other packages warn, and a warning is an error.
 PYTEST = "import sys; sys.path.pop(0); import pytest; raise SystemExit(pytest.main(sys.argv[1:]))"
@@ -70,56 +89,59 @@ COUNTERS = (
 NCU = "--clock-control none --profile-from-start off --csv --page raw --print-units base --kernel-name-base demangled"
 
 
-def stages(call: str, gpu: Gpu | None) -> list[Stage]:
-    """Return the stages of a call for this GPU; without one those of a dry run on the CPU, smaller."""
+def total(call: str) -> float:
+    """Return the seconds of all stages of a call."""
+    return CALLS[call] - MARGIN
+
+
+def stages(call: str, gpu: Gpu | None) -> list[list[Stage]]:
+    """Return the groups of a call's stages for this GPU; without one those of a dry run on the CPU, smaller."""
     device = "cuda" if gpu else "cpu"
+    groups: list[list[Stage]] = [
+        [Stage("machine", partial(machine, device=device), 25, required=True)],
+        [Stage("build", partial(build, device=device, gpu=gpu), 100, required=True)],
+        *{"tests": tests_call, "kernels": kernels_call, "steps": steps_call}[call](gpu, device),
+    ]
+    return groups if gpu else [[replace(stage, limit=DRY) for stage in group] for group in groups]
+
+
+def tests_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
+    """Return the stages that tell whether all is right. Two ranks share the device, over NCCL on a GPU."""
+    of_steps, of_kernels, of_laws = WANTED if gpu else WANTED_DRY
+    options = ["--device", device, "--width", "1024" if gpu else "64"]
+    backend = ["--backend", "nccl" if gpu else "gloo"]
+    jobs = {
+        "ddp": ("torchrun", ["laboratory.gpu.ddp_job", *options, *backend]),
+        "horovod-ranks": ("horovodrun", ["laboratory.gpu.horovod_job", *options]),
+        "doors": ("torchrun", ["laboratory.gpu.doors_job", *options, *backend]),
+    }
     return [
-        Stage("machine", partial(machine, device=device), 60, required=True),
-        Stage("build", partial(build, device=device, gpu=gpu), 180, required=True),
-        *{"kernels": kernels_call, "ranks": ranks_call, "tools": tools_call}[call](gpu, device),
+        [
+            Stage("whole-steps", partial(tests, device=device, wanted=of_steps), 110),
+            Stage("kernels", partial(tests, device=device, wanted=of_kernels, most_workers=5), 110),
+            Stage("laws", partial(tests, device=device, wanted=of_laws, most_workers=8), 110),
+        ],
+        [Stage(name, partial(run_ranks, launcher=launcher, job=job), 110) for name, (launcher, job) in jobs.items()],
     ]
 
 
-def kernels_call(gpu: Gpu | None, device: str) -> list[Stage]:
-    """Return the stages that test and measure kernels."""
-    size, large, rounds = ("64M", "256M", 30) if gpu else ("100k", "200k", 2)
-    first, of_kernels, of_laws = WANTED if gpu else WANTED_DRY
+def kernels_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
+    """Return the stages that time kernels, watch them and count. A dry run makes the watched calls without a tool."""
+    sizes, size = (SIZES, "16.8M") if gpu else (SIZES_DRY, "20k")
+    timed = [Stage(f"times-{name}", partial(kernels, device=device, size=name), 35) for name in sizes]
+    plain = Stage("calls", partial(calls, device=device, each=2 if gpu else 1), 55)
+    watched = [Stage(tool, partial(sanitized, tool=tool, each=2), 55) for tool in TOOLS if gpu]
+    counters = [Stage(f"counters-{part}", partial(counted, device=device, part=part, size=size), 17) for part in PARTS]
+    return [*([stage] for stage in timed), [plain, *watched], *([stage] for stage in counters)]
+
+
+def steps_call(gpu: Gpu | None, device: str) -> list[list[Stage]]:
+    """Return the stages that train."""
+    pictures = PACK / packing.PICTURES if gpu else None
     return [
-        Stage("steps", partial(tests, device=device, wanted=first), 80),
-        Stage("kernels", partial(kernels, device=device, size=size, rounds=rounds), 90),
-        Stage("tests", partial(tests, device=device, wanted=of_kernels, most_workers=8), 150),
-        Stage("kernels-large", partial(kernels, device=device, size=large, rounds=max(2, rounds // 3)), 90),
-        Stage("laws", partial(tests, device=device, wanted=of_laws, most_workers=8), 120),
+        [Stage("gpt", partial(trained, device=device, module="gpt_steps", parts="ways"), 80)],
+        [Stage("training", partial(trained, device=device, module="training", parts="trainings", pictures=pictures), 85)],
     ]
-
-
-def ranks_call(gpu: Gpu | None, device: str) -> list[Stage]:
-    """Return the stages of two ranks that share the device, over NCCL on a GPU."""
-    width, backend = ("2048", "nccl") if gpu else ("64", "gloo")
-    job = ["laboratory.gpu.horovod_job", "--device", device, "--width", width]
-    ddp = ["laboratory.gpu.ddp_job", "--device", device, "--width", width, "--backend", backend]
-    return [
-        Stage("ddp", partial(run_ranks, launcher="torchrun", job=ddp), 100),
-        Stage("horovod-ranks", partial(run_ranks, launcher="horovodrun", job=job), 100),
-    ]
-
-
-def tools_call(gpu: Gpu | None, device: str) -> list[Stage]:
-    """Return the stages that watch kernels. A dry run makes the same calls unwatched."""
-    size = "16.8M" if gpu else "20k"
-    counters = [Stage(f"counters-{part}", partial(counted, device=device, part=part, size=size), 70) for part in PARTS]
-    plain = Stage("calls", partial(calls, device=device, each=3 if gpu else 1), 60)
-    watched = [Stage(tool, partial(sanitized, tool=tool, each=3), limit) for tool, limit in TOOLS.items() if gpu]
-    return [plain, *watched[:2], *counters, *watched[2:]]
-
-
-def marked(text: str, mark: str = "@") -> Record:
-    """Return the JSON after the mark, wherever a launcher put it in its line."""
-    for line in text.splitlines():
-        if f"{mark}{{" in line:
-            found: Record = json.loads(line.partition(mark)[2])
-            return found
-    raise Failed(f"no result was printed\n{text[-2000:]}")
 
 
 def machine(clock: Clock, device: str) -> Record:
@@ -140,21 +162,16 @@ def machine(clock: Clock, device: str) -> Record:
 
 
 def build(clock: Clock, device: str, gpu: Gpu | None) -> Record:
-    """Build the extension for this GPU alone, beside a copy of the package."""
-    tree = BUILD / "cmake"
-    pybind = clock.command([sys.executable, "-c", "import pybind11; print(pybind11.get_cmake_dir())"]).strip().splitlines()[-1]
-    options = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind}"]
-    options += ["-DGRADCOMP_CUDA=ON", f"-DGRADCOMP_CUDA_ARCHS={gpu.arch}"] if gpu else ["-DGRADCOMP_CUDA=OFF"]
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    clock.command(["cmake", *generator, "-S", ROOT, "-B", tree, *options])
-    clock.command(["cmake", "--build", tree, "--parallel"])
-    (extension,) = tree.glob("_native*.so")
+    """Copy the package to where every stage finds it, with the parts of the pack. Build the extension unless it is there."""
+    arch = gpu.arch if gpu else None
     shutil.rmtree(PACKAGE, ignore_errors=True)
     shutil.copytree(ROOT / "gradcomp", PACKAGE / "gradcomp", ignore=shutil.ignore_patterns("_native*.so", "__pycache__"))
-    shutil.copy(extension, PACKAGE / "gradcomp")
-    if marked(clock.command([sys.executable, "-c", BUILT], cwd=BUILD))["cuda"] != (device == "cuda"):
-        raise Failed("Python imports another package than the built one, or that has the wrong kernels")
-    return {"archs": gpu.arch if gpu else None, "bytes": extension.stat().st_size}
+    prepared, said = packing.install(clock, arch)
+    if "extension" not in prepared:
+        shutil.copy(packing.compiled(clock, sys.executable, BUILD / "cmake", arch), PACKAGE / "gradcomp")
+        if marked(clock.command([sys.executable, "-c", packing.EXTENSION], cwd=BUILD))["cuda"] != (device == "cuda"):
+            raise Failed("Python imports another package than the built one, or that has the wrong kernels")
+    return {"arch": arch, "prepared": prepared, "said": said}
 
 
 def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 1) -> Record:
@@ -175,15 +192,28 @@ def tests(clock: Clock, device: str, wanted: Sequence[str], most_workers: int = 
     return {"tests": last}
 
 
-def kernels(clock: Clock, device: str, size: str, rounds: int) -> Record:
+def kernels(clock: Clock, device: str, size: str) -> Record:
     """Run scripts/lab kernels on this device."""
+    layers, rounds = (SIZES if device == "cuda" else SIZES_DRY)[size]
     name = f"check-{size}"
     out = BUILD / f"kernels-{name}.json"
     out.unlink(missing_ok=True)
     lab: list[str | Path] = [sys.executable, ranks.SCRIPTS / "lab", "kernels", "--out", BUILD, "--name", name]
-    clock.command([*lab, "--device", device, "--size", size, "--rounds", str(rounds)], cwd=ROOT)
+    clock.command([*lab, "--device", device, "--size", size, *layers, "--rounds", str(rounds)], cwd=ROOT)
     result = json.loads(out.read_text())
     return {key: result[key] for key in ("command", "settings", "lines", "targets")}
+
+
+def trained(clock: Clock, device: str, module: str, parts: str, pictures: Path | None = None) -> Record:
+    """Run a program that trains, and return its record's settings and parts, none of which may have failed."""
+    if pictures and not pictures.is_file():
+        raise Impossible(f"no pictures were packed: scripts/gpu_check --prepare --data FOLDER packs {pictures.name}")
+    command = [sys.executable, "-m", f"laboratory.gpu.{module}", "--device", device]
+    variables = {} if device == "cuda" else {"OMP_NUM_THREADS": "1"}
+    found = marked(clock.command([*command, *(("--pictures", pictures) if pictures else ())], cwd=BUILD, **variables))
+    if wrong := [each for each in found[parts] if "error" in each]:
+        raise Failed("\n".join(json.dumps(each) for each in wrong), found)
+    return found
 
 
 def run_ranks(clock: Clock, launcher: str, job: Sequence[str], count: int = 2) -> Record:
@@ -210,7 +240,9 @@ def sanitized(clock: Clock, tool: str, each: int) -> Record:
     sanitizer = program("compute-sanitizer")
     if sanitizer is None:
         raise Impossible("compute-sanitizer is missing; install the CUDA toolkit, or name its folder in CUDA_HOME")
-    before = (sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *only_ours(sanitizer))
+    # initcheck must see torch's kernels write, too.
+    watched = TOOLS[tool] or only_ours(sanitizer)
+    before = (sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *watched)
     try:
         return calls(clock, "cuda", each, before, **OWN_ALLOCATIONS)
     except Failed as error:

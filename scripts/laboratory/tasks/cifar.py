@@ -54,7 +54,8 @@ SOURCE = Source(
 
 def normalised(pictures: Tensor) -> Tensor:
     """Turn uint8[n, rows, columns, 3] into float32[n, 3, rows, columns]. The memory keeps its order, for fast convolutions."""
-    return pictures.float().sub_(MEAN).div_(DEVIATION).permute(0, 3, 1, 2)
+    device = pictures.device
+    return pictures.float().sub_(MEAN.to(device)).div_(DEVIATION.to(device)).permute(0, 3, 1, 2)
 
 
 def windows(pictures: Tensor) -> Tensor:
@@ -71,7 +72,8 @@ def batches(views: Tensor, labels: Tensor, rank: int, ranks: int, batch: int, se
         shifts = torch.randint(SHIFTS, (ranks * batch, 2), generator=generator)[own]
         mirrored = torch.randint(2, (ranks * batch,), generator=generator).bool()[own]
         cut = views[chosen, shifts[:, 0], shifts[:, 1]].unflatten(2, (SIDE, 3))
-        yield normalised(torch.where(mirrored[:, None, None, None], cut.flip(2), cut)), labels[chosen]
+        flipped = mirrored.to(cut.device)[:, None, None, None]
+        yield normalised(torch.where(flipped, cut.flip(2), cut)), labels[chosen]
 
 
 class Block(nn.Module):

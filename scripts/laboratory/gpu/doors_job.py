@@ -1,0 +1,109 @@
+"""A rank of gpu_check under torchrun: FSDP2, a compiled DDP model and a GradScaler, without and with gradcomp."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradcomp.ddp
+import gradcomp.fsdp
+from gradcomp.networks.replicas import NAME
+from laboratory import ranks
+from laboratory.gpu import steps
+from laboratory.gpu.ddp_job import agree
+
+# The specs of each kind: those that must give the weights of torch alone, which is the first; and others.
+LIKE, OTHERS = ["none", "dense", steps.EXACT], [steps.SPARSE]
+KINDS = {
+    "FSDP2 over shards": (["none", "dense"], ["blocks"]),
+    "FSDP2 over replicas": (LIKE, OTHERS),
+    "compiled": (LIKE, OTHERS),
+    "scaled": (LIKE, OTHERS),
+}
+
+
+class UnderAutocast(nn.Module):
+    """A model that computes in half precision: float16 on a GPU, bfloat16 on a CPU."""
+
+    def __init__(self, inside: nn.Module, device: str):
+        super().__init__()
+        self.inside, self._device = inside, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self._device, torch.float16 if self._device == "cuda" else torch.bfloat16):
+            result: Tensor = self.inside(x)
+        return result.float()
+
+
+class Scaled:
+    """An optimizer with a GradScaler, for steps.train."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler):
+        self._optimizer, self._scaler = optimizer, scaler
+        self.zero_grad, self.scale = optimizer.zero_grad, scaler.scale
+
+    def step(self) -> None:
+        """Make a step, unless a gradient has overflowed."""
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+
+def by_fsdp(kind: str, device: str, spec: str, model: nn.Module) -> tuple[nn.Module, Any]:
+    """Give every layer to FSDP2: sharded over the ranks, or whole on each, with gradcomp's backend for the all-reduce."""
+    replicas = dist.get_world_size() if "replicas" in kind else 1
+    names, shape = ("replicate", "shard"), (replicas, dist.get_world_size() // replicas)
+    override: Any = {} if spec == "none" else {"replicate": NAME}
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names, backend_override=override)
+    layers = [layer for layer in model.children() if any(True for _ in layer.parameters())]
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh if replicas > 1 else mesh["shard"])
+    if spec != "none":
+        gradcomp.fsdp.attach(model, spec)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def by_ddp(kind: str, device: str, spec: str, model: nn.Module) -> tuple[nn.Module, Any]:
+    """Wrap a model in DDP, compiled or with a GradScaler."""
+    wrapped = DistributedDataParallel(UnderAutocast(model, device) if kind == "scaled" else model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0) if kind == "scaled" else None
+    if spec != "none":
+        gradcomp.ddp.attach(wrapped, spec, optimizer=optimizer, scaler=scaler)
+    if scaler:
+        return wrapped, Scaled(optimizer, scaler)
+    return torch.compile(wrapped, backend="inductor" if device == "cuda" else "eager"), optimizer  # type: ignore[return-value]
+
+
+@record  # torchrun shows the exception
+def main() -> None:
+    """Train by every kind under every spec, and report."""
+    parser = steps.parser(__doc__)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), required=True)
+    options = parser.parse_args()
+    os.environ.update(steps.NCCL)
+    dist.init_process_group(options.backend)
+    checks: dict[str, bool] = {}
+    for kind, (like, others) in KINDS.items():
+
+        def make(way: str, model: nn.Module) -> tuple[nn.Module, Any]:
+            kind, _, spec = way.partition(", ")
+            return (by_fsdp if "FSDP2" in kind else by_ddp)(kind, options.device, spec, model)
+
+        every, first = ([f"{kind}, {spec}" for spec in specs] for specs in ([*like, *others], like))
+        checks |= steps.compare(every, first, make, agree, options, dist.get_rank())["checks"]
+    if dist.get_rank() == 0:
+        ranks.report({"backend": options.backend, "width": options.width, "steps": steps.STEPS, "checks": checks})
+    dist.destroy_process_group()
+    os._exit(0)  # as in ddp_job
+
+
+if __name__ == "__main__":
+    main()
