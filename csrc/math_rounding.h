@@ -44,10 +44,10 @@ constexpr const Packing* packing_of(int64_t levels) {
 }
 
 // The number of a group's first draw. Its entries use consecutive draws, each in [0, 1).
-SHARED_MATH uint32_t draws_of(int64_t key, int64_t group) {
-  return mix(mix(static_cast<uint32_t>(key)) ^ mix(static_cast<uint32_t>(key >> 32) + 0x9e3779b9u) ^
-             static_cast<uint32_t>(group));
+SHARED_MATH uint32_t seed_of(int64_t key) {
+  return mix(static_cast<uint32_t>(key)) ^ mix(static_cast<uint32_t>(key >> 32) + 0x9e3779b9u);
 }
+SHARED_MATH uint32_t draws_of(uint32_t seed, int64_t group) { return mix(seed ^ static_cast<uint32_t>(group)); }
 SHARED_MATH float draw(uint32_t which) { return static_cast<float>(mix(which) >> 8) * 0x1p-24f; }
 
 // Decide whether an entry between two levels goes to the upper one, with the probability that makes the mean exact. An entry

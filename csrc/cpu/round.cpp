@@ -162,7 +162,7 @@ void take_levels(Span<float> residual, Span<const float> levels, OptionalSpan<co
         if (cuts.given()) {
           round_at(x, n, own[0], own[1], cuts.data[g], codes);
         } else {
-          round_by_draws<kLevels>(x, n, own, draws_of(key, g), codes);
+          round_by_draws<kLevels>(x, n, own, draws_of(seed_of(key), g), codes);
         }
         std::fill_n(codes + n, there * kPacking.per_word() - n, uint8_t{0});
         pack(buffers, there, words.data + g * kPacking.words(group));

@@ -75,4 +75,28 @@ static __device__ __forceinline__ void store(Element* p, int64_t count, const Fo
   store_four(p, count, four);
 }
 
+// Copy from[0 .. count), changed, as number `thread` of kThreads: in fours where they are `aligned` in both arrays. A thread
+// asks for kShare fours before it uses the first.
+template <uint32_t kThreads, int kShare, class Change>
+static __device__ __forceinline__ void copy_share(float* to, const float* from, uint32_t count, uint32_t thread, bool aligned,
+                                                  Change change) {
+  constexpr uint32_t kStep = 4 * kThreads;
+  const uint32_t whole = aligned ? count / 4 * 4 : 0;
+  uint32_t first = 4 * thread;
+  for (; first + (kShare - 1) * kStep < whole; first += kShare * kStep) {
+    Four share[kShare];
+    UNROLLED for (int i = 0; i < kShare; ++i) share[i] = load_whole(from + first + i * kStep);
+    UNROLLED for (int i = 0; i < kShare; ++i) {
+      for (float& its : share[i].x) its = change(its);
+      store_whole(to + first + i * kStep, share[i]);
+    }
+  }
+  for (; first < whole; first += kStep) {
+    Four four = load_whole(from + first);
+    for (float& its : four.x) its = change(its);
+    store_whole(to + first, four);
+  }
+  for (uint32_t i = whole + thread; i < count; i += kThreads) to[i] = change(from[i]);
+}
+
 }  // namespace gradcomp::cuda

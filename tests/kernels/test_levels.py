@@ -97,6 +97,33 @@ def test_twins_agree_and_nothing_is_lost(
             assert torch.isin(found.said[begin:end], found.levels[i]).all()
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+@pytest.mark.parametrize("n,group,skipped", [(9000, 512, 0), (8210, 4096, 0), (9000, 8500, 0), (700, 64, 1)])
+def test_words_of_many_blocks_of_long_groups_and_between_fours(
+    device: torch.device, count: int, n: int, group: int, skipped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU takes whole groups through shared memory, in several blocks; longer ones, and single entries, where they lie."""
+    native = extension.native
+    groups, flat = len(ends_of(n, group)), gradients.draw("normal", n + skipped, seed=n)
+    levels = torch.linspace(-2, 2, count).repeat(groups) * torch.arange(1, groups + 1).repeat_interleave(count)
+    random = torch.Generator().manual_seed(n)
+    wild = torch.randint(-(2**63), 2**63 - 1, (words_of(n, group, count),), generator=random)
+    found = []
+    for own, place in ((native, device), (NATIVE, torch.device("cpu"))):
+        monkeypatch.setattr(extension, "native", own)
+        its = levels.to(place)
+        rest, words = flat.clone().to(place)[skipped:], torch.empty_like(wild, device=place)
+        kernels.take_levels(rest, its, group, count, 7, words)
+        target = flat.clone().to(place)[skipped:]
+        headers = [torch.zeros(2, dtype=torch.int32, device=place) for _ in range(2)]
+        kernels.add_levels(target, [its, 3 * its], [words, wild.to(place)], headers, group, count)
+        settled = rest.clone() if skipped == 0 else torch.cat([rest[:1], rest])[1:]
+        kernels.settle_levels(settled, its, words, group, count, torch.full_like(settled, math.nan))
+        found.append([x.cpu() for x in (rest, words, target, settled)])
+    for ours, theirs in zip(*found, strict=True):
+        assert reference.same(ours, theirs) if ours.dtype == torch.float32 else torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("form", ["mean", "lloyd"])
 @given(seed=gradients.seeds, kind=gradients.kinds, n=st.integers(1, 300))
 def test_levels_that_are_means_keep_the_sum(form: str, seed: int, kind: str, n: int) -> None:
