@@ -76,28 +76,35 @@ static __device__ __forceinline__ uint32_t scan_in_place(uint32_t* counts, uint3
 // Return true in the last of `blocks` blocks that call this, and false in the others. The last block may then read all blocks'
 // earlier writes to global memory, with __ldcg, past the first-level cache. No block waits for another. *ticket starts as 0.
 //
-// The first fence publishes a thread's results and the barrier collects them, before one thread takes the ticket for all. The
-// second barrier tells all threads, and the second fence keeps their reads behind the ticket.
+// The first barrier collects all threads' results, which one thread's fence publishes before it takes the ticket for all. Its
+// second fence keeps their reads behind the ticket, of which the second barrier tells them.
 static __device__ __forceinline__ bool is_last_block(uint32_t* ticket, uint32_t blocks) {
   __shared__ uint32_t place;
-  __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) place = atomicAdd(ticket, 1u);
+  if (threadIdx.x == 0) {
+    __threadfence();
+    place = atomicAdd(ticket, 1u);
+    __threadfence();
+  }
   __syncthreads();
-  __threadfence();
   return place == blocks - 1;
 }
 
 // A histogram of digits in shared memory: a block clears it, counts with atomics, and adds it to that of all blocks. The digit
-// 0 is not counted but follows from the rest: in a gradient full of zeros all threads would count in one place.
+// 0 follows from the rest. Each lane counts it in a place of its own, which nobody reads: in a gradient full of zeros all
+// threads would count in one place, and a branch for each entry costs more than the entry.
+template <uint32_t kDigits>
+constexpr uint32_t kPlaces = kDigits + kWarp;
+
 template <unsigned kThreads, uint32_t kDigits>
 static __device__ __forceinline__ void clear_digits(uint32_t* counts) {
-  for (uint32_t digit = threadIdx.x; digit < kDigits; digit += kThreads) counts[digit] = 0;
+  for (uint32_t digit = threadIdx.x; digit < kPlaces<kDigits>; digit += kThreads) counts[digit] = 0;
   __syncthreads();
 }
 
+template <uint32_t kDigits>
 static __device__ __forceinline__ void count_digit(uint32_t* counts, uint32_t digit) {
-  if (digit != 0) atomicAdd(counts + digit, 1u);
+  atomicAdd(counts + (digit != 0 ? digit : kDigits + threadIdx.x % kWarp), 1u);
 }
 
 template <unsigned kThreads, uint32_t kDigits>

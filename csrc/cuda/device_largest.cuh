@@ -23,12 +23,12 @@ struct Magnitude {
 template <class Reader, class Hand>
 static __global__ void __launch_bounds__(kThreads)
     count_first_digits(const __grid_constant__ Reader reader, Hand hand, uint32_t n, uint32_t k, Plan plan) {
-  __shared__ uint32_t counts[kFirstDigits];
+  __shared__ uint32_t counts[kPlaces<kFirstDigits>];
   __shared__ Digit picked;
   clear_digits<kThreads, kFirstDigits>(counts);
   for (int64_t tile = int64_t{blockIdx.x} * kTile; tile < n; tile += int64_t{gridDim.x} * kTile) {
     const auto count = [&](const Four& four, int) {
-      for (const float x : four.x) count_digit(counts, magnitude_key(x) >> kFirstShift);
+      for (const float x : four.x) count_digit<kFirstDigits>(counts, magnitude_key(x) >> kFirstShift);
     };
     const auto& its = reader.over(tile);
     if (is_whole(its, tile, n)) {

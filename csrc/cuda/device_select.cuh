@@ -65,7 +65,7 @@ static __device__ __forceinline__ uint32_t blocks_with_work(uint32_t sources) {
 template <class Reader, class Key, uint32_t kDigits>
 static __global__ void __launch_bounds__(kThreads)
     count_digits(const __grid_constant__ Reader reader, Key keys, int shift, uint32_t* all, uint32_t* ticket, Plan plan) {
-  __shared__ uint32_t counts[kDigits];
+  __shared__ uint32_t counts[kPlaces<kDigits>];
   __shared__ Digit picked;
   const uint32_t sources = plan.choice->sources;
   const uint32_t blocks = blocks_with_work(sources);
@@ -78,7 +78,7 @@ static __global__ void __launch_bounds__(kThreads)
     const SourceTile<Reader, Key> four(reader, plan, sources, listed, tile, keys);
     for (int i = 0; i < 4; ++i) {
       const uint32_t difference = (four.key[i] ^ digits) >> shift;
-      if (i < four.count && difference < kDigits) count_digit(counts, difference);
+      if (i < four.count && difference < kDigits) count_digit<kDigits>(counts, difference);
     }
   }
   add_up_digits<kThreads, kDigits>(counts, all);
