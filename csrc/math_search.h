@@ -70,6 +70,22 @@ struct Ends {
 //   squares(unit)      the sum of all squares
 //   magnitudes()       a View of the magnitudes
 
+// The lesser and the greater of two numbers that are not NaN; of two zeros, either. On a GPU they are one instruction.
+SHARED_MATH float lesser(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return fminf(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+SHARED_MATH float greater(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return fmaxf(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 // The way from a level to the next. An entry is worth its share of it: nothing at its low end and below, kWorth at its high end
 // and above, in whole numbers. Differences of tiny numbers are made larger first.
 constexpr int64_t kWorth = int64_t{1} << 20;
@@ -86,7 +102,7 @@ struct Way {
   // What an entry is worth, plus bits_of(kRounded). kMayBeTiny: false where the caller knows that the way is not tiny.
   template <bool kMayBeTiny = true>
   SHARED_MATH uint32_t worth_bits(float x) const {
-    const float below = high < x ? high : x, within = low > below ? low : below, passed = within - low;
+    const float below = lesser(high, x), within = greater(low, below), passed = within - low;
     return bits_of((kMayBeTiny ? passed * larger : passed) * scale + kRounded);
   }
 };

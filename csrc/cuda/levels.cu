@@ -45,10 +45,9 @@ struct Staged {
     return staged + threadIdx.x / kWarp * kStaged;
   }
 
-  // Fetch the group, within bounds if it has any. A lane asks for eight fours before it uses the first.
+  // Fetch the group, within bounds if it has any.
   template <bool kBounded>
   __device__ __forceinline__ void fetch(const float* x, Ends bounds) const {
-    constexpr uint32_t kShare = 8;
     const auto bounded = [&](float its) {
       if constexpr (kBounded) {
         its = its < bounds.low ? bounds.low : its;
@@ -56,19 +55,7 @@ struct Staged {
       }
       return its;
     };
-    float* const to = place();
-    const uint32_t lane = threadIdx.x % kWarp, count = static_cast<uint32_t>(n), whole = is_aligned(x) ? count / 4 * 4 : 0;
-    for (uint32_t first = 4 * lane; first < whole; first += kShare * 4 * kWarp) {
-      Four share[kShare] = {};
-      UNROLLED for (uint32_t i = 0; i < kShare; ++i) {
-        if (first + i * 4 * kWarp < whole) share[i] = load_whole(x + first + i * 4 * kWarp);
-      }
-      UNROLLED for (uint32_t i = 0; i < kShare; ++i) {
-        for (float& its : share[i].x) its = bounded(its);
-        if (first + i * 4 * kWarp < whole) store_whole(to + first + i * 4 * kWarp, share[i]);
-      }
-    }
-    for (uint32_t i = whole + lane; i < count; i += kWarp) to[i] = bounded(x[i]);
+    copy_share<kWarp, 8>(place(), x, static_cast<uint32_t>(n), threadIdx.x % kWarp, is_aligned(x), bounded);
     __syncwarp();
   }
 
@@ -173,14 +160,15 @@ struct View : Group {
   __device__ View<Group, true> magnitudes() const { return {*this}; }
 };
 
+// The number of groups comes from the launch: no thread divides.
 template <bool kBounded, bool kFits, int kLast>
 __global__ void __launch_bounds__(kThreads) find(const float* flat, const float* bounds, const __grid_constant__ Groups groups,
-                                                 Form form, int64_t count, float* levels, float* cuts) {
+                                                 int64_t all, Form form, int64_t count, float* levels, float* cuts) {
   const int64_t group = int64_t{blockIdx.x} * kGroups + threadIdx.x / kWarp;
-  if (group >= groups.count()) return;
+  if (group >= all) return;
   const Ends ends = kBounded ? Ends{bounds[2 * group], bounds[2 * group + 1]} : Ends{};
   const float* const x = flat + groups.begin(group);
-  const int64_t n = groups.end(group) - groups.begin(group);
+  const int64_t n = (group + 1 == all ? groups.n : groups.begin(group + 1)) - groups.begin(group);
   float own[kLast > 0 ? kLast + 1 : 9], cut;
   if constexpr (kFits) {
     const View<Staged> view{{n}};
@@ -211,7 +199,7 @@ void find_levels(Span<const float> flat, OptionalSpan<const float> bounds, int64
                          : fits         ? find<false, true, kLast>
                                         : find<false, false, kLast>;
     LAUNCH(find_in, blocks_for(groups.count(), kGroups), kThreads, fits ? kGroups * kStaged * sizeof(float) : 0, queue,
-           flat.data, bounds.data, groups, rule, count, levels.data, cuts.data);
+           flat.data, bounds.data, groups, groups.count(), rule, count, levels.data, cuts.data);
   });
 }
 
