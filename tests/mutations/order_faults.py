@@ -21,6 +21,7 @@ TESTS = {
     "heaviest.cu": ("test_sketch.py",),
     "levels.cu": ("test_levels.py",),
     "packed.cu": ("test_packed.py",),
+    "round.cu": ("test_levels.py",),
     "threshold.cu": ("test_above.py",),
 }
 ALL = "test_definitions.py"
@@ -54,7 +55,7 @@ def passage(text: str, begin: int, end: int, everything: str) -> tuple[int, int]
 def function_around(text: str, begin: int) -> str:
     """Name the function around a place: the last one with a head, at the left or in a struct, before it."""
     heads = re.findall(r"^(?:  )?[_a-z](?:[^;{}]|\{\})*\{$", text[:begin], re.MULTILINE)
-    names = [re.findall(r"\b(\w+)\(", re.sub(r"__launch_bounds__\([\w, ]+\)", "", head)) for head in heads]
+    names = [re.findall(r"\b(\w+)\(", re.sub(r"__launch_bounds__\([\w<>, ]+\)", "", head)) for head in heads]
     return next(found[0] for found in reversed(names) if found and found[0] not in CONTROL)
 
 
