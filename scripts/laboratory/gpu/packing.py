@@ -21,7 +21,7 @@ from laboratory.gpu import stages
 from laboratory.gpu.stages import Clock, Failed, Impossible, Record, Stage, marked
 from laboratory.machine import ROOT
 
-# What GPU machines are lent with: Python, torch, and the architecture of an H100 or H200.
+# What a GPU machine without a network has: Python, torch, and the architecture of an H100 or H200.
 PYTHON, TORCH, ARCH = "3.12", "2.11.0", "90"
 
 # The environment, builds and log of the preparation.
