@@ -106,11 +106,13 @@ def costs(study: str, spec: str) -> tuple[float, float, float]:
 
 def test_what_readme_says_of_specs() -> None:
     score, *own = costs("cifar-best", "topk:ratio=0.01")
-    assert f"costs {own[0]:.2f} points of {score:.2f} % on CIFAR-10's pictures (at most {own[1]:.2f})" in README
+    assert (
+        f"ends {-own[0]:.2f} points above dense's {score:.2f} % on CIFAR-10's pictures (at most {own[1]:.2f} below)" in README
+    )
     for study, spec, said in (
         ("shakespeare-rest", "orq", "costs {0:.1f} % of a transformer's perplexity (at most {1:.1f} %)"),
         ("blocks-text-2e3", "blocks", "at most {1:.2f} % of a transformer's perplexity at learning rates of 0.001"),
-        ("blocks-text-best-rate", "blocks", "{1:.1f} % at the best"),
+        ("blocks-text-best-rate", "blocks", "at most {1:.1f} % at dense's best rate"),
     ):
         score, *own = costs(study, spec)
         assert said.format(*(100 * each / score for each in own)) in README, spec
