@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from laboratory import machine as this_machine
+from laboratory.gpu import stages
 from laboratory.report import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,8 +120,10 @@ class Machine:
                 shutil.copy(path, self.root / str(path).lstrip("/"))
         path = PATH
         if self.cell.nvcc:
-            folders.append(toolkit())
-            path = f"{folders[-1]}/bin:{path}"
+            home = stages.toolkit()
+            assert home is not None
+            folders.append(home)
+            path = f"{home}/bin:{path}"
         # Values may hold tokens, and every user reads command lines: they travel in the environment.
         environment = {"PATH": path, "HOME": self.home, "USER": user, "LANG": "C.UTF-8", **settings}
         if self.cell.cxx:
@@ -140,12 +143,6 @@ class Machine:
             LOG.write_text(said)
         assert status == 0, f"{command} ended with status {status}, {LOG} has it all:\n{said[-5000:]}"
         return said
-
-
-def toolkit() -> Path:
-    """Return the folder of this machine's CUDA toolkit."""
-    told = subprocess.run([str(NVCC), "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
-    return Path(re.findall(r"^#\$ TOP=(\S+)", told, re.MULTILINE)[0]).resolve()
 
 
 @pytest.fixture(params=CELLS)

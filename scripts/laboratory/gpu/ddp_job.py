@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,19 +38,24 @@ def agree(named: str, weights: Tensor) -> bool:
 
 
 @record  # torchrun shows the exception
-def main() -> None:
-    """Train under every spec, and report."""
-    parser = steps.parser(__doc__)
+def run(description: str | None, compared: Callable[[argparse.Namespace], dict[str, Any]]) -> None:
+    """Join the ranks, compare, and let rank 0 report. description: of the job, for --help."""
+    parser = steps.parser(description)
     parser.add_argument("--backend", choices=("gloo", "nccl"), required=True)
     options = parser.parse_args()
     os.environ.update(steps.NCCL)
     dist.init_process_group(options.backend)
-    result = steps.compare([*LIKE_DDP, *OTHERS], LIKE_DDP, make, agree, options, dist.get_rank())
+    result = compared(options)
     if dist.get_rank() == 0:
         ranks.report({"backend": options.backend, **result})
     dist.destroy_process_group()
     os._exit(0)  # torch's threads and this process end in no fixed order, and now and then abort it after all is done
 
 
+def compared(options: argparse.Namespace) -> dict[str, Any]:
+    """Train under every spec."""
+    return steps.compare([*LIKE_DDP, *OTHERS], LIKE_DDP, make, agree, options, dist.get_rank())
+
+
 if __name__ == "__main__":
-    main()
+    run(__doc__, compared)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
 import gradcomp.fsdp
 from gradcomp.networks.replicas import NAME
-from laboratory import ranks
 from laboratory.gpu import steps
-from laboratory.gpu.ddp_job import agree
+from laboratory.gpu.ddp_job import agree, run
 
 # The specs of each kind: those that must give the weights of torch alone, which is the first; and others.
 LIKE, OTHERS = ["none", "dense", steps.EXACT], [steps.SPARSE]
@@ -82,14 +80,8 @@ def by_ddp(kind: str, device: str, spec: str, model: nn.Module) -> tuple[nn.Modu
     return torch.compile(wrapped, backend="inductor" if device == "cuda" else "eager"), optimizer  # type: ignore[return-value]
 
 
-@record  # torchrun shows the exception
-def main() -> None:
-    """Train by every kind under every spec, and report."""
-    parser = steps.parser(__doc__)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), required=True)
-    options = parser.parse_args()
-    os.environ.update(steps.NCCL)
-    dist.init_process_group(options.backend)
+def compared(options: argparse.Namespace) -> dict[str, Any]:
+    """Train by every kind under every spec."""
     checks: dict[str, bool] = {}
     for kind, (like, others) in KINDS.items():
 
@@ -99,11 +91,8 @@ def main() -> None:
 
         every, first = ([f"{kind}, {spec}" for spec in specs] for specs in ([*like, *others], like))
         checks |= steps.compare(every, first, make, agree, options, dist.get_rank())["checks"]
-    if dist.get_rank() == 0:
-        ranks.report({"backend": options.backend, "width": options.width, "steps": steps.STEPS, "checks": checks})
-    dist.destroy_process_group()
-    os._exit(0)  # as in ddp_job
+    return {"width": options.width, "steps": steps.STEPS, "checks": checks}
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, compared)

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp.ddp
+from laboratory.gpu import steps
 
 # Steps before those that count, steps timed one by one, and steps timed together.
 WARM, TIMED, TOGETHER = 5, 15, 10
@@ -129,13 +130,13 @@ def measure(way: str, optimizer: str, bucket_mb: int, device: torch.device) -> d
         torch.cuda.reset_peak_memory_stats()
     step = stepping(way, optimizer, bucket_mb, device, SHAPES[device.type])
 
-    def seconds(steps: int) -> float:
+    def seconds(count: int) -> float:
         wait()
         began = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(count):
             step()
         wait()
-        return (time.perf_counter() - began) / steps
+        return (time.perf_counter() - began) / count
 
     seconds(WARM)
     figures = {
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--device", choices=SHAPES, required=True)
     device = torch.device(parser.parse_args().device, 0)
     shape, backend = SHAPES[device.type], "nccl" if device.type == "cuda" else "gloo"
-    os.environ.update({"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
+    os.environ.update(steps.NCCL)
     dist.init_process_group(backend, store=TCPStore("127.0.0.1", 0, 1, is_master=True), rank=0, world_size=1)
     with torch.device("meta"):
         parameters = sum(each.numel() for each in Gpt(shape).parameters())
