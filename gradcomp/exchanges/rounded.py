@@ -89,21 +89,25 @@ class Rounded(Compressor):
         return Update(update)
 
     def _by_parts(self, acc: Acc, state: RoundedState, world: World, parts: GroupPartition, bounds: Tensor | None) -> Steps:
-        """Add up one part on each rank, and round the sums.
+        """Add up one part on each rank, and round the sums. A rank without a part sends an empty payload.
 
         A rank adds its own entries unrounded. The rounding error of its sums stays in its residual.
         """
         sums, sent, received = yield from self._sum_own_part(acc, state, world, parts, bounds)
         own, rounding = parts.part_of(acc.residual, world.rank), self.rounding(len(sums))
-        flags = [payload["header"][1:] for payload in received.values()] + ([] if acc.flag is None else [acc.flag])
-        flag = torch.stack(flags).amax(0) if flags else None
-        payload, key = payloads.empty(self._form(parts), own.device), state.key(world.rank, 0)
-        taken = rounding.take(sums, self.bounds_of_sums(sums, state), flag, key, payload, acc.memory)
+        flag = acc.flag  # without one, sums say themselves that they overflow
+        if flag is not None:
+            flag = torch.stack([flag, *(payload["header"][1:] for payload in received.values())]).amax(0)
+        taken, key = payloads.empty(self._form(parts), own.device), state.key(world.rank, 0)
+        if len(sums):
+            rounding.take(sums, self.bounds_of_sums(sums, state), flag, key, taken, acc.memory)
+        else:
+            taken.bytes.zero_()
         _name_frozen(taken, acc, received.values())
         results = yield from gather(taken)
         update = state.zeros(acc.residual)
-        for rank, result in enumerate(results):
-            part, rounding = parts.part_of(update, rank), self.rounding(parts.length(rank))
+        for rank in parts.owners:
+            result, part, rounding = results[rank], parts.part_of(update, rank), self.rounding(parts.length(rank))
             if rank in sent:
                 residual = parts.part_of(acc.residual, rank)
                 rounding.add_and_settle(part, [result], world.mean_of_shares, residual, sent[rank])
@@ -133,34 +137,39 @@ class Rounded(Compressor):
         """Send the other ranks their parts, and add up the own one. Return its sums, and payloads sent and received."""
         own, form = parts.part_of(acc.residual, world.rank), self._form(parts)
         sent = {}
-        for rank in world.others:
+        for rank in parts.owners:
+            if rank == world.rank:
+                continue
             part_bounds = None if bounds is None else parts.bounds_of(bounds, rank)
             payload, key = payloads.empty(form, own.device), state.key(world.rank, 1 + rank)
             part = parts.part_of(acc.residual, rank)
             sent[rank] = self.rounding(len(part)).take(part, part_bounds, acc.flag, key, payload, acc.memory)
             _name_frozen(payload, acc)
-        received = yield from send(sent, world.others, form, own.device)
+        received = yield from send(sent, world.others if len(own) else [], form, own.device)
         sums = own * world.share
-        self.rounding(len(own)).add(sums, [received[rank] for rank in sorted(received)], world.share)
+        if len(own):
+            self.rounding(len(own)).add(sums, [received[rank] for rank in sorted(received)], world.share)
         return sums, sent, received
 
     def _form(self, parts: GroupPartition) -> Form:
         """Return the form of all parts' payloads: that of the largest."""
-        forms = (self.rounding(parts.length(rank)).form for rank in range(parts.ranks))
-        return max(forms, key=payloads.size)
+        return self.rounding(parts.longest).form
 
     def route_of(self, n: int, ranks: int) -> str:
-        """Name the route of n entries: all to all where each rank has a group, and auto estimates that this is faster."""
-        wanted = self.route == "alltoall" or (self.route == "auto" and self._prefers_parts(self.rounding(n).form, ranks))
-        return "alltoall" if wanted and GroupPartition(n, self.group, ranks).none_empty else "allgather"
+        """Name the route of n entries: for auto, all to all where this is estimated to be faster, and does no harm."""
+        if self.route != "auto":
+            return self.route
+        parts = GroupPartition(n, self.group, ranks)
+        return "alltoall" if self.may_round_twice and self._seconds_saved(parts) > SECONDS_PER_OPERATION else "allgather"
 
-    def _prefers_parts(self, form: Form, ranks: int) -> bool:
-        """Estimate whether route=alltoall is faster, and return False if its second rounding would do harm.
+    def _seconds_saved(self, parts: GroupPartition) -> float:
+        """Estimate the time on the link that route=alltoall saves, for one operation more.
 
-        A gather sends a payload P - 1 times. The parts, there and back, are 2 (P - 1) / P payloads, in two operations.
+        A gather sends a payload P - 1 times. By parts, a rank sends a part to each owner, and its sums P - 1 times.
         """
-        saved = (ranks - 1) * (1 - 2 / ranks) * payloads.size(form) * SECONDS_PER_BYTE
-        return saved > SECONDS_PER_OPERATION and self.may_round_twice
+        whole, part = payloads.size(self.rounding(parts.n).form), payloads.size(self._form(parts))
+        others = parts.ranks - 1
+        return (others * whole - (min(others, parts.groups) + others) * part) * SECONDS_PER_BYTE
 
 
 def _name_frozen(payload: Payload, acc: Acc, received: Collection[Payload] = ()) -> None:
@@ -215,7 +224,7 @@ class RoundedState:
 class GroupPartition:
     """A division of a bucket's n entries into one part for each rank. A part consists of whole groups.
 
-    The last parts may be shorter, or empty.
+    Parts differ by at most one group. With fewer groups than ranks, some are empty.
     """
 
     n: int
@@ -223,27 +232,29 @@ class GroupPartition:
     ranks: int
 
     @property
-    def size(self) -> int:
-        return -(-kernels.groups(self.n, self.group) // self.ranks) * self.group
+    def groups(self) -> int:
+        return kernels.groups(self.n, self.group)
 
     @property
-    def none_empty(self) -> bool:
-        """True if every rank has at least one group."""
-        return self.first(self.ranks - 1) < kernels.groups(self.n, self.group) * self.group
+    def longest(self) -> int:
+        """Return the entries of the longest part."""
+        return max(self.length(rank) for rank in range(self.ranks))
+
+    @property
+    def owners(self) -> Sequence[int]:
+        """List the ranks whose parts are not empty."""
+        return [rank for rank in range(self.ranks) if self.length(rank)]
 
     def first(self, rank: int) -> int:
-        return rank * self.size
+        return self.n if rank == self.ranks else self.groups * rank // self.ranks * self.group
 
     def length(self, rank: int) -> int:
-        return self._end(rank) - self.first(rank)
+        return self.first(rank + 1) - self.first(rank)
 
     def part_of(self, flat: Tensor, rank: int) -> Tensor:
-        return flat[self.first(rank) : self._end(rank)]
+        return flat[self.first(rank) : self.first(rank + 1)]
 
     def bounds_of(self, bounds: Tensor, rank: int) -> Tensor:
         """Return the bounds of the groups in a rank's part."""
         first = self.first(rank) // self.group
         return bounds[2 * first : 2 * (first + kernels.groups(self.length(rank), self.group))]
-
-    def _end(self, rank: int) -> int:
-        return self.n if rank == self.ranks - 1 else min(self.n, self.first(rank + 1))

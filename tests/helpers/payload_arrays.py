@@ -39,15 +39,16 @@ def entries(
 
 
 def bytes_by(route: str, group: int, payload: Callable[[int], int]) -> Callable[[int, int, int], int]:
-    """By alltoall a payload of the longest part to each rank, and one to all; where not all ranks have a part, one of all.
+    """By alltoall a payload of the longest part to each other rank that has one, and one to all.
 
     payload: the bytes of so many entries.
     """
 
     def promised(n: int, rank: int, world: int) -> int:
-        parts = GroupPartition(n, group, world)
-        if route == "allgather" or not parts.none_empty:
+        if route == "allgather":
             return payload(n)
-        return world * max(payload(parts.length(i)) for i in range(world))
+        lengths = [GroupPartition(n, group, world).length(i) for i in range(world)]
+        others = sum(length > 0 for i, length in enumerate(lengths) if i != rank)
+        return (others + 1) * payload(max(lengths))
 
     return promised
