@@ -39,25 +39,42 @@ class Link(NamedTuple):
     def seconds(self, message: Message, world: World) -> float:
         """Return the time of an operation in which this rank sends a message, and the others theirs.
 
-        A reduction is a ring, 2 (P - 1) messages of a P-th each; a gather is a ring of P - 1 payloads. A ring enters and leaves
-        every host once. A send is one message to every rank, after its length.
+        A ring enters and leaves every host once. A send is one message to every rank, after its length.
         """
         if world.size == 1:
             return 0.0
-        hosts = world.hosts or tuple(range(world.size))
-        of_host = hosts.count(hosts[world.rank])
-        away = of_host < world.size
-        latency, bandwidth = (self.latency, self.bandwidth) if away else (self.latency_inside, self.inside)
-        rounds = world.size - 1
-        if message.kind == "reduce":
-            return 2 * rounds * (latency + message.bytes / world.size / bandwidth)
-        if message.kind == "gather":
-            return rounds * (latency + message.bytes / bandwidth)
-        out = sum(size for rank, size in message.to.items() if world.on_other_host(rank))
-        near = sum(message.to.values()) - out
-        into = message.bytes_in * sum(map(world.on_other_host, message.senders))
+        of_host, rounds, crossing = ranks_of_host(world), world.size - 1, crossing_bytes(message, world)
+        if message.kind in RINGS:
+            away = of_host < world.size
+            latency, bandwidth = (self.latency, self.bandwidth) if away else (self.latency_inside, self.inside)
+            return RINGS[message.kind] * rounds * latency + crossing / bandwidth
+        near = sum(size for rank, size in message.to.items() if not world.on_other_host(rank))
         waits = 2 * (rounds - of_host + 1) * self.latency + 2 * (of_host - 1) * self.latency_inside
-        return waits + of_host * max(out, into) / self.bandwidth + near / self.inside
+        return waits + crossing / self.bandwidth + near / self.inside
+
+
+# The rounds of rings, of P - 1 messages each: a reduction sends a P-th in each, a gather a payload.
+RINGS = {"reduce": 2, "gather": 1}
+
+
+def ranks_of_host(world: World) -> int:
+    """Return the ranks on this rank's host, itself among them."""
+    return 1 if world.hosts is None else world.hosts.count(world.hosts[world.rank])
+
+
+def crossing_bytes(message: Message, world: World) -> float:
+    """Return the bytes that an operation sends through the interface of this rank's host, or receives if that is more.
+
+    Where all ranks are on one host, a ring passes as much between two ranks.
+    """
+    rounds = world.size - 1
+    if message.kind == "reduce":
+        return 2 * rounds * message.bytes / world.size
+    if message.kind == "gather":
+        return rounds * message.bytes
+    out = sum(size for rank, size in message.to.items() if world.on_other_host(rank))
+    into = message.bytes_in * sum(map(world.on_other_host, message.senders))
+    return ranks_of_host(world) * max(out, into)
 
 
 def bandwidth_of(text: object, of: str) -> float:

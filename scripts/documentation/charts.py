@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -14,10 +15,10 @@ ROW, HEADING = 15, 26
 STYLE = """\
 .card { fill: #ffffff } text { fill: #24292f; font: 11.5px Roboto, Helvetica, Arial, sans-serif } .bold { font-weight: bold }
 .muted { fill: #5f6873 } .line { stroke: #8b949e } .ours { fill: #0f8f83; stroke: #0f8f83 }
-.other { fill: #9aa7b5; stroke: #76838f }
+.other { fill: #9aa7b5; stroke: #76838f } .grid { stroke: #d0d7de } polyline.curve { fill: none; stroke-width: 1.5 }
 @media (prefers-color-scheme: dark) {
 .card { fill: #1e2129 } text { fill: #e2e4e9 } .muted { fill: #a5adba } .ours { fill: #2bb3a6; stroke: #2bb3a6 }
-.other { fill: #6b7686; stroke: #8e99a8 }
+.other { fill: #6b7686; stroke: #8e99a8 } .grid { stroke: #3a3f4a }
 }"""
 
 
@@ -44,10 +45,10 @@ class Sheet:
     def __init__(self, title: str):
         self.title, self.height, self.parts = title, MARGIN, list[str]()
 
-    def text(self, x: float, words: str, kind: str = "", end: bool = False) -> None:
-        """Write words on the current row, which end at x or begin there."""
+    def text(self, x: float, words: str, kind: str = "", end: bool = False, down: float = 0) -> None:
+        """Write words on the current row, or below it, which end at x or begin there."""
         anchor = ' text-anchor="end"' if end else ""
-        self.parts.append(f'<text x="{x:g}" y="{self.height + 11:g}" class="{kind}"{anchor}>{escape(words)}</text>')
+        self.parts.append(f'<text x="{x:g}" y="{self.height + 11 + down:g}" class="{kind}"{anchor}>{escape(words)}</text>')
 
     def bar(self, x: float, width: float, kind: str) -> None:
         """Draw a bar on the current row."""
@@ -111,3 +112,37 @@ def bounds(sheet: Sheet, rows: Sequence[Bounded], form: str) -> None:
         words = f"{form.format(row.worse)} (\N{LESS-THAN OR EQUAL TO} {form.format(row.most)})"
         sheet.text(WIDTH - MARGIN, words.replace("-", "\N{MINUS SIGN}"), end=True)
         sheet.height += ROW
+
+
+class Curve(NamedTuple):
+    """A line of a chart: its name, whether it is gradcomp's, and its values, one for each tick."""
+
+    name: str
+    ours: bool
+    values: Sequence[float]
+
+
+def curves(sheet: Sheet, lines: Sequence[Curve], ticks: Sequence[str], height: int) -> None:
+    """Draw curves on a logarithmic scale, with a line at each power of ten, and their names at their ends."""
+    low = math.floor(math.log10(min(min(line.values) for line in lines)))
+    high = math.ceil(math.log10(max(max(line.values) for line in lines)))
+    left, right = MARGIN + 44, WIDTH - NAME
+
+    def y(value: float) -> float:
+        return height * (high - math.log10(value)) / (high - low)
+
+    sheet.height += 6
+    for power in range(low, high + 1):
+        sheet.line(left, right, y(10.0**power), kind="grid")
+        sheet.text(left - 6, f"{10.0**power:,g}", "muted", end=True, down=y(10.0**power) - 7)
+    xs = [left + (right - left) * at / (len(ticks) - 1) for at in range(len(ticks))]
+    below = -math.inf
+    for line in sorted(lines, key=lambda line: -line.values[-1]):
+        points = " ".join(f"{x:.1f},{sheet.height + y(value):.1f}" for x, value in zip(xs, line.values, strict=True))
+        sheet.parts.append(f'<polyline points="{points}" class="curve {"ours" if line.ours else "other"}"/>')
+        below = max(below + 12, y(line.values[-1]) - 7)
+        sheet.text(right + 6, line.name, "bold" if line.ours else "", down=below)
+    sheet.height += height + 4
+    for x, tick in zip(xs, ticks, strict=True):
+        sheet.text(x + 8, tick, "muted", end=True)
+    sheet.height += ROW

@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "resources": "count registers and memory of every CUDA kernel with nvcc, without a GPU",
     "paired": "time whole steps of two checkouts in turns",
     "train": "time a training job's steps on real ranks, under each way to exchange gradients",
+    "scale": "compute what an exchange costs a host as hosts are added: bytes, messages and memory",
     "rounding": "measure the errors of ways to round gradients, beside the Microscaling formats",
     "host": "measure what a step costs the host beside its kernels: Python, the binding, and native calls",
     "door": "measure what DDP's door costs the host: steps of many small layers, over DDP's own",
